@@ -1,0 +1,43 @@
+PYTHON ?= python3
+JAX ?= 0.11.2
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed-jax-$(JAX)
+LATEST = .venv-latest
+
+.PHONY: demo test test-all test-gpu test-latest lint bench clean help
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "jattn needs Python >= 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -e '.[models,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
+	@touch $@
+
+demo: $(STAMP)  ## complete a few prompts with the model that ships here
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP)  ## the fast tests, on the CPU
+	$(BIN)/python -m pytest -n 2
+
+test-all: $(STAMP)  ## the slow tests too
+	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax
+	$(PYTHON) -m pytest -m gpu
+
+test-latest:  ## the fast tests on the newest jax that is allowed
+	$(MAKE) test VENV=$(LATEST) JAX=latest
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove what make made
+	rm -rf .venv .venv-latest build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""Block patterns that say which keys a query may skip."""

@@ -1,0 +1,231 @@
+"""What is fixed for a layer, a cache or a bucket: hashable values, so a change of them recompiles."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jattn.sparsity.params import LocalStrided
+from pallas_kernels.checks import require, require_one_of, require_positive
+
+LAYOUTS = ("NHD", "HND", "packed")
+# What each CacheSpec.quantization stores a key or value as, and the shape of its scales.
+QUANTIZATIONS = {
+    None: (None, None),
+    "fp8_e4m3": (jnp.float8_e4m3fn, "tensor"),
+    "fp8_e4m3_token_head": (jnp.float8_e4m3fn, "token_head"),
+    "int8_token_head": (jnp.int8, "token_head"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention: what the score of a query and a key is, and which keys a query sees.
+
+    A score is `scale * q.k`, then soft-capped, masked, ALiBi-biased; softmax in f32.
+
+    Attributes:
+        num_q_heads: Query heads of this device.
+        num_kv_heads: Key/value heads; divides num_q_heads. Query head h reads kv head
+            `h // (num_q_heads // num_kv_heads)`.
+        head_dim: Width of a head.
+        scale: Multiplies q.k. `head_dim ** -0.5` when None.
+        causal: Query i of a request sees keys up to `seq_len - query_len + i` (bottom-right aligned).
+        window: `(left, right)`: how many neighbours a query sees besides itself on each side; None for
+            either or for both = unlimited. vLLM's sliding_window w is `(w - 1, 0)`.
+        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`.
+        chunk_size: Chunked-local attention: a query sees keys of its own chunk of this many positions.
+        sqrt_alibi: With alibi_slopes, the bias is `-slope * sqrt(distance)` to the past and 0 to the future,
+            not `-slope * distance`.
+        sparsity: A block pattern, or None for dense.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    soft_cap: float | None = None
+    chunk_size: int | None = None
+    sqrt_alibi: bool = False
+    sparsity: LocalStrided | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        require(
+            self.num_q_heads % self.num_kv_heads == 0,
+            "num_q_heads",
+            f"be a multiple of num_kv_heads ({self.num_kv_heads})",
+            self.num_q_heads,
+        )
+        for side, width in zip(("left", "right"), self.window or (), strict=False):
+            require(width is None or width >= 0, f"window's {side} side", "be None or at least 0", width)
+        require(self.window is None or len(self.window) == 2, "window", "be (left, right)", self.window)
+        require(
+            self.soft_cap is None or self.soft_cap > 0,
+            "soft_cap",
+            "be positive (None switches it off)",
+            self.soft_cap,
+        )
+        require(
+            self.chunk_size is None or self.chunk_size > 0,
+            "chunk_size",
+            "be positive (None switches it off)",
+            self.chunk_size,
+        )
+        require(
+            self.scale is None or math.isfinite(self.scale), "scale", "be finite or None", self.scale
+        )
+
+    @property
+    def q_heads_per_kv_head(self) -> int:
+        """Query heads that read one kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """`scale`, or `head_dim ** -0.5` where it is None."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """One layer's paged KV cache.
+
+    Attributes:
+        num_blocks: Blocks of the pool. Block 0 is by custom the null block that padding points to.
+        block_size: Tokens of a block.
+        num_kv_heads: Key/value heads of this device.
+        head_dim: Width of a head.
+        dtype: What keys and values are stored as, unless `quantization` says otherwise.
+        layout: "NHD" [blocks, block_size, kv_heads, head_dim], "HND" [blocks, kv_heads, block_size,
+            head_dim], or "packed", vLLM's paged_attention layout: keys [blocks, kv_heads, head_dim / x,
+            block_size, x] with x elements in 16 bytes, values [blocks, kv_heads, head_dim, block_size].
+        quantization: None, "fp8_e4m3" (static scale), "fp8_e4m3_token_head" or "int8_token_head" (a scale
+            per token and head, made when written).
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    num_kv_heads: int
+    head_dim: int
+    dtype: DTypeLike = jnp.bfloat16
+    layout: str = "NHD"
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        require_one_of("layout", self.layout, LAYOUTS)
+        require_one_of("quantization", self.quantization, QUANTIZATIONS)
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.layout == "packed":
+            require(
+                self.head_dim % self.pack_width == 0,
+                "head_dim",
+                f"be a multiple of {self.pack_width} ({self.storage_dtype} in 16 bytes) in the packed layout",
+                self.head_dim,
+            )
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """The dtype of the arrays."""
+        return jnp.dtype(QUANTIZATIONS[self.quantization][0] or self.dtype)
+
+    @property
+    def pack_width(self) -> int:
+        """vLLM's x: elements in 16 bytes."""
+        return 16 // self.storage_dtype.itemsize
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Shape of the key array."""
+        blocks, size, heads, dim = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+        return {
+            "NHD": (blocks, size, heads, dim),
+            "HND": (blocks, heads, size, dim),
+            "packed": (blocks, heads, dim // self.pack_width, size, self.pack_width),
+        }[self.layout]
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """Shape of the value array."""
+        if self.layout == "packed":
+            return (self.num_blocks, self.num_kv_heads, self.head_dim, self.block_size)
+        return self.key_shape
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """Shape of k_scale and v_scale; None where keys and values are stored as they are."""
+        kind = QUANTIZATIONS[self.quantization][1]
+        token_head = (self.num_blocks, self.block_size, self.num_kv_heads)
+        return {None: None, "tensor": (), "token_head": token_head}[kind]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one more block costs: its keys, values and per-token scales."""
+        elements = self.block_size * self.num_kv_heads * self.head_dim
+        scales = self.block_size * self.num_kv_heads if self.scale_shape else 0
+        return 2 * (elements * self.storage_dtype.itemsize + scales * 4)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    def num_blocks_in(self, memory_bytes: int, num_layers: int = 1) -> int:
+        """How many blocks fit `memory_bytes` when each of `num_layers` layers has its own cache.
+
+        Raises:
+            ValueError: Not even one block fits.
+        """
+        blocks = memory_bytes // (self.bytes_per_block * num_layers)
+        require(blocks > 0, "memory_bytes", f"hold a block ({self.bytes_per_block * num_layers} bytes)", memory_bytes)
+        return blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The static sizes of a step's two regions, `[decode tokens | prefill tokens]`.
+
+    Attributes:
+        max_decodes: Rows of the decode region; each owns `decode_query_len` tokens.
+        max_prefills: Rows of the prefill region.
+        max_prefill_tokens: Tokens of the prefill region, all rows together.
+        decode_query_len: Tokens of a decode row: 1, or 1 + k with k speculative tokens.
+        max_blocks: Columns of the block table; None = as many as the longest request of the batch needs.
+    """
+
+    max_decodes: int = 0
+    max_prefills: int = 0
+    max_prefill_tokens: int = 0
+    decode_query_len: int = 1
+    max_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_decodes", "max_prefills", "max_prefill_tokens"):
+            require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        require_positive(decode_query_len=self.decode_query_len)
+        require(self.max_blocks is None or self.max_blocks > 0, "max_blocks", "be positive", self.max_blocks)
+
+    @property
+    def max_reqs(self) -> int:
+        """Rows of both regions."""
+        return self.max_decodes + self.max_prefills
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of the decode region: where the prefill region starts."""
+        return self.max_decodes * self.decode_query_len
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of both regions."""
+        return self.max_decode_tokens + self.max_prefill_tokens

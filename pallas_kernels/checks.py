@@ -1,0 +1,32 @@
+"""The wording of every error, so that each names the argument, the rule and the value."""
+
+from collections.abc import Collection
+from typing import Any
+
+
+def require(condition: bool, name: str, rule: str, got: object) -> None:
+    """Raises `ValueError("{name} must {rule}, got {got}.")` unless `condition`."""
+    if not condition:
+        raise ValueError(f"{name} must {rule}, got {got}.")
+
+
+def require_positive(**values: int | float) -> None:
+    """Every named value must be > 0."""
+    for name, value in values.items():
+        require(value > 0, name, "be positive", value)
+
+
+def require_one_of(name: str, value: object, allowed: Collection[Any]) -> None:
+    """`value` must be a member of `allowed`, which the message lists."""
+    listed = ", ".join(repr(choice) for choice in allowed)
+    require(value in allowed, name, f"be one of {listed}", repr(value))
+
+
+def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], meaning: str) -> None:
+    """The shape `got` must equal `want`; `meaning` says what the axes are."""
+    require(tuple(got) == tuple(want), name, f"have shape {tuple(want)} ({meaning})", tuple(got))
+
+
+def unsupported(what: str, reason: str, way_out: str) -> NotImplementedError:
+    """The error for a right request that cannot be served here."""
+    return NotImplementedError(f"{what}: {reason}. {way_out}")
