@@ -35,7 +35,10 @@ def pytree[T](cls: type[T]) -> type[T]:
 
     def unflatten(structure: Any, leaves: Any) -> Any:
         tree = object.__new__(cls)
-        for name, value in (*zip(static_names, structure, strict=True), *zip(leaf_names, leaves, strict=True)):
+        for name, value in (
+            *zip(static_names, structure, strict=True),
+            *zip(leaf_names, leaves, strict=True),
+        ):
             object.__setattr__(tree, name, value)
         return tree
 

@@ -76,9 +76,7 @@ class AttentionSpec:
             "be positive (None switches it off)",
             self.chunk_size,
         )
-        require(
-            self.scale is None or math.isfinite(self.scale), "scale", "be finite or None", self.scale
-        )
+        require(self.scale is None or math.isfinite(self.scale), "scale", "be finite or None", self.scale)
 
     @property
     def q_heads_per_kv_head(self) -> int:
@@ -187,7 +185,12 @@ class CacheSpec:
             ValueError: Not even one block fits.
         """
         blocks = memory_bytes // (self.bytes_per_block * num_layers)
-        require(blocks > 0, "memory_bytes", f"hold a block ({self.bytes_per_block * num_layers} bytes)", memory_bytes)
+        require(
+            blocks > 0,
+            "memory_bytes",
+            f"hold a block ({self.bytes_per_block * num_layers} bytes)",
+            memory_bytes,
+        )
         return blocks
 
 
@@ -212,6 +215,13 @@ class Bucket:
     def __post_init__(self) -> None:
         for name in ("max_decodes", "max_prefills", "max_prefill_tokens"):
             require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        if self.max_prefill_tokens:
+            require(
+                self.max_prefills > 0,
+                "max_prefills",
+                f"be positive with {self.max_prefill_tokens} prefill tokens",
+                0,
+            )
         require_positive(decode_query_len=self.decode_query_len)
         require(self.max_blocks is None or self.max_blocks > 0, "max_blocks", "be positive", self.max_blocks)
 

@@ -1,0 +1,19 @@
+"""vLLM's attention stack for JAX: metadata as pytrees, a paged KV cache, attention, a Flax module, graphs."""
+
+from jattn.attend import attend
+from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
+from jattn.merge import merge_attn_states
+from jattn.metadata.batch import (
+    BatchMetadata,
+    advance,
+    build_batch_metadata,
+    build_cross_attention_metadata,
+    pad_to_bucket,
+    update_block_table,
+)
+from jattn.module import PagedAttention, attention_fn
+from jattn.plan import Plan, plan
+from jattn.sparsity.params import LocalStrided, get_head_sliding_step
+from jattn.spec import AttentionSpec, Bucket, CacheSpec
+
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,0 +1,132 @@
+"""Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float
+
+from jattn.cache import PackedKV, PagedCache
+from jattn.implementations import reference, xla
+from jattn.metadata.batch import BatchMetadata
+from jattn.plan import Plan
+from jattn.spec import AttentionSpec
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+
+IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # best first
+
+
+def attend(
+    query: Float[Array, "tokens q_heads head_dim"],
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: bool = False,
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]
+):
+    """Attends each token of a step to the keys of its request. Write the step's own keys first (write_kv).
+
+    Scores are `scale * q.k`, soft-capped, masked, ALiBi-biased; softmax in f32.
+
+    Args:
+        query: The step's queries, laid out as the metadata says; padding may be anything.
+        cache: A paged cache, or the keys and values themselves.
+        metadata: The step's metadata.
+        spec: The layer's attention.
+        plan: From `plan(metadata, ...)`; made here when None.
+        sinks: One more score for each head, not scaled, without a value; f32.
+        alibi_slopes: Bias `slope * (key position - query position)` of each head, or spec.sqrt_alibi's.
+        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
+            that this machine and this request allow. Only "reference" has a reverse-mode derivative.
+        return_lse: Return the log-sum-exp too.
+
+    Returns:
+        Output in query.dtype; rows without a key and padding are 0. With return_lse also the natural log of the
+        softmax's denominator, f32 [q_heads, tokens], sinks included; -inf where the output is 0 for want of keys.
+
+    Raises:
+        ValueError: Arguments disagree.
+        NotImplementedError: No implementation asked for can serve this; the message says why.
+
+    Source: vLLM V1 attention backends' `forward`.
+    """
+    _check(query, cache, metadata, spec, plan, sinks, alibi_slopes)
+    name = choose_implementation(implementation)
+    if name == "reference":
+        out, lse = reference.attend(query, cache, metadata, spec, sinks=sinks, alibi_slopes=alibi_slopes)
+    else:
+        tiles = None if plan is None else plan.query_tiles
+        out, lse = xla.attend(
+            query, cache, metadata, spec, tiles=tiles, sinks=sinks, alibi_slopes=alibi_slopes
+        )
+    return (out, lse) if return_lse else out
+
+
+def choose_implementation(implementation: str | Sequence[str] | None = None) -> str:
+    """The first implementation of those asked for that can serve; None asks for the best.
+
+    Raises:
+        ValueError: There is no implementation of that name.
+        NotImplementedError: None of them can; the message has each one's reason.
+    """
+    asked = IMPLEMENTATIONS if implementation is None else implementation
+    asked = (asked,) if isinstance(asked, str) else tuple(asked)
+    require(len(asked) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), asked)
+    reasons = []
+    for name in asked:
+        require_one_of("implementation", name, IMPLEMENTATIONS)
+        reason = support.why_not(platform=jax.default_backend()) if name == "mosaic_gpu" else None
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise unsupported("attend", "; ".join(reasons), "Leave implementation=None or ask for 'xla'")
+
+
+def _check(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None,
+    sinks: Array | None,
+    alibi_slopes: Array | None,
+) -> None:
+    want = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
+    require_shape("query", query.shape, want, "tokens of the bucket, q_heads, head_dim")
+    got = (cache.num_kv_heads, cache.head_dim)
+    require_shape("cache's kv_heads and head_dim", got, (spec.num_kv_heads, spec.head_dim), "as spec")
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is not None:
+            require_shape(name, per_head.shape, (spec.num_q_heads,), "q_heads")
+    require(
+        alibi_slopes is not None or not spec.sqrt_alibi, "alibi_slopes", "be given with spec.sqrt_alibi", None
+    )
+    require(
+        plan is None or plan.bucket == metadata.bucket,
+        "plan.bucket",
+        f"be {metadata.bucket}",
+        plan and plan.bucket,
+    )
+    if isinstance(cache, PackedKV):
+        require_shape("cache.v", cache.v.shape, cache.k.shape, "as cache.k")
+        rows = (metadata.bucket.max_reqs,)
+        require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
+        return
+    size = cache.block_size
+    require(
+        metadata.block_size == size, "metadata.block_size", f"be the cache's ({size})", metadata.block_size
+    )
+    has_blocks = metadata.block_table.shape[1] > 0
+    require(
+        has_blocks,
+        "metadata.block_table",
+        "have columns to attend over a paged cache",
+        metadata.block_table.shape,
+    )

@@ -1,0 +1,1 @@
+"""The ways to compute attention that `attend` chooses from; each meets the same contract."""

@@ -1,0 +1,144 @@
+"""Attention as the paper has it: dense, one request at a time. The judge of every other implementation.
+
+float64 where the query is float64, else float32. Differentiable. Memory grows with tokens x longest request.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn.cache import PackedKV, PagedCache
+from jattn.metadata.batch import BatchMetadata
+from jattn.spec import AttentionSpec
+
+
+def attend(
+    query: Float[Array, "tokens q_heads head_dim"],
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    *,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
+    """Output and log-sum-exp of every token, as `jattn.attend` defines them."""
+    tokens = query.shape[0]
+    dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    q = jnp.swapaxes(query, 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
+    positions = metadata.num_computed_tokens[metadata.token_rows] + (
+        jnp.arange(tokens, dtype=jnp.int32) - metadata.row_starts[metadata.token_rows]
+    )
+    is_prefill = jnp.arange(tokens) >= metadata.bucket.max_decode_tokens
+
+    def one_request(carry: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], None]:
+        k, v = keys_and_values(kv, metadata, row, dtype)  # [kv_heads, keys, head_dim]
+        k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
+        k_positions = jnp.arange(k.shape[1])
+        sees = visible(spec, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
+        mine = (metadata.token_rows == row) & metadata.is_live_token
+        sees &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
+        s = jnp.einsum("htd,hkd->htk", q, k, precision="highest") * spec.softmax_scale
+        if spec.soft_cap is not None:
+            s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
+        if alibi_slopes is not None:
+            s += alibi_bias(spec, alibi_slopes.astype(dtype), positions, k_positions)
+        s = jnp.where(sees, s, -jnp.inf)
+        out, lse = softmax_average(s, jnp.where(sees.any(axis=1)[..., None], v, 0.0), sinks)
+        outs, lses = carry
+        return (jnp.where(mine[None, :, None], out, outs), jnp.where(mine[None, :], lse, lses)), None
+
+    nothing = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, dtype)
+    (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs))
+    return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse.astype(jnp.float32)
+
+
+def softmax_average(
+    s: Float[Array, "q_heads tokens keys"],
+    v: Float[Array, "q_heads keys head_dim"],
+    sinks: Float[Array, " q_heads"] | None,
+) -> tuple[Float[Array, "q_heads tokens head_dim"], Float[Array, "q_heads tokens"]]:
+    """softmax(s) @ v; a sink is one more score with no value."""
+    sink = jnp.full(s.shape[0], -jnp.inf, s.dtype) if sinks is None else sinks.astype(s.dtype)
+    sink = jnp.broadcast_to(sink[:, None], s.shape[:2])
+    top = jax.lax.stop_gradient(jnp.maximum(s.max(axis=-1, initial=-jnp.inf), sink))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    p = jnp.exp(s - top[..., None])
+    total = p.sum(axis=-1) + jnp.exp(sink - top)
+    out = jnp.einsum("htk,hkd->htd", p, v, precision="highest")
+    return out / jnp.where(total == 0, 1.0, total)[..., None], top + jnp.log(total)
+
+
+def visible(
+    spec: AttentionSpec,
+    q_positions: Int[Array, " tokens"],
+    k_positions: Int[Array, " keys"],
+    is_prefill: Bool[Array, " tokens"],
+) -> Bool[Array, "q_heads tokens keys"]:
+    """Which keys of its own request each query may see, by position."""
+    i, j = q_positions[:, None], k_positions[None, :]
+    sees = jnp.ones((q_positions.size, k_positions.size), bool)
+    if spec.causal:
+        sees &= j <= i
+    left, right = spec.window or (None, None)
+    if left is not None:
+        sees &= i - j <= left
+    if right is not None:
+        sees &= j - i <= right
+    if spec.chunk_size is not None:
+        sees &= i // spec.chunk_size == j // spec.chunk_size
+    if spec.sparsity is None:
+        return jnp.broadcast_to(sees, (spec.num_q_heads, *sees.shape))
+    pattern = spec.sparsity
+    a, b = i // pattern.block_size, j // pattern.block_size
+    heads = spec.num_q_heads, spec.num_kv_heads
+    shift = jnp.where(
+        is_prefill,
+        jnp.asarray(pattern.head_shifts(*heads, is_prefill=True))[:, None],
+        jnp.asarray(pattern.head_shifts(*heads, is_prefill=False))[:, None],
+    )[:, :, None]  # [q_heads, tokens, 1]
+    stripe = (b[None] + shift + 1) % pattern.vert_stride == 0
+    return (sees & (b <= a))[None] & ((a - b < pattern.local_blocks)[None] | stripe)
+
+
+def alibi_bias(
+    spec: AttentionSpec,
+    slopes: Float[Array, " q_heads"],
+    q_positions: Int[Array, " tokens"],
+    k_positions: Int[Array, " keys"],
+) -> Float[Array, "q_heads tokens keys"]:
+    """`slope * (key - query)`, or `-slope * sqrt(query - key)` with 0 for later keys."""
+    distance = (q_positions[:, None] - k_positions[None, :]).astype(slopes.dtype)
+    if spec.sqrt_alibi:
+        distance = jnp.sqrt(jnp.maximum(distance, 0.0))
+    return -slopes[:, None, None] * distance[None]
+
+
+def keys_and_values(
+    kv: PagedCache | PackedKV, metadata: BatchMetadata, row: Array, dtype: jnp.dtype
+) -> tuple[Float[Array, "kv_heads keys head_dim"], Float[Array, "kv_heads keys head_dim"]]:
+    """The keys and values of one request, from position 0 on; what is past its end is garbage."""
+    if isinstance(kv, PackedKV):
+        index = kv.kv_start_loc[row] + jnp.arange(kv.k.shape[0])
+        rows = (jnp.take(x, index, axis=0, mode="clip") for x in (kv.k, kv.v))
+        k, v = (jnp.swapaxes(x, 0, 1).astype(dtype) for x in rows)
+        return k, v
+    blocks = metadata.block_table[row]
+    k, v = (jnp.take(x, blocks, axis=0, mode="clip").astype(dtype) for x in (kv.k, kv.v))
+    if kv.layout == "NHD":  # -> [blocks, kv_heads, block_size, head_dim]
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    if kv.layout == "packed":
+        k = jnp.swapaxes(k, 2, 3).reshape(*v.shape[:2], kv.block_size, kv.head_dim)
+        v = jnp.swapaxes(v, 2, 3)
+    k, v = (
+        x if scale is None else x * block_scales(jnp.asarray(scale, dtype), blocks)
+        for x, scale in ((k, kv.k_scale), (v, kv.v_scale))
+    )
+    k, v = (jnp.swapaxes(x, 0, 1).reshape(kv.num_kv_heads, -1, kv.head_dim) for x in (k, v))
+    return k, v
+
+
+def block_scales(scale: Float[Array, "..."], blocks: Int[Array, " blocks"]) -> Float[Array, "..."]:
+    """A scale laid against [blocks, kv_heads, block_size, head_dim]."""
+    if scale.ndim == 3:
+        return jnp.swapaxes(jnp.take(scale, blocks, axis=0, mode="clip"), 1, 2)[..., None]
+    return scale.reshape(1, -1, 1, 1)

@@ -1,0 +1,59 @@
+"""The prefill region cut into tiles: up to tile_q tokens of one request each. Made once a step."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+from jattn.metadata.batch import BatchMetadata
+from jattn.pytree import pytree, static
+
+TILE_Q = 64  # queries of a tile
+
+
+@pytree
+class QueryTiles:
+    """Tiles of the prefill region, in the order of the tokens; spare tiles have len 0.
+
+    Attributes:
+        rows: The metadata's row that each tile belongs to.
+        starts: First token of each tile, counted from the start of the prefill region.
+        lens: Live tokens of each tile.
+        tile_q: Static size of a tile.
+    """
+
+    rows: Int32[Array, " tiles"]
+    starts: Int32[Array, " tiles"]
+    lens: Int32[Array, " tiles"]
+    tile_q: int = static()
+
+    def token_index(self, past_end: int) -> Int[Array, "tiles tile_q"]:
+        """The tokens of each tile, `past_end` where there is none."""
+        offsets = jnp.arange(self.tile_q, dtype=jnp.int32)[None, :]
+        return jnp.where(offsets < self.lens[:, None], self.starts[:, None] + offsets, past_end)
+
+    def first_positions(self, metadata: BatchMetadata) -> Int32[Array, " tiles"]:
+        """Position in its request of each tile's first token."""
+        first_token = self.starts + metadata.bucket.max_decode_tokens
+        return metadata.num_computed_tokens[self.rows] + first_token - metadata.row_starts[self.rows]
+
+
+def prefill_tiles(metadata: BatchMetadata, tile_q: int = TILE_Q) -> QueryTiles:
+    """Cuts the prefill region into tiles of at most tile_q tokens; their number is bounded by the bucket."""
+    bucket = metadata.bucket
+    tile_q = min(tile_q, -(-max(bucket.max_prefill_tokens, 1) // 8) * 8)
+    bound = min(bucket.max_prefill_tokens // tile_q + bucket.max_prefills, bucket.max_prefill_tokens)
+    lens = metadata.query_lens[bucket.max_decodes :]
+    tiles_of_row = -(-lens // tile_q)
+    ends = jnp.cumsum(tiles_of_row)
+    tile = jnp.arange(bound, dtype=jnp.int32)
+    prefill_row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), max(bucket.max_prefills - 1, 0))
+    prefill_row = prefill_row.astype(jnp.int32)
+    nth = tile - (ends - tiles_of_row)[prefill_row]
+    row = bucket.max_decodes + prefill_row
+    starts = metadata.row_starts[row] - bucket.max_decode_tokens + nth * tile_q
+    left = lens[prefill_row] - nth * tile_q
+    return QueryTiles(
+        rows=row,
+        starts=starts.astype(jnp.int32),
+        lens=jnp.where(tile < ends[-1], jnp.clip(left, 0, tile_q), 0).astype(jnp.int32),
+        tile_q=tile_q,
+    )

@@ -1,0 +1,39 @@
+"""Two partial attentions over disjoint keys become one."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def merge_attn_states(
+    prefix_out: Float[Array, "tokens q_heads head_dim"],
+    prefix_lse: Float[Array, "q_heads tokens"],
+    suffix_out: Float[Array, "tokens q_heads head_dim"],
+    suffix_lse: Float[Array, "q_heads tokens"],
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
+    """Merges attention over a prefix and over a suffix of the keys.
+
+    An LSE of +inf means "no key", as -inf does. Where both sides have no key the output is prefix_out and the LSE
+    -inf. A side without keys never reaches the output, whatever it holds.
+
+    Args:
+        prefix_out: Attention over the first keys.
+        prefix_lse: Natural log of the sum of its exponentiated scores.
+        suffix_out: Attention over the other keys.
+        suffix_lse: Its log-sum-exp. Count a sink on one side only.
+
+    Returns:
+        Output in prefix_out's dtype, and its LSE.
+
+    Source: vLLM `merge_attn_states` (CUDA).
+    """
+    p_lse, s_lse = (jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in (prefix_lse, suffix_lse))
+    top = jnp.maximum(p_lse, s_lse)
+    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
+    p_weight, s_weight = jnp.exp(p_lse - finite_top), jnp.exp(s_lse - finite_top)
+    total = p_weight + s_weight
+    safe_total = jnp.where(total == 0, 1.0, total)
+    per_token = lambda weight: (weight / safe_total).T[..., None]
+    part = lambda weight, out: jnp.where(weight > 0, weight * out.astype(weight.dtype), 0.0)
+    merged = part(per_token(p_weight), prefix_out) + part(per_token(s_weight), suffix_out)
+    out = jnp.where((total == 0).T[..., None], prefix_out, merged.astype(prefix_out.dtype))
+    return out, finite_top + jnp.log(total)

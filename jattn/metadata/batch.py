@@ -1,0 +1,378 @@
+"""A step's metadata: built from host ints once, then arrays that travel through jit."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int32
+
+from jattn.pytree import pytree, replace, static
+from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
+from jattn.spec import Bucket
+from pallas_kernels.checks import require, require_positive
+
+PAD_SLOT_ID = -1
+
+type HostInts = Sequence[int] | np.ndarray | Array
+type HostTable = Sequence[HostInts] | np.ndarray | Array
+
+
+@pytree
+class BatchMetadata:
+    """Which tokens of a step belong to which request, and where their keys and values are.
+
+    Rows: `[decode rows | prefill rows]`; tokens: `[decode tokens | prefill tokens]`; both regions padded to
+    `bucket`. A padding row has seq_len 0, slots -1 and block table 0; it writes nothing and comes out as zeros.
+
+    Attributes:
+        seq_lens: Keys of each row, this step's tokens included.
+        query_start_loc: First token of each row, and one past the last. Padding rows of a region repeat its
+            last value. Decode row r owns the tokens from `r * decode_query_len` whatever stands here.
+        block_table: `block_table[r, i]` is the block with positions `i * block_size` onward of row r.
+            Entries past `ceil(seq_lens[r] / block_size)` are never used.
+        slot_mapping: `block * block_size + offset` where each token's key and value go; < 0: not written.
+        num_decodes: Decode rows up to the last live one.
+        num_prefills: Live prefill rows.
+        bucket: Static sizes of the regions.
+        block_size: Tokens of a block.
+
+    Source: vLLM V1 `CommonAttentionMetadata`.
+    """
+
+    seq_lens: Int32[Array, " reqs"]
+    query_start_loc: Int32[Array, " reqs+1"]
+    block_table: Int32[Array, "reqs max_blocks"]
+    slot_mapping: Int32[Array, " tokens"]
+    num_decodes: Int32[Array, ""]
+    num_prefills: Int32[Array, ""]
+    bucket: Bucket = static()
+    block_size: int = static()
+
+    @property
+    def query_lens(self) -> Int32[Array, " reqs"]:
+        """New tokens of each row; 0 for padding rows."""
+        lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
+        decode = jnp.arange(self.bucket.max_reqs) < self.bucket.max_decodes
+        return jnp.where(self.seq_lens > 0, jnp.where(decode, self.bucket.decode_query_len, lens), 0)
+
+    @property
+    def num_computed_tokens(self) -> Int32[Array, " reqs"]:
+        """Context: keys of each row that were in the cache before this step."""
+        return self.seq_lens - self.query_lens
+
+    @property
+    def token_rows(self) -> Int32[Array, " tokens"]:
+        """The row of each token; padding tokens get some row of their region."""
+        bucket = self.bucket
+        decode = jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32) // bucket.decode_query_len
+        tokens = jnp.arange(bucket.max_decode_tokens, bucket.max_tokens, dtype=jnp.int32)
+        ends = self.query_start_loc[bucket.max_decodes + 1 :]
+        prefill = bucket.max_decodes + jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
+        return jnp.concatenate([decode, jnp.minimum(prefill, max(bucket.max_reqs - 1, 0))])
+
+    @property
+    def is_live_token(self) -> Bool[Array, " tokens"]:
+        """False for padding tokens."""
+        tokens = jnp.arange(self.bucket.max_tokens, dtype=jnp.int32)
+        in_prefill = tokens >= self.bucket.max_decode_tokens
+        return (self.seq_lens[self.token_rows] > 0) & (~in_prefill | (tokens < self.query_start_loc[-1]))
+
+    @property
+    def positions(self) -> Int32[Array, " tokens"]:
+        """Position of each token in its request; 0 for padding tokens."""
+        rows = self.token_rows
+        tokens = jnp.arange(self.bucket.max_tokens, dtype=jnp.int32)
+        starts = self.row_starts
+        return jnp.where(self.is_live_token, self.num_computed_tokens[rows] + tokens - starts[rows], 0)
+
+    @property
+    def row_starts(self) -> Int32[Array, " reqs"]:
+        """First token of each row, padding rows of the decode region included."""
+        rows = jnp.arange(self.bucket.max_reqs, dtype=jnp.int32)
+        decode = rows * self.bucket.decode_query_len
+        return jnp.where(rows < self.bucket.max_decodes, decode, self.query_start_loc[:-1])
+
+    @property
+    def last_token_indices(self) -> Int32[Array, " reqs"]:
+        """Index of each row's last token: where its next-token logits come from; 0 for padding rows."""
+        last = self.row_starts + self.query_lens - 1
+        return jnp.where(self.query_lens > 0, last, 0)
+
+
+def build_batch_metadata(
+    query_lens: HostInts,
+    seq_lens: HostInts,
+    block_table: HostTable | None,
+    *,
+    block_size: int = 16,
+    bucket: Bucket | None = None,
+    decode_query_len: int = 1,
+) -> BatchMetadata:
+    """Builds a step's metadata from host numbers.
+
+    Leading requests with exactly `decode_query_len` new tokens form the decode region. From the first other
+    request on all are prefill rows, shorter ones too, as in newer vLLM.
+
+    Args:
+        query_lens: New tokens of each request.
+        seq_lens: All tokens of each request, the new ones included.
+        block_table: Block ids of each request, in order; rows may be ragged lists or padded with anything.
+            None: no cache (encoder-only attention); every slot is -1.
+        block_size: Tokens of a block.
+        bucket: Static sizes to pad to; None = exactly these requests. Its decode_query_len wins.
+        decode_query_len: Tokens of a decode row where `bucket` is None.
+
+    Raises:
+        ValueError: Lengths disagree, a request has more tokens than blocks, a needed block id is negative, or
+            the requests do not fit `bucket`.
+    """
+    query_lens, seq_lens = _int_vector("query_lens", query_lens), _int_vector("seq_lens", seq_lens)
+    require_positive(block_size=block_size)
+    require(
+        len(query_lens) == len(seq_lens),
+        "seq_lens",
+        f"have one entry per request ({len(query_lens)})",
+        len(seq_lens),
+    )
+    short = np.flatnonzero(seq_lens < query_lens)
+    for r in short[:1]:
+        require(False, f"seq_lens[{r}]", f"count the new tokens ({query_lens[r]})", seq_lens[r])
+    table = _padded_table(block_table, len(query_lens), bucket.max_blocks if bucket else None)
+    if bucket is None:
+        bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
+    if block_table is not None:
+        _check_blocks(table, seq_lens, block_size)
+    return _laid_out(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
+
+
+def build_cross_attention_metadata(
+    query_lens: HostInts,
+    kv_lens: HostInts,
+    block_table: HostTable | None,
+    *,
+    block_size: int = 16,
+    bucket: Bucket | None = None,
+    decode_query_len: int = 1,
+) -> BatchMetadata:
+    """Metadata for queries that read another sequence's keys: kv_lens need not cover the queries.
+
+    The queries own no slots (all -1). Write the encoder's keys and values with the metadata of the encoder's
+    own step.
+
+    Raises:
+        ValueError: As build_batch_metadata.
+    """
+    query_lens, kv_lens = _int_vector("query_lens", query_lens), _int_vector("kv_lens", kv_lens)
+    require(
+        len(query_lens) == len(kv_lens),
+        "kv_lens",
+        f"have one entry per request ({len(query_lens)})",
+        len(kv_lens),
+    )
+    table = _padded_table(block_table, len(query_lens), bucket.max_blocks if bucket else None)
+    if bucket is None:
+        bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
+    if block_table is not None:
+        _check_blocks(table, kv_lens, block_size)
+    return _laid_out(query_lens, kv_lens, table, bucket, block_size, has_cache=False)
+
+
+def _int_vector(name: str, values: HostInts) -> np.ndarray:
+    array = np.asarray(values)
+    require(array.ndim == 1, name, "be a list of ints", f"shape {array.shape}")
+    require(array.size == 0 or array.dtype.kind in "iu", name, "be a list of ints", array.dtype)
+    negative = np.flatnonzero(array < 0)
+    require(negative.size == 0, name, "be at least 0", array[negative[:1]])
+    return array.astype(np.int64)
+
+
+def _padded_table(block_table: HostTable | None, num_reqs: int, max_blocks: int | None) -> np.ndarray:
+    if block_table is None:
+        return np.zeros((num_reqs, max_blocks or 0), np.int64)
+    rows = [np.asarray(row, np.int64).reshape(-1) for row in block_table]
+    shape = getattr(block_table, "shape", f"{len(rows)} rows")
+    require(len(rows) == num_reqs, "block_table", f"have one row per request ({num_reqs})", shape)
+    width = max((len(row) for row in rows), default=0) if max_blocks is None else max_blocks
+    table = np.zeros((num_reqs, width), np.int64)
+    for r, row in enumerate(rows):
+        table[r, : len(row)] = row[:width]
+    return table
+
+
+def _check_blocks(table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> None:
+    needed = -(-seq_lens // block_size)
+    for r in np.flatnonzero(needed > table.shape[1])[:1]:
+        rule = f"have {needed[r]} blocks of {block_size} for request {r} with {seq_lens[r]} tokens"
+        require(False, "block_table", rule, table.shape[1])
+    used = np.arange(table.shape[1]) < needed[:, None]
+    for r in np.flatnonzero((used & (table < 0)).any(axis=1))[:1]:
+        require(
+            False, f"block_table[{r}]", f"hold block ids >= 0 for its {seq_lens[r]} tokens", table[r].tolist()
+        )
+
+
+def _laid_out(
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    table: np.ndarray,
+    bucket: Bucket,
+    block_size: int,
+    *,
+    has_cache: bool,
+) -> BatchMetadata:
+    """Puts each request into its row and its tokens, in numpy, and sends all arrays to the device at once."""
+    num_decodes = decodes_in(query_lens, bucket)
+    rows, first_tokens = row_indices(query_lens, bucket), token_starts(query_lens, bucket)
+    starts = np.full(bucket.max_reqs + 1, num_decodes * bucket.decode_query_len, np.int32)
+    starts[:num_decodes] = np.arange(num_decodes) * bucket.decode_query_len
+    if bucket.max_prefills:
+        starts[bucket.max_decodes :] = bucket.max_decode_tokens
+        ends = first_tokens[num_decodes:] + query_lens[num_decodes:]
+        starts[bucket.max_decodes + 1 :] = ends[-1] if ends.size else bucket.max_decode_tokens
+        starts[rows[num_decodes:] + 1] = ends
+    padded_lens = np.zeros(bucket.max_reqs, np.int32)
+    padded_table = np.zeros((bucket.max_reqs, table.shape[1]), np.int32)
+    padded_lens[rows], padded_table[rows] = seq_lens, table
+    slots = np.full(bucket.max_tokens, PAD_SLOT_ID, np.int32)
+    if has_cache:
+        reqs = np.repeat(np.arange(len(query_lens)), query_lens)
+        nth = np.arange(len(reqs)) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
+        positions = (seq_lens - query_lens)[reqs] + nth
+        blocks = table[reqs, positions // block_size]
+        slots[first_tokens[reqs] + nth] = blocks * block_size + positions % block_size
+    counts = np.int32(num_decodes), np.int32(len(query_lens) - num_decodes)
+    query_start_loc, lens, table_, slot_mapping, decodes, prefills = jax.device_put(
+        (starts, padded_lens, padded_table, slots, *counts)
+    )
+    return BatchMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=lens,
+        block_table=table_,
+        slot_mapping=slot_mapping,
+        num_decodes=decodes,
+        num_prefills=prefills,
+        bucket=bucket,
+        block_size=block_size,
+    )
+
+
+def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
+    """The slot of every token, from its position and its row's blocks; -1 for padding and past the table."""
+    rows, positions = metadata.token_rows, metadata.positions
+    column = positions // metadata.block_size
+    max_blocks = metadata.block_table.shape[1]
+    block = metadata.block_table[rows, jnp.minimum(column, max_blocks - 1)]
+    slots = block * metadata.block_size + positions % metadata.block_size
+    return jnp.where(metadata.is_live_token & (column < max_blocks), slots, PAD_SLOT_ID)
+
+
+def update_block_table(
+    metadata: BatchMetadata, block_table: Int32[Array, "reqs max_blocks"]
+) -> BatchMetadata:
+    """The same step over other blocks: slots follow the new table. Traced.
+
+    Source: vLLM's update_block_table, for cache groups that share all but their blocks.
+    """
+    moved = replace(metadata, block_table=block_table)
+    return replace(moved, slot_mapping=slot_mapping_of(moved))
+
+
+def advance(
+    metadata: BatchMetadata,
+    block_table: Int32[Array, "reqs max_blocks"] | None = None,
+    *,
+    num_accepted: Int[Array, " reqs"] | None = None,
+    is_running: Bool[Array, " reqs"] | None = None,
+) -> BatchMetadata:
+    """The next decode step's metadata, on the device: every live row decodes `decode_query_len` more tokens.
+
+    Prefill rows become decode rows, so the result's bucket has `max_reqs` decode rows and no prefill region.
+    A token past the end of the block table gets slot -1: give tables that are long enough.
+
+    Args:
+        metadata: This step's.
+        block_table: The next step's blocks; None = the same.
+        num_accepted: How many of this step's tokens of each row stay (speculative decoding); None = all.
+        is_running: False ends a row: it becomes a padding row. None = all go on.
+    """
+    bucket = metadata.bucket
+    decode_len = bucket.decode_query_len
+    kept = metadata.query_lens if num_accepted is None else num_accepted.astype(jnp.int32)
+    live = metadata.seq_lens > 0
+    live = live if is_running is None else live & is_running
+    seq_lens = jnp.where(live, metadata.num_computed_tokens + kept + decode_len, 0)
+    rows = jnp.arange(bucket.max_reqs + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(live, rows[1:], 0), initial=0)
+    stepped = replace(
+        metadata,
+        query_start_loc=jnp.minimum(rows, num_rows) * decode_len,
+        seq_lens=seq_lens,
+        block_table=metadata.block_table if block_table is None else block_table,
+        slot_mapping=jnp.zeros(bucket.max_reqs * decode_len, jnp.int32),
+        num_decodes=num_rows,
+        num_prefills=jnp.zeros_like(metadata.num_prefills),
+        bucket=Bucket(max_decodes=bucket.max_reqs, decode_query_len=decode_len, max_blocks=bucket.max_blocks),
+    )
+    return replace(stepped, slot_mapping=slot_mapping_of(stepped))
+
+
+def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
+    """The same step laid out in a larger bucket. Traced; pad token arrays with `pad_tokens`.
+
+    Raises:
+        ValueError: `bucket` is smaller in some size, or has another decode_query_len.
+    """
+    old = metadata.bucket
+    require(
+        bucket.decode_query_len == old.decode_query_len,
+        "bucket.decode_query_len",
+        f"be the metadata's ({old.decode_query_len})",
+        bucket.decode_query_len,
+    )
+    for size in ("max_decodes", "max_prefills", "max_prefill_tokens"):
+        require(
+            getattr(bucket, size) >= getattr(old, size),
+            f"bucket.{size}",
+            f"be at least {getattr(old, size)}",
+            getattr(bucket, size),
+        )
+    max_blocks = metadata.block_table.shape[1]
+    more_blocks = (bucket.max_blocks or max_blocks) - max_blocks
+    require(more_blocks >= 0, "bucket.max_blocks", f"be at least {max_blocks}", bucket.max_blocks)
+    pad_rows = lambda rows: _pad_regions(rows, old.max_decodes, bucket.max_decodes, bucket.max_reqs, 0)
+    live_decode_tokens = metadata.num_decodes * bucket.decode_query_len
+    decode_starts = jnp.minimum(
+        jnp.arange(bucket.max_decodes, dtype=jnp.int32) * bucket.decode_query_len, live_decode_tokens
+    )
+    prefill_starts = (
+        metadata.query_start_loc[old.max_decodes :] - old.max_decode_tokens + bucket.max_decode_tokens
+    )
+    if not bucket.max_prefills:
+        prefill_starts = live_decode_tokens[None]
+    elif not old.max_prefills:
+        prefill_starts = jnp.full(1, bucket.max_decode_tokens, jnp.int32)
+    padding = (0, bucket.max_prefills + 1 - prefill_starts.shape[0])
+    return replace(
+        metadata,
+        query_start_loc=jnp.concatenate([decode_starts, jnp.pad(prefill_starts, padding, mode="edge")]),
+        seq_lens=pad_rows(metadata.seq_lens),
+        block_table=jnp.pad(pad_rows(metadata.block_table), ((0, 0), (0, more_blocks))),
+        slot_mapping=pad_tokens(metadata.slot_mapping, old, bucket, pad=PAD_SLOT_ID),
+        bucket=bucket,
+    )
+
+
+def pad_tokens(tokens: Array, old: Bucket, new: Bucket, *, pad: int = 0) -> Array:
+    """Lays an array [old.max_tokens, ...] out as [new.max_tokens, ...]."""
+    return _pad_regions(tokens, old.max_decode_tokens, new.max_decode_tokens, new.max_tokens, pad)
+
+
+def _pad_regions(array: Array, old_first: int, new_first: int, new_total: int, pad: int) -> Array:
+    """Pads `[first region | second region]` to `[new_first | new_total - new_first]` entries of axis 0."""
+    rest = ((0, 0),) * (array.ndim - 1)
+    second = new_total - new_first - (array.shape[0] - old_first)
+    first_padded = jnp.pad(array[:old_first], ((0, new_first - old_first), *rest), constant_values=pad)
+    return jnp.concatenate(
+        [first_padded, jnp.pad(array[old_first:], ((0, second), *rest), constant_values=pad)]
+    )

@@ -1,0 +1,48 @@
+"""What a step's attention needs to know beyond its metadata, made once and shared by all layers."""
+
+from jattn.implementations.tiles import QueryTiles, prefill_tiles
+from jattn.metadata.batch import BatchMetadata
+from jattn.pytree import pytree, static
+from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from pallas_kernels.checks import require
+
+
+@pytree
+class Plan:
+    """A step's schedule.
+
+    Attributes:
+        query_tiles: The prefill region's tiles; None where the bucket has none.
+        bucket: Static: the bucket that it was made for.
+    """
+
+    query_tiles: QueryTiles | None
+    bucket: Bucket = static()
+
+
+def plan(metadata: BatchMetadata, spec: AttentionSpec, cache_spec: CacheSpec | None = None) -> Plan:
+    """Schedules a step. Traced; optional: `attend` makes the same plan where it is given none.
+
+    Layers of one model may share a plan whatever their masks: it depends on the metadata, not on the spec's mask.
+
+    Raises:
+        ValueError: spec and cache_spec, or metadata and cache_spec, do not belong together.
+    """
+    if cache_spec is not None:
+        for name in ("num_kv_heads", "head_dim"):
+            want = getattr(spec, name)
+            require(
+                getattr(cache_spec, name) == want,
+                f"cache_spec.{name}",
+                f"be the spec's ({want})",
+                getattr(cache_spec, name),
+            )
+        size = metadata.block_size
+        require(
+            cache_spec.block_size == size,
+            "cache_spec.block_size",
+            f"be the metadata's ({size})",
+            cache_spec.block_size,
+        )
+    has_prefill = metadata.bucket.max_prefill_tokens > 0
+    return Plan(query_tiles=prefill_tiles(metadata) if has_prefill else None, bucket=metadata.bucket)

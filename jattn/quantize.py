@@ -1,0 +1,46 @@
+"""8-bit keys and values: how a number becomes stored bits and a scale, and back."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+# Below this a token's scale says nothing any more; vLLM's floor.
+MIN_SCALE = 1e-6
+
+
+def largest(dtype: DTypeLike) -> float:
+    """The largest magnitude a scale maps to: 127 for int8 (symmetric), the largest finite number for fp8."""
+    return 127.0 if jnp.dtype(dtype) == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def quantize_static(
+    values: Float[Array, "tokens kv_heads head_dim"], scale: Float[Array, "..."], dtype: DTypeLike
+) -> Shaped[Array, "tokens kv_heads head_dim"]:
+    """`values / scale` saturated to `dtype`; integers round half to even, int8 clamps to [-128, 127].
+
+    Args:
+        values: What to store.
+        scale: One number, or one per kv head: value = stored * scale.
+        dtype: int8 or an fp8 type.
+    """
+    scaled = values.astype(jnp.float32) / scale.astype(jnp.float32).reshape(1, -1, 1)
+    return saturate(scaled, dtype)
+
+
+def quantize_token_head(
+    values: Float[Array, "tokens kv_heads head_dim"], dtype: DTypeLike
+) -> tuple[Shaped[Array, "tokens kv_heads head_dim"], Float[Array, "tokens kv_heads"]]:
+    """Stores each token's head with its own scale, `max(amax / largest, 1e-6)`.
+
+    Source: vLLM's int8_per_token_head and fp8_per_token_head caches; rounds half to even.
+    """
+    amax = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1)
+    scale = jnp.maximum(amax / largest(dtype), MIN_SCALE)
+    return saturate(values.astype(jnp.float32) / scale[..., None], dtype), scale
+
+
+def saturate(values: Float[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
+    """Casts to `dtype`, clamping what it cannot hold."""
+    if jnp.dtype(dtype) == jnp.int8:
+        return jnp.clip(jnp.round(values), -128, 127).astype(jnp.int8)
+    return jnp.clip(values, -largest(dtype), largest(dtype)).astype(dtype)

@@ -1,0 +1,78 @@
+"""Requests on the host: ints and numpy, no jax. How a step's requests are laid out in its two regions.
+
+A step's tokens are `[decode tokens | prefill tokens]`, each region padded to its static size (Bucket).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jattn.spec import Bucket
+from pallas_kernels.checks import require
+
+REORDER = "sort the rows with reorder_batch_to_split_decodes_and_prefills"
+
+
+def count_decodes(query_lens: np.ndarray, decode_query_len: int) -> int:
+    """How many leading requests have exactly `decode_query_len` new tokens."""
+    others = np.flatnonzero(query_lens != decode_query_len)
+    return int(others[0]) if others.size else len(query_lens)
+
+
+def exact_bucket(
+    query_lens: Sequence[int] | np.ndarray, *, decode_query_len: int = 1, max_blocks: int | None = None
+) -> Bucket:
+    """The bucket that these requests fill without padding."""
+    lens = np.asarray(query_lens, np.int64).reshape(-1)
+    num_decodes = count_decodes(lens, decode_query_len)
+    return Bucket(
+        max_decodes=num_decodes,
+        max_prefills=len(lens) - num_decodes,
+        max_prefill_tokens=int(lens[num_decodes:].sum()),
+        decode_query_len=decode_query_len,
+        max_blocks=max_blocks,
+    )
+
+
+def decodes_in(query_lens: np.ndarray, bucket: Bucket) -> int:
+    """How many leading requests the decode region of `bucket` takes; the rest go to the prefill region.
+
+    Raises:
+        ValueError: The rest do not fit the prefill region.
+    """
+    num_decodes = min(count_decodes(query_lens, bucket.decode_query_len), bucket.max_decodes)
+    rest = query_lens[num_decodes:]
+    late = int((rest == bucket.decode_query_len).sum())
+    free = bucket.max_decodes - num_decodes
+    hint = f" ({late} decode rows stand behind the first prefill row: {REORDER})" if late and free else ""
+    for what, got, room in (
+        ("prefill rows", len(rest), bucket.max_prefills),
+        ("prefill tokens", int(rest.sum()), bucket.max_prefill_tokens),
+    ):
+        require(got <= room, what, f"fit the bucket's {room}{hint}", got)
+    return num_decodes
+
+
+def token_starts(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Where the first token of each request stands among the step's `bucket.max_tokens` tokens."""
+    num_decodes = decodes_in(query_lens, bucket)
+    starts = np.arange(len(query_lens)) * bucket.decode_query_len
+    rest = query_lens[num_decodes:]
+    starts[num_decodes:] = bucket.max_decode_tokens + np.cumsum(rest) - rest
+    return starts
+
+
+def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Which of the step's `bucket.max_reqs` rows each request has."""
+    num_decodes = decodes_in(query_lens, bucket)
+    rows = np.arange(len(query_lens))
+    return np.where(rows < num_decodes, rows, bucket.max_decodes + rows - num_decodes)
+
+
+def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *, pad: int = 0) -> np.ndarray:
+    """Lays the new tokens of each request out as the step wants them: int32 [max_tokens], padding `pad`."""
+    packed = np.full(bucket.max_tokens, pad, np.int32)
+    lens = np.asarray([len(ids) for ids in tokens], np.int64)
+    for start, ids in zip(token_starts(lens, bucket), tokens, strict=True):
+        packed[start : start + len(ids)] = ids
+    return packed
