@@ -257,6 +257,29 @@ def _laid_out(
     )
 
 
+def abstract_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
+    """The shapes of a bucket's metadata, without arrays: to compile a step ahead of time.
+
+    Raises:
+        ValueError: `bucket.max_blocks` is None, so the block table has no width yet.
+    """
+    require_positive(block_size=block_size)
+    require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
+    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+    return jax.eval_shape(
+        lambda: BatchMetadata(
+            seq_lens=zeros(bucket.max_reqs),
+            query_start_loc=zeros(bucket.max_reqs + 1),
+            block_table=zeros(bucket.max_reqs, bucket.max_blocks),
+            slot_mapping=zeros(bucket.max_tokens),
+            num_decodes=zeros(),
+            num_prefills=zeros(),
+            bucket=bucket,
+            block_size=block_size,
+        )
+    )
+
+
 def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
     """The slot of every token, from its position and its row's blocks; -1 for padding and past the table."""
     rows, positions = metadata.token_rows, metadata.positions
