@@ -1,5 +1,6 @@
 """vLLM's attention stack for JAX: metadata as pytrees, a paged KV cache, attention, a Flax module, graphs."""
 
+from jattn import pytree, requests
 from jattn.attend import attend
 from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
 from jattn.merge import merge_attn_states
@@ -15,5 +16,3 @@ from jattn.module import PagedAttention, attention_fn
 from jattn.plan import Plan, plan
 from jattn.sparsity.params import LocalStrided, get_head_sliding_step
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
-
-__all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,6 +1,7 @@
 """Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import jax
 from jaxtyping import Array, Float
@@ -16,21 +17,44 @@ from pallas_kernels.checks import require, require_one_of, require_shape, unsupp
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # best first
 
 
+@overload
+def attend(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+@overload
+def attend(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
 def attend(
     query: Float[Array, "tokens q_heads head_dim"],
     cache: PagedCache | PackedKV,
     metadata: BatchMetadata,
     spec: AttentionSpec,
     plan: Plan | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
-    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
     *,
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
-) -> (
-    Float[Array, "tokens q_heads head_dim"]
-    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]
-):
+) -> Array | tuple[Array, Array]:
     """Attends each token of a step to the keys of its request. Write the step's own keys first (write_kv).
 
     Scores are `scale * q.k`, soft-capped, masked, ALiBi-biased; softmax in f32.

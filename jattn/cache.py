@@ -164,7 +164,7 @@ def write_kv(
     require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
     require_shape("key", key.shape[1:], (cache.num_kv_heads, cache.head_dim), "kv_heads, head_dim")
     require_shape("value", value.shape, key.shape, "as key")
-    static_scales = (None, None)
+    static_scales: tuple[Any, Any] = (None, None)
     if not _has_token_scales(cache):
         static_scales = (cache.k_scale, cache.v_scale)
         cache = replace(cache, k_scale=None, v_scale=None)
@@ -188,22 +188,25 @@ def _write_kv(
     if _has_token_scales(cache):
         key, key_scale = quantize_token_head(key, cache.dtype)
         value, value_scale = quantize_token_head(value, cache.dtype)
-        put = lambda array, new: array.at[block, offset].set(new.astype(array.dtype), mode="drop")
+        put = lambda array, new: _as_jax(array).at[block, offset].set(new.astype(array.dtype), mode="drop")
         scales = {"k_scale": put(cache.k_scale, key_scale), "v_scale": put(cache.v_scale, value_scale)}
     else:
         key, value = (_stored(x, s, cache.dtype) for x, s in zip((key, value), static_scales, strict=True))
-    if cache.layout == "NHD":
-        k = cache.k.at[block, offset].set(key, mode="drop")
-        v = cache.v.at[block, offset].set(value, mode="drop")
-    elif cache.layout == "HND":
-        k = cache.k.at[block, :, offset].set(key, mode="drop")
-        v = cache.v.at[block, :, offset].set(value, mode="drop")
-    else:
-        x = cache.k.shape[-1]
-        split = key.reshape(*key.shape[:2], cache.head_dim // x, x)
-        k = cache.k.at[block, :, :, offset].set(split, mode="drop")
-        v = cache.v.at[block, :, :, offset].set(value, mode="drop")
+    index: tuple[Any, ...] = {
+        "NHD": (block, offset),
+        "HND": (block, slice(None), offset),
+        "packed": (block, slice(None), slice(None), offset),
+    }[cache.layout]
+    if cache.layout == "packed":
+        key = key.reshape(*key.shape[:2], -1, cache.k.shape[-1])
+    k = _as_jax(cache.k).at[index].set(key, mode="drop")
+    v = _as_jax(cache.v).at[index].set(value, mode="drop")
     return replace(cache, k=k, v=v, **scales)
+
+
+def _as_jax(array: Any) -> Array:
+    """For the type checker: inside jit no array is numpy's."""
+    return array
 
 
 def _stored(values: Array, scale: Array | None, dtype: np.dtype) -> Array:
@@ -240,7 +243,7 @@ def reshape_and_cache(
         k=key_cache, v=value_cache, k_scale=as_scale(k_scale), v_scale=as_scale(v_scale), layout="packed"
     )
     cache = write_kv(cache, key, value, slot_mapping)
-    return cache.k, cache.v
+    return _as_jax(cache.k), _as_jax(cache.v)
 
 
 # ------------------------------------------------------------------------------------------- moving
@@ -350,7 +353,7 @@ def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -
 
 def _block_arrays(cache: PagedCache) -> dict[str, Any]:
     """The arrays whose first axis is the block: what moves when a block moves."""
-    arrays = {"k": cache.k, "v": cache.v}
+    arrays: dict[str, Any] = {"k": cache.k, "v": cache.v}
     if _has_token_scales(cache):
         arrays |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     return arrays

@@ -185,7 +185,7 @@ def attention_fn(
     require_shape(
         "q_heads, kv_heads, head_dim", got, (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), "as spec"
     )
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=-2).astype(dtype) for x in (key, value))
     k_positions = jnp.arange(key.shape[-3], dtype=jnp.int32)
     q_positions = jnp.arange(q_tokens, dtype=jnp.int32) + (key.shape[-3] - q_tokens)

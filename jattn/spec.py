@@ -139,7 +139,7 @@ class CacheSpec:
 
     @property
     def pack_width(self) -> int:
-        """vLLM's x: elements in 16 bytes."""
+        """VLLM's x: elements in 16 bytes."""
         return 16 // self.storage_dtype.itemsize
 
     @property
@@ -223,7 +223,9 @@ class Bucket:
                 0,
             )
         require_positive(decode_query_len=self.decode_query_len)
-        require(self.max_blocks is None or self.max_blocks > 0, "max_blocks", "be positive", self.max_blocks)
+        require(
+            self.max_blocks is None or self.max_blocks >= 0, "max_blocks", "be at least 0", self.max_blocks
+        )
 
     @property
     def max_reqs(self) -> int:

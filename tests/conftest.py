@@ -1,19 +1,17 @@
 """Shapes and dtypes are checked as the code runs; promotion is strict; a warning is an error."""
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu" if os.environ.get("JATTN_TEST_GPU") is None else "")
-
-import jaxtyping
-
-jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
-
 import json
+import os
 import pathlib
 
 import hypothesis
-import jax
+import jaxtyping
 import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
+jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
+
+import jax  # noqa: E402  (after the platform is chosen)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

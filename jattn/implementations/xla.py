@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jattn.cache import PackedKV, PagedCache, blocks_of
@@ -116,8 +117,7 @@ def _attend_tile(
     """The queries of one request at positions `first_position` onward, of which `num_queries` are live."""
     tile_q = q.shape[0]
     heads = (spec.num_kv_heads, spec.q_heads_per_kv_head)
-    compute = jnp.result_type(q.dtype, q.dtype if jnp.dtype(kv.k.dtype).itemsize == 1 else kv.k.dtype)
-    accumulate = jnp.promote_types(compute, jnp.float32)
+    compute, accumulate = _dtypes(q, kv)
     q_grouped = jnp.moveaxis(q.reshape(tile_q, *heads, spec.head_dim).astype(compute), 0, 2)
     seq_len = jnp.where(num_queries > 0, metadata.seq_lens[row], 0)
     positions = first_position + jnp.arange(tile_q, dtype=jnp.int32)
@@ -168,7 +168,7 @@ def _accumulate(
     s: Float[Array, "kv_heads group tile_q keys"],
     chunk: Chunk,
     reachable: Bool[Array, "heads keys"],
-    compute: jnp.dtype,
+    compute: np.dtype,
 ) -> Softmax:
     """One step of the online softmax. Keys that no query sees may be NaN: their values count as 0."""
     top = jnp.maximum(state.top, s.max(axis=-1))
@@ -227,8 +227,10 @@ def _key_range(
     """First key that some query of a tile may see, and one past the last."""
     low, high = jnp.zeros_like(seq_len), seq_len
     left, right = spec.window or (None, None)
-    if spec.causal or right is not None:
-        high = jnp.minimum(high, last + 1 + (0 if spec.causal else right))
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    if right is not None:
+        high = jnp.minimum(high, last + 1 + right)
     if left is not None:
         low = jnp.maximum(low, first - left)
     if spec.chunk_size is not None:
@@ -269,7 +271,7 @@ def _load(kv: PagedCache | PackedKV, metadata: BatchMetadata, row: Array, c: Arr
     return Chunk(k, v, *scales)
 
 
-def _static_scales(kv: PagedCache | PackedKV, dtype: jnp.dtype) -> tuple[Array, Array]:
+def _static_scales(kv: PagedCache | PackedKV, dtype: np.dtype) -> tuple[Array, Array]:
     """k_scale and v_scale where they do not depend on the token, against [kv_heads, group, tile_q, x]."""
     scales = (None, None) if isinstance(kv, PackedKV) else (kv.k_scale, kv.v_scale)
     k_scale, v_scale = (
@@ -281,6 +283,14 @@ def _static_scales(kv: PagedCache | PackedKV, dtype: jnp.dtype) -> tuple[Array, 
     return k_scale, v_scale
 
 
-def _precision(compute: jnp.dtype) -> str | None:
+def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
+    """What products are made of, and what they are summed in: 16-bit (8-bit keys widened) and f32, or wider."""
+    is_narrow = jnp.dtype(kv.k.dtype).itemsize == 1
+    compute = jnp.dtype(q.dtype if is_narrow or kv.k.dtype == q.dtype else jnp.float32)
+    accumulate = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
+    return (accumulate, accumulate) if accumulate.itemsize == 8 else (compute, accumulate)
+
+
+def _precision(compute: np.dtype) -> str | None:
     """Full f32 products where the data are f32 (a GPU would use TF32)."""
     return None if jnp.dtype(compute).itemsize == 2 else "highest"

@@ -1,0 +1,311 @@
+"""What every implementation of `attend` must do. Subclass, set `implementation`, collect.
+
+Each case starts from a cache full of NaN: only slots that some query may read hold numbers. Block tables end in
+garbage, padding queries are NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from tests import oracle
+from tests.covering import covering_array
+
+NONE = None
+FACTORS = {
+    "region": ["decode", "speculative", "prefill", "chunked", "mixed"],
+    "causal": [True, False],
+    "window": [NONE, (4, 0), (3, 2), (NONE, 2), (9, NONE)],
+    "chunk_size": [NONE, 8],
+    "soft_cap": [NONE, 5.0],
+    "alibi": [NONE, "linear", "sqrt"],
+    "sinks": [False, True],
+    "heads": [(2, 2), (4, 2), (4, 1), (6, 2)],
+    "head_dim": [8, 16, 80, 128, 256],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "stored": [
+        "plain", "plain_scalar", "fp8_scalar", "fp8_head", "int8_scalar", "int8_token_head", "fp8_token_head",
+    ],
+    "kv": ["NHD", "HND", "packed", "no_cache"],
+    "block_size": [4, 16],
+    "sparsity": [NONE, "strided", "group", "rank1", "stripes_only"],
+    "padded": [False, True],
+}  # fmt: skip
+SPARSITY = {
+    None: None,
+    "strided": jattn.LocalStrided(block_size=4, local_blocks=2, vert_stride=3),
+    "group": jattn.LocalStrided(block_size=3, local_blocks=1, vert_stride=4, homo_head_group=True),
+    "rank1": jattn.LocalStrided(block_size=8, local_blocks=1, vert_stride=8, tp_rank=1, tp_size=2),
+    "stripes_only": jattn.LocalStrided(block_size=4, local_blocks=0, vert_stride=2, homo_head=True),
+}
+# (query_lens, seq_lens, decode_query_len) of each region, with last blocks of 1, single tokens and empty requests.
+REGIONS = {
+    "decode": ([1, 1, 1, 1], [1, 17, 33, 97], 1),
+    "speculative": ([3, 3, 3], [3, 17, 50], 3),
+    "prefill": ([17, 0, 1, 40], [17, 0, 1, 40], 1),
+    "chunked": ([5, 16, 2], [33, 17, 49], 1),
+    "mixed": ([1, 1, 7, 1, 23], [49, 2, 7, 20, 64], 1),
+}
+
+
+def allowed(case: dict) -> bool:
+    quantized = case.get("stored", "plain") != "plain"
+    width = 16 if case.get("stored", "plain")[:4] in ("fp8_", "int8") else 8
+    rules = [
+        not (case.get("kv") == "no_cache" and quantized),
+        not (case.get("kv") == "packed" and case.get("head_dim", 16) % width),
+        not (case.get("kv") == "packed" and case.get("dtype") == "float32" and case.get("head_dim", 16) % 4),
+    ]
+    return all(rules)
+
+
+CASES = covering_array(FACTORS, allowed)
+
+
+def case_id(case: dict) -> str:
+    return "-".join(f"{v}" for v in case.values()).replace(" ", "")
+
+
+def make_spec(case: dict) -> jattn.AttentionSpec:
+    q_heads, kv_heads = case["heads"]
+    return jattn.AttentionSpec(
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=case["head_dim"],
+        causal=case["causal"],
+        window=case["window"],
+        chunk_size=case["chunk_size"],
+        soft_cap=case["soft_cap"],
+        sqrt_alibi=case["alibi"] == "sqrt",
+        sparsity=SPARSITY[case["sparsity"]],
+    )
+
+
+def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
+    """What the cache holds for values [slots, kv_heads, head_dim], its scale, and the float64 that they mean."""
+    slots, heads, _ = values.shape
+    kind, _, how = stored.partition("_")
+    if stored == "plain":
+        held = values.astype(dtype)
+        return held, None, held.astype(np.float64)
+    scale = {
+        "scalar": np.float32(0.37),
+        "head": (rng.uniform(0.02, 0.5, heads)).astype(np.float32),
+        "token_head": rng.uniform(0.01, 0.05, (slots, heads)).astype(np.float32),
+    }[how]
+    against = np.asarray(scale).reshape(
+        {"scalar": (1, 1, 1), "head": (1, -1, 1), "token_head": (slots, heads, 1)}[how]
+    )
+    if kind == "plain":
+        held = (values / against).astype(dtype)
+    elif kind == "int8":
+        against, scale = against / 8, scale / np.float32(8)
+        held = np.clip(np.round(values / against), -128, 127).astype(np.int8)
+    else:
+        held = (values / against).astype(jnp.float8_e4m3fn)
+    return held, scale, held.astype(np.float64) * against
+
+
+class Problem:
+    """A case's arrays: for jattn, and in the oracle's terms."""
+
+    def __init__(self, case: dict, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.case, self.spec, self.dtype = case, make_spec(case), jnp.dtype(case["dtype"])
+        self.query_lens, self.seq_lens, decode_len = REGIONS[case["region"]]
+        bucket = None
+        if case["padded"]:
+            exact = jattn.requests.exact_bucket(self.query_lens, decode_query_len=decode_len)
+            bucket = jattn.Bucket(
+                max_decodes=exact.max_decodes + 2,
+                max_prefills=exact.max_prefills + 1,
+                max_prefill_tokens=exact.max_prefill_tokens + 9,
+                decode_query_len=decode_len,
+                max_blocks=-(-97 // case["block_size"]) + 3,
+            )
+        size, heads, dim = case["block_size"], self.spec.num_kv_heads, self.spec.head_dim
+        needed = [-(-n // size) for n in self.seq_lens]
+        num_blocks = sum(needed) + 3
+        order = rng.permutation(np.arange(1, num_blocks))
+        table = np.full((len(needed), max(needed) + 2), 10_000, np.int64)  # past the end: no such block
+        for r, n in enumerate(needed):
+            table[r, :n], order = order[:n], order[n:]
+        build = functools.partial(jattn.build_batch_metadata, block_size=size, decode_query_len=decode_len)
+        self.metadata = build(self.query_lens, self.seq_lens, table, bucket=bucket)
+        self.starts = jattn.requests.token_starts(np.asarray(self.query_lens), self.metadata.bucket)
+        decodes = jattn.requests.count_decodes(np.asarray(self.query_lens), decode_len)
+
+        q = rng.normal(size=(sum(self.query_lens), self.spec.num_q_heads, dim)).astype(self.dtype)
+        q = np.split(q, np.cumsum(self.query_lens)[:-1])
+        values = rng.normal(size=(2, num_blocks * size, heads, dim))
+        (k, k_scale, k_means), (v, v_scale, v_means) = (
+            stored_and_scale(x, case["stored"], self.dtype, rng) for x in values
+        )
+        slots = [
+            (t[:, None] * size + np.arange(size)).reshape(-1)[:n]
+            for t, n in zip(table, self.seq_lens, strict=True)
+        ]
+        per_head = lambda low, high: rng.uniform(low, high, self.spec.num_q_heads).astype(np.float32)
+        self.sinks = per_head(-1, 3) if case["sinks"] else None
+        self.slopes = per_head(0.02, 0.5) if case["alibi"] else None
+        self.step = oracle.Step(
+            q=[x.astype(np.float64) for x in q],
+            k=[k_means[s] for s in slots],
+            v=[v_means[s] for s in slots],
+            is_decode=[r < decodes for r in range(len(needed))],
+            sinks=None if self.sinks is None else self.sinks.astype(np.float64),
+            alibi_slopes=None if self.slopes is None else self.slopes.astype(np.float64),
+        )
+        self.query = np.full((self.metadata.bucket.max_tokens, *q[0].shape[1:]), np.nan, self.dtype)
+        for start, x in zip(self.starts, q, strict=True):
+            self.query[start : start + len(x)] = x
+        live = np.zeros((num_blocks * size, heads), bool)
+        for s, hit in zip(slots, oracle.reachable(self.spec, self.step), strict=True):
+            live[s] |= hit
+        self.kv = self._kv(k, v, k_scale, v_scale, live, slots)
+
+    def _kv(self, k, v, k_scale, v_scale, live, slots):
+        poison = 77 if k.dtype == np.int8 else np.nan
+        k, v = (np.where(live[..., None], x, np.asarray(poison, x.dtype)) for x in (k, v))
+        size, heads, dim = self.case["block_size"], *k.shape[1:]
+        if self.case["kv"] == "no_cache":
+            flat = np.concatenate([*slots, np.zeros(5, np.int64)])  # slot 0 is NaN: the null block
+            ends = np.cumsum(self.seq_lens)
+            starts = np.zeros(self.metadata.bucket.max_reqs, np.int32)
+            starts[jattn.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)] = (
+                ends - self.seq_lens
+            )
+            return jattn.PackedKV(
+                k=jnp.asarray(k[flat]), v=jnp.asarray(v[flat]), kv_start_loc=jnp.asarray(starts)
+            )
+        k, v = (x.reshape(-1, size, heads, dim) for x in (k, v))
+        if self.case["stored"].endswith("token_head"):
+            k_scale, v_scale = (
+                np.where(live, s, np.nan).reshape(-1, size, heads) for s in (k_scale, v_scale)
+            )
+        layout = self.case["kv"]
+        if layout == "HND":
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        if layout == "packed":
+            x = 16 // k.dtype.itemsize
+            k = k.reshape(-1, size, heads, dim // x, x).transpose(0, 2, 3, 1, 4)
+            v = v.transpose(0, 2, 3, 1)
+        scales = (None if s is None else jnp.asarray(s, jnp.float32) for s in (k_scale, v_scale))
+        return jattn.PagedCache(
+            k=jnp.asarray(k),
+            v=jnp.asarray(v),
+            **dict(zip(("k_scale", "v_scale"), scales, strict=True)),
+            layout=layout,
+        )
+
+    def check(self, out, lse):
+        """Compares with the oracle; padding must be zeros and -inf."""
+        out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64).T
+        want, want_lse = oracle.attention(self.spec, self.step)
+        error = oracle.allowed_error(self.spec, self.step, self.dtype)
+        is_padding = np.ones(len(out), bool)
+        for start, o, l in zip(self.starts, want, want_lse, strict=True):
+            here = slice(start, start + len(o))
+            is_padding[here] = False
+            np.testing.assert_allclose(out[here], o, rtol=0, atol=error)
+            np.testing.assert_allclose(lse[here], l, rtol=1e-4, atol=max(error, 1e-4))
+        assert (out[is_padding] == 0).all()
+        assert np.isneginf(lse[is_padding]).all()
+
+
+class AttentionContract:
+    """Subclass with `implementation`; override `supports` where a kernel declines a case by name."""
+
+    implementation: str
+
+    def attend(self, problem: Problem, **changes):
+        arrays = {
+            "query": jnp.asarray(problem.query),
+            "cache": problem.kv,
+            "metadata": problem.metadata,
+            **changes,
+        }
+        modifiers = {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
+        modifiers = {k: None if x is None else jnp.asarray(x) for k, x in modifiers.items()}
+        run = functools.partial(
+            jattn.attend, spec=problem.spec, implementation=self.implementation, return_lse=True
+        )
+        return jax.jit(run)(**arrays, **modifiers)
+
+    @pytest.mark.parametrize("case", CASES, ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = Problem(case)
+        problem.check(*self.attend(problem))
+
+    def plain_case(self, **changes):
+        plain = {name: values[0] for name, values in FACTORS.items()}
+        return plain | {"region": "mixed", "heads": (4, 2), "head_dim": 16} | changes
+
+    def test_bits_are_the_same_when_run_twice(self):
+        problem = Problem(self.plain_case(dtype="bfloat16"))
+        first, second = self.attend(problem), self.attend(problem)
+        assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, second, strict=True))
+
+    def test_an_explicit_plan_changes_no_bit(self):
+        problem = Problem(self.plain_case(padded=True))
+        plan = jattn.plan(problem.metadata, problem.spec)
+        for a, b in zip(self.attend(problem), self.attend(problem, plan=plan), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    def test_a_padded_bucket_changes_no_real_row(self):
+        exact, padded = (Problem(self.plain_case(padded=p)) for p in (False, True))
+        (out, _), (padded_out, _) = self.attend(exact), self.attend(padded)
+        for r, n in enumerate(exact.query_lens):
+            a, b = exact.starts[r], padded.starts[r]
+            np.testing.assert_allclose(out[a : a + n], padded_out[b : b + n], rtol=0, atol=1e-6)
+
+    def test_one_trace_serves_every_batch_of_a_bucket(self):
+        traces = []
+
+        @jax.jit
+        def run(query, cache, metadata):
+            traces.append(1)
+            return jattn.attend(query, cache, metadata, problem.spec, implementation=self.implementation)
+
+        problem = Problem(self.plain_case(padded=True))
+        bucket, size = problem.metadata.bucket, problem.case["block_size"]
+        other = jattn.build_batch_metadata([1, 3], [9, 3], [[1, 2, 3], [4]], block_size=size, bucket=bucket)
+        for metadata in (problem.metadata, other):
+            run(jnp.asarray(problem.query), problem.kv, metadata)
+        assert len(traces) == 1
+
+    def test_vmap_is_a_loop(self):
+        problem = Problem(self.plain_case())
+        queries = jnp.stack([jnp.asarray(problem.query), jnp.asarray(problem.query) * 2])
+        run = lambda q: jattn.attend(
+            q, problem.kv, problem.metadata, problem.spec, implementation=self.implementation
+        )
+        together = jax.jit(jax.vmap(run))(queries)
+        np.testing.assert_allclose(together, jnp.stack([run(q) for q in queries]), rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("kv", ["NHD", "no_cache"])
+    def test_cross_attention_reads_another_sequence(self, kv):
+        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, causal=False)
+        rng = np.random.default_rng(1)
+        query_lens, kv_lens = [1, 6, 3], [7, 2, 0]
+        k, v = (rng.normal(size=(9, 2, 8)).astype(np.float32) for _ in range(2))
+        q = rng.normal(size=(10, 4, 8)).astype(np.float32)
+        metadata = jattn.build_cross_attention_metadata(query_lens, kv_lens, [[2, 1], [3], []], block_size=4)
+        cache = jattn.PackedKV(k=jnp.asarray(k), v=jnp.asarray(v), kv_start_loc=jnp.asarray([0, 7, 9]))
+        if kv == "NHD":
+            shape = jattn.CacheSpec(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+            slots = jnp.asarray([8, 9, 10, 11, 4, 5, 6, 12, 13])
+            cache = jattn.write_kv(jattn.PagedCache.create(shape), cache.k, cache.v, slots)
+        assert (metadata.slot_mapping == -1).all()
+        run = functools.partial(jattn.attend, implementation=self.implementation, return_lse=True)
+        out, lse = run(jnp.asarray(q), cache, metadata, spec)
+        split = lambda x, lens: np.split(x.astype(np.float64), np.cumsum(lens)[:-1])
+        step = oracle.Step(split(q, query_lens), split(k, kv_lens), split(v, kv_lens), [False] * 3)
+        want, want_lse = oracle.attention(spec, step)
+        np.testing.assert_allclose(out, np.concatenate(want), atol=oracle.F32_TOLERANCE)
+        np.testing.assert_allclose(np.asarray(lse).T, np.concatenate(want_lse), atol=1e-5)
+        assert (np.asarray(out)[7:] == 0).all()

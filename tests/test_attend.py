@@ -1,0 +1,133 @@
+"""attend: each implementation under the contract, the dispatcher's choices and refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jattn
+from jattn.attend import choose_implementation
+from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
+
+
+class TestReference(AttentionContract):
+    implementation = "reference"
+
+
+class TestXla(AttentionContract):
+    implementation = "xla"
+
+
+class TestCases:
+    def test_every_pair_of_choices_meets_in_some_case(self):
+        names = list(FACTORS)
+        for i, a in enumerate(names):
+            for b in names[i + 1 :]:
+                met = {(str(case[a]), str(case[b])) for case in CASES}
+                wanted = {(str(x), str(y)) for x in FACTORS[a] for y in FACTORS[b] if allowed({a: x, b: y})}
+                assert wanted <= met
+
+
+class TestDispatch:
+    def problem(self):
+        return Problem(AttentionContract().plain_case())
+
+    def test_none_takes_the_best_that_can(self):
+        assert choose_implementation() == "xla"
+        assert choose_implementation(("mosaic_gpu", "reference")) == "reference"
+
+    def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
+        with pytest.raises(NotImplementedError, match="mosaic_gpu: .*'cpu'.*ask for 'xla'"):
+            choose_implementation("mosaic_gpu")
+
+    def test_unknown_name_is_refused(self):
+        with pytest.raises(ValueError, match="implementation must be one of .*, got 'triton'"):
+            choose_implementation("triton")
+        with pytest.raises(ValueError, match="implementation must name at least one"):
+            choose_implementation(())
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"query": jnp.zeros((3, 4, 16))}, r"query must have shape \(33, 4, 16\) .* got \(3, 4, 16\)"),
+            (
+                {"spec": {"num_kv_heads": 4}},
+                r"cache's kv_heads and head_dim must have shape \(4, 16\).*got \(2, 16\)",
+            ),
+            ({"sinks": jnp.zeros(3)}, r"sinks must have shape \(4,\).*got \(3,\)"),
+            ({"alibi_slopes": jnp.zeros(5)}, r"alibi_slopes must have shape \(4,\).*got \(5,\)"),
+            ({"spec": {"sqrt_alibi": True}}, "alibi_slopes must be given with spec.sqrt_alibi, got None"),
+        ],
+    )
+    def test_arguments_that_disagree_are_named(self, change, message):
+        problem = self.problem()
+        spec = dataclasses.replace(problem.spec, **change.pop("spec", {}))
+        arguments = {
+            "query": jnp.asarray(problem.query),
+            "cache": problem.kv,
+            "metadata": problem.metadata,
+        } | change
+        with pytest.raises(ValueError, match=message):
+            jattn.attend(**arguments, spec=spec)
+
+    def test_a_cache_of_another_block_size_is_refused(self):
+        problem = self.problem()
+        metadata = jattn.build_batch_metadata([1], [1], [[1]], block_size=8)
+        with pytest.raises(ValueError, match=r"metadata.block_size must be the cache's \(4\), got 8"):
+            jattn.attend(jnp.zeros((1, 4, 16)), problem.kv, metadata, problem.spec)
+
+    def test_a_paged_cache_needs_blocks(self):
+        metadata = jattn.build_batch_metadata([1], [1], None, block_size=4)
+        with pytest.raises(ValueError, match=r"metadata.block_table must have columns.*\(1, 0\)"):
+            jattn.attend(jnp.zeros((1, 4, 16)), self.problem().kv, metadata, self.problem().spec)
+
+    def test_a_plan_of_another_bucket_is_refused(self):
+        problem = self.problem()
+        other = jattn.plan(jattn.build_batch_metadata([1], [1], [[1]], block_size=4), problem.spec)
+        with pytest.raises(
+            ValueError, match="plan.bucket must be Bucket.*max_decodes=2.*got Bucket.*max_decodes=1"
+        ):
+            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, other)
+
+    def test_a_plan_for_another_cache_is_refused(self):
+        problem = self.problem()
+        for wrong, message in (
+            ({"head_dim": 8}, "cache_spec.head_dim must be .*16.*got 8"),
+            ({"block_size": 16}, "cache_spec.block_size must be .*4.*got 16"),
+        ):
+            sizes = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 16} | wrong
+            with pytest.raises(ValueError, match=message):
+                jattn.plan(problem.metadata, problem.spec, jattn.CacheSpec(**sizes))
+
+    def test_no_cache_wants_one_start_a_row(self):
+        metadata = jattn.build_batch_metadata([2], [2], None)
+        kv = jattn.PackedKV(
+            k=jnp.zeros((2, 2, 16)), v=jnp.zeros((2, 2, 16)), kv_start_loc=jnp.zeros(3, jnp.int32)
+        )
+        with pytest.raises(ValueError, match=r"cache.kv_start_loc must have shape \(1,\).*got \(3,\)"):
+            jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
+
+
+class TestMemory:
+    def test_temporary_bytes_grow_neither_with_requests_nor_with_length(self):
+        spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+
+        def temporary_bytes(reqs, length):
+            bucket = jattn.Bucket(max_decodes=reqs, max_blocks=length // 16)
+            metadata = jax.eval_shape(
+                lambda: jattn.pad_to_bucket(jattn.build_batch_metadata([1], [1], [[1]]), bucket)
+            )
+            blocks = jax.ShapeDtypeStruct((reqs * length // 16, 16, 8, 128), jnp.bfloat16)
+            cache = jattn.pytree.replace(
+                jattn.PagedCache(k=jnp.zeros((1, 1, 1, 1)), v=jnp.zeros((1, 1, 1, 1))), k=blocks, v=blocks
+            )
+            query = jax.ShapeDtypeStruct((reqs, 32, 128), jnp.bfloat16)
+            run = lambda q, c, m: jattn.attend(q, c, m, spec, implementation="xla")
+            return jax.jit(run).lower(query, cache, metadata).compile().memory_analysis().temp_size_in_bytes
+
+        small, long, wide = temporary_bytes(64, 1024), temporary_bytes(64, 32768), temporary_bytes(256, 1024)
+        gathered = 64 * 32768 * 8 * 128 * 2 * 2  # what a dense gather of 64 x 32k would take
+        assert long < gathered / 20
+        assert long <= 1.05 * small
+        assert wide <= 1.25 * small
