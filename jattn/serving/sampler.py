@@ -1,0 +1,195 @@
+"""The next token of each row: vLLM's temperature, min_p, top_k and top_p, and a seed per request."""
+
+import dataclasses
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+
+from jattn.pytree import pytree
+from pallas_kernels.checks import require
+
+GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
+NUM_SEEDS = 2**32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request picks its tokens.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 (or less than 1e-5) = greedy, whatever the rest says.
+        top_k: Only the k likeliest tokens, and those as likely as the k-th. None or 0 = off.
+        top_p: Only the likeliest tokens whose probabilities together reach top_p, after top_k. 1 = off.
+        min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
+        seed: The same seed draws the same tokens, whoever shares the batch. None = see `with_seed`.
+
+    Source: vLLM `SamplingParams`; greedy by default.
+    """
+
+    temperature: float | int = 0.0
+    top_k: int | None = None
+    top_p: float | int = 1.0
+    min_p: float | int = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.temperature < float("inf"), "temperature", "be at least 0", self.temperature)
+        require(self.top_k is None or self.top_k >= 0, "top_k", "be at least 0 (None = off)", self.top_k)
+        require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1 = off)", self.top_p)
+        require(0 <= self.min_p <= 1, "min_p", "be in [0, 1] (0 = off)", self.min_p)
+        require(self.seed is None or 0 <= self.seed < NUM_SEEDS, "seed", "be in [0, 2**32)", self.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    def with_seed(self) -> "SamplingParams":
+        """These values with a random seed where there was none. Call it once a request, not once a step."""
+        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(32))
+
+
+@pytree
+class SamplingMetadata:
+    """SamplingParams of a step's rows: arrays, so other values do not recompile. Padding rows are greedy.
+
+    Attributes:
+        temperature: Below 1e-5 = greedy.
+        top_k: 0 = off.
+        top_p: 1 = off.
+        min_p: 0 = off.
+        seed: Seed of the row's request.
+    """
+
+    temperature: Float32[Array, " reqs"]
+    top_k: Int32[Array, " reqs"]
+    top_p: Float32[Array, " reqs"]
+    min_p: Float32[Array, " reqs"]
+    seed: UInt32[Array, " reqs"]
+
+
+def build_sampling_metadata(
+    params: Sequence[SamplingParams],
+    num_rows: int | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
+) -> SamplingMetadata:
+    """Puts the values of each request into its row.
+
+    Args:
+        params: Of each request.
+        num_rows: Rows to pad to, `bucket.max_reqs`; None = one a request.
+        rows: Each request's row, `jattn.requests.row_indices(query_lens, bucket)`; None = the first ones.
+
+    Raises:
+        ValueError: The rows do not fit, or a request that samples has no seed.
+    """
+    num_rows = len(params) if num_rows is None else num_rows
+    rows = np.arange(len(params)) if rows is None else np.asarray(rows, np.int64)
+    require(len(rows) == len(params), "rows", f"have one entry per request ({len(params)})", len(rows))
+    are_rows = bool(((rows >= 0) & (rows < num_rows)).all())
+    require(are_rows, "rows", f"be in [0, {num_rows}), num_rows", rows.tolist())
+    for r, one in enumerate(params):
+        require(
+            one.is_greedy or one.seed is not None, f"params[{r}]", "have a seed to sample (with_seed())", one
+        )
+    column = lambda values, dtype, off: _column(values, rows, np.full(num_rows, off, dtype))
+    arrays = {
+        "temperature": column([one.temperature for one in params], np.float32, 0),
+        "top_k": column([min(one.top_k or 0, 2**31 - 1) for one in params], np.int32, 0),
+        "top_p": column([one.top_p for one in params], np.float32, 1),
+        "min_p": column([one.min_p for one in params], np.float32, 0),
+        "seed": column([one.seed or 0 for one in params], np.uint32, 0),
+    }
+    return SamplingMetadata(**jax.device_put(arrays))
+
+
+def _column(values: list, rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
+    padded[rows] = values
+    return padded
+
+
+def sample(
+    logits: Float[Array, "reqs vocab"],
+    params: SamplingMetadata,
+    num_generated: Int[Array, " reqs"],
+) -> Int32[Array, " reqs"]:
+    """Picks the next token of each row. Traced.
+
+    Filters in vLLM's order: temperature, min_p, top_k, top_p. Of equal logits the lower token id is the
+    likelier one, for greedy rows and at the edge of top_p. A batch without sampling rows costs one argmax;
+    one without top_k and top_p is not sorted.
+
+    Args:
+        logits: Of each row's last token; -inf bans a token. Padding rows may hold anything.
+        params: Of each row.
+        num_generated: Tokens that each row's request has generated before this one. With the seed it fixes
+            the row's random numbers: they depend neither on the batch nor on how the steps are run.
+
+    Source: vLLM V1 `Sampler.sample`; random numbers are JAX's threefry.
+    """
+    logits = logits.astype(jnp.float32)
+    samples = params.temperature >= GREEDY_BELOW
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> Array:
+        z = _filtered(logits, params, samples)
+        noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
+        drawn = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
+        return jnp.where(samples, drawn, greedy)
+
+    return jax.lax.cond(jnp.any(samples), draw, lambda: greedy)
+
+
+def make_sampler(
+    params: SamplingMetadata, num_generated: Int[Array, " reqs"]
+) -> Callable[[Array, Array], Array]:
+    """`sample` as decode_loop wants it: `(logits, index) -> tokens`, index steps after num_generated.
+
+    A pytree: its arrays are traced where it is passed to a jitted function.
+    """
+    return jax.tree_util.Partial(_sample_after, params, num_generated)
+
+
+def _sample_after(params: SamplingMetadata, num_generated: Array, logits: Array, index: Array) -> Array:
+    return sample(logits, params, num_generated + index)
+
+
+def _gumbel(seed: Array, num_generated: Array, vocab: int) -> Array:
+    key = jax.random.key(seed, impl="threefry2x32")  # named: others may draw by place in the batch
+    return jax.random.gumbel(jax.random.fold_in(key, num_generated), (vocab,), jnp.float32)
+
+
+def _filtered(
+    logits: Float32[Array, "reqs vocab"], params: SamplingMetadata, samples: Bool[Array, " reqs"]
+) -> Float32[Array, "reqs vocab"]:
+    """Logits over temperature; -inf for tokens that a filter takes out."""
+    z = logits / jnp.where(samples, params.temperature, 1)[:, None]
+    share_of_best = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
+    z = jnp.where(share_of_best >= params.min_p[:, None], z, -jnp.inf)
+    is_cut = samples & ((params.top_k > 0) | (params.top_p < 1))
+    cut = lambda: jnp.where(is_cut[:, None], _top_k_top_p(z, params.top_k, params.top_p), z)
+    return jax.lax.cond(jnp.any(is_cut), cut, lambda: z)
+
+
+def _top_k_top_p(
+    z: Float32[Array, "reqs vocab"], top_k: Int32[Array, " reqs"], top_p: Float32[Array, " reqs"]
+) -> Float32[Array, "reqs vocab"]:
+    """Both filters over one sort: what they keep is a prefix of it, so its last member is the threshold."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    ascending, order = jax.lax.sort((-z, ids), num_keys=1, is_stable=True)
+    descending = -ascending
+    vocab = z.shape[-1]
+    nth = lambda array, n: jnp.take_along_axis(array, n[:, None], axis=-1)
+    kth = nth(descending, jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1)
+    in_top_k = descending >= kth
+    probs = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
+    before = jnp.pad(jnp.cumsum(probs, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    top_p = top_p[:, None]
+    last = jnp.sum(in_top_k & ((before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32) - 1
+    edge, edge_id = nth(descending, last), nth(order, last)
+    return jnp.where((z > edge) | ((z == edge) & (ids <= edge_id)), z, -jnp.inf)

@@ -1,0 +1,268 @@
+"""The sampler against a loop over tokens, and its random numbers against who else is there."""
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.serving import sampler
+from jattn.serving.sampler import SamplingParams, build_sampling_metadata, make_sampler, sample
+
+VOCAB, CHUNK = 7, 500
+sample_jit = jax.jit(sample)
+filtered_jit = jax.jit(lambda logits, params: sampler._filtered(logits, params, params.temperature > 0))
+
+
+def kept_by_loop(logits, params):
+    """The tokens that a row may draw and their probabilities, one token at a time in float64."""
+    z = [float(x) / params.temperature for x in logits]
+    likeliest_first = sorted(range(len(z)), key=lambda t: (-z[t], t))
+    best = z[likeliest_first[0]]
+    kept = [t for t in likeliest_first if np.exp(z[t] - best) >= params.min_p]
+    if params.top_k:
+        kth = z[kept[min(params.top_k, len(kept)) - 1]]
+        kept = [t for t in kept if z[t] >= kth]
+    total = sum(np.exp(z[t] - best) for t in kept)
+    if params.top_p < 1:
+        nucleus, so_far = [], 0.0
+        for t in kept:
+            if so_far < params.top_p:
+                nucleus.append(t)
+            so_far += np.exp(z[t] - best) / total
+        kept = nucleus
+    total = sum(np.exp(z[t] - best) for t in kept)
+    return {t: np.exp(z[t] - best) / total for t in kept}
+
+
+def draws(logits, params, num_draws):
+    """Tokens that a request draws for the same logits as its first, second, ... token."""
+    rows = build_sampling_metadata([params] * CHUNK)
+    same = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (CHUNK, len(logits)))
+    starts = range(0, num_draws, CHUNK)  # chunks of one size, so that one executable draws them all
+    tokens = [sample_jit(same, rows, np.arange(i, i + CHUNK, dtype=np.int32)) for i in starts]
+    return np.concatenate(tokens)[:num_draws]
+
+
+# Quarters, so that ties are common; the filters' values keep clear of the edges where rounding decides.
+row_of_logits = hnp.arrays(np.float32, VOCAB, elements=st.integers(-12, 12).map(lambda i: np.float32(i / 4)))
+some_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
+    top_k=st.sampled_from([None, 0, 1, 2, 3, VOCAB, 99]),
+    top_p=st.sampled_from([0.0101, 0.3103, 0.6107, 0.9109, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0511, 0.3513, 0.9017]),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+@hypothesis.given(st.lists(st.tuples(row_of_logits, some_params), min_size=3, max_size=3))
+def test_filters_keep_what_a_loop_over_tokens_keeps(rows):
+    logits = np.stack([row for row, _ in rows])
+    z = np.asarray(filtered_jit(jnp.asarray(logits), build_sampling_metadata([p for _, p in rows])))
+    for got, (row, params) in zip(z, rows, strict=True):
+        want = kept_by_loop(row, params)
+        assert set(np.flatnonzero(np.isfinite(got)).tolist()) == set(want)
+        tokens = sorted(want)
+        probs = np.exp(got[tokens] - got.max())
+        np.testing.assert_allclose(probs / probs.sum(), [want[t] for t in tokens], rtol=1e-5)
+
+
+def chi_square(tokens, probs):
+    want = np.array([probs.get(t, 0) for t in range(VOCAB)]) * len(tokens)
+    got = np.bincount(tokens, minlength=VOCAB)
+    assert (got[want == 0] == 0).all()
+    return (((got - want) ** 2)[want > 0] / want[want > 0]).sum(), (want > 0).sum() - 1
+
+
+LOGITS = [0.0, 1.0, -1.0, 2.0, 0.5, 1.5, -3.0]
+# 99.9th percentile of chi-square, by degrees of freedom.
+LIMIT = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+    ],
+)
+def test_frequencies_are_the_filtered_softmax(values):
+    params = SamplingParams(**{"temperature": 1.0, "seed": 5, **values})
+    statistic, freedom = chi_square(draws(LOGITS, params, 4000), kept_by_loop(LOGITS, params))
+    assert statistic < LIMIT[freedom]
+
+
+def test_the_frequency_test_tells_a_wrong_temperature():
+    tokens = draws(LOGITS, SamplingParams(temperature=1.2, seed=5), 4000)
+    statistic, freedom = chi_square(tokens, kept_by_loop(LOGITS, SamplingParams(temperature=1.0)))
+    assert statistic > LIMIT[freedom]
+
+
+def test_filters_off_draw_the_same_tokens_as_filters_that_keep_all():
+    off = draws(LOGITS, SamplingParams(temperature=1.0, seed=3), 500)
+    for values in ({"top_k": VOCAB}, {"top_k": 0}, {"top_p": 0.999999}, {"min_p": 1e-9}):
+        np.testing.assert_array_equal(
+            draws(LOGITS, SamplingParams(temperature=1.0, seed=3, **values), 500), off
+        )
+
+
+def test_temperature_0_takes_the_likeliest_whatever_the_filters_say():
+    params = SamplingParams(top_k=5, top_p=0.5, min_p=0.1, seed=1)
+    assert set(draws(LOGITS, params, 50).tolist()) == {3}
+
+
+def test_of_equal_logits_greedy_and_the_edge_of_top_p_take_the_lower_id():
+    tied = [0.0, 2.0, 2.0, 0.0, 2.0, -1.0, 2.0]
+    assert set(draws(tied, SamplingParams(), 5).tolist()) == {1}
+    assert set(draws(tied, SamplingParams(temperature=1.0, top_p=0.01, seed=1), 99).tolist()) == {1}
+    assert set(draws(tied, SamplingParams(temperature=1.0, top_p=0.4, seed=1), 99).tolist()) == {1, 2}
+
+
+def test_tokens_as_likely_as_the_kth_stay():
+    tied = [0.0, 2.0, 2.0, 0.0, 2.0, -1.0, 2.0]
+    assert set(draws(tied, SamplingParams(temperature=1.0, top_k=2, seed=1), 99).tolist()) == {1, 2, 4, 6}
+
+
+def test_banned_tokens_are_never_drawn():
+    banned = [0.0, -np.inf, 1.0, -np.inf, 0.5, -np.inf, -np.inf]
+    for values in ({}, {"top_k": 6}, {"top_p": 0.999}, {"min_p": 0.01}):
+        params = SamplingParams(temperature=3.0, seed=2, **values)
+        assert set(draws(banned, params, 300).tolist()) == {0, 2, 4}
+
+
+@hypothesis.given(st.data())
+def test_a_row_draws_the_same_whoever_shares_its_batch_and_wherever_it_stands(data):
+    row, params, num_generated = (
+        data.draw(row_of_logits),
+        data.draw(some_params),
+        data.draw(st.integers(0, 99)),
+    )
+    alone = sample_jit(row[None], build_sampling_metadata([params]), jnp.full(1, num_generated, jnp.int32))
+    others = data.draw(
+        st.lists(
+            st.tuples(row_of_logits, st.one_of(some_params, st.just(SamplingParams()))),
+            min_size=3,
+            max_size=3,
+        )
+    )
+    place = data.draw(st.integers(0, 3))
+    batch = [*others[:place], (row, params), *others[place:]]
+    counts = np.full(4, 17, np.int32)
+    counts[place] = num_generated
+    together = sample_jit(
+        jnp.stack([one for one, _ in batch]),
+        build_sampling_metadata([p for _, p in batch]),
+        jnp.asarray(counts),
+    )
+    assert together[place] == alone[0]
+
+
+def test_a_seed_draws_the_same_again_and_another_seed_or_token_number_draws_otherwise():
+    params = SamplingParams(temperature=1.0, seed=11)
+    first = draws(LOGITS, params, 200)
+    np.testing.assert_array_equal(first, draws(LOGITS, params, 200))
+    assert (first != draws(LOGITS, SamplingParams(temperature=1.0, seed=12), 200)).mean() > 0.5
+    assert (first[1:] != first[:-1]).mean() > 0.5
+
+
+def test_a_sampler_counts_on_from_num_generated():
+    rows = build_sampling_metadata([SamplingParams(temperature=1.0, seed=s) for s in range(4)])
+    logits, counts = jnp.tile(jnp.asarray(LOGITS), (4, 1)), jnp.asarray([0, 5, 9, 2], jnp.int32)
+    drawn = make_sampler(rows, counts)(logits, jnp.int32(3))
+    np.testing.assert_array_equal(drawn, sample(logits, rows, counts + 3))
+
+
+def test_other_values_do_not_trace_again():
+    traces = []
+
+    @jax.jit
+    def counted(logits, params, num_generated):
+        traces.append(1)
+        return sample(logits, params, num_generated)
+
+    logits, counts = jnp.zeros((2, VOCAB)), jnp.zeros(2, jnp.int32)
+    for one in (SamplingParams(), SamplingParams(temperature=0.7, top_k=2, top_p=0.5, min_p=0.1, seed=9)):
+        counted(logits, build_sampling_metadata([one, SamplingParams()]), counts)
+    assert len(traces) == 1
+
+
+def test_only_a_sampling_batch_draws_and_only_a_filtered_one_sorts():
+    jaxpr = jax.make_jaxpr(sample)(
+        jnp.zeros((2, VOCAB)), build_sampling_metadata([SamplingParams()] * 2), jnp.zeros(2, jnp.int32)
+    )
+    names = lambda eqns: {eqn.primitive.name for eqn in eqns}
+    assert not names(jaxpr.eqns) & {"sort", "random_bits", "exp"}
+    [draws_or_not] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    greedy, drawn = draws_or_not.params["branches"]
+    assert not greedy.eqns
+    assert "sort" in str(drawn)
+    assert "sort" not in names(drawn.eqns)
+
+
+def test_16_bit_logits_are_drawn_from_in_f32():
+    logits = jnp.asarray([LOGITS], jnp.bfloat16)
+    rows = build_sampling_metadata([SamplingParams(temperature=0.7, top_p=0.9, seed=1)])
+    for n in range(20):
+        count = jnp.full(1, n, jnp.int32)
+        assert sample_jit(logits, rows, count) == sample_jit(logits.astype(jnp.float32), rows, count)
+
+
+class TestBuild:
+    def test_requests_stand_in_their_rows_and_padding_rows_are_greedy(self):
+        one = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**32 - 1)
+        rows = build_sampling_metadata([one, SamplingParams(top_k=2**40)], num_rows=4, rows=[2, 0])
+        np.testing.assert_array_equal(rows.temperature, np.float32([0, 0, 0.5, 0]))
+        np.testing.assert_array_equal(rows.top_k, [2**31 - 1, 0, 3, 0])
+        np.testing.assert_array_equal(rows.top_p, np.float32([1, 1, 0.9, 1]))
+        np.testing.assert_array_equal(rows.min_p, np.float32([0, 0, 0.1, 0]))
+        np.testing.assert_array_equal(rows.seed, [0, 0, 2**32 - 1, 0])
+
+    def test_a_request_that_samples_needs_a_seed(self):
+        with pytest.raises(
+            ValueError, match=r"params\[1\] must have a seed to sample \(with_seed\(\)\), got"
+        ):
+            build_sampling_metadata([SamplingParams(), SamplingParams(temperature=1.0)])
+
+    def test_rows_must_be_one_a_request_and_exist(self):
+        with pytest.raises(ValueError, match=r"rows must have one entry per request \(2\), got 1"):
+            build_sampling_metadata([SamplingParams()] * 2, num_rows=4, rows=[0])
+        with pytest.raises(ValueError, match=r"rows must be in \[0, 1\), num_rows, got \[0, 1\]"):
+            build_sampling_metadata([SamplingParams()] * 2, num_rows=1)
+        with pytest.raises(ValueError, match=r"rows must be in \[0, 2\), num_rows, got \[-1\]"):
+            build_sampling_metadata([SamplingParams()], num_rows=2, rows=[-1])
+
+
+class TestSamplingParams:
+    def test_whole_numbers_will_do(self):
+        assert SamplingParams(temperature=0, top_p=1, min_p=0) == SamplingParams()
+
+    def test_with_seed_keeps_a_seed_and_draws_one_where_there_is_none(self):
+        assert SamplingParams(seed=7).with_seed().seed == 7
+        drawn = {SamplingParams(temperature=1.0).with_seed().seed for _ in range(4)}
+        assert None not in drawn
+        assert len(drawn) > 1
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
+            ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+            ({"top_k": -1}, r"top_k must be at least 0 \(None = off\), got -1"),
+            ({"top_p": 0.0}, r"top_p must be in \(0, 1\] \(1 = off\), got 0.0"),
+            ({"top_p": 1.5}, r"top_p must be in \(0, 1\] \(1 = off\), got 1.5"),
+            ({"min_p": -0.1}, r"min_p must be in \[0, 1\] \(0 = off\), got -0.1"),
+            ({"min_p": 1.1}, r"min_p must be in \[0, 1\] \(0 = off\), got 1.1"),
+            ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
+            ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
+        ],
+    )
+    def test_names_the_value_that_makes_no_sense(self, values, message):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**values)
