@@ -16,3 +16,31 @@ from jattn.module import PagedAttention, attention_fn
 from jattn.plan import Plan, plan
 from jattn.sparsity.params import LocalStrided, get_head_sliding_step
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
+
+__all__ = [
+    "AttentionSpec",
+    "BatchMetadata",
+    "Bucket",
+    "CacheSpec",
+    "LocalStrided",
+    "PackedKV",
+    "PagedAttention",
+    "PagedCache",
+    "Plan",
+    "advance",
+    "attend",
+    "attention_fn",
+    "build_batch_metadata",
+    "build_cross_attention_metadata",
+    "copy_blocks",
+    "get_head_sliding_step",
+    "merge_attn_states",
+    "pad_to_bucket",
+    "plan",
+    "pytree",
+    "requests",
+    "reshape_and_cache",
+    "swap_blocks",
+    "update_block_table",
+    "write_kv",
+]

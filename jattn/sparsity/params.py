@@ -50,7 +50,7 @@ class LocalStrided:
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", f"lie in [0, {self.tp_size})", self.tp_rank)
 
     def head_sliding_step(self, num_q_heads: int, num_kv_heads: int) -> int:
-        """vLLM's head_sliding_step for these per-device head counts; negative = counted in kv heads."""
+        """VLLM's head_sliding_step for these per-device head counts; negative = counted in kv heads."""
         if self.homo_head:
             return 0
         if self.homo_head_group:

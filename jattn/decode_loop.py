@@ -1,0 +1,170 @@
+"""Many decode steps inside one jit: the host is asked nothing between two tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int32
+
+from jattn.metadata.batch import BatchMetadata, advance
+from jattn.pytree import pytree, replace
+from pallas_kernels.checks import require, require_positive, require_shape
+
+NO_TOKEN = -1
+
+type Step = Callable[[Any, Any, BatchMetadata, Array], tuple[Array, Any]]
+type Sample = Callable[[Array, Array], Array]
+
+
+@pytree
+class DecodeLoopOutput:
+    """What `decode_loop` made.
+
+    Attributes:
+        tokens: The new tokens of each row, a stop token included; -1 from num_tokens[r] on.
+        num_tokens: How many each row made.
+        num_steps: Steps that ran; fewer than asked for where every row stopped.
+        last_tokens: Each row's newest token, the next step's input; 0 for rows that stopped.
+        caches: The caches, written.
+        metadata: The next step's; rows that stopped are padding.
+    """
+
+    tokens: Int32[Array, "reqs num_steps"]
+    num_tokens: Int32[Array, " reqs"]
+    num_steps: Int32[Array, ""]
+    last_tokens: Int32[Array, " reqs"]
+    caches: Any
+    metadata: BatchMetadata
+
+
+def decode_loop(
+    step: Step,
+    params: Any,
+    caches: Any,
+    metadata: BatchMetadata,
+    tokens: Int[Array, " reqs"] | np.ndarray,
+    *,
+    num_steps: int,
+    sample: Sample,
+    stop_ids: Sequence[int] | Int[Array, "..."] | np.ndarray = (),
+    max_lens: Sequence[int] | Int[Array, " reqs"] | np.ndarray | None = None,
+) -> DecodeLoopOutput:
+    """Decodes up to `num_steps` tokens of each row in one `lax.while_loop`, which ends early if no row runs.
+
+    Compiled once for each bucket, step, sample and num_steps. A `step` or `sample` that holds arrays should
+    be a `jax.tree_util.Partial` (its arrays are traced), as `serving.sampler.make_sampler` returns; a new
+    lambda each time compiles each time. May be called inside jit.
+
+    Args:
+        step: `(params, caches, metadata, tokens [reqs]) -> (logits [reqs, vocab], caches)`. It writes, plans
+            and attends.
+        params: Any pytree.
+        caches: Any pytree of PagedCache; donated.
+        metadata: The first step's; only decode rows of one token each. The block table must hold blocks for
+            all tokens to come: a row stops once its columns are full, but a column that holds no block of
+            the row is written like any other. Give max_lens where rows own fewer blocks than columns.
+        tokens: The first step's tokens, one a row; padding rows may hold anything.
+        num_steps: Static.
+        sample: `(logits [reqs, vocab], index) -> tokens [reqs]`; index int32 counts steps from 0.
+        stop_ids: Token ids that end a row: [stops], or [reqs, stops] padded with -1.
+        max_lens: A row stops when prompt and new tokens are this many; a row as long already makes none.
+
+    Raises:
+        ValueError: The metadata has prefill rows or decode_query_len > 1, or shapes disagree.
+    """
+    bucket, num_reqs = metadata.bucket, metadata.bucket.max_reqs
+    require_positive(num_steps=num_steps)
+    require(
+        bucket.decode_query_len == 1,
+        "metadata.bucket.decode_query_len",
+        "be 1 in decode_loop",
+        bucket.decode_query_len,
+    )
+    require(
+        bucket.max_prefills == 0,
+        "metadata.bucket.max_prefills",
+        "be 0 in decode_loop (advance() makes prefill rows decode rows)",
+        bucket.max_prefills,
+    )
+    require_shape("tokens", jnp.shape(tokens), (num_reqs,), "rows of the metadata")
+    stops = jnp.asarray(stop_ids, jnp.int32)
+    if stops.ndim < 2:
+        stops = jnp.broadcast_to(stops, (num_reqs, stops.size))
+    require_shape("stop_ids", stops.shape, (num_reqs, stops.shape[-1]), "reqs, stops")
+    # A token past the last column has no slot, so it may be made but not fed: hence the 1.
+    longest = jnp.full(num_reqs, metadata.block_table.shape[1] * metadata.block_size + 1, jnp.int32)
+    if max_lens is not None:
+        require_shape("max_lens", np.shape(max_lens), (num_reqs,), "rows of the metadata")
+        longest = jnp.minimum(longest, jnp.asarray(max_lens, jnp.int32))
+    return _decode_loop(
+        *(
+            fn if isinstance(fn, jax.tree_util.Partial) else jax.tree_util.Partial(fn)
+            for fn in (step, sample)
+        ),
+        params,
+        caches,
+        metadata,
+        jnp.asarray(tokens, jnp.int32),
+        stops,
+        longest,
+        num_steps=num_steps,
+    )
+
+
+@jax.jit(static_argnames="num_steps", donate_argnames="caches")
+def _decode_loop(
+    step: Step,
+    sample: Sample,
+    params: Any,
+    caches: Any,
+    metadata: BatchMetadata,
+    tokens: Int32[Array, " reqs"],
+    stops: Int32[Array, "reqs stops"],
+    max_lens: Int32[Array, " reqs"],
+    *,
+    num_steps: int,
+) -> DecodeLoopOutput:
+    def runs(state: DecodeLoopOutput) -> Array:
+        return (state.num_steps < num_steps) & jnp.any(state.metadata.seq_lens > 0)
+
+    def decode(state: DecodeLoopOutput) -> DecodeLoopOutput:
+        index, metadata = state.num_steps, state.metadata
+        is_live = metadata.seq_lens > 0
+        logits, caches = step(params, state.caches, metadata, state.last_tokens)
+        new = sample(logits, index).astype(jnp.int32)
+        stopped = jnp.any(new[:, None] == stops, axis=-1) | (metadata.seq_lens + 1 >= max_lens)
+        is_running = is_live & ~stopped
+        return DecodeLoopOutput(
+            tokens=state.tokens.at[:, index].set(jnp.where(is_live, new, NO_TOKEN)),
+            num_tokens=state.num_tokens + is_live.astype(jnp.int32),
+            num_steps=index + 1,
+            last_tokens=jnp.where(is_running, new, 0),
+            caches=caches,
+            metadata=advance(metadata, is_running=is_running),
+        )
+
+    starts = (metadata.seq_lens > 0) & (metadata.seq_lens < max_lens)
+    first = DecodeLoopOutput(
+        tokens=jnp.full((tokens.shape[0], num_steps), NO_TOKEN, jnp.int32),
+        num_tokens=jnp.zeros_like(tokens),
+        num_steps=jnp.zeros((), jnp.int32),
+        last_tokens=jnp.where(starts, tokens, 0),
+        caches=caches,
+        metadata=_only_rows(metadata, starts),
+    )
+    return jax.lax.while_loop(runs, decode, first)
+
+
+def _only_rows(metadata: BatchMetadata, is_kept: Bool[Array, " reqs"]) -> BatchMetadata:
+    """The same decode step (one token a row) with the other rows made padding."""
+    rows = jnp.arange(is_kept.shape[0] + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(is_kept, rows[1:], 0), initial=0)
+    return replace(
+        metadata,
+        seq_lens=jnp.where(is_kept, metadata.seq_lens, 0),
+        query_start_loc=jnp.minimum(rows, num_rows),
+        slot_mapping=jnp.where(is_kept, metadata.slot_mapping, -1),
+        num_decodes=num_rows,
+    )

@@ -1,0 +1,238 @@
+"""Decode graphs: one executable for each bucket, compiled ahead of time, in the place of CUDA graphs."""
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn.metadata.batch import BatchMetadata, abstract_metadata
+from jattn.metadata.buckets import default_capture_sizes
+from jattn.requests import count_decodes
+from jattn.spec import Bucket
+from pallas_kernels.checks import require, require_positive
+
+type GraphStep = Callable[..., tuple[Any, Any]]
+
+
+class DecodeGraphs:
+    """Runs a step with the executable of its bucket.
+
+    What varies inside a bucket (lengths, members, blocks) is traced, so nothing compiles after `precompile`.
+    Parameters and caches must keep their shapes and dtypes; another shape is jax's TypeError, not a compile.
+
+    Source: vLLM `CudagraphDispatcher`; larger batches are an error here, not an eager step.
+    """
+
+    def __init__(self, step: GraphStep, buckets: Iterable[Bucket]) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            step: `(params, caches, metadata, *inputs) -> (outputs, caches)`, jit-able. The caches, any pytree
+                of PagedCache, are donated.
+            buckets: The sizes to run. Each must have max_blocks.
+
+        Raises:
+            ValueError: There is no bucket, or one without max_blocks.
+        """
+        ordered = sorted(set(buckets), key=_size)
+        require(len(ordered) > 0, "buckets", "hold at least one Bucket", ordered)
+        self.buckets = tuple(ordered)
+        self._step = jax.jit(step, donate_argnums=1)
+        self._executables: dict[Bucket, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+        self._num_compiles = 0
+
+    @property
+    def num_compiles(self) -> int:
+        """Executables compiled so far."""
+        return self._num_compiles
+
+    @property
+    def executables(self) -> dict[Bucket, jax.stages.Compiled]:
+        """What is compiled: to look at its memory_analysis() or as_text()."""
+        return dict(self._executables)
+
+    def __call__(self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any) -> tuple[Any, Any]:
+        """Runs the step; compiles it first where its bucket was not precompiled.
+
+        Returns:
+            `(outputs, caches)`. The caches given are donated: use the ones returned.
+
+        Raises:
+            ValueError: The metadata's bucket is not one of `buckets`.
+        """
+        executable = self._executables.get(metadata.bucket)
+        if executable is None:
+            executable = self._compile_now(params, caches, metadata, *inputs)
+        return executable(params, caches, metadata, *inputs)
+
+    def _compile_now(
+        self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any
+    ) -> jax.stages.Compiled:
+        listed = metadata.bucket in self.buckets
+        require(listed, "metadata.bucket", f"be one of the buckets {_listed(self.buckets)}", metadata.bucket)
+        with self._lock:  # two threads that miss the same bucket compile it once
+            if metadata.bucket not in self._executables:
+                self._keep(metadata.bucket, self._step.lower(params, caches, metadata, *inputs).compile())
+        return self._executables[metadata.bucket]
+
+    def _keep(self, bucket: Bucket, executable: jax.stages.Compiled) -> None:
+        self._executables[bucket] = executable
+        self._num_compiles += 1
+
+    def precompile(
+        self,
+        params: Any,
+        caches: Any,
+        *,
+        block_size: int,
+        inputs: Callable[[Bucket], Sequence[Any]] = lambda bucket: (),
+        progress: bool = True,
+    ) -> None:
+        """Compiles the buckets that are not compiled yet, in parallel.
+
+        Tracing stays in this thread, so what a context manager set (mesh, precision) holds for it. Where
+        `jax_compilation_cache_dir` is set, JAX keeps the executables there for the next process.
+
+        Args:
+            params: The step's, or their ShapeDtypeStructs. Nothing is run and nothing donated.
+            caches: The step's, or their ShapeDtypeStructs.
+            block_size: Tokens of a cache block.
+            inputs: The step's other arguments for a bucket, as ShapeDtypeStructs.
+            progress: Show a bar, if tqdm is installed.
+        """
+        with self._lock:
+            missing = [bucket for bucket in self.buckets if bucket not in self._executables]
+            with (
+                _bar(len(missing), progress) as move_bar,
+                concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+            ):
+                compiling = {}
+                for bucket in missing:
+                    metadata = abstract_metadata(bucket, block_size)
+                    lowered = self._step.lower(params, caches, metadata, *inputs(bucket))
+                    compiling[pool.submit(lowered.compile)] = bucket
+                for done in concurrent.futures.as_completed(compiling):
+                    self._keep(compiling[done], done.result())
+                    move_bar()
+
+    def choose(
+        self,
+        query_lens: Sequence[int] | np.ndarray | None = None,
+        *,
+        num_decodes: int = 0,
+        num_prefills: int = 0,
+        num_prefill_tokens: int = 0,
+        num_blocks: int = 0,
+    ) -> Bucket:
+        """The smallest bucket that fits a batch: fewest tokens, then fewest rows, then fewest block columns.
+
+        Decodes beyond a bucket's decode rows count as prefills there, as in build_batch_metadata.
+
+        Args:
+            query_lens: New tokens of each request. None: the three counts say what the batch is.
+            num_decodes: Requests with decode_query_len new tokens.
+            num_prefills: The other requests.
+            num_prefill_tokens: New tokens of these together.
+            num_blocks: Blocks of the longest request.
+
+        Raises:
+            ValueError: The batch is larger than every bucket; the message lists them.
+        """
+        for bucket in self.buckets:
+            counts = (num_decodes, num_prefills, num_prefill_tokens)
+            if query_lens is not None:
+                counts = _counts(query_lens, bucket.decode_query_len)
+            if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
+                return bucket
+        batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
+        raise ValueError(f"the batch must fit one of the buckets {_listed(self.buckets)}, got {batch}.")
+
+
+def default_buckets(
+    max_num_seqs: int,
+    *,
+    max_blocks: int,
+    decode_query_len: int = 1,
+    prefill_tokens: Sequence[int] = (),
+) -> tuple[Bucket, ...]:
+    """Buckets at vLLM's capture sizes, so that every batch of a scheduler with these limits fits one.
+
+    Decode-only buckets hold 1, 2, 4, 8, 16, 24, ... tokens (rounded up to whole rows), the last one
+    max_num_seqs rows. Each size in `prefill_tokens` adds a bucket without decode rows and one with
+    max_num_seqs of them.
+
+    Args:
+        max_num_seqs: Most requests of a step.
+        max_blocks: Block-table columns: blocks of the longest request.
+        decode_query_len: Tokens of a decode row.
+        prefill_tokens: Sizes of the prefill region; the largest is the step's token budget for prompts.
+
+    Raises:
+        ValueError: A size is not positive.
+
+    Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
+    """
+    require_positive(max_num_seqs=max_num_seqs, max_blocks=max_blocks, decode_query_len=decode_query_len)
+    for tokens in prefill_tokens:
+        require_positive(prefill_tokens=tokens)
+    sizes = default_capture_sizes(max_num_seqs)
+    decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}
+    bucket = functools.partial(Bucket, decode_query_len=decode_query_len, max_blocks=max_blocks)
+    mixed = [
+        bucket(max_decodes=rows, max_prefills=min(max_num_seqs, tokens), max_prefill_tokens=tokens)
+        for tokens in prefill_tokens
+        for rows in (0, max_num_seqs)
+    ]
+    return tuple(sorted({bucket(max_decodes=rows) for rows in decodes}.union(mixed), key=_size))
+
+
+def _size(bucket: Bucket) -> tuple[int, int, int]:
+    return bucket.max_tokens, bucket.max_reqs, _max_blocks(bucket)
+
+
+def _max_blocks(bucket: Bucket) -> int:
+    require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
+    assert bucket.max_blocks is not None
+    return bucket.max_blocks
+
+
+def _counts(query_lens: Sequence[int] | np.ndarray, decode_query_len: int) -> tuple[int, int, int]:
+    """Decodes, prefills and prefill tokens of a batch."""
+    lens = np.asarray(query_lens, np.int64)
+    num_decodes = count_decodes(lens, decode_query_len)
+    return num_decodes, len(lens) - num_decodes, int(lens[num_decodes:].sum())
+
+
+def _fits(bucket: Bucket, num_decodes: int, num_prefills: int, num_prefill_tokens: int) -> bool:
+    late = max(num_decodes - bucket.max_decodes, 0)
+    return (
+        num_prefills + late <= bucket.max_prefills
+        and num_prefill_tokens + late * bucket.decode_query_len <= bucket.max_prefill_tokens
+    )
+
+
+def _listed(buckets: Iterable[Bucket]) -> str:
+    """Each as decodes+prefills/prefill tokens x block columns."""
+    sizes = (f"{b.max_decodes}+{b.max_prefills}/{b.max_prefill_tokens}x{b.max_blocks}" for b in buckets)
+    return f"(decodes+prefills/prefill_tokens x max_blocks) {', '.join(sizes)}"
+
+
+@contextlib.contextmanager
+def _bar(total: int, is_shown: bool) -> Iterator[Callable[[], Any]]:
+    """A tqdm bar as the function that moves it on by one; nothing where there is no tqdm."""
+    if not (is_shown and total and importlib.util.find_spec("tqdm")):
+        yield lambda: None
+        return
+    with importlib.import_module("tqdm").tqdm(
+        total=total, desc="Compiling decode graphs", unit="bucket"
+    ) as bar:
+        yield bar.update

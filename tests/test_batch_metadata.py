@@ -1,0 +1,249 @@
+"""A step's metadata: where every token goes, what padding holds, and that the device takes the same steps."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+
+BLOCK = 4
+
+
+@st.composite
+def batches(draw, max_reqs=5, decode_query_len=None):
+    """query_lens with leading decodes, seq_lens, a shuffled block table, decode_query_len."""
+    decode_len = draw(st.sampled_from([1, 3])) if decode_query_len is None else decode_query_len
+    decodes = draw(st.integers(0, max_reqs))
+    prefills = draw(
+        st.integers(0 if decodes else 1, max_reqs - decodes) if decodes < max_reqs else st.just(0)
+    )
+    query_lens = [decode_len] * decodes + [draw(st.integers(0, 9)) for _ in range(prefills)]
+    seq_lens = [n + draw(st.integers(0, 11)) for n in query_lens]
+    needed = [-(-n // BLOCK) for n in seq_lens]
+    ids = draw(st.permutations(range(1, sum(needed) + 1)))
+    table, at = [], 0
+    for n in needed:
+        table.append(list(ids[at : at + n]))
+        at += n
+    return query_lens, seq_lens, table, decode_len
+
+
+def build(batch, bucket=None):
+    query_lens, seq_lens, table, decode_len = batch
+    return jattn.build_batch_metadata(
+        query_lens, seq_lens, table, block_size=BLOCK, decode_query_len=decode_len, bucket=bucket
+    )
+
+
+def roomier(bucket, decodes=1, prefills=1, tokens=5, blocks=2):
+    return jattn.Bucket(
+        max_decodes=bucket.max_decodes + decodes,
+        max_prefills=bucket.max_prefills + prefills,
+        max_prefill_tokens=bucket.max_prefill_tokens + tokens,
+        decode_query_len=bucket.decode_query_len,
+        max_blocks=bucket.max_blocks + blocks,
+    )
+
+
+def check_against_a_loop(metadata, batch):
+    """Every live token has its row, position and slot; everything else is padding."""
+    query_lens, seq_lens, table, decode_len = batch
+    bucket = metadata.bucket
+    decodes = 0
+    while decodes < len(query_lens) and query_lens[decodes] == decode_len and decodes < bucket.max_decodes:
+        decodes += 1
+    token_rows, positions, slots, live = {}, {}, {}, set()
+    next_prefill = bucket.max_decodes * decode_len
+    for r, (n, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        row = r if r < decodes else bucket.max_decodes + r - decodes
+        start = r * decode_len if r < decodes else next_prefill
+        next_prefill += n if r >= decodes else 0
+        assert metadata.seq_lens[row] == total
+        for t in range(n):
+            position = total - n + t
+            live.add(start + t)
+            token_rows[start + t], positions[start + t] = row, position
+            slots[start + t] = table[r][position // BLOCK] * BLOCK + position % BLOCK
+        if n:
+            assert metadata.last_token_indices[row] == start + n - 1
+            assert metadata.query_lens[row] == n
+    for t in range(bucket.max_tokens):
+        assert metadata.is_live_token[t] == (t in live)
+        assert metadata.slot_mapping[t] == slots.get(t, -1)
+        assert metadata.positions[t] == positions.get(t, 0)
+        if t in live:
+            assert metadata.token_rows[t] == token_rows[t]
+    assert int((metadata.seq_lens > 0).sum()) == sum(n > 0 for n in seq_lens)
+    starts = np.asarray(metadata.query_start_loc)
+    assert starts[0] == 0
+    assert (np.diff(starts) >= 0).all()
+
+
+class TestBuild:
+    @hypothesis.settings(max_examples=25)
+    @hypothesis.given(batches())
+    def test_every_token_has_its_row_position_and_slot(self, batch):
+        metadata = jax.device_get(build(batch))
+        check_against_a_loop(build(batch), batch)
+        lens = [n for n in batch[0]]
+        np.testing.assert_array_equal(metadata.query_start_loc, np.concatenate([[0], np.cumsum(lens)]))
+
+    @hypothesis.settings(max_examples=25)
+    @hypothesis.given(batches())
+    def test_a_bucket_only_adds_padding(self, batch):
+        check_against_a_loop(build(batch, roomier(build(batch).bucket)), batch)
+
+    def test_padding_is_as_vllm_has_it(self):
+        bucket = jattn.Bucket(max_decodes=5, max_blocks=3)
+        metadata = jattn.build_batch_metadata(
+            [1, 1, 1], [5, 1, 9], [[7, 8], [3], [4, 5, 6]], block_size=4, bucket=bucket
+        )
+        assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
+        assert metadata.seq_lens.tolist() == [5, 1, 9, 0, 0]
+        assert metadata.slot_mapping.tolist() == [32, 12, 24, -1, -1]
+        assert metadata.block_table.tolist() == [[7, 8, 0], [3, 0, 0], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
+        assert (int(metadata.num_decodes), int(metadata.num_prefills)) == (3, 0)
+
+    def test_a_short_row_behind_the_first_prefill_row_is_prefill(self):
+        metadata = jattn.build_batch_metadata([1, 4, 1], [3, 4, 8], [[1], [2], [3, 4]], block_size=4)
+        assert (metadata.bucket.max_decodes, metadata.bucket.max_prefills) == (1, 2)
+        assert metadata.query_start_loc.tolist() == [0, 1, 5, 6]
+
+    def test_no_block_table_writes_nothing(self):
+        metadata = jattn.build_batch_metadata([3, 2], [3, 2], None)
+        assert metadata.slot_mapping.tolist() == [-1] * 5
+        assert metadata.block_table.shape == (2, 0)
+
+    def test_ragged_lists_arrays_and_jax_arrays_are_the_same_table(self):
+        want = jattn.build_batch_metadata([1, 1], [5, 3], [[4, 2], [1]], block_size=4)
+        for table in (np.asarray([[4, 2], [1, -9]]), jnp.asarray([[4, 2], [1, 0]])):
+            got = jattn.build_batch_metadata([1, 1], [5, 3], table, block_size=4)
+            np.testing.assert_array_equal(got.slot_mapping, want.slot_mapping)
+
+    @pytest.mark.parametrize("case", range(10))
+    def test_vllms_batches_build(self, metadata_cases, case):
+        case = metadata_cases["batch_specs"][case]
+        needed = [-(-n // 16) for n in case["seq_lens"]]
+        table = np.split(np.arange(1, sum(needed) + 1), np.cumsum(needed)[:-1])
+        metadata = jattn.build_batch_metadata(case["query_lens"], case["seq_lens"], list(table))
+        ends = np.cumsum(case["query_lens"])
+        np.testing.assert_array_equal(metadata.query_start_loc[1:], ends)
+        last = np.asarray(case["seq_lens"]) - 1
+        np.testing.assert_array_equal(
+            metadata.slot_mapping[ends - 1],
+            [t[p // 16] * 16 + p % 16 for t, p in zip(table, last, strict=True)],
+        )
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (([1, 2], [5], [[1, 2]]), r"seq_lens must have one entry per request \(2\), got 1"),
+            (([1, 6], [5, 5], [[1, 2], [3, 4]]), r"seq_lens\[1\] must count the new tokens \(6\), got 5"),
+            (([1], [5], [[1, 2], [3]]), r"block_table must have one row per request \(1\), got 2 rows"),
+            (([1] * 8, [5] * 8, np.zeros((7, 64), int)), r"one row per request \(8\), got \(7, 64\)"),
+            (([1], [9], [[1, 2]]), r"block_table must have 3 blocks of 4 for request 0 with 9 tokens, got 2"),
+            (
+                ([1], [5], [[1, -1]]),
+                r"block_table\[0\] must hold block ids >= 0 for its 5 tokens, got \[1, -1\]",
+            ),
+            (([-1], [5], [[1, 2]]), r"query_lens must be at least 0, got \[-1\]"),
+            (([1.5], [5], [[1, 2]]), "query_lens must be a list of ints, got float64"),
+        ],
+    )
+    def test_host_numbers_that_disagree_are_named(self, arguments, message):
+        query_lens, *rest = arguments
+        with pytest.raises(ValueError, match=message):
+            jattn.build_batch_metadata(np.asarray(query_lens), *rest, block_size=4)
+
+    def test_a_batch_larger_than_its_bucket_names_the_sizes(self):
+        bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=4, max_blocks=4)
+        with pytest.raises(ValueError, match="prefill rows must fit the bucket's 1, got 2"):
+            jattn.build_batch_metadata([1, 2, 2], [1, 2, 2], [[1], [2], [3]], bucket=bucket)
+        with pytest.raises(ValueError, match="prefill tokens must fit the bucket's 4, got 5"):
+            jattn.build_batch_metadata([1, 5], [1, 5], [[1], [2]], bucket=bucket)
+
+    def test_rows_out_of_order_are_sent_to_the_reorder_function(self):
+        bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=8, max_blocks=4)
+        with pytest.raises(
+            ValueError, match="1 decode rows stand behind.*reorder_batch_to_split_decodes_and_prefills"
+        ):
+            jattn.build_batch_metadata([3, 1], [3, 9], [[1], [2]], bucket=bucket)
+
+    def test_a_table_wider_than_the_bucket_is_refused_when_the_blocks_are_needed(self):
+        bucket = jattn.Bucket(max_decodes=1, max_blocks=1)
+        with pytest.raises(
+            ValueError, match="block_table must have 2 blocks of 16 for request 0 with 17 tokens, got 1"
+        ):
+            jattn.build_batch_metadata([1], [17], [[1, 2]], bucket=bucket)
+
+    def test_cross_attention_lengths_are_checked_too(self):
+        with pytest.raises(ValueError, match=r"kv_lens must have one entry per request \(2\), got 1"):
+            jattn.build_cross_attention_metadata([1, 1], [3], [[1], [2]])
+
+
+class TestDeviceSide:
+    @hypothesis.settings(max_examples=20)
+    @hypothesis.given(batches(decode_query_len=1))
+    def test_advancing_is_building_the_next_step(self, batch):
+        query_lens, seq_lens, table, _ = batch
+        hypothesis.assume(all(seq_lens))
+        width = max(len(row) for row in table) + 1
+        table = [row + [50 + r] + [0] * (width - len(row) - 1) for r, row in enumerate(table)]
+        metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=BLOCK)
+        want = jattn.build_batch_metadata(
+            [1] * len(seq_lens), [n + 1 for n in seq_lens], table, block_size=BLOCK
+        )
+        got = jax.jit(jattn.advance)(metadata)
+        assert got.bucket == want.bucket
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    def test_rows_end_and_rejected_tokens_are_taken_back(self):
+        metadata = jattn.build_batch_metadata(
+            [3, 3, 3], [7, 5, 9], [[1, 2, 3]] * 3, block_size=4, decode_query_len=3
+        )
+        next_step = jax.jit(jattn.advance)(
+            metadata, num_accepted=jnp.asarray([1, 3, 2]), is_running=jnp.asarray([True, False, True])
+        )
+        assert next_step.seq_lens.tolist() == [4 + 1 + 3, 0, 6 + 2 + 3]
+        assert next_step.slot_mapping.tolist() == [9, 10, 11, -1, -1, -1, 12, 13, 14]
+        assert next_step.query_start_loc.tolist() == [0, 3, 6, 9]
+
+    def test_a_token_past_the_table_is_not_written(self):
+        metadata = jattn.build_batch_metadata([1], [4], [[3]], block_size=4)
+        assert jattn.advance(metadata).slot_mapping.tolist() == [-1]
+        longer = jattn.advance(metadata, jnp.asarray([[3, 9]], jnp.int32))
+        assert longer.slot_mapping.tolist() == [36]
+
+    def test_another_table_moves_the_slots(self):
+        metadata = jattn.build_batch_metadata([1, 3], [6, 3], [[1, 2], [3]], block_size=4)
+        moved = jax.jit(jattn.update_block_table)(metadata, jnp.asarray([[8, 9], [5, 0]], jnp.int32))
+        want = jattn.build_batch_metadata([1, 3], [6, 3], [[8, 9], [5]], block_size=4)
+        jax.tree.map(np.testing.assert_array_equal, moved, want)
+
+    @hypothesis.settings(max_examples=20)
+    @hypothesis.given(batches(), st.booleans())
+    def test_padding_later_is_building_with_the_bucket(self, batch, more_prefill):
+        exact = build(batch)
+        bucket = roomier(exact.bucket, prefills=more_prefill, tokens=5 * more_prefill)
+        hypothesis.assume(bucket.max_prefills or not bucket.max_prefill_tokens)
+        # The builder fills spare decode rows first; padding keeps each row in its region.
+        hypothesis.assume(exact.bucket.max_prefills == 0 or batch[0][exact.bucket.max_decodes] != batch[3])
+        jax.tree.map(np.testing.assert_array_equal, jattn.pad_to_bucket(exact, bucket), build(batch, bucket))
+
+    def test_a_smaller_bucket_is_refused(self):
+        metadata = jattn.build_batch_metadata([1, 1], [6, 3], [[1, 2], [3]], block_size=4)
+        for wrong, message in (
+            ({"max_decodes": 1}, "bucket.max_decodes must be at least 2, got 1"),
+            ({"max_decodes": 2, "max_blocks": 1}, "bucket.max_blocks must be at least 2, got 1"),
+            (
+                {"max_decodes": 2, "decode_query_len": 2},
+                r"bucket.decode_query_len must be the metadata's \(1\), got 2",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                jattn.pad_to_bucket(metadata, jattn.Bucket(**wrong))

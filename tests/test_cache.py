@@ -1,0 +1,283 @@
+"""The paged cache: layouts, writes that skip and never copy, moves of blocks, sizes."""
+
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.cache import blocks_of
+
+LAYOUTS = ["NHD", "HND", "packed"]
+QUANTIZATIONS = [None, "fp8_e4m3", "fp8_e4m3_token_head", "int8_token_head"]
+
+
+def spec(**changes):
+    sizes = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": jnp.float32}
+    return jattn.CacheSpec(**(sizes | changes))
+
+
+def rows(cache):
+    """Keys and values by slot, as numbers: [slots, kv_heads, head_dim] each."""
+    k, v = (np.asarray(x.astype(jnp.float32)) for x in blocks_of(cache, jnp.arange(cache.num_blocks)))
+    k, v = (x.reshape(-1, cache.num_kv_heads, cache.head_dim) for x in (k, v))
+    if cache.k_scale is None:
+        return k, v
+    scale = lambda s: np.asarray(s).reshape(-1, 2, 1) if s.ndim == 3 else np.asarray(s).reshape(1, -1, 1)
+    return k * scale(cache.k_scale), v * scale(cache.v_scale)
+
+
+def random_kv(tokens, seed=0, dtype=jnp.float32, heads=2, dim=16):
+    keys = jax.random.split(jax.random.key(seed))
+    return tuple(jax.random.normal(key, (tokens, heads, dim), dtype) for key in keys)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+class TestWrite:
+    def test_each_token_lands_in_its_slot_and_nowhere_else(self, layout, quantization):
+        cache = jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        before_k, before_v = rows(cache)
+        key, value = random_kv(6)
+        slots = jnp.asarray([7, -1, 0, 19, -5, 12])
+        k, v = rows(jattn.write_kv(cache, key, value, slots))
+        tolerance = {None: 0, "int8_token_head": 0.02}.get(quantization, 0.1)
+        written = np.asarray(slots)[np.asarray(slots) >= 0]
+        np.testing.assert_allclose(k[written], key[np.asarray(slots) >= 0], atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(v[written], value[np.asarray(slots) >= 0], atol=tolerance, rtol=tolerance)
+        others = np.setdiff1d(np.arange(20), written)
+        np.testing.assert_array_equal(k[others], before_k[others])
+        np.testing.assert_array_equal(v[others], before_v[others])
+
+    def test_keys_longer_than_the_slots_are_padding(self, layout, quantization):
+        create = lambda: jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        key, value = random_kv(6)
+        short = jattn.write_kv(create(), key[:3], value[:3], jnp.asarray([4, 5, 6]))
+        long = jattn.write_kv(create(), key.at[3:].set(jnp.nan), value, jnp.asarray([4, 5, 6]))
+        jax.tree.map(np.testing.assert_array_equal, short, long)
+
+    def test_the_donated_cache_is_aliased_and_never_copied(self, layout, quantization):
+        cache_spec = spec(layout=layout, quantization=quantization, num_blocks=64)
+        cache = jattn.PagedCache.create(cache_spec)
+        key, value = random_kv(3)
+        write = jax.jit(jattn.write_kv, donate_argnums=0)
+        compiled = write.lower(cache, key, value, jnp.arange(3)).compile()
+        moving = cache_spec.num_bytes
+        assert compiled.memory_analysis().alias_size_in_bytes >= moving
+        if cache.dtype != jnp.float8_e4m3fn:  # XLA on CPUs widens fp8 to scatter it; on GPUs it does not
+            assert compiled.memory_analysis().temp_size_in_bytes < moving / 4
+            assert copies_of(compiled, cache.k) == []
+
+    def test_written_eagerly_the_old_arrays_are_gone(self, layout, quantization):
+        cache = jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        jattn.write_kv(cache, *random_kv(1), jnp.asarray([3]))
+        assert cache.k.is_deleted()
+        assert cache.v.is_deleted()
+
+
+def copies_of(compiled, array):
+    """Instructions of the compiled program that copy something of the array's shape."""
+    shape = ",".join(map(str, array.shape))
+    return re.findall(rf"\S+ = \w+\[{shape}\]\S* copy\(.*", compiled.as_text())
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("case", range(2))
+    def test_elements_stand_where_vllm_puts_them(self, metadata_cases, case):
+        case = metadata_cases["kv_cache_layout_offsets"][case]
+        dtype = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16}[case["element_size"]]
+        dim, heads, size = case["head_size"], case["num_kv_heads"], case["block_size"]
+        for layout, k_name, v_name in (
+            ("packed", "flat_k_xpacked", "flat_v_xpacked"), ("NHD", "flat_nhd", "flat_nhd"), ("HND", "flat_hnd", "flat_hnd"),
+        ):  # fmt: skip
+            cache_spec = spec(
+                num_blocks=4, block_size=size, num_kv_heads=heads, head_dim=dim, dtype=dtype, layout=layout
+            )
+            if layout == "packed":
+                assert cache_spec.pack_width == case["x"]
+                assert cache_spec.key_shape[1:] == tuple(case["key_cache_shape"][1:])
+                assert cache_spec.value_shape[1:] == tuple(case["value_cache_shape"][1:])
+            for probe in case["probes"]:
+                mark = jnp.zeros((1, heads, dim), dtype).at[0, probe["head"], probe["dim"]].set(1)
+                cache = jattn.write_kv(
+                    jattn.PagedCache.create(cache_spec), mark, mark, jnp.asarray([probe["slot"]])
+                )
+                for array, name in ((cache.k, k_name), (cache.v, v_name)):
+                    flat = np.flatnonzero(np.asarray(array.astype(jnp.float32)))
+                    assert flat.tolist() == [probe[name]]
+
+    def test_reshape_and_cache_is_write_kv_over_the_packed_arrays(self):
+        cache = jattn.PagedCache.create(spec(layout="packed"))
+        key, value = random_kv(3)
+        slots = jnp.asarray([3, -1, 9])
+        want = jattn.write_kv(jattn.PagedCache.create(spec(layout="packed")), key, value, slots)
+        k, v = jattn.reshape_and_cache(key, value, cache.k, cache.v, slots)
+        np.testing.assert_array_equal(k, want.k)
+        np.testing.assert_array_equal(v, want.v)
+
+    def test_reshape_and_cache_divides_by_the_scales(self):
+        shapes = spec(layout="packed", dtype=jnp.float8_e4m3fn)
+        cache = jattn.PagedCache.create(shapes)
+        ones = jnp.ones((1, 2, 16))
+        k, v = jattn.reshape_and_cache(
+            ones, ones, cache.k, cache.v, jnp.asarray([0]), k_scale=0.5, v_scale=0.25
+        )
+        assert float(k[0, 0, 0, 0, 0]) == 2
+        assert float(v[0, 0, 0, 0]) == 4
+
+
+class TestQuantizedWrites:
+    @pytest.mark.parametrize("case", range(4))
+    def test_int8_per_token_and_head_as_vllm(self, metadata_cases, case):
+        case = metadata_cases["int8_per_token_head_quant"][case]
+        values = jnp.asarray(case["values"], jnp.float32)
+        cache_spec = spec(num_kv_heads=1, head_dim=values.size, quantization="int8_token_head")
+        key = values[None, None]
+        cache = jattn.write_kv(jattn.PagedCache.create(cache_spec), key, key, jnp.asarray([6]))
+        np.testing.assert_allclose(cache.k_scale[1, 2, 0], case["expected_scale"], rtol=1e-6)
+        exact = np.asarray(case["values"]) / case["expected_scale"]
+        is_tie = np.abs(np.abs(exact % 1) - 0.5) < 1e-4  # a tie in float64 may round either way in float32
+        for stored in (cache.k[1, 2, 0], cache.v[1, 2, 0]):
+            off = np.asarray(stored, int) - np.asarray(case["q_round_half_even"])
+            assert (np.abs(off) <= is_tie).all()
+
+    def test_a_static_scale_saturates(self):
+        cache = jattn.PagedCache.create(spec(quantization="fp8_e4m3"))
+        cache = jattn.pytree.replace(cache, k_scale=jnp.float32(0.5), v_scale=jnp.asarray([1.0, 100.0]))
+        huge = jnp.full((1, 2, 16), 1e6)
+        cache = jattn.write_kv(cache, huge, huge, jnp.asarray([0]))
+        assert (np.asarray(cache.k[0, 0], np.float32) == 448).all()
+        k, v = rows(cache)
+        assert k[0].max() == 224
+        assert v[0].max() == 44800
+
+    def test_one_static_scale_may_serve_keys_and_values(self):
+        scale = jnp.float32(2.0)
+        zeros = [jnp.zeros((2, 4, 2, 16), jnp.int8) for _ in range(2)]
+        cache = jattn.PagedCache(k=zeros[0], v=zeros[1], k_scale=scale, v_scale=scale)
+        cache = jattn.write_kv(cache, *(jnp.full((1, 2, 16), 5.0) for _ in range(2)), jnp.asarray([0]))
+        assert cache.k[0, 0, 0, 0] == 2  # 2.5 rounds half to even
+
+
+@pytest.mark.parametrize("quantization", [None, "int8_token_head"])
+class TestMoves:
+    def filled(self, quantization, seed=0, layout="HND"):
+        cache = jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        return jattn.write_kv(cache, *random_kv(20, seed), jnp.arange(20))
+
+    def test_copies_read_all_sources_before_any_target_is_written(self, quantization):
+        k, v = (x.reshape(5, 4, 2, 16) for x in rows(self.filled(quantization)))
+        mapping = jnp.asarray([[1, 2], [2, 3], [-1, 0], [4, -1]])
+        first, second = jattn.copy_blocks([self.filled(quantization), self.filled(quantization, 1)], mapping)
+        moved_k, moved_v = (x.reshape(5, 4, 2, 16) for x in rows(first))
+        np.testing.assert_array_equal(moved_k, k[[0, 1, 1, 2, 4]])
+        np.testing.assert_array_equal(moved_v, v[[0, 1, 1, 2, 4]])
+        other_k = rows(self.filled(quantization, 1))[0].reshape(5, 4, 2, 16)
+        np.testing.assert_array_equal(rows(second)[0].reshape(5, 4, 2, 16), other_k[[0, 1, 1, 2, 4]])
+
+    def test_copying_aliases_the_caches(self, quantization):
+        cache = jattn.PagedCache.create(spec(num_blocks=64, quantization=quantization))
+        copy = jax.jit(jattn.copy_blocks, donate_argnums=0)
+        compiled = copy.lower(cache, jnp.asarray([[1, 2]])).compile()
+        assert (
+            compiled.memory_analysis().alias_size_in_bytes
+            >= spec(num_blocks=64, quantization=quantization).num_bytes
+        )
+        assert copies_of(compiled, cache.k) == []
+
+    def test_blocks_go_to_the_host_and_come_back(self, quantization):
+        device = self.filled(quantization)
+        k, v = rows(device)
+        host = jattn.PagedCache.create_on_host(spec(layout="HND", quantization=quantization))
+        host = jattn.swap_blocks(device, host, np.asarray([[1, 0], [3, 4], [-1, 2]]))
+        assert isinstance(host.k, np.ndarray)
+        assert not device.k.is_deleted()
+        fresh = jattn.PagedCache.create(spec(layout="HND", quantization=quantization))
+        back_k, back_v = rows(jattn.swap_blocks(host, fresh, np.asarray([[0, 2], [4, 1]])))
+        np.testing.assert_array_equal(back_k[8:12], k[4:8])
+        np.testing.assert_array_equal(back_v[4:8], v[12:16])
+        assert (back_k[12:] == 0).all()
+
+    def test_blocks_go_from_device_to_device(self, quantization):
+        source = self.filled(quantization)
+        target = jattn.PagedCache.create(spec(layout="HND", quantization=quantization))
+        moved = jattn.swap_blocks(source, target, np.asarray([[2, 4]]))
+        np.testing.assert_array_equal(rows(moved)[0][16:], rows(source)[0][8:12])
+        assert target.k.is_deleted()
+
+
+class TestRefusals:
+    def test_shapes_that_disagree_are_named(self):
+        cache = jattn.PagedCache.create(spec())
+        with pytest.raises(
+            ValueError, match=r"key must have a token for each slot \(3\), got shape \(2, 2, 16\)"
+        ):
+            jattn.write_kv(cache, *random_kv(2), jnp.arange(3))
+        with pytest.raises(ValueError, match=r"key must have shape \(2, 16\).*got \(3, 16\)"):
+            jattn.write_kv(cache, *random_kv(2, heads=3), jnp.arange(2))
+        with pytest.raises(ValueError, match=r"v must have shape \(1, 4, 2, 8\).*got \(1, 4, 2, 9\)"):
+            jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 9)))
+        with pytest.raises(
+            ValueError, match=r"k must have 5 axes in the packed layout, got shape \(1, 4, 2, 8\)"
+        ):
+            jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 8)), layout="packed")
+        with pytest.raises(
+            ValueError, match=r"v_scale's shape must be one of \(\), \(2,\), \(1, 4, 2\), got \(3,\)"
+        ):
+            jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 8)), v_scale=jnp.ones(3))
+        with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', 'packed', got 'DHN'"):
+            spec(layout="DHN")
+
+    def test_swaps_between_unlike_caches_are_refused(self):
+        cache = jattn.PagedCache.create(spec())
+        swap = functools.partial(jattn.swap_blocks, cache)
+        with pytest.raises(ValueError, match=r"target.layout must be the source's \(NHD\), got HND"):
+            swap(jattn.PagedCache.create(spec(layout="HND")), np.zeros((1, 2), int))
+        with pytest.raises(
+            ValueError, match=r"a block of target.k must have shape \(4, 2, 16\).*got \(4, 2, 8\)"
+        ):
+            swap(jattn.PagedCache.create(spec(head_dim=8)), np.zeros((1, 2), int))
+        with pytest.raises(ValueError, match="target must have the source's arrays"):
+            swap(jattn.PagedCache.create(spec(quantization="int8_token_head")), np.zeros((1, 2), int))
+        with pytest.raises(
+            ValueError, match=r"block_mapping must stay below 3 in column 1, got \[\[0, 3\]\]"
+        ):
+            swap(jattn.PagedCache.create(spec(num_blocks=3)), np.asarray([[0, 3]]))
+
+
+class TestSpec:
+    @hypothesis.given(
+        st.sampled_from(LAYOUTS), st.sampled_from(QUANTIZATIONS), st.sampled_from([jnp.float32, jnp.bfloat16])
+    )
+    def test_bytes_are_those_of_the_arrays(self, layout, quantization, dtype):
+        cache_spec = spec(layout=layout, quantization=quantization, dtype=dtype)
+        cache = jax.eval_shape(lambda: jattn.PagedCache.create(cache_spec))
+        arrays = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None and x.ndim]
+        assert cache_spec.num_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
+
+    def test_as_many_blocks_as_fit_a_budget_and_no_more(self):
+        one = spec(dtype=jnp.bfloat16).bytes_per_block
+        assert one == 2 * 4 * 2 * 16 * 2
+        assert spec(dtype=jnp.bfloat16).num_blocks_in(10 * one * 3 + 1, num_layers=3) == 10
+        with pytest.raises(
+            ValueError, match=f"memory_bytes must hold a block .{one * 3} bytes., got {one * 3 - 1}"
+        ):
+            spec(dtype=jnp.bfloat16).num_blocks_in(one * 3 - 1, num_layers=3)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_blocks": 0}, "num_blocks must be positive, got 0"),
+            ({"block_size": -1}, "block_size must be positive, got -1"),
+            ({"quantization": "int3"}, "quantization must be one of .*'int8_token_head', got 'int3'"),
+            ({"layout": "packed", "head_dim": 6}, "head_dim must be a multiple of 4 .*packed layout, got 6"),
+        ],
+    )
+    def test_wrong_values_are_named(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            spec(**change)

@@ -1,0 +1,61 @@
+"""The import law: examples, benchmarks, tests -> jattn -> pallas_kernels -> jax."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jattn
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = sorted(p for folder in ("jattn", "pallas_kernels") for p in (ROOT / folder).rglob("*.py"))
+# Packages that a file may import only inside a function, because they are extras.
+EXTRAS = {"safetensors", "tokenizers", "tqdm", "matplotlib", "optax", "pytest", "hypothesis"}
+
+
+def imports(path, *, top_level_only=False):
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_imports_only_what_stands_below_it(path):
+    names = set(imports(path))
+    roots = {name.split(".")[0] for name in names}
+    assert not roots & {"examples", "benchmarks", "tests", "torch", "__future__"}
+    assert not any(name.startswith(("jax._src", "jaxlib")) for name in names)
+    assert not {n.split(".")[0] for n in imports(path, top_level_only=True)} & EXTRAS
+    if "pallas_kernels" in path.parts:
+        assert not roots & {"jattn", "flax"}
+    if path.name == "reference.py" and "pallas_kernels" in path.parts:
+        assert not roots & {"pallas_kernels"}
+
+
+def test_the_host_side_imports_no_jax():
+    for name in ("jattn/requests.py", "jattn/serving/block_manager.py", "jattn/serving/scheduler.py"):
+        if (ROOT / name).exists():
+            assert "jax" not in {n.split(".")[0] for n in imports(ROOT / name)}
+
+
+def test_flax_is_imported_only_where_modules_are():
+    users = {p.relative_to(ROOT).parts[1] for p in FILES if any(n.startswith("flax") for n in imports(p))}
+    assert users <= {"module.py", "models", "serving"}
+
+
+def test_every_public_name_is_documented():
+    for name in jattn.__all__:
+        assert getattr(jattn, name).__doc__, name
+
+
+def test_importing_jattn_starts_no_backend_and_reads_no_environment():
+    code = "import jattn, jax; from jax.extend import backend; print(len(jax._src.xla_bridge._backends))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "0"
+    assert not [p for p in FILES if "os.environ" in p.read_text() or "getenv" in p.read_text()]
