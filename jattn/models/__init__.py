@@ -1,0 +1,7 @@
+"""Decoders that attend through jattn, by their Hugging Face configuration."""
+
+from jattn.models.config import DecoderConfig
+from jattn.models.decoder import Decoder
+from jattn.models.loading import load, save
+
+__all__ = ["Decoder", "DecoderConfig", "load", "save"]

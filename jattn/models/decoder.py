@@ -1,0 +1,160 @@
+"""Llama, Mistral, Qwen2, Qwen3 and Gemma2: one decoder over paged caches, told apart by its configuration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from jattn.cache import PagedCache
+from jattn.metadata.batch import BatchMetadata
+from jattn.models.config import DecoderConfig
+from jattn.models.layer import DecoderLayer
+from jattn.models.layers import RMSNorm, matmul_precision
+from jattn.plan import Plan
+from jattn.spec import CacheSpec
+from pallas_kernels.checks import require
+
+
+class Decoder(nnx.Module):
+    """A causal language model: a step's tokens in, laid out as its metadata says; hidden states out."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike | None = None,
+        implementation: str | Sequence[str] | None = None,
+    ) -> None:
+        """Makes a decoder with random parameters; `jattn.models.load` makes one with a checkpoint's.
+
+        Args:
+            config: What to make.
+            rngs: For the initial parameters.
+            dtype: Of parameters and computation; None = the config's, or f32 where it says nothing.
+            implementation: Of the attention, as in `jattn.attend`.
+        """
+        dtype = jnp.dtype((config.dtype or jnp.float32) if dtype is None else dtype)
+        self.config = config
+        self.tokenizer: Any = None
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            param_dtype=dtype,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.layers = nnx.List(
+            DecoderLayer(config, i, rngs=rngs, dtype=dtype, implementation=implementation)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, is_offset=config.is_gemma, dtype=dtype
+        )
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else nnx.Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
+            )
+        )
+
+    @property
+    def max_len(self) -> int:
+        """The longest context, in tokens."""
+        return self.config.max_position_embeddings
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the parameters, and so of the computation."""
+        return jnp.dtype(self.embed_tokens.embedding.dtype)
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " tokens"],
+        caches: tuple[PagedCache, ...] | None,
+        metadata: BatchMetadata,
+        *,
+        positions: Int32[Array, " tokens"] | None = None,
+        plan: Plan | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], tuple[PagedCache, ...] | None]:
+        """Runs a step.
+
+        Args:
+            token_ids: The step's tokens, laid out as the metadata says. Padding may hold any id.
+            caches: One a layer (`create_caches`); donated: use those returned. None = no cache: every row's
+                keys are this step's own (training, scoring).
+            metadata: The step's metadata.
+            positions: For rope; None = metadata.positions.
+            plan: The step's plan, if one was made; shared by all layers.
+
+        Returns:
+            Hidden states behind the last norm [tokens, hidden_size], for `logits`; and the caches with this
+            step's keys and values in them.
+
+        Raises:
+            ValueError: There is not one cache a layer, or the step does not fit its metadata.
+        """
+        require(
+            caches is None or len(caches) == len(self.layers),
+            "caches",
+            f"have one entry per layer ({len(self.layers)})",
+            None if caches is None else len(caches),
+        )
+        positions = metadata.positions if positions is None else positions
+        x = jnp.take(self.embed_tokens.embedding[...], token_ids, axis=0, mode="clip")
+        if self.config.is_gemma:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded first, as in transformers
+        written: list[Any] = []
+        for i, layer in enumerate(self.layers):
+            x, cache = layer(x, None if caches is None else caches[i], metadata, positions, plan)
+            written.append(cache)
+        return self.norm(x), None if caches is None else tuple(written)
+
+    def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
+        """Next-token scores of some hidden states, soft-capped where the config says so."""
+        head = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        precision = matmul_precision(hidden.dtype)
+        scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
+        cap = self.config.final_logit_softcapping
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def cache_specs(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 16,
+        dtype: DTypeLike | None = None,
+        layout: str = "NHD",
+        quantization: str | None = None,
+    ) -> tuple[CacheSpec, ...]:
+        """One CacheSpec a layer; `dtype` None = the model's, the rest as in `CacheSpec`."""
+        spec = CacheSpec(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype if dtype is None else dtype,
+            layout=layout,
+            quantization=quantization,
+        )
+        return (spec,) * self.config.num_hidden_layers
+
+    def create_caches(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 16,
+        dtype: DTypeLike | None = None,
+        layout: str = "NHD",
+        quantization: str | None = None,
+    ) -> tuple[PagedCache, ...]:
+        """Empty caches, one a layer; arguments as `cache_specs`."""
+        specs = self.cache_specs(
+            num_blocks, block_size=block_size, dtype=dtype, layout=layout, quantization=quantization
+        )
+        return tuple(PagedCache.create(spec) for spec in specs)

@@ -1,0 +1,119 @@
+"""Hugging Face folders: config.json, *.safetensors, tokenizer.json, in and out."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jattn.models.checkpoint import check_tensors, existing, open_tensors, optional_module, stored_dtype
+from jattn.models.config import DecoderConfig
+from jattn.models.decoder import Decoder
+
+
+def load(
+    directory: str | pathlib.Path,
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    progress: bool = True,
+) -> Decoder:
+    """Loads a Hugging Face checkpoint of a supported family, with its tokenizer if there is a tokenizer.json.
+
+    Names and shapes are checked from the files' headers before anything is allocated.
+
+    Args:
+        directory: Holds config.json and model.safetensors, or the files that model.safetensors.index.json
+            names, or other *.safetensors files.
+        dtype: Of parameters and computation; None = the config's, or the embedding's where it says nothing.
+        implementation: Of the attention, as in `jattn.attend`.
+        progress: Shows a bar on stderr.
+
+    Raises:
+        FileNotFoundError: A file is missing; the message names it.
+        ValueError: A tensor is missing, unexpected or misshapen; the message names it and the shapes.
+        NotImplementedError: The config asks for what is not here; the message names it.
+        ImportError: safetensors, tokenizers or tqdm is missing.
+    """
+    directory = pathlib.Path(directory)
+    config = read_config(directory)
+    with contextlib.ExitStack() as stack:
+        files = open_tensors(directory, stack)
+        if dtype is None:
+            dtype = config.dtype or stored_dtype(files, "model.embed_tokens.weight")
+        make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
+        graph, state = nnx.split(nnx.eval_shape(make))
+        flat = dict(nnx.to_flat_state(state))
+        paths = {hf_name(path): path for path in flat}
+        shapes = {name: _hf_shape(path, flat[path].shape) for name, path in paths.items()}
+        check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
+        bar = optional_module("tqdm").tqdm(paths.items(), f"Loading {directory.name}", disable=not progress)
+        for name, path in bar:
+            tensor = files[name].get_tensor(name)
+            tensor = tensor.T if path[-1] == "kernel" else tensor
+            flat[path] = flat[path].replace(
+                jnp.array(tensor.astype(flat[path].dtype))
+            )  # never the file's memory
+    model = nnx.merge(graph, nnx.from_flat_state(flat))
+    if (directory / "tokenizer.json").exists():
+        model.tokenizer = optional_module("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return model
+
+
+def save(model: Decoder, directory: str | pathlib.Path) -> None:
+    """Writes what `load` and transformers read: config.json, model.safetensors, tokenizer.json if it has one.
+
+    Every bit of the parameters is kept.
+
+    Raises:
+        ImportError: safetensors is missing.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        array = np.asarray(jax.device_get(value[...]))
+        tensors[hf_name(path)] = np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
+    optional_module("safetensors.numpy").save_file(
+        tensors, directory / "model.safetensors", metadata={"format": "pt"}
+    )
+    hf = model.config.to_hf() | {"torch_dtype": str(model.dtype)}
+    (directory / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+    if model.tokenizer is not None:
+        model.tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def read_config(directory: str | pathlib.Path) -> DecoderConfig:
+    """The configuration in a Hugging Face folder; generation_config.json's eos_token_id wins.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no config.json in it.
+        ValueError: As `DecoderConfig.from_hf`.
+        NotImplementedError: As `DecoderConfig.from_hf`.
+    """
+    directory = pathlib.Path(directory)
+    hf = json.loads(existing(directory / "config.json").read_text())
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        eos = json.loads(generation.read_text()).get("eos_token_id")
+        hf = hf if eos is None else hf | {"eos_token_id": eos}
+    return DecoderConfig.from_hf(hf)
+
+
+def hf_name(path: tuple[Any, ...]) -> str:
+    """Hugging Face's name of the parameter at an nnx path."""
+    *modules, leaf = path
+    leaf = {"kernel": "weight", "embedding": "weight"}.get(leaf, leaf)
+    prefix = [] if modules[0] == "lm_head" else ["model"]
+    return ".".join([*prefix, *map(str, modules), leaf])
+
+
+def _hf_shape(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Hugging Face's shape of the parameter at an nnx path: projections are [out, in]."""
+    return shape[::-1] if path[-1] == "kernel" else shape
