@@ -1,0 +1,247 @@
+import dataclasses
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jattn.metadata.batch import build_batch_metadata
+from jattn.serving.block_manager import BlockManager
+from jattn.serving.scheduler import Scheduler
+from jattn.spec import Bucket
+
+BLOCK_SIZE = 4
+
+
+@dataclasses.dataclass
+class Arrival:
+    at_step: int
+    prompt_len: int
+    max_tokens: int
+
+
+def next_token(context):
+    return (sum((i + 1) * token for i, token in enumerate(context)) * 31 + 7) % 1009
+
+
+class FakeModel:
+    """Keeps tokens in paged memory; makes the next one from what it reads back through block tables."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.memory = scheduler, {}
+        self.tokens, self.first_token_order, self.steps, self.finished = {}, [], 0, {}
+
+    def slot(self, table, position):
+        return table[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+    def run(self, step, num_wanted):
+        rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
+        for request, count, length, table in rows:
+            for position in range(length - count, length):
+                self.memory[self.slot(table, position)] = self.tokens[request][position]
+        done = []
+        for (request, _, length, table), samples in zip(rows, step.samples, strict=True):
+            context = [self.memory[self.slot(table, position)] for position in range(length)]
+            assert context == self.tokens[request][:length]
+            assert samples == (length == len(self.tokens[request]))
+            if samples:
+                if request not in self.first_token_order:
+                    self.first_token_order.append(request)
+                self.tokens[request].append(next_token(context))
+                if len(self.tokens[request]) == num_wanted[request]:
+                    done.append(request)
+        self.scheduler.complete(step, done)
+        self.steps += 1
+
+
+def check_limits(step, scheduler):
+    assert len(set(step.request_ids)) == len(step.request_ids) <= scheduler.max_num_seqs
+    assert 0 < step.num_tokens <= scheduler.max_num_batched_tokens
+    assert min(step.query_lens) > 0
+    decodes = [q == 1 and s > 1 for q, s in zip(step.query_lens, step.seq_lens, strict=True)]
+    assert decodes == sorted(decodes, reverse=True)
+    assert sum(decodes) == step.num_decodes
+    for ids in (step.request_ids[: step.num_decodes], step.request_ids[step.num_decodes :]):
+        assert list(ids) == sorted(ids)
+    # What was preempted is later than everything that runs.
+    assert all(victim > max(step.request_ids) for victim in step.preempted)
+    bucket = Bucket(
+        max_decodes=step.num_decodes + 2,
+        max_prefills=step.num_prefills,
+        max_prefill_tokens=step.num_prefill_tokens,
+    )
+    metadata = build_batch_metadata(
+        step.query_lens, step.seq_lens, step.block_tables, block_size=BLOCK_SIZE, bucket=bucket
+    )
+    slots = np.asarray(metadata.slot_mapping)
+    assert np.unique(slots[slots >= 0]).size == step.num_tokens
+    assert (slots[slots >= 0] >= BLOCK_SIZE).all()  # never the null block
+
+
+def simulate(arrivals, num_blocks, max_num_seqs, budget):
+    manager = BlockManager(num_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    model = FakeModel(scheduler)
+    wanted = {i: a.prompt_len + a.max_tokens for i, a in enumerate(arrivals)}
+    limit = sum(wanted.values()) + max((a.at_step for a in arrivals), default=0) + 1
+    pending = list(enumerate(arrivals))
+    for now in range(limit):
+        while pending and pending[0][1].at_step <= now:
+            request, arrival = pending.pop(0)
+            model.tokens[request] = [(request * 37 + i) % 1009 for i in range(arrival.prompt_len)]
+            scheduler.add(request, arrival.prompt_len, arrival.max_tokens)
+        step = scheduler.schedule()
+        assert (step is None) == (scheduler.num_unfinished == 0)  # whatever is unfinished gets on
+        if step is None and not pending:
+            break
+        if step is not None:
+            check_limits(step, scheduler)
+            model.run(step, wanted)
+    assert (scheduler.num_unfinished, pending) == (0, [])
+    assert (manager.num_used, manager.num_free) == (0, num_blocks - 1)
+    return model, scheduler
+
+
+ARRIVALS = st.lists(st.builds(Arrival, st.integers(0, 6), st.integers(1, 20), st.integers(1, 9)), max_size=7)
+
+
+@settings(max_examples=120)
+@given(
+    arrivals=ARRIVALS,
+    num_blocks=st.integers(8, 16),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.integers(1, 24),
+)
+def test_every_request_finishes_with_its_own_tokens_in_order_of_arrival(
+    arrivals, num_blocks, max_num_seqs, budget
+):
+    arrivals.sort(key=lambda arrival: arrival.at_step)
+    model, _ = simulate(arrivals, num_blocks, max_num_seqs, budget)
+    assert model.first_token_order == list(range(len(arrivals)))
+    for request, arrival in enumerate(arrivals):
+        alone = [(request * 37 + i) % 1009 for i in range(arrival.prompt_len)]
+        for _ in range(arrival.max_tokens):
+            alone.append(next_token(alone))
+        assert model.tokens[request] == alone
+
+
+def rows(step):
+    return dict(zip(step.request_ids, step.query_lens, strict=True))
+
+
+def scheduler_of(num_blocks, **limits):
+    return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), **limits)
+
+
+def test_decodes_come_first_then_the_running_prompt_then_the_waiting_one():
+    scheduler = scheduler_of(20, max_num_seqs=4, max_num_batched_tokens=6)
+    scheduler.add(0, 4, 5)
+    scheduler.add(1, 7, 5)
+    scheduler.add(2, 3, 5)
+    seen = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        seen.append((rows(step), step.num_decodes, step.samples))
+        scheduler.complete(step)
+    assert seen == [
+        ({0: 4, 1: 2}, 0, (True, False)),
+        ({0: 1, 1: 5}, 1, (True, True)),
+        ({0: 1, 1: 1, 2: 3}, 2, (True, True, True)),
+    ]
+
+
+def test_a_prompts_last_token_is_laid_out_as_a_decode():
+    scheduler = scheduler_of(20, max_num_batched_tokens=4)
+    scheduler.add(0, 5, 2)
+    scheduler.complete(scheduler.schedule())
+    scheduler.add(1, 2, 2)
+    step = scheduler.schedule()
+    assert (rows(step), step.num_decodes, step.samples) == ({0: 1, 1: 2}, 1, (True, True))
+
+
+def test_the_latest_request_is_preempted_and_computed_again():
+    scheduler = scheduler_of(4)  # 3 blocks
+    scheduler.add(0, 4, 5)
+    scheduler.add(1, 4, 5)
+    scheduler.complete(scheduler.schedule())
+    step = scheduler.schedule()  # 0 takes the last free block; 1 keeps its own and waits
+    assert (rows(step), step.preempted) == ({0: 1}, ())
+    for _ in range(3):
+        scheduler.complete(step)
+        step = scheduler.schedule()
+    scheduler.complete(step, finished=[0])
+    assert (rows(scheduler.schedule()), scheduler.num_preemptions) == ({1: 1}, 0)
+
+    scheduler = scheduler_of(5)  # 4 blocks
+    scheduler.add(0, 8, 5)
+    scheduler.add(1, 8, 5)
+    scheduler.complete(scheduler.schedule())
+    step = scheduler.schedule()
+    assert (rows(step), step.preempted, scheduler.num_preemptions) == ({0: 1}, (1,), 1)
+    scheduler.complete(step, finished=[0])
+    assert rows(scheduler.schedule()) == {1: 9}  # its prompt and the token it had made
+
+
+def test_a_waiting_request_is_not_overtaken_by_a_smaller_one():
+    scheduler = scheduler_of(5)
+    scheduler.add(0, 8, 1)
+    scheduler.add(1, 12, 1)
+    scheduler.add(2, 1, 1)
+    assert rows(scheduler.schedule()) == {0: 8}
+
+
+def test_nobody_is_admitted_while_a_running_prompt_is_short_of_blocks():
+    scheduler = scheduler_of(6, max_num_batched_tokens=9)  # 5 blocks
+    scheduler.add(0, 8, 5)
+    scheduler.add(1, 12, 1)
+    scheduler.complete(scheduler.schedule())  # all of 0 and one token of 1
+    scheduler.add(2, 1, 1)
+    step = scheduler.schedule()  # 1 needs two more blocks, one is free: 2 would fit
+    assert (rows(step), step.preempted, scheduler.block_manager.num_free) == ({0: 1}, (), 1)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_abort_returns_the_blocks(is_running):
+    scheduler = scheduler_of(9)
+    scheduler.add(0, 8, 2)
+    if is_running:
+        scheduler.complete(scheduler.schedule())
+    scheduler.abort(0)
+    assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
+    assert scheduler.schedule() is None
+
+
+def test_a_request_that_just_fits_the_cache_finishes():
+    model, scheduler = simulate([Arrival(0, 8, 5)], 4, 2, 3)
+    assert (len(model.tokens[0]), scheduler.block_manager.peak_used) == (13, 3)
+
+
+def complete_unsampled(scheduler):
+    scheduler.add(1, 600, 1)
+    scheduler.complete(scheduler.schedule(), finished=[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda s: s.add(3, 1020, 2 + 4),
+            r"num_prompt_tokens \+ max_tokens - 1 of request 3 must fit the cache's 1024 tokens, got 1025\.",
+        ),
+        (lambda s: s.add(3, 0, 2), r"num_prompt_tokens must be positive, got 0\."),
+        (lambda s: s.add(3, 2, 0), r"max_tokens must be positive, got 0\."),
+        (lambda s: s.add(0, 2, 2), r"request_id must be new, got 0\."),
+        (lambda s: s.abort(5), r"request_id must wait or run, got 5\."),
+        (complete_unsampled, r"finished must be among \[0\], got \[1\]\."),
+        (lambda s: Scheduler(s.block_manager, max_num_seqs=0), r"max_num_seqs must be positive, got 0\."),
+        (
+            lambda s: Scheduler(s.block_manager, max_num_batched_tokens=0),
+            r"max_num_batched_tokens must be positive, got 0\.",
+        ),
+    ],
+)
+def test_refuses(wrong, message):
+    scheduler = scheduler_of(257)
+    scheduler.add(0, 4, 4)
+    with pytest.raises(ValueError, match=message):
+        wrong(scheduler)
