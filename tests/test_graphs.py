@@ -1,0 +1,382 @@
+"""DecodeGraphs: one executable a bucket, and never another."""
+
+import concurrent.futures
+import contextlib
+import importlib.util
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import jattn
+from jattn.graphs import DecodeGraphs, default_buckets
+from jattn.metadata.batch import abstract_metadata
+from jattn.requests import row_indices
+from jattn.spec import Bucket
+from tests.tiny_step import (
+    BLOCK_SIZE,
+    CACHE_BYTES,
+    NUM_BLOCKS,
+    PARAMS,
+    VOCAB,
+    batch,
+    copies_of_the_cache,
+    new_caches,
+    shape_of,
+    step,
+)
+
+MAX_BLOCKS = 4
+DECODES = Bucket(max_decodes=4, max_blocks=MAX_BLOCKS)
+MIXED = Bucket(max_decodes=2, max_prefills=3, max_prefill_tokens=8, max_blocks=MAX_BLOCKS)
+
+
+def first_element(params, caches, metadata, *inputs):
+    """The smallest step there is."""
+    return params + metadata.seq_lens[0], caches
+
+
+@contextlib.contextmanager
+def xla_compiles():
+    """A list that gets an entry for each executable that XLA compiles."""
+    compiles = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiles.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiles
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def compiled_graphs():
+    graphs = DecodeGraphs(step, buckets=[DECODES, MIXED])
+    graphs.precompile(PARAMS, new_caches(), block_size=BLOCK_SIZE, inputs=shape_of, progress=False)
+    return graphs
+
+
+def random_lens(rng):
+    num_decodes, num_prefills = rng.integers(0, 3, 2)
+    return np.concatenate([np.ones(num_decodes, int), rng.integers(2, 5, num_prefills)])
+
+
+def random_batch(rng, lens):
+    """Requests with so many new tokens, any context and any blocks: (new tokens, seq_lens, block table)."""
+    seq_lens = lens + rng.integers(0, MAX_BLOCKS * BLOCK_SIZE - 4, len(lens))
+    tables = rng.permutation(NUM_BLOCKS)[: len(lens) * MAX_BLOCKS].reshape(-1, MAX_BLOCKS)
+    return [rng.integers(0, VOCAB, n) for n in lens], seq_lens, tables
+
+
+class TestCompiles:
+    def test_1000_steps_of_changing_batches_compile_nothing(self):
+        graphs, caches, rng = (
+            DecodeGraphs(step, buckets=[DECODES, MIXED]),
+            new_caches(),
+            np.random.default_rng(0),
+        )
+        with xla_compiles() as compiles:
+            graphs.precompile(PARAMS, caches, block_size=BLOCK_SIZE, inputs=shape_of, progress=False)
+        assert graphs.num_compiles == len(compiles) == 2
+        used = set()
+        with xla_compiles() as compiles:
+            for _ in range(1000):
+                tokens, seq_lens, tables = random_batch(rng, random_lens(rng))
+                bucket = graphs.choose([len(ids) for ids in tokens])
+                metadata, packed = batch(tokens, seq_lens, tables, bucket)
+                _, caches = graphs(PARAMS, caches, metadata, packed)
+                used.add(bucket)
+        assert used == {DECODES, MIXED}
+        assert graphs.num_compiles == 2
+        assert compiles == []
+
+    def test_a_bucket_that_was_not_precompiled_compiles_once_when_it_is_run(self):
+        graphs, caches = DecodeGraphs(step, buckets=[DECODES, MIXED]), new_caches()
+        for expected, bucket in ((1, DECODES), (1, DECODES), (2, MIXED), (2, MIXED)):
+            metadata, tokens = batch([[3]], [1], [[5]], bucket)
+            _, caches = graphs(PARAMS, caches, metadata, tokens)
+            assert graphs.num_compiles == expected
+
+    def test_precompile_leaves_alone_what_is_compiled(self):
+        graphs, caches = DecodeGraphs(first_element, buckets=[DECODES, MIXED]), new_caches()
+        graphs(jnp.int32(1), caches, batch([[3]], [1], [[5]], DECODES)[0])
+        before = graphs.executables[DECODES]
+        for _ in range(2):
+            graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, progress=False)
+            assert graphs.num_compiles == 2
+        assert graphs.executables[DECODES] is before
+
+    def test_threads_that_miss_the_same_bucket_compile_it_once(self):
+        graphs = DecodeGraphs(first_element, buckets=[DECODES])
+        metadata, _ = batch([[3]], [7], [[5, 6]], DECODES)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            runs = [pool.submit(graphs, jnp.int32(1), new_caches(), metadata) for _ in range(4)]
+        assert [int(run.result()[0]) for run in runs] == [8] * 4
+        assert graphs.num_compiles == 1
+
+    def test_shapes_without_arrays_are_enough_to_precompile(self):
+        graphs = DecodeGraphs(step, buckets=[DECODES])
+        params, caches = jax.eval_shape(lambda: (PARAMS, new_caches()))
+        graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=shape_of, progress=False)
+        metadata, tokens = batch([[3]], [1], [[5]], DECODES)
+        logits, _ = graphs(PARAMS, new_caches(), metadata, tokens)
+        assert logits.shape == (4, VOCAB)
+        assert graphs.num_compiles == 1
+
+    def test_tracing_sees_the_callers_context(self):
+        seen = []
+
+        def looking(params, caches, metadata):
+            seen.append(jax.config.jax_default_matmul_precision)
+            return params, caches
+
+        with jax.default_matmul_precision("highest"):
+            graphs = DecodeGraphs(looking, buckets=[DECODES, MIXED])
+            graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, progress=False)
+        assert seen == ["highest", "highest"]
+
+    def test_executables_come_from_the_persistent_cache_where_it_is_configured(self, tmp_path):
+        options = {
+            "jax_compilation_cache_dir": str(tmp_path),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        before = {name: getattr(jax.config, name) for name in options}
+        hits = []
+        listen = lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+        jax.monitoring.register_event_listener(listen)
+        try:
+            compilation_cache.reset_cache()
+            for name, value in options.items():
+                jax.config.update(name, value)
+            for expected in (0, 2):
+                another = lambda params, caches, metadata: first_element(params, caches, metadata)
+                graphs = DecodeGraphs(another, buckets=[DECODES, MIXED])
+                graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, progress=False)
+                assert len(hits) == expected
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+    def test_another_cache_shape_is_an_error_not_a_compile(self, compiled_graphs):
+        metadata, tokens = batch([[3]], [1], [[5]], DECODES)
+        other = [jattn.PagedCache(k=c.k[:-1], v=c.v[:-1]) for c in new_caches()]
+        with pytest.raises(TypeError, match=r"float32\[23,4,1,8\]"):
+            compiled_graphs(PARAMS, other, metadata, tokens)
+
+
+class TestRuns:
+    @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2], [4]])
+    def test_rows_equal_an_unpadded_step_and_padding_writes_nothing(self, compiled_graphs, query_lens):
+        rng, lens = np.random.default_rng(1), np.array(query_lens)
+        tokens, seq_lens, tables = random_batch(rng, lens)
+        filled = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), new_caches())
+        unpadded = jattn.build_batch_metadata(lens, seq_lens, tables, block_size=BLOCK_SIZE)
+        want, want_caches = jax.jit(step)(PARAMS, filled, unpadded, np.int32(np.concatenate(tokens)))
+        bucket = compiled_graphs.choose(lens)
+        logits, caches = compiled_graphs(PARAMS, filled, *batch(tokens, seq_lens, tables, bucket))
+        assert bucket.max_tokens > lens.sum()
+        close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        close(logits[row_indices(lens, bucket)], want)
+        jax.tree.map(close, caches, want_caches)
+
+    def test_caches_are_donated_written_in_place_and_not_copied(self, compiled_graphs):
+        for executable in compiled_graphs.executables.values():
+            assert executable.memory_analysis().alias_size_in_bytes >= CACHE_BYTES
+            assert copies_of_the_cache(executable.as_text()) == []
+        metadata, tokens = batch([[3]], [1], [[5]], DECODES)
+        caches = new_caches()
+        compiled_graphs(PARAMS, caches, metadata, tokens)
+        assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in caches)
+
+    def test_the_copy_finder_finds_a_copy(self):
+        keeps_the_old = lambda params, caches, metadata, tokens: (
+            caches,
+            step(params, caches, metadata, tokens)[1],
+        )
+        args = (PARAMS, new_caches(), *batch([[3]], [1], [[5]], DECODES))
+        assert copies_of_the_cache(jax.jit(keeps_the_old).lower(*args).compile().as_text())
+
+    def test_a_bucket_that_is_not_listed_is_an_error_that_names_it(self, compiled_graphs):
+        metadata, tokens = batch([[3]], [1], [[5]], Bucket(max_decodes=3, max_blocks=MAX_BLOCKS))
+        message = (
+            r"metadata.bucket must be one of the buckets .*4\+0/0x4, 2\+3/8x4, got Bucket\(max_decodes=3"
+        )
+        with pytest.raises(ValueError, match=message):
+            compiled_graphs(PARAMS, new_caches(), metadata, tokens)
+
+
+class TestProgress:
+    def precompile(self, **options):
+        graphs = DecodeGraphs(first_element, buckets=[DECODES, MIXED])
+        graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, **options)
+        return graphs
+
+    def test_a_bar_counts_the_buckets(self, capsys):
+        graphs = self.precompile()
+        assert "2/2" in capsys.readouterr().err
+        graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE)
+        assert capsys.readouterr().err == ""
+
+    def test_no_bar_where_it_is_not_wanted_or_there_is_no_tqdm(self, capsys, monkeypatch):
+        self.precompile(progress=False)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert self.precompile().num_compiles == 2
+        assert capsys.readouterr().err == ""
+
+
+class TestChoose:
+    BUCKETS = (
+        Bucket(max_decodes=1, max_blocks=4),
+        Bucket(max_decodes=4, max_blocks=4),
+        Bucket(max_decodes=4, max_blocks=8),
+        Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=6, max_blocks=4),
+        Bucket(max_decodes=4, max_prefills=1, max_prefill_tokens=4, max_blocks=4),
+        Bucket(max_prefills=4, max_prefill_tokens=16, max_blocks=8),
+    )
+    graphs = DecodeGraphs(first_element, buckets=BUCKETS)
+
+    @pytest.mark.parametrize(
+        ("query_lens", "num_blocks", "place"),
+        [
+            ([], 0, 0),
+            ([1], 0, 0),
+            ([1, 1], 0, 1),
+            ([1, 1], 5, 2),
+            ([1], 5, 2),
+            ([3], 0, 3),  # 8 tokens here and in the next one, but a row fewer
+            ([3, 3], 0, 3),
+            ([1, 5], 0, 3),
+            ([1] * 5, 0, 4),  # the fifth decode is a prefill there
+            ([7], 0, 5),
+            ([1, 1, 9], 0, 5),
+        ],
+    )
+    def test_takes_the_fewest_tokens_then_rows_then_columns(self, query_lens, num_blocks, place):
+        assert self.graphs.choose(query_lens, num_blocks=num_blocks) == self.BUCKETS[place]
+
+    @hypothesis.given(st.lists(st.integers(1, 9), max_size=7))
+    def test_a_bucket_fits_exactly_the_batches_that_can_be_built_in_it(self, query_lens):
+        def fits(bucket):
+            try:
+                jattn.build_batch_metadata(query_lens, query_lens, None, bucket=bucket)
+            except ValueError:
+                return False
+            return True
+
+        key = lambda b: (b.max_tokens, b.max_reqs, b.max_blocks)
+        fitting = sorted(filter(fits, self.BUCKETS), key=key)
+        if fitting:
+            assert self.graphs.choose(query_lens) == fitting[0]
+        else:
+            with pytest.raises(ValueError, match="the batch must fit one of the buckets"):
+                self.graphs.choose(query_lens)
+
+    @pytest.mark.parametrize("query_lens", [[], [1, 1, 1], [1, 1, 3], [4, 1, 1], [16]])
+    def test_counts_choose_as_the_lengths_do(self, query_lens):
+        first = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+        counts = {
+            "num_decodes": first,
+            "num_prefills": len(query_lens) - first,
+            "num_prefill_tokens": sum(query_lens[first:]),
+        }
+        assert self.graphs.choose(**counts) == self.graphs.choose(query_lens)
+
+    def test_decodes_of_a_bucket_have_its_decode_query_len(self):
+        single, triple = (Bucket(max_decodes=4, decode_query_len=q, max_blocks=4) for q in (1, 3))
+        graphs = DecodeGraphs(first_element, buckets=[single, triple])
+        assert graphs.choose([3, 3]) == triple
+        assert graphs.choose([1, 1]) == single
+
+    def test_a_batch_larger_than_all_is_an_error_that_lists_the_sizes(self):
+        graphs = DecodeGraphs(first_element, buckets=[DECODES, MIXED])
+        message = r"fit one of the buckets .* 4\+0/0x4, 2\+3/8x4, got 1\+1/9x2"
+        with pytest.raises(ValueError, match=message):
+            graphs.choose([1, 9], num_blocks=2)
+
+    def test_buckets_must_have_a_table_width_and_there_must_be_one(self):
+        with pytest.raises(ValueError, match=r"bucket.max_blocks must be set .*got Bucket\(max_decodes=2"):
+            DecodeGraphs(first_element, buckets=[Bucket(max_decodes=2)])
+        with pytest.raises(ValueError, match=r"buckets must hold at least one Bucket, got \[\]"):
+            DecodeGraphs(first_element, buckets=[])
+
+
+class TestDefaultBuckets:
+    def decodes(self, *args, **options):
+        return [bucket.max_decodes for bucket in default_buckets(*args, max_blocks=4, **options)]
+
+    def test_sizes_are_vllms_up_to_the_most_rows_there_can_be(self):
+        assert self.decodes(4) == [1, 2, 4]
+        assert self.decodes(20) == [1, 2, 4, 8, 16, 20]
+        assert self.decodes(256) == [1, 2, 4, *range(8, 256, 8), 256]
+        assert self.decodes(1024) == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 1024]
+
+    def test_speculative_rows_are_whole(self):
+        assert self.decodes(8, decode_query_len=3) == [1, 2, 3, 6, 8]
+        assert default_buckets(8, max_blocks=4, decode_query_len=3)[-1].max_tokens == 24
+
+    def test_each_prefill_size_has_a_bucket_without_decodes_and_one_with_all(self):
+        buckets = default_buckets(4, max_blocks=8, prefill_tokens=[2, 64])
+        sizes = {(b.max_decodes, b.max_prefills, b.max_prefill_tokens, b.max_blocks) for b in buckets[-5:]}
+        assert sizes == {(4, 0, 0, 8), (0, 2, 2, 8), (4, 2, 2, 8), (0, 4, 64, 8), (4, 4, 64, 8)}
+
+    @hypothesis.given(st.data())
+    def test_every_batch_within_the_limits_fits_one(self, data):
+        max_num_seqs, budget = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 64))
+        graphs = DecodeGraphs(
+            first_element, buckets=default_buckets(max_num_seqs, max_blocks=4, prefill_tokens=[16, budget])
+        )
+        num_decodes = data.draw(st.integers(0, max_num_seqs))
+        num_prefills = data.draw(st.integers(0, min(max_num_seqs - num_decodes, budget)))
+        tokens = data.draw(st.integers(num_prefills, budget)) if num_prefills else 0
+        bucket = graphs.choose(num_decodes=num_decodes, num_prefills=num_prefills, num_prefill_tokens=tokens)
+        assert bucket.max_tokens >= num_decodes + tokens
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_num_seqs": 0, "max_blocks": 4}, "max_num_seqs must be positive, got 0"),
+            ({"max_num_seqs": 4, "max_blocks": 0}, "max_blocks must be positive, got 0"),
+            (
+                {"max_num_seqs": 4, "max_blocks": 4, "prefill_tokens": [8, 0]},
+                "prefill_tokens must be positive, got 0",
+            ),
+            (
+                {"max_num_seqs": 4, "max_blocks": 4, "decode_query_len": 0},
+                "decode_query_len must be positive, got 0",
+            ),
+        ],
+    )
+    def test_names_the_size_that_is_not_positive(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            default_buckets(**options)
+
+
+class TestAbstractMetadata:
+    @pytest.mark.parametrize(
+        "bucket", [DECODES, MIXED, Bucket(max_decodes=2, decode_query_len=3, max_blocks=5)]
+    )
+    def test_has_the_shapes_dtypes_and_structure_of_what_is_built(self, bucket):
+        q = bucket.decode_query_len
+        built = jattn.build_batch_metadata([q], [q], [[1]], block_size=BLOCK_SIZE, bucket=bucket)
+        abstract = abstract_metadata(bucket, BLOCK_SIZE)
+        assert jax.tree.structure(abstract) == jax.tree.structure(built)
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [
+            (x.shape, x.dtype) for x in jax.tree.leaves(built)
+        ]
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+
+    def test_needs_the_tables_width_and_a_block_size(self):
+        with pytest.raises(ValueError, match=r"bucket.max_blocks must be set .*got Bucket\(max_decodes=2"):
+            abstract_metadata(Bucket(max_decodes=2), BLOCK_SIZE)
+        with pytest.raises(ValueError, match="block_size must be positive, got 0"):
+            abstract_metadata(DECODES, 0)
