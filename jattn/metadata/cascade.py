@@ -1,0 +1,117 @@
+"""Cascade attention: a prefix that all requests share is attended to once."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jattn.metadata.batch import PAD_SLOT_ID, BatchMetadata
+from jattn.metadata.namespace import IntVector
+from jattn.pytree import pytree, replace
+from jattn.spec import Bucket
+from pallas_kernels.checks import require
+
+# vLLM's numbers: shorter prefixes and smaller batches never gain; tiles of FlashAttention's kernels.
+MIN_PREFIX_LEN = 256
+MIN_REQS = 8
+TILE_Q = 128
+TILE_KV = 128
+
+
+def use_cascade_attention(
+    common_prefix_len: int,
+    query_lens: IntVector,
+    num_query_heads: int,
+    num_kv_heads: int,
+    use_alibi: bool,
+    use_sliding_window: bool,
+    use_local_attention: bool,
+    num_sms: int,
+    dcp_world_size: int = 1,
+) -> bool:
+    """Whether cascade attention should beat attending to the prefix in every request. Host only.
+
+    Where grouped decode could run as FlashDecoding, the waves of thread blocks of both are compared.
+
+    Args:
+        common_prefix_len: Tokens that all requests share.
+        query_lens: New tokens of each request.
+        num_query_heads: Query heads of this device.
+        num_kv_heads: Key/value heads of this device.
+        use_alibi: Cascade cannot.
+        use_sliding_window: Cascade cannot.
+        use_local_attention: Cascade cannot.
+        num_sms: Multiprocessors of the GPU.
+        dcp_world_size: Decode context parallel devices; cascade needs 1.
+
+    Source: vLLM V1 FlashAttention `use_cascade_attention`.
+    """
+    lens = np.asarray(query_lens)
+    if common_prefix_len < MIN_PREFIX_LEN or len(lens) < MIN_REQS or dcp_world_size > 1:
+        return False
+    if use_alibi or use_sliding_window or use_local_attention:
+        return False
+    q_heads_per_kv_head = num_query_heads // num_kv_heads
+    if q_heads_per_kv_head == 1 or not (lens == 1).all():
+        return True
+    kv_tiles = _cdiv(common_prefix_len, TILE_KV)
+    cascade_waves = _cdiv(num_query_heads * _cdiv(len(lens), TILE_Q), num_sms) * kv_tiles
+    decode_waves = _cdiv(len(lens) * num_kv_heads * _cdiv(q_heads_per_kv_head, TILE_Q) * kv_tiles, num_sms)
+    return cascade_waves < decode_waves
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@pytree
+class CascadeMetadata:
+    """A step in two parts whose attentions merge into the whole.
+
+    Attributes:
+        prefix: All tokens of the step as one request over the shared blocks; attend without causality.
+        suffix: The step's requests over the rest of their keys.
+    """
+
+    prefix: BatchMetadata
+    suffix: BatchMetadata
+
+
+def build_cascade_metadata(
+    metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]
+) -> CascadeMetadata:
+    """Splits a step at a prefix whose blocks all its requests share. Traced; jit for one executable a bucket.
+
+    Args:
+        metadata: The step. Every live row's block table begins with the same `common_prefix_len / block_size`
+            blocks, and every row has at least that much context.
+        common_prefix_len: Tokens of the prefix, a multiple of block_size; a traced one is not checked.
+
+    Raises:
+        ValueError: The prefix is empty, or does not end with a block.
+
+    Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
+    """
+    if isinstance(common_prefix_len, int):
+        rule = f"be a positive multiple of block_size ({metadata.block_size})"
+        is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
+        require(is_whole, "common_prefix_len", rule, common_prefix_len)
+    prefix_len = jnp.asarray(common_prefix_len, jnp.int32)
+    tokens, max_blocks = metadata.bucket.max_tokens, metadata.block_table.shape[1]
+    is_live = metadata.seq_lens > 0
+    prefix = replace(
+        metadata,
+        seq_lens=jnp.where(is_live.any(), prefix_len, 0)[None],
+        query_start_loc=jnp.asarray([0, tokens], jnp.int32),
+        block_table=metadata.block_table[jnp.argmax(is_live)][None],
+        slot_mapping=jnp.full_like(metadata.slot_mapping, PAD_SLOT_ID),
+        num_decodes=jnp.zeros_like(metadata.num_decodes),
+        num_prefills=jnp.ones_like(metadata.num_prefills),
+        bucket=Bucket(max_prefills=1, max_prefill_tokens=tokens, max_blocks=max_blocks),
+    )
+    columns = jnp.minimum(jnp.arange(max_blocks) + prefix_len // metadata.block_size, max_blocks - 1)
+    suffix = replace(
+        metadata,
+        seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),
+        block_table=metadata.block_table[:, columns],
+    )
+    return CascadeMetadata(prefix=prefix, suffix=suffix)

@@ -1,0 +1,154 @@
+"""Decode context parallelism: a request's keys lie interleaved on several devices.
+
+Position p is stored on rank `(p // interleave) % dcp_size`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
+from jattn.metadata.slots import PAD_SLOT_ID, gather_blocks
+from pallas_kernels.checks import require, require_positive
+
+
+class CombinedAttention(NamedTuple):
+    """Attention over the keys of all ranks, and its log-sum-exp."""
+
+    out: Float[Array, "tokens q_heads head_dim"]
+    lse: Float[Array, "tokens q_heads"]
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: IntVector,
+    dcp_size: int = 1,
+    dcp_rank: IntLike | None = None,
+    cp_kv_cache_interleave_size: int = 1,
+) -> Int32[AnyArray, " reqs"] | Int32[AnyArray, "reqs ranks"]:
+    """How many keys of each request a rank stores.
+
+    Args:
+        seq_lens: Keys of each request on all ranks together. Host or traced.
+        dcp_size: Number of ranks.
+        dcp_rank: The rank, which may be traced; None = all of them, also when there is only one.
+        cp_kv_cache_interleave_size: Neighbouring positions that stay together.
+
+    Returns:
+        One number per request, or one column per rank when dcp_rank is None.
+
+    Source: vLLM `get_dcp_local_seq_lens`.
+    """
+    require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
+    xp, lens, rank = with_namespace(seq_lens, dcp_rank)
+    ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
+    lens = lens[:, None] if rank is None else lens
+    full_rounds = lens // (cp_kv_cache_interleave_size * dcp_size) * cp_kv_cache_interleave_size
+    rest = lens - full_rounds * dcp_size - ranks * cp_kv_cache_interleave_size
+    return (full_rounds + xp.clip(rest, 0, cp_kv_cache_interleave_size)).astype(np.int32)
+
+
+def max_dcp_local_seq_len(
+    max_seq_len: IntLike, dcp_size: int = 1, cp_kv_cache_interleave_size: int = 1
+) -> IntLike:
+    """A bound on what any rank stores of a request with up to `max_seq_len` keys.
+
+    Source: vLLM V1 FlashAttention builder, `max_dcp_context_kv_len`.
+    """
+    require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
+    per_round = dcp_size * cp_kv_cache_interleave_size
+    return (max_seq_len + per_round - 1) // per_round * cp_kv_cache_interleave_size
+
+
+def compute_dcp_slot_mapping(
+    block_table: IntTable,
+    rows: IntVector,
+    positions: IntVector,
+    block_size: int,
+    *,
+    dcp_size: int,
+    dcp_rank: IntLike,
+    cp_kv_cache_interleave_size: int = 1,
+) -> Int32[AnyArray, " tokens"]:
+    """The slot of each token on one rank; -1 for tokens that live on another, and for padding.
+
+    A block id stands for `block_size * dcp_size` positions, `block_size` of them on each rank.
+
+    Args:
+        block_table: Blocks of each request. Host or traced.
+        rows: Request of each token.
+        positions: Its position; < 0: padding.
+        block_size: Tokens of a block on one rank.
+        dcp_size: Number of ranks.
+        dcp_rank: This rank; may be traced.
+        cp_kv_cache_interleave_size: Neighbouring positions that stay together; divides block_size.
+
+    Raises:
+        ValueError: block_size is no multiple of the interleave.
+
+    Source: vLLM V1 `BlockTable.compute_slot_mapping`.
+    """
+    interleave = cp_kv_cache_interleave_size
+    require_positive(block_size=block_size, dcp_size=dcp_size, cp_kv_cache_interleave_size=interleave)
+    require(
+        block_size % interleave == 0,
+        "block_size",
+        f"be a multiple of cp_kv_cache_interleave_size ({interleave})",
+        block_size,
+    )
+    xp, table, row, position, rank = with_namespace(block_table, rows, positions, dcp_rank)
+    offset = position % (block_size * dcp_size)
+    blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)
+    is_local = offset // interleave % dcp_size == rank
+    local_offset = offset // (dcp_size * interleave) * interleave + offset % interleave
+    return xp.where(is_valid & is_local, blocks * block_size + local_offset, PAD_SLOT_ID)
+
+
+def cp_lse_combine(
+    partial_out: Float[Array, "ranks tokens q_heads head_dim"],
+    partial_lse: Float[Array, "ranks tokens q_heads"],
+    *,
+    is_lse_base_on_e: bool = True,
+) -> CombinedAttention:
+    """Combines attention over each rank's keys into attention over all of them.
+
+    A rank without keys has LSE -inf, +inf or NaN; its output is ignored, whatever it holds. Where no rank has
+    keys the output is 0 and the LSE -inf.
+
+    Args:
+        partial_out: Each rank's normalised output.
+        partial_lse: Its log-sum-exp.
+        is_lse_base_on_e: False: the LSE, given and returned, is in base 2.
+
+    Source: vLLM `cp_lse_ag_out_rs`, `correct_attn_out`: all-gather of the LSE, rescaling, and the sum that
+    the reduce-scatter computes.
+    """
+    exp, log = (jnp.exp, jnp.log) if is_lse_base_on_e else (jnp.exp2, jnp.log2)
+    lse = jnp.where(jnp.isnan(partial_lse) | jnp.isposinf(partial_lse), -jnp.inf, partial_lse)
+    top = jnp.max(lse, axis=0)
+    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = exp(lse - finite_top[None])
+    total = jnp.sum(weight, axis=0)
+    share = (weight / jnp.where(total == 0, 1.0, total)[None])[..., None]
+    out = jnp.sum(jnp.where(share > 0, share * partial_out.astype(share.dtype), 0.0), axis=0)
+    return CombinedAttention(out.astype(partial_out.dtype), finite_top + log(total))
+
+
+def mask_empty_context_lse(
+    lse: Float[AnyArray, "q_heads tokens"], query_start_loc: IntVector, context_start_loc: IntVector
+) -> Float[AnyArray, "q_heads tokens"]:
+    """Sets the LSE to -inf for the tokens of requests without context.
+
+    Args:
+        lse: Of attention over the context; arbitrary where there is none.
+        query_start_loc: First token of each request, and one past the last.
+        context_start_loc: The same for context tokens.
+
+    Source: vLLM `mask_empty_context_lse`.
+    """
+    xp, scores, starts, context = with_namespace(lse, query_start_loc, context_start_loc)
+    tokens = xp.arange(scores.shape[1], dtype=np.int32)
+    row = xp.clip(xp.searchsorted(starts[1:], tokens, side="right"), 0, starts.shape[0] - 2)
+    is_empty = (xp.diff(context)[row] == 0) & (tokens < starts[-1])
+    return xp.where(is_empty[None, :], -np.inf, scores).astype(scores.dtype)

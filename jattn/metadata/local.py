@@ -1,0 +1,122 @@
+"""Chunked-local attention as ordinary causal attention over virtual requests, one for each chunk touched."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from jattn.metadata.namespace import AnyArray, IntTable, IntVector, start_locs, with_namespace
+from pallas_kernels.checks import require, require_positive
+
+
+class LocalVirtualBatches(NamedTuple):
+    """Requests such that causal attention within each is chunked-local attention of the batch.
+
+    Attributes:
+        q_lens: New tokens of each virtual request; together the batch's, in their order.
+        cu_seqlens_q: Its first token, and one past the last.
+        k_lens: Keys of each: from the start of its chunk to its last new token.
+        block_table_local: Blocks of its chunk. Entries past `ceil(k_lens / block_size)` are arbitrary.
+    """
+
+    q_lens: Int32[AnyArray, " virtual"]
+    cu_seqlens_q: Int32[AnyArray, " virtual+1"]
+    k_lens: Int32[AnyArray, " virtual"]
+    block_table_local: Int[AnyArray, "virtual chunk_blocks"]
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int,
+    query_start_loc_np: IntVector,
+    seq_lens_np: IntVector,
+    block_table: IntTable,
+    block_size: int,
+) -> LocalVirtualBatches:
+    """Splits each request where its positions cross a multiple of `attn_chunk_size`. Host only.
+
+    A request without new tokens makes no virtual request (vLLM assumes that there is none).
+
+    Args:
+        attn_chunk_size: Positions of a chunk; a multiple of block_size.
+        query_start_loc_np: First token of each request, and one past the last.
+        seq_lens_np: All tokens of each request, the new ones included.
+        block_table: Blocks of each request. Columns past the last are read as the last.
+        block_size: Tokens of a block.
+
+    Raises:
+        ValueError: attn_chunk_size is no multiple of block_size.
+
+    Source: vLLM `make_local_attention_virtual_batches`.
+    """
+    starts, totals, table = (np.asarray(x, np.int32) for x in (query_start_loc_np, seq_lens_np, block_table))
+    num_virtual = int(_chunks_touched(np.diff(starts), totals, attn_chunk_size).sum())
+    return _virtual_batches(np, attn_chunk_size, starts, totals, table, block_size, num_virtual)
+
+
+def make_padded_local_attention_virtual_batches(
+    attn_chunk_size: int,
+    query_start_loc: IntVector,
+    seq_lens: IntVector,
+    block_table: IntTable,
+    block_size: int,
+    *,
+    max_virtual_batches: int,
+) -> LocalVirtualBatches:
+    """`make_local_attention_virtual_batches` with a static number of rows, so that it can be traced.
+
+    Args:
+        attn_chunk_size: Static.
+        query_start_loc: First token of each request, and one past the last. Host or traced.
+        seq_lens: All tokens of each request; padding rows have no new tokens.
+        block_table: Blocks of each request.
+        block_size: Static.
+        max_virtual_batches: Static. Rows of the result; `max_local_attention_virtual_batches` is always
+            enough. Virtual requests past it are lost.
+
+    Returns:
+        Rows past the last virtual request have q_len 0 and k_len 0; cu_seqlens_q repeats its last value.
+
+    Raises:
+        ValueError: attn_chunk_size is no multiple of block_size.
+    """
+    xp, starts, totals, table = with_namespace(query_start_loc, seq_lens, block_table)
+    return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
+
+
+def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int, num_tokens: int) -> int:
+    """Most virtual requests that `num_tokens` new tokens of at most `max_num_seqs` requests can make.
+
+    Two tokens of a request can lie in two chunks; after those, every `attn_chunk_size` tokens make one more.
+
+    Source: vLLM `max_local_attention_virtual_batches`; this bound is the least one.
+    """
+    require_positive(attn_chunk_size=attn_chunk_size)
+    in_pairs = min(num_tokens, 2 * max_num_seqs)
+    return in_pairs + (num_tokens - in_pairs) // attn_chunk_size
+
+
+def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:
+    num_chunks = (seq_lens + chunk - 1) // chunk - (seq_lens - query_lens) // chunk
+    return num_chunks * (query_lens > 0).astype(np.int32)
+
+
+def _virtual_batches(
+    xp: Any, chunk: int, starts: Any, seq_lens: Any, table: Any, block_size: int, num_virtual: int
+) -> LocalVirtualBatches:
+    require_positive(attn_chunk_size=chunk, block_size=block_size)
+    require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
+    query_lens = starts[1:] - starts[:-1]
+    num_chunks = _chunks_touched(query_lens, seq_lens, chunk)
+    ends = xp.cumsum(num_chunks)
+    virtual = xp.arange(num_virtual, dtype=np.int32)
+    rows = xp.minimum(xp.searchsorted(ends, virtual, side="right"), max(seq_lens.shape[0] - 1, 0))
+    is_live = virtual < (ends[-1] if seq_lens.shape[0] else 0)
+
+    context = (seq_lens - query_lens)[rows]
+    chunk_start = (context // chunk + virtual - (ends - num_chunks)[rows]) * chunk
+    last = xp.minimum(chunk_start + chunk, seq_lens[rows])
+    q_lens = xp.where(is_live, last - xp.maximum(chunk_start, context), 0).astype(np.int32)
+    k_lens = xp.where(is_live, last - chunk_start, 0).astype(np.int32)
+    columns = (chunk_start // block_size)[:, None] + xp.arange(chunk // block_size, dtype=np.int32)[None, :]
+    block_table_local = table[rows[:, None], xp.clip(columns, 0, table.shape[1] - 1)]
+    return LocalVirtualBatches(q_lens, start_locs(xp, q_lens), k_lens, block_table_local)

@@ -1,0 +1,105 @@
+"""Micro-batches: a batch cut at rows and tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from jattn.metadata.namespace import AnyArray, IntLike, IntVector, host_int, start_locs, with_namespace
+from pallas_kernels.checks import require
+
+Span = slice | Sequence[int]
+
+
+class MicroBatch(NamedTuple):
+    """Some rows and some tokens of a batch, as a batch of its own."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: IntLike
+    query_start_loc: Int32[AnyArray, " reqs+1"]
+    seq_lens: Int32[AnyArray, " reqs"]
+
+
+def slice_query_start_locs(query_start_loc: IntVector, request_slice: Span) -> AnyArray:
+    """The query_start_loc of some rows, counted from the first of them.
+
+    Args:
+        query_start_loc: First token of each row, and one past the last. Host or traced.
+        request_slice: First row and one past the last, as a slice or a pair. Static.
+
+    Source: vLLM `slice_query_start_locs`.
+    """
+    _, starts = with_namespace(query_start_loc)
+    first, stop = _bounds("request_slice", request_slice, starts.shape[0] - 1)
+    return starts[first : stop + 1] - starts[first]
+
+
+def make_metadata_with_slice(
+    seq_lens: IntVector, query_lens: IntVector, req_slice: Span, token_slice: Span
+) -> MicroBatch:
+    """Cuts rows and tokens out of a batch. A request cut in two ends, in the earlier part, at the cut.
+
+    Args:
+        seq_lens: All tokens of each request, the new ones included. Host or traced.
+        query_lens: New tokens of each request.
+        req_slice: First row and one past the last, as a slice or a pair. Static.
+        token_slice: First token and one past the last. Static; may reach past the last row (graph padding).
+
+    Raises:
+        ValueError: A slice is empty or outside the batch, or (on the host) a token is outside the rows.
+
+    Source: vLLM `_make_metadata_with_slice`.
+    """
+    xp, totals, lens = with_namespace(seq_lens, query_lens)
+    starts = start_locs(xp, lens)
+    first, stop = _bounds("req_slice", req_slice, lens.shape[0])
+    first_token, stop_token = _bounds("token_slice", token_slice, None)
+    if xp is np:
+        inside = starts[first] <= first_token < starts[first + 1]
+        require(
+            bool(inside),
+            "token_slice",
+            f"start in row {first} ({starts[first]}..{starts[first + 1] - 1})",
+            first_token,
+        )
+    query_start_loc = xp.clip(starts[first : stop + 1], first_token, stop_token) - first_token
+    cut_off = xp.maximum(starts[1:] - stop_token, 0)[first:stop]
+    return MicroBatch(
+        num_reqs=stop - first,
+        num_actual_tokens=stop_token - first_token,
+        max_query_len=host_int(xp.max(xp.diff(query_start_loc))),
+        query_start_loc=query_start_loc,
+        seq_lens=totals[first:stop] - cut_off,
+    )
+
+
+def split_at_token(
+    seq_lens: IntVector, query_lens: IntVector, split_point: int
+) -> tuple[MicroBatch, MicroBatch]:
+    """Cuts a host batch into the tokens before `split_point` and the rest.
+
+    Raises:
+        ValueError: One of the parts would be empty.
+
+    Source: vLLM `create_ubatch_slices`, `split_attn_metadata`.
+    """
+    starts = start_locs(np, np.asarray(query_lens, np.int32))
+    num_tokens = int(starts[-1])
+    require(0 < split_point < num_tokens, "split_point", f"lie inside the {num_tokens} tokens", split_point)
+    ends_before = int(np.searchsorted(starts, split_point, side="left"))
+    begins_after = int(np.searchsorted(starts, split_point, side="right")) - 1
+    before = make_metadata_with_slice(seq_lens, query_lens, (0, ends_before), (0, split_point))
+    rest = make_metadata_with_slice(
+        seq_lens, query_lens, (begins_after, len(starts) - 1), (split_point, num_tokens)
+    )
+    return before, rest
+
+
+def _bounds(name: str, span: Span, limit: int | None) -> tuple[int, int]:
+    first, stop = (span.start, span.stop) if isinstance(span, slice) else span
+    first, stop = int(first or 0), int(stop)
+    require(0 <= first < stop, name, "hold at least one", (first, stop))
+    require(limit is None or stop <= limit, name, f"end at or before {limit}", stop)
+    return first, stop

@@ -1,0 +1,18 @@
+"""vLLM's numeric cases, one test each."""
+
+import json
+import pathlib
+
+import pytest
+
+CASES = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "metadata_cases.json").read_text())[
+    "cases"
+]
+
+
+def golden(name):
+    """Parametrises `case` with the items of the case group `name`."""
+    items = CASES[name]["items"]
+    return pytest.mark.parametrize(
+        "case", [pytest.param(item, id=str(item.get("name", i))) for i, item in enumerate(items)]
+    )
