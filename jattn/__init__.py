@@ -3,6 +3,7 @@
 from jattn import pytree, requests
 from jattn.attend import attend
 from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
+from jattn.cascade import cascade_attend
 from jattn.merge import merge_attn_states
 from jattn.metadata.batch import (
     BatchMetadata,
@@ -12,6 +13,7 @@ from jattn.metadata.batch import (
     pad_to_bucket,
     update_block_table,
 )
+from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata, use_cascade_attention
 from jattn.module import PagedAttention, attention_fn
 from jattn.plan import Plan, plan
 from jattn.sparsity.params import LocalStrided, get_head_sliding_step
@@ -21,6 +23,7 @@ __all__ = [
     "AttentionSpec",
     "BatchMetadata",
     "Bucket",
+    "CascadeMetadata",
     "CacheSpec",
     "LocalStrided",
     "PackedKV",
@@ -31,7 +34,9 @@ __all__ = [
     "attend",
     "attention_fn",
     "build_batch_metadata",
+    "build_cascade_metadata",
     "build_cross_attention_metadata",
+    "cascade_attend",
     "copy_blocks",
     "get_head_sliding_step",
     "merge_attn_states",
@@ -42,5 +47,6 @@ __all__ = [
     "reshape_and_cache",
     "swap_blocks",
     "update_block_table",
+    "use_cascade_attention",
     "write_kv",
 ]

@@ -309,3 +309,24 @@ class AttentionContract:
         np.testing.assert_allclose(out, np.concatenate(want), atol=oracle.F32_TOLERANCE)
         np.testing.assert_allclose(np.asarray(lse).T, np.concatenate(want_lse), atol=1e-5)
         assert (np.asarray(out)[7:] == 0).all()
+
+    @pytest.mark.parametrize("sinks", [False, True])
+    def test_cascade_is_plain_attention_with_the_prefix_read_once(self, sinks):
+        case = self.plain_case(dtype="float32", sinks=sinks, soft_cap=5.0, padded=True)
+        size, prefix_len = 4, 8
+        query_lens, seq_lens = [1, 1, 5, 2], [9, 23, 13, 12]
+        table = [[7, 3, *range(10 * r + 10, 10 * r + 16)] for r in range(4)]
+        bucket = jattn.Bucket(max_decodes=3, max_prefills=3, max_prefill_tokens=9, max_blocks=8)
+        metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=size, bucket=bucket)
+        keys = jax.random.split(jax.random.key(0), 3)
+        k, v = (jax.random.normal(key, (60, 4, 2, 16)) for key in keys[:2])
+        cache = jattn.PagedCache(k=k, v=v)
+        query = jax.random.normal(keys[2], (bucket.max_tokens, 4, 16))
+        s = jnp.linspace(-1.0, 2.0, 4) if sinks else None
+        options = {"sinks": s, "implementation": self.implementation, "return_lse": True}
+        plain = jattn.attend(query, cache, metadata, make_spec(case), **options)
+        for length in (prefix_len, jnp.int32(prefix_len)):
+            cascade = jattn.build_cascade_metadata(metadata, length)
+            merged = jattn.cascade_attend(query, cache, cascade, make_spec(case), **options)
+            for a, b in zip(merged, plain, strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)

@@ -1,0 +1,112 @@
+"""merge_attn_states and cascade: parts of an attention become the whole, whatever is empty."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from tests import oracle
+
+SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_scalars_merge_as_in_vllm(metadata_cases, case):
+    case = metadata_cases["merge_attn_states_scalar"][case]
+    out = lambda name: jnp.full((1, 1, 1), float(case[name]))
+    lse = lambda name: jnp.full((1, 1), float(case[name]))
+    got, got_lse = jattn.merge_attn_states(
+        out("prefix_out"), lse("prefix_lse"), out("suffix_out"), lse("suffix_lse")
+    )
+    np.testing.assert_allclose(got[0, 0, 0], float(case["expected_out"]), rtol=1e-6)
+    np.testing.assert_allclose(got_lse[0, 0], float(case["expected_lse"]), rtol=1e-6)
+
+
+def test_a_side_without_keys_may_hold_anything():
+    ones, lse = jnp.ones((2, 3, 4)), jnp.zeros((3, 2))
+    for empty in (-jnp.inf, jnp.inf):
+        out, out_lse = jattn.merge_attn_states(ones * jnp.nan, jnp.full_like(lse, empty), ones, lse)
+        assert (np.asarray(out) == 1).all()
+        assert (np.asarray(out_lse) == 0).all()
+
+
+def test_both_sides_empty_give_the_prefix_and_minus_infinity():
+    ones, empty = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.full((3, 2), -jnp.inf)
+    out, lse = jattn.merge_attn_states(ones * 0, empty, ones, empty)
+    assert out.dtype == jnp.bfloat16
+    assert (np.asarray(out, np.float32) == 0).all()
+    assert np.isneginf(lse).all()
+
+
+def test_large_scores_do_not_overflow():
+    ones, lse = jnp.ones((1, 1, 1)), jnp.full((1, 1), 5e4)
+    out, out_lse = jattn.merge_attn_states(ones, lse, 3 * ones, lse)
+    assert float(out[0, 0, 0]) == 2
+    np.testing.assert_allclose(out_lse[0, 0], 5e4 + np.log(2))
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_cascade_metadata_is_vllms(metadata_cases, case):
+    case = metadata_cases["cascade_build"][case]
+    width = -(-max(case["seq_lens"]) // 8)
+    table = np.arange(2 * width).reshape(2, width)
+    metadata = jattn.build_batch_metadata(case["query_lens"], case["seq_lens"], table, block_size=8)
+    cascade = jattn.build_cascade_metadata(metadata, case["common_prefix_len"])
+    want = case["expected"]
+    assert cascade.suffix.seq_lens.tolist() == want["suffix_kv_lens"]
+    assert cascade.prefix.seq_lens.tolist() == want.get("prefix_kv_lens", [8])
+    total = sum(case["query_lens"])
+    assert cascade.prefix.query_start_loc.tolist() == want.get("cu_prefix_query_lens", [0, total])
+    skipped = case["common_prefix_len"] // 8
+    assert cascade.suffix.block_table[1, 0] == table[1, skipped]
+
+
+def test_cascade_metadata_is_traced_once_for_all_prefixes():
+    traces = []
+
+    @jax.jit
+    def build(metadata, length):
+        traces.append(1)
+        return jattn.build_cascade_metadata(metadata, length)
+
+    metadata = jattn.build_batch_metadata([1, 1], [9, 13], [[1, 2, 3], [1, 2, 4, 5]], block_size=4)
+    for length in (4, 8):
+        assert build(metadata, jnp.int32(length)).suffix.seq_lens.tolist() == [9 - length, 13 - length]
+    assert len(traces) == 1
+
+
+def test_prefixes_that_end_within_a_block_are_refused():
+    metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
+    for length in (0, 6):
+        with pytest.raises(
+            ValueError, match=rf"common_prefix_len must be a positive multiple.*\(4\), got {length}"
+        ):
+            jattn.build_cascade_metadata(metadata, length)
+
+
+@pytest.mark.parametrize(
+    "change", [{"window": (3, 0)}, {"chunk_size": 4}, {"sparsity": jattn.LocalStrided()}]
+)
+def test_cascade_refuses_masks_that_depend_on_distance(change):
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, **change)
+    metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
+    cache = jattn.PagedCache(k=jnp.zeros((4, 4, 2, 8)), v=jnp.zeros((4, 4, 2, 8)))
+    with pytest.raises(NotImplementedError, match=rf"spec.{next(iter(change))}=.*Use attend"):
+        jattn.cascade_attend(jnp.zeros((1, 4, 8)), cache, jattn.build_cascade_metadata(metadata, 4), spec)
+
+
+def test_parts_of_an_attention_merge_into_it():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(1, 4, 8)), rng.normal(size=(30, 2, 8)), rng.normal(size=(30, 2, 8))
+    step = lambda a, b: oracle.Step([q], [k[a:b]], [v[a:b]], [True])
+    parts = [oracle.attention(SPEC, step(a, b)) for a, b in ((0, 11), (11, 30))]
+    flat = [
+        x
+        for out, lse in parts
+        for x in (jnp.asarray(out[0], jnp.float32), jnp.asarray(lse[0].T, jnp.float32))
+    ]
+    out, lse = jattn.merge_attn_states(*flat)
+    want, want_lse = oracle.attention(SPEC, step(0, 30))
+    np.testing.assert_allclose(out, want[0], atol=1e-6)
+    np.testing.assert_allclose(np.asarray(lse).T, want_lse[0], atol=1e-6)

@@ -1,0 +1,218 @@
+"""The Flax layer: one function of (x, cache, metadata) under every way that Flax and JAX run it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+
+HIDDEN = 24
+SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+CACHE_SPEC = jattn.CacheSpec(num_blocks=9, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+
+
+def layer(spec=SPEC, seed=0, **options):
+    return jattn.PagedAttention(HIDDEN, spec, rngs=nnx.Rngs(seed), **options)
+
+
+def hidden(tokens, seed=1):
+    return jax.random.normal(jax.random.key(seed), (tokens, HIDDEN))
+
+
+def step(query_lens, seq_lens, table=((1, 2), (5, 3))):
+    return jattn.build_batch_metadata(query_lens, seq_lens, [list(row) for row in table], block_size=4)
+
+
+def rope(x, positions):
+    """Rotates pairs of neighbours: enough to notice wrong positions."""
+    angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray([1.0, 0.3, 0.1, 0.03])[None, None, :]
+    even, odd = x[..., 0::2], x[..., 1::2]
+    rotated = (even * jnp.cos(angle) - odd * jnp.sin(angle), even * jnp.sin(angle) + odd * jnp.cos(angle))
+    return jnp.stack(rotated, axis=-1).reshape(x.shape)
+
+
+OPTIONS = {
+    "plain": {},
+    "biases": {"use_bias": True, "use_out_bias": True},
+    "rope": {"rope": rope},
+    "window": {"spec": jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, window=(2, 0))},
+    "cap": {"spec": jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, soft_cap=1.0)},
+    "sinks": {"has_sinks": True},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 1.0]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_chunks_and_decode_through_the_cache_equal_the_whole_prompt_without_one(name):
+    """Two requests of 7 and 5 tokens: at once without a cache, and in three paged steps."""
+    attention = layer(**OPTIONS[name])
+    x = hidden(12)
+    whole = step([7, 5], [7, 5])
+    want, no_cache = attention(x, None, whole, whole.positions)
+    assert no_cache is None
+    cache = jattn.PagedCache.create(CACHE_SPEC)
+    run = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))
+    pieces = [
+        (step([3, 4], [3, 4]), [0, 1, 2, 7, 8, 9, 10]),
+        (step([1, 3], [5, 6], ((5, 3), (1, 2))), [11, 3, 4, 5]),
+        (step([1], [7], ((1, 2),)), [6]),
+    ]
+    for metadata, tokens in pieces:
+        out, cache = run(attention, x[jnp.asarray(tokens)], cache, metadata)
+        np.testing.assert_allclose(out, want[jnp.asarray(tokens)], atol=2e-6)
+
+
+def test_hooks_see_heads_before_rope():
+    seen = []
+
+    def norm(x):
+        seen.append(x.shape)
+        return x * 2
+
+    def check(x, positions):
+        seen.append((x.shape, positions.shape))
+        return x
+
+    attention = layer(q_norm=norm, k_norm=norm, rope=check)
+    metadata = step([7, 5], [7, 5])
+    attention(hidden(12), None, metadata, metadata.positions)
+    assert seen == [(12, 4, 8), ((12, 4, 8), (12,)), (12, 2, 8), ((12, 2, 8), (12,))]
+
+
+def test_norm_modules_are_parameters_of_the_layer():
+    attention = layer(q_norm=nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
+    paths = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(attention))}
+    assert {"q_norm/scale", "q_proj/kernel", "k_proj/kernel", "v_proj/kernel", "o_proj/kernel"} == paths
+
+
+class TestSharedKeysAndValues:
+    def test_the_layer_reads_what_another_wrote_and_writes_nothing(self):
+        writer, reader = layer(), layer(seed=0, shares_kv=True)
+        reader.q_proj, reader.o_proj = writer.q_proj, writer.o_proj
+        metadata = step([7, 5], [7, 5])
+        cache = jattn.PagedCache.create(CACHE_SPEC)
+        want, cache = writer(hidden(12), cache, metadata, metadata.positions)
+        before = np.asarray(cache.k)
+        out, after = reader(hidden(12), cache, metadata, metadata.positions)
+        np.testing.assert_array_equal(out, want)
+        np.testing.assert_array_equal(after.k, before)
+        assert not hasattr(reader, "k_proj")
+
+    def test_without_a_cache_it_has_nothing_to_read(self):
+        metadata = step([7, 5], [7, 5])
+        with pytest.raises(ValueError, match="cache must be given to a layer with shares_kv, got None"):
+            layer(shares_kv=True)(hidden(12), None, metadata, metadata.positions)
+
+
+class TestTransformations:
+    def inputs(self):
+        metadata = step([1, 3], [5, 3])
+        return hidden(4), jattn.PagedCache.create(CACHE_SPEC), metadata
+
+    def test_nnx_jit_and_jax_jit_agree_and_the_cache_is_donated(self):
+        attention = layer(rope=rope)
+        x, cache, metadata = self.inputs()
+        want, _ = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))(attention, x, cache, metadata)
+        graphdef, state = nnx.split(attention)
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def run(state, x, cache, metadata):
+            return nnx.merge(graphdef, state)(x, cache, metadata, metadata.positions)
+
+        x, cache, metadata = self.inputs()
+        compiled = run.lower(state, x, cache, metadata).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes >= CACHE_SPEC.num_bytes
+        out, _ = run(state, x, cache, metadata)
+        np.testing.assert_allclose(out, want, atol=1e-6)
+        assert cache.k.is_deleted()
+
+    def test_eval_shape_makes_no_array(self):
+        abstract = nnx.eval_shape(lambda: layer(has_sinks=True))
+        x, cache, metadata = self.inputs()
+        out, new_cache = nnx.eval_shape(
+            lambda m, x, c, meta: m(x, c, meta, meta.positions), abstract, x, cache, metadata
+        )
+        assert out.shape == (4, HIDDEN)
+        assert new_cache.k.shape == cache.k.shape
+
+    def test_it_runs_under_a_mesh(self):
+        x, cache, metadata = self.inputs()
+        attention = layer()
+        want, _ = attention(x, cache, metadata, metadata.positions)
+        x, cache, metadata = self.inputs()
+        mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.set_mesh(mesh):
+            out, _ = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))(
+                attention, x, cache, metadata
+            )
+        np.testing.assert_allclose(out, want, atol=1e-6)
+
+    def test_gradients_flow_without_a_cache(self):
+        """Against finite differences, through the reference."""
+        attention = layer(implementation="reference", has_sinks=True, rope=rope)
+        metadata = step([7, 5], [7, 5])
+        loss = lambda m, x: (m(x, None, metadata, metadata.positions)[0] ** 2).sum()
+        x = hidden(12)
+        direction = hidden(12, seed=9)
+        slope = jnp.vdot(jax.jit(jax.grad(lambda x: loss(attention, x)))(x), direction)
+        step_size = 1e-2
+        ends = [loss(attention, x + sign * step_size * direction) for sign in (1, -1)]
+        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step_size), rtol=2e-2)
+        grads = nnx.grad(loss)(attention, x)
+        assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_slopes_must_be_one_a_head():
+    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) .*got \(3,\)"):
+        layer(alibi_slopes=[1.0, 2.0, 3.0])
+
+
+class TestAttentionFn:
+    def test_a_flax_layer_computes_the_same_with_it(self):
+        make = lambda **options: nnx.MultiHeadAttention(4, HIDDEN, rngs=nnx.Rngs(0), decode=False, **options)
+        x = hidden(12).reshape(2, 6, HIDDEN)
+        for mask in (None, nnx.make_causal_mask(jnp.ones((2, 6)), dtype=bool)):
+            np.testing.assert_allclose(
+                make(attention_fn=jattn.attention_fn)(x, mask=mask), make()(x, mask=mask), atol=1e-6
+            )
+
+    def test_a_spec_says_what_attend_says(self):
+        spec = jattn.AttentionSpec(
+            num_q_heads=4, num_kv_heads=2, head_dim=8, window=(3, 0), soft_cap=2.0, sqrt_alibi=True
+        )
+        keys = jax.random.split(jax.random.key(0), 3)
+        q, k, v = (
+            jax.random.normal(key, (2, 3, n, h, 8))
+            for key, n, h in zip(keys, (5, 9, 9), (4, 2, 2), strict=True)
+        )
+        modifiers = {"sinks": jnp.linspace(-1.0, 1.0, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
+        dense = jattn.attention_fn(q, k, v, spec=spec, **modifiers)
+        metadata = jattn.build_batch_metadata([5], [9], None)
+
+        @jax.jit
+        def attend(q, k, v):
+            kv = jattn.PackedKV(k=k, v=v, kv_start_loc=jnp.zeros(1, jnp.int32))
+            return jattn.attend(q, kv, metadata, spec, **modifiers)
+
+        for i, j in np.ndindex(2, 3):
+            np.testing.assert_allclose(dense[i, j], attend(q[i, j], k[i, j], v[i, j]), atol=2e-6)
+
+    def test_bias_is_added_to_the_scores(self):
+        q, k, v = (jnp.ones((1, 2, 1, 8)) for _ in range(3))
+        v = v.at[0, 1].set(3.0)
+        bias = jnp.asarray([0.0, jnp.log(3.0)]).reshape(1, 1, 1, 2)
+        np.testing.assert_allclose(jattn.attention_fn(q, k, v, bias), 2.5, rtol=1e-6)
+
+    def test_dropout_is_refused_by_name(self):
+        q = jnp.ones((1, 2, 1, 8))
+        with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn has no dropout"):
+            jattn.attention_fn(q, q, q, dropout_rate=0.5, deterministic=False)
+
+    def test_heads_that_are_not_the_specs_are_named(self):
+        q = jnp.ones((1, 2, 1, 8))
+        with pytest.raises(ValueError, match=r"must have shape \(4, 2, 8\).*got \(1, 1, 8\)"):
+            jattn.attention_fn(q, q, q, spec=SPEC)
