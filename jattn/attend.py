@@ -72,8 +72,9 @@ def attend(
         return_lse: Return the log-sum-exp too.
 
     Returns:
-        Output in query.dtype; rows without a key and padding are 0. With return_lse also the natural log of the
-        softmax's denominator, f32 [q_heads, tokens], sinks included; -inf where the output is 0 for want of keys.
+        Output in query.dtype; rows without a key and padding are 0. With return_lse also the natural log of
+        the softmax's denominator, f32 [q_heads, tokens], sinks included; -inf where the output is 0 for want
+        of keys.
 
     Raises:
         ValueError: Arguments disagree.

@@ -21,8 +21,8 @@ class PagedCache:
     """Keys and values of one layer.
 
     Attributes:
-        k: Keys: NHD [blocks, block_size, kv_heads, head_dim], HND [blocks, kv_heads, block_size, head_dim], or
-            packed [blocks, kv_heads, head_dim / x, block_size, x].
+        k: Keys: NHD [blocks, block_size, kv_heads, head_dim], HND [blocks, kv_heads, block_size, head_dim],
+            or packed [blocks, kv_heads, head_dim / x, block_size, x].
         v: Values: as k, but packed [blocks, kv_heads, head_dim, block_size].
         k_scale: key = stored * k_scale: a scalar, [kv_heads], or [blocks, block_size, kv_heads] whatever the
             layout. None = 1.
@@ -146,8 +146,8 @@ def write_kv(
 ) -> PagedCache:
     """Writes new keys and values into their slots. The given cache is donated: use the one returned.
 
-    An 8-bit cache is quantised on the way: with its static scales, or, where it has scales per token and head,
-    with new ones that are written too.
+    An 8-bit cache is quantised on the way: with its static scales, or, where it has scales per token and
+    head, with new ones that are written too.
 
     Args:
         cache: What to write into.
@@ -220,7 +220,7 @@ def _stored(values: Array, scale: Array | None, dtype: np.dtype) -> Array:
 
 
 def _block_and_offset(cache: PagedCache, slots: Array) -> tuple[Array, Array]:
-    """Slots < 0 become the block one past the end, which `mode="drop"` skips (a negative index would wrap)."""
+    """Slots < 0 become the block past the end, which `mode="drop"` skips; a negative index would wrap."""
     block = jnp.where(slots < 0, cache.num_blocks, slots // cache.block_size)
     return block, slots % cache.block_size
 
@@ -282,13 +282,14 @@ def swap_blocks(
 ) -> PagedCache:
     """Copies blocks from one cache to another: device to device, device to host, or host to device.
 
-    A cache lives on the host if its arrays are numpy's (`PagedCache.create_on_host`). The target is donated: a
-    device target is written in place by XLA, a host target by numpy. Not for use inside jit.
+    A cache lives on the host if its arrays are numpy's (`PagedCache.create_on_host`). The target is donated:
+    a device target is written in place by XLA, a host target by numpy. Not for use inside jit.
 
     Args:
         source: Where blocks come from; unchanged.
         target: Where they go.
-        block_mapping: int [pairs, 2] of (source block, target block); pairs with a negative number are skipped.
+        block_mapping: int [pairs, 2] of (source block, target block); pairs with a negative number are
+            skipped.
 
     Returns:
         The target, written.

@@ -47,7 +47,7 @@ def cascade_attend(
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """`attend` over a step whose requests share a prefix: equal to plain attention, with the prefix read once.
+    """`attend` over a step whose requests share a prefix: the same result with the prefix read once.
 
     Args:
         query: As in `attend`.
@@ -59,8 +59,8 @@ def cascade_attend(
         return_lse: As in `attend`.
 
     Raises:
-        NotImplementedError: The spec has a window, chunks, ALiBi or sparsity: positions within the shared prefix
-            mean something else in every request.
+        NotImplementedError: The spec has a window, chunks, ALiBi or sparsity: positions within the shared
+            prefix mean something else in every request.
 
     Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
     """

@@ -12,8 +12,8 @@ def merge_attn_states(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Merges attention over a prefix and over a suffix of the keys.
 
-    An LSE of +inf means "no key", as -inf does. Where both sides have no key the output is prefix_out and the LSE
-    -inf. A side without keys never reaches the output, whatever it holds.
+    An LSE of +inf means "no key", as -inf does. Where both sides have no key the output is prefix_out and
+    the LSE -inf. A side without keys never reaches the output, whatever it holds.
 
     Args:
         prefix_out: Attention over the first keys.

@@ -54,8 +54,8 @@ class PagedAttention(nnx.Module):
             use_out_bias: The output projection has one.
             has_sinks: A learned sink per query head (parameter `sinks`, f32).
             alibi_slopes: Slope per query head.
-            shares_kv: The layer reads the keys and values that another layer wrote (give it that layer's cache); it
-                has no key and value projections and writes nothing.
+            shares_kv: The layer reads the keys and values that another layer wrote (give it that layer's
+                cache); it has no key and value projections and writes nothing.
             dtype: Of the computation; None = as parameters and input promote.
             param_dtype: Of the parameters.
             implementation: As in `attend`.
@@ -97,7 +97,7 @@ class PagedAttention(nnx.Module):
 
         Args:
             x: The step's tokens, laid out as the metadata says.
-            cache: The layer's cache; None = no cache: every row's keys are this step's own (training, encoders).
+            cache: The layer's cache; None = every row's keys are this step's own (training, encoders).
             metadata: The step's metadata.
             positions: For rope; `metadata.positions` unless the model counts otherwise.
             plan: The step's plan, if one was made.
@@ -155,7 +155,7 @@ def attention_fn(
     deterministic: bool = True,
     **unused: Any,
 ) -> Float[Array, "*batch q_tokens q_heads head_dim"]:
-    """Dense attention with everything an AttentionSpec can say, for `nnx.MultiHeadAttention(attention_fn=...)`.
+    """Dense attention with all that a spec can say, for `nnx.MultiHeadAttention(attention_fn=...)`.
 
     Differentiable; memory grows with q_tokens x kv_tokens. Give the spec with functools.partial.
 

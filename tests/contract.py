@@ -1,7 +1,7 @@
 """What every implementation of `attend` must do. Subclass, set `implementation`, collect.
 
-Each case starts from a cache full of NaN: only slots that some query may read hold numbers. Block tables end in
-garbage, padding queries are NaN.
+Each case starts from a cache full of NaN: only slots that some query may read hold numbers. Block tables end
+in garbage, padding queries are NaN.
 """
 
 import functools
@@ -42,8 +42,8 @@ SPARSITY = {
     "rank1": jattn.LocalStrided(block_size=8, local_blocks=1, vert_stride=8, tp_rank=1, tp_size=2),
     "stripes_only": jattn.LocalStrided(block_size=4, local_blocks=0, vert_stride=2, homo_head=True),
 }
-# (query_lens, seq_lens, decode_query_len) of each region, with last blocks of 1, single tokens and empty requests.
-REGIONS = {
+# (query_lens, seq_lens, decode_query_len) of each region, with last blocks of 1, single tokens and empty
+requests.REGIONS = {
     "decode": ([1, 1, 1, 1], [1, 17, 33, 97], 1),
     "speculative": ([3, 3, 3], [3, 17, 50], 3),
     "prefill": ([17, 0, 1, 40], [17, 0, 1, 40], 1),
@@ -86,7 +86,7 @@ def make_spec(case: dict) -> jattn.AttentionSpec:
 
 
 def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
-    """What the cache holds for values [slots, kv_heads, head_dim], its scale, and the float64 that they mean."""
+    """What the cache holds for values [slots, kv_heads, head_dim], its scale, and what they mean."""
     slots, heads, _ = values.shape
     kind, _, how = stored.partition("_")
     if stored == "plain":

@@ -14,8 +14,8 @@ F32_TOLERANCE = 3e-5
 class Step:
     """A step in host terms: request r has query_lens[r] new tokens, keys k[r] and values v[r].
 
-    q[r] is [query_len, q_heads, head_dim]; k[r], v[r] are [seq_len, kv_heads, head_dim]; all float64 values of
-    what is really stored.
+    q[r] is [query_len, q_heads, head_dim]; k[r], v[r] are [seq_len, kv_heads, head_dim]; all float64 values
+    of what is really stored.
     """
 
     q: list[np.ndarray]

@@ -38,11 +38,11 @@ class TestDispatch:
         assert choose_implementation(("mosaic_gpu", "reference")) == "reference"
 
     def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
-        with pytest.raises(NotImplementedError, match="mosaic_gpu: .*'cpu'.*ask for 'xla'"):
+        with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
             choose_implementation("mosaic_gpu")
 
     def test_unknown_name_is_refused(self):
-        with pytest.raises(ValueError, match="implementation must be one of .*, got 'triton'"):
+        with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
             choose_implementation("triton")
         with pytest.raises(ValueError, match="implementation must name at least one"):
             choose_implementation(())
@@ -86,7 +86,7 @@ class TestDispatch:
         problem = self.problem()
         other = jattn.plan(jattn.build_batch_metadata([1], [1], [[1]], block_size=4), problem.spec)
         with pytest.raises(
-            ValueError, match="plan.bucket must be Bucket.*max_decodes=2.*got Bucket.*max_decodes=1"
+            ValueError, match=r"plan.bucket must be Bucket.*max_decodes=2.*got Bucket.*max_decodes=1"
         ):
             jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, other)
 

@@ -93,8 +93,10 @@ class TestLayouts:
         dtype = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16}[case["element_size"]]
         dim, heads, size = case["head_size"], case["num_kv_heads"], case["block_size"]
         for layout, k_name, v_name in (
-            ("packed", "flat_k_xpacked", "flat_v_xpacked"), ("NHD", "flat_nhd", "flat_nhd"), ("HND", "flat_hnd", "flat_hnd"),
-        ):  # fmt: skip
+            ("packed", "flat_k_xpacked", "flat_v_xpacked"),
+            ("NHD", "flat_nhd", "flat_nhd"),
+            ("HND", "flat_hnd", "flat_hnd"),
+        ):
             cache_spec = spec(
                 num_blocks=4, block_size=size, num_kv_heads=heads, head_dim=dim, dtype=dtype, layout=layout
             )

@@ -1,8 +1,8 @@
 """Attention in plain XLA, on any machine: exact, over chunks of keys with an online softmax.
 
 Queries are cut into tiles of one request each; a tile walks over the chunks that it can see. Only a few tiles
-are worked on at a time, so memory grows neither with the number of requests nor with their length. Loop bounds
-are traced, so there is no reverse-mode derivative: differentiate the reference.
+are worked on at a time, so memory grows neither with the number of requests nor with their length. Loop
+bounds are traced, so there is no reverse-mode derivative: differentiate the reference.
 """
 
 import functools
@@ -284,7 +284,7 @@ def _static_scales(kv: PagedCache | PackedKV, dtype: np.dtype) -> tuple[Array, A
 
 
 def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
-    """What products are made of, and what they are summed in: 16-bit (8-bit keys widened) and f32, or wider."""
+    """What products are made of (8-bit keys are widened) and what they are summed in."""
     is_narrow = jnp.dtype(kv.k.dtype).itemsize == 1
     compute = jnp.dtype(q.dtype if is_narrow or kv.k.dtype == q.dtype else jnp.float32)
     accumulate = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)

@@ -23,7 +23,8 @@ class BatchMetadata:
     """Which tokens of a step belong to which request, and where their keys and values are.
 
     Rows: `[decode rows | prefill rows]`; tokens: `[decode tokens | prefill tokens]`; both regions padded to
-    `bucket`. A padding row has seq_len 0, slots -1 and block table 0; it writes nothing and comes out as zeros.
+    `bucket`. A padding row has seq_len 0, slots -1 and block table 0; it writes nothing and comes out as
+    zeros.
 
     Attributes:
         seq_lens: Keys of each row, this step's tokens included.
