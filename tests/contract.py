@@ -42,8 +42,8 @@ SPARSITY = {
     "rank1": jattn.LocalStrided(block_size=8, local_blocks=1, vert_stride=8, tp_rank=1, tp_size=2),
     "stripes_only": jattn.LocalStrided(block_size=4, local_blocks=0, vert_stride=2, homo_head=True),
 }
-# (query_lens, seq_lens, decode_query_len) of each region, with last blocks of 1, single tokens and empty
-requests.REGIONS = {
+# (query_lens, seq_lens, decode_query_len): last blocks of 1, single tokens and empty requests are in there.
+REGIONS = {
     "decode": ([1, 1, 1, 1], [1, 17, 33, 97], 1),
     "speculative": ([3, 3, 3], [3, 17, 50], 3),
     "prefill": ([17, 0, 1, 40], [17, 0, 1, 40], 1),
