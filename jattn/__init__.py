@@ -13,22 +13,67 @@ from jattn.metadata.batch import (
     pad_to_bucket,
     update_block_table,
 )
+from jattn.metadata.buckets import default_capture_sizes, padded_capture_size, round_capture_sizes
 from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata, use_cascade_attention
+from jattn.metadata.context_parallel import (
+    compute_dcp_slot_mapping,
+    cp_lse_combine,
+    get_dcp_local_seq_lens,
+    mask_empty_context_lse,
+    max_dcp_local_seq_len,
+)
+from jattn.metadata.graph_dispatch import BatchDescriptor, dispatch_cudagraph, make_graph_keys
+from jattn.metadata.graph_modes import AttentionCGSupport, CUDAGraphMode, resolve_cudagraph_mode
+from jattn.metadata.layers import PerLayerParameters, choose_kv_cache_layout, infer_global_hyperparameters
+from jattn.metadata.local import (
+    make_local_attention_virtual_batches,
+    make_padded_local_attention_virtual_batches,
+    max_local_attention_virtual_batches,
+)
+from jattn.metadata.micro_batches import make_metadata_with_slice, slice_query_start_locs, split_at_token
+from jattn.metadata.partitions import choose_paged_attention_version
+from jattn.metadata.regions import split_prefill_and_decode
+from jattn.metadata.reorder import reorder_batch_to_split_decodes_and_prefills
+from jattn.metadata.slots import (
+    PAD_SLOT_ID,
+    compute_slot_mapping,
+    compute_slot_mapping_start_idx,
+    fill_slot_mapping_tail,
+    physical_to_logical_mapping,
+)
+from jattn.metadata.speculative import (
+    make_kv_sharing_fast_prefill_metadata,
+    make_xqa_spec_decode_causal_mask,
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+    spec_decode_reorder_threshold,
+)
+from jattn.metadata.split import (
+    split_decodes_and_prefills,
+    split_decodes_prefills_and_extends,
+    split_prefill_chunks,
+)
 from jattn.module import PagedAttention, attention_fn
 from jattn.plan import Plan, plan
 from jattn.sparsity.params import LocalStrided, get_head_sliding_step
+from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
 __all__ = [
+    "PAD_SLOT_ID",
+    "AttentionCGSupport",
     "AttentionSpec",
+    "BatchDescriptor",
     "BatchMetadata",
     "Bucket",
+    "CUDAGraphMode",
     "CacheSpec",
     "CascadeMetadata",
     "LocalStrided",
     "PackedKV",
     "PagedAttention",
     "PagedCache",
+    "PerLayerParameters",
     "Plan",
     "advance",
     "attend",
@@ -37,14 +82,51 @@ __all__ = [
     "build_cascade_metadata",
     "build_cross_attention_metadata",
     "cascade_attend",
+    "choose_kv_cache_layout",
+    "choose_paged_attention_version",
+    "compute_dcp_slot_mapping",
+    "compute_slot_mapping",
+    "compute_slot_mapping_start_idx",
     "copy_blocks",
+    "cp_lse_combine",
+    "decode_block_pattern",
+    "default_capture_sizes",
+    "dense_to_crow_col",
+    "dispatch_cudagraph",
+    "fill_slot_mapping_tail",
+    "get_dcp_local_seq_lens",
     "get_head_sliding_step",
+    "infer_global_hyperparameters",
+    "make_graph_keys",
+    "make_kv_sharing_fast_prefill_metadata",
+    "make_local_attention_virtual_batches",
+    "make_metadata_with_slice",
+    "make_padded_local_attention_virtual_batches",
+    "make_xqa_spec_decode_causal_mask",
+    "mask_empty_context_lse",
+    "max_dcp_local_seq_len",
+    "max_local_attention_virtual_batches",
     "merge_attn_states",
     "pad_to_bucket",
+    "padded_capture_size",
+    "physical_to_logical_mapping",
     "plan",
+    "prefill_block_pattern",
     "pytree",
+    "reorder_batch_to_split_decodes_and_prefills",
     "requests",
     "reshape_and_cache",
+    "reshape_attn_output_for_spec_decode",
+    "reshape_query_for_spec_decode",
+    "resolve_cudagraph_mode",
+    "round_capture_sizes",
+    "slice_query_start_locs",
+    "spec_decode_reorder_threshold",
+    "split_at_token",
+    "split_decodes_and_prefills",
+    "split_decodes_prefills_and_extends",
+    "split_prefill_and_decode",
+    "split_prefill_chunks",
     "swap_blocks",
     "update_block_table",
     "use_cascade_attention",

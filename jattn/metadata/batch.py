@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
+from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
-
-PAD_SLOT_ID = -1
 
 type HostInts = Sequence[int] | np.ndarray | Array
 type HostTable = Sequence[HostInts] | np.ndarray | Array
