@@ -29,7 +29,7 @@ test-all: $(STAMP)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
 test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax
-	$(PYTHON) -m pytest -m gpu
+	JATTN_TEST_GPU=1 $(PYTHON) -m pytest -m gpu
 
 test-latest:  ## the fast tests on the newest jax that is allowed
 	$(MAKE) test VENV=$(LATEST) JAX=latest

@@ -4,10 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
 from jattn.attend import choose_implementation
+from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
 
 
@@ -131,3 +133,21 @@ class TestMemory:
         assert long < gathered / 20
         assert long <= 1.05 * small
         assert wide <= 1.25 * small
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_float64_queries_are_computed_in_float64(implementation):
+    with jax.enable_x64(True):
+        problem = Problem(AttentionContract().plain_case(dtype="float64", soft_cap=5.0, alibi="linear"))
+        out, _ = jattn.attend(
+            jnp.asarray(problem.query),
+            problem.kv,
+            problem.metadata,
+            problem.spec,
+            alibi_slopes=jnp.asarray(problem.slopes, jnp.float64),
+            implementation=implementation,
+            return_lse=True,
+        )
+        assert out.dtype == jnp.float64
+        want, _ = oracle.attention(problem.spec, problem.step)
+        np.testing.assert_allclose(out, np.concatenate(want), atol=1e-13)

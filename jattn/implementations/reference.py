@@ -28,12 +28,12 @@ def attend(
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
         jnp.arange(tokens, dtype=jnp.int32) - metadata.row_starts[metadata.token_rows]
     )
-    is_prefill = jnp.arange(tokens) >= metadata.bucket.max_decode_tokens
+    is_prefill = jnp.arange(tokens, dtype=jnp.int32) >= metadata.bucket.max_decode_tokens
 
     def one_request(carry: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], None]:
         k, v = keys_and_values(kv, metadata, row, dtype)  # [kv_heads, keys, head_dim]
         k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
-        k_positions = jnp.arange(k.shape[1])
+        k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
         sees = visible(spec, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
         mine = (metadata.token_rows == row) & metadata.is_live_token
         sees &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
@@ -48,7 +48,7 @@ def attend(
         return (jnp.where(mine[None, :, None], out, outs), jnp.where(mine[None, :], lse, lses)), None
 
     nothing = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, dtype)
-    (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs))
+    (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32))
     return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse.astype(jnp.float32)
 
 
@@ -118,7 +118,7 @@ def keys_and_values(
 ) -> tuple[Float[Array, "kv_heads keys head_dim"], Float[Array, "kv_heads keys head_dim"]]:
     """The keys and values of one request, from position 0 on; what is past its end is garbage."""
     if isinstance(kv, PackedKV):
-        index = kv.kv_start_loc[row] + jnp.arange(kv.k.shape[0])
+        index = kv.kv_start_loc[row] + jnp.arange(kv.k.shape[0], dtype=jnp.int32)
         rows = (jnp.take(x, index, axis=0, mode="clip") for x in (kv.k, kv.v))
         k, v = (jnp.swapaxes(x, 0, 1).astype(dtype) for x in rows)
         return k, v

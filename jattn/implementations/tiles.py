@@ -43,7 +43,7 @@ def prefill_tiles(metadata: BatchMetadata, tile_q: int = TILE_Q) -> QueryTiles:
     bound = min(bucket.max_prefill_tokens // tile_q + bucket.max_prefills, bucket.max_prefill_tokens)
     lens = metadata.query_lens[bucket.max_decodes :]
     tiles_of_row = -(-lens // tile_q)
-    ends = jnp.cumsum(tiles_of_row)
+    ends = jnp.cumsum(tiles_of_row, dtype=jnp.int32)
     tile = jnp.arange(bound, dtype=jnp.int32)
     prefill_row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), max(bucket.max_prefills - 1, 0))
     prefill_row = prefill_row.astype(jnp.int32)

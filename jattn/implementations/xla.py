@@ -121,7 +121,7 @@ def _attend_tile(
     q_grouped = jnp.moveaxis(q.reshape(tile_q, *heads, spec.head_dim).astype(compute), 0, 2)
     seq_len = jnp.where(num_queries > 0, metadata.seq_lens[row], 0)
     positions = first_position + jnp.arange(tile_q, dtype=jnp.int32)
-    live = jnp.arange(tile_q) < num_queries
+    live = jnp.arange(tile_q, dtype=jnp.int32) < num_queries
     static_k, static_v = _static_scales(kv, accumulate)
     size = _chunk_size(kv)
 
@@ -255,11 +255,11 @@ def _chunk_size(kv: PagedCache | PackedKV) -> int:
 def _load(kv: PagedCache | PackedKV, metadata: BatchMetadata, row: Array, c: Array) -> Chunk:
     """Keys and values of a row's chunk c. Past the row's end stands something, in range of the arrays."""
     if isinstance(kv, PackedKV):
-        index = kv.kv_start_loc[row] + c * CHUNK + jnp.arange(CHUNK)
+        index = kv.kv_start_loc[row] + c * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         k, v = (jnp.take(array, index, axis=0, mode="clip") for array in (kv.k, kv.v))
         return Chunk(k, v, None, None)
     blocks = _chunk_size(kv) // kv.block_size
-    columns = jnp.minimum(c * blocks + jnp.arange(blocks), metadata.block_table.shape[1] - 1)
+    columns = jnp.minimum(c * blocks + jnp.arange(blocks, dtype=jnp.int32), metadata.block_table.shape[1] - 1)
     ids = metadata.block_table[row, columns]
     k, v = (x.reshape(-1, *x.shape[2:]) for x in blocks_of(kv, ids))
     scales = (

@@ -53,7 +53,7 @@ class BatchMetadata:
     def query_lens(self) -> Int32[Array, " reqs"]:
         """New tokens of each row; 0 for padding rows."""
         lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
-        decode = jnp.arange(self.bucket.max_reqs) < self.bucket.max_decodes
+        decode = jnp.arange(self.bucket.max_reqs, dtype=jnp.int32) < self.bucket.max_decodes
         return jnp.where(self.seq_lens > 0, jnp.where(decode, self.bucket.decode_query_len, lens), 0)
 
     @property

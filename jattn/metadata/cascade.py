@@ -108,7 +108,7 @@ def build_cascade_metadata(
         num_prefills=jnp.ones_like(metadata.num_prefills),
         bucket=Bucket(max_prefills=1, max_prefill_tokens=tokens, max_blocks=max_blocks),
     )
-    columns = jnp.minimum(jnp.arange(max_blocks) + prefix_len // metadata.block_size, max_blocks - 1)
+    columns = jnp.minimum(jnp.arange(max_blocks, dtype=jnp.int32) + prefix_len // metadata.block_size, max_blocks - 1)
     suffix = replace(
         metadata,
         seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),

@@ -1,0 +1,35 @@
+"""What the README says is true: its example runs, its names exist."""
+
+import pathlib
+import re
+
+import jattn
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+GLOSSARY = README.split("## From vLLM to jattn")[1].split("\n## ")[0]
+
+
+def test_the_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["out"].shape == (7, 8, 64)
+    assert len(example.strip().splitlines()) <= 24
+
+
+def test_every_function_that_the_glossary_promises_exists():
+    promised = set()
+    for row in GLOSSARY.splitlines():
+        if row.startswith("| ") and row.count(" | ") == 1:
+            vllm, here = row.removeprefix("| ").removesuffix(" |").split(" | ")
+            promised |= set(re.findall(r"`([a-z_]+)`", here))
+            if here.startswith("the same name"):
+                promised |= set(vllm.split(", "))
+    assert {"attend", "write_kv", "split_prefill_and_decode", "dense_to_crow_col"} <= promised
+    assert [name for name in sorted(promised) if not hasattr(jattn, name)] == []
+
+
+def test_the_two_commands_stand_at_the_top():
+    top = README.split("## ")[0]
+    assert "make demo" in top
+    assert "make test" in top
