@@ -139,6 +139,7 @@ class TestStops:
         stop_ids = np.array([[1, -1], [3, 2], [-1, -1], [-1, -1]])
         out = self.counted(stop_ids=stop_ids)
         np.testing.assert_array_equal(out.num_tokens, [2, 3, 8, 0])
+        np.testing.assert_array_equal(out.tokens[1], [0, 1, 2, -1, -1, -1, -1, -1])
 
     def test_a_row_stops_at_its_own_length_and_makes_nothing_beyond_it(self):
         out = self.counted(max_lens=[6, 1, 12, 99])

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import importlib.util
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -114,10 +115,15 @@ class TestCompiles:
         assert graphs.executables[DECODES] is before
 
     def test_threads_that_miss_the_same_bucket_compile_it_once(self):
-        graphs = DecodeGraphs(first_element, buckets=[DECODES])
+        def slow_to_trace(params, caches, metadata):
+            time.sleep(0.3)  # long enough for the others to find the bucket missing
+            return first_element(params, caches, metadata)
+
+        graphs = DecodeGraphs(slow_to_trace, buckets=[DECODES])
         metadata, _ = batch([[3]], [7], [[5, 6]], DECODES)
+        caches = [new_caches() for _ in range(4)]
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            runs = [pool.submit(graphs, jnp.int32(1), new_caches(), metadata) for _ in range(4)]
+            runs = [pool.submit(graphs, jnp.int32(1), cache, metadata) for cache in caches]
         assert [int(run.result()[0]) for run in runs] == [8] * 4
         assert graphs.num_compiles == 1
 
@@ -296,6 +302,11 @@ class TestChoose:
         graphs = DecodeGraphs(first_element, buckets=[single, triple])
         assert graphs.choose([3, 3]) == triple
         assert graphs.choose([1, 1]) == single
+
+    def test_a_decode_beyond_the_decode_rows_takes_all_its_tokens_to_the_prefill_region(self):
+        sizes = {"max_decodes": 1, "max_prefills": 1, "decode_query_len": 3, "max_blocks": 4}
+        tight, roomy = (Bucket(max_prefill_tokens=tokens, **sizes) for tokens in (2, 3))
+        assert DecodeGraphs(first_element, buckets=[tight, roomy]).choose([3, 3]) == roomy
 
     def test_a_batch_larger_than_all_is_an_error_that_lists_the_sizes(self):
         graphs = DecodeGraphs(first_element, buckets=[DECODES, MIXED])

@@ -172,8 +172,7 @@ def _filtered(
     share_of_best = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
     z = jnp.where(share_of_best >= params.min_p[:, None], z, -jnp.inf)
     is_cut = samples & ((params.top_k > 0) | (params.top_p < 1))
-    cut = lambda: jnp.where(is_cut[:, None], _top_k_top_p(z, params.top_k, params.top_p), z)
-    return jax.lax.cond(jnp.any(is_cut), cut, lambda: z)
+    return jax.lax.cond(jnp.any(is_cut), lambda: _top_k_top_p(z, params.top_k, params.top_p), lambda: z)
 
 
 def _top_k_top_p(

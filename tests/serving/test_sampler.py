@@ -139,11 +139,8 @@ def test_banned_tokens_are_never_drawn():
 
 @hypothesis.given(st.data())
 def test_a_row_draws_the_same_whoever_shares_its_batch_and_wherever_it_stands(data):
-    row, params, num_generated = (
-        data.draw(row_of_logits),
-        data.draw(some_params),
-        data.draw(st.integers(0, 99)),
-    )
+    row, num_generated = data.draw(row_of_logits), data.draw(st.integers(0, 99))
+    params = data.draw(st.one_of(some_params, st.just(SamplingParams())))
     alone = sample_jit(row[None], build_sampling_metadata([params]), jnp.full(1, num_generated, jnp.int32))
     others = data.draw(
         st.lists(
