@@ -1,0 +1,362 @@
+"""The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jattn.attend import choose_implementation
+from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
+from jattn.metadata.batch import build_batch_metadata
+from jattn.module import PagedAttention
+from jattn.plan import plan
+from jattn.requests import pack_tokens, row_indices
+from jattn.serving.block_manager import BlockManager
+from jattn.serving.generation import (
+    Generation,
+    GenerationResult,
+    Prompt,
+    StreamedToken,
+    per_prompt,
+    token_ids_of,
+)
+from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata, sample
+from jattn.serving.scheduler import Scheduler, Step
+from jattn.serving.text import TextStream
+from jattn.spec import Bucket
+from pallas_kernels.checks import require, require_positive
+
+GREEDY = SamplingParams()
+HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
+SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+        num_steps: Steps run.
+        num_compiles: Executables compiled, one a bucket.
+        num_preemptions: Times that a request lost its blocks to an older one and was computed again.
+        num_blocks: Cache blocks that requests can have.
+        peak_blocks: Most of them in use at once.
+    """
+
+    num_steps: int
+    num_compiles: int
+    num_preemptions: int
+    num_blocks: int
+    peak_blocks: int
+
+
+class Engine:
+    """Serves a decoder: continuous batching, chunked prefill, a paged cache, one executable a bucket.
+
+    What a prompt becomes does not depend on what else runs, but for rounding: matrix products of another size
+    may round differently. Not for several threads at once; several streams may be open.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int | None = None,
+        cache_bytes: int | None = None,
+        block_size: int = 16,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        cache_dtype: DTypeLike | None = None,
+        quantization: str | None = None,
+        buckets: Sequence[Bucket] | None = None,
+        implementation: str | Sequence[str] | None = None,
+    ) -> None:
+        """Makes the caches; compiles nothing yet.
+
+        Args:
+            model: A `jattn.models.Decoder`, or what has its methods.
+            num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
+            cache_bytes: Memory for all layers' caches. None = enough for max_num_seqs requests of the model's
+                longest context, but at most 80 % of the device's free memory, or 1 GiB where it is unknown.
+            block_size: Tokens of a block.
+            max_num_seqs: Most requests of a step.
+            max_num_batched_tokens: Most new tokens of a step; longer prompts are computed in chunks.
+            cache_dtype: Of keys and values; None = the model's.
+            quantization: Of the cache, as in `CacheSpec`.
+            buckets: Sizes to compile; one of them must fit every step. None = a handful.
+            implementation: Of the attention, as in `attend`; None = as the model's layers say.
+
+        Raises:
+            ValueError: A size is not positive, both num_blocks and cache_bytes are given, they make less than
+                two blocks, or no bucket fits the largest step.
+            NotImplementedError: This machine does not have the implementation.
+        """
+        require_positive(block_size=block_size, max_num_seqs=max_num_seqs)
+        require_positive(max_num_batched_tokens=max_num_batched_tokens)
+        self.model, self.tokenizer, self.block_size = model, model.tokenizer, block_size
+        self.max_model_len: int = model.config.max_position_embeddings
+        cache = {"block_size": block_size, "dtype": cache_dtype, "quantization": quantization}
+        longest = -(-self.max_model_len // block_size)
+        if num_blocks is None:
+            bytes_per_block = sum(spec.bytes_per_block for spec in model.cache_specs(1, **cache))
+            num_blocks = _num_blocks(cache_bytes, bytes_per_block, most=longest * max_num_seqs + 1)
+        else:
+            require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, block_size),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        max_blocks = min(longest, num_blocks - 1)
+        if buckets is None:
+            sizes = _prefill_sizes(max_num_batched_tokens)
+            buckets = default_buckets(max_num_seqs, max_blocks=max_blocks, prefill_tokens=sizes)
+        graphdef, self._params = nnx.split(_with_implementation(model, implementation))
+        self.graphs = DecodeGraphs(make_step(graphdef), buckets)
+        self.graphs.choose(  # raises where a step could be too large
+            num_decodes=max_num_seqs,
+            num_prefills=min(max_num_seqs, max_num_batched_tokens),
+            num_prefill_tokens=max_num_batched_tokens,
+            num_blocks=max_blocks,
+        )
+        self._caches = model.create_caches(num_blocks, **cache)
+        self._generations: dict[int, Generation] = {}
+        self._new_ids = itertools.count()
+        self._num_steps = 0
+        self._last_sampling: tuple[tuple[Any, ...], SamplingMetadata] | None = None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made."""
+        manager = self.scheduler.block_manager
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_compiles=self.graphs.num_compiles,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_blocks=manager.capacity,
+            peak_blocks=manager.peak_used,
+        )
+
+    def precompile(self, *, progress: bool = True) -> None:
+        """Compiles every bucket now, not when a step first needs it. `progress` shows a bar."""
+        inputs = lambda bucket: (
+            jax.ShapeDtypeStruct((bucket.max_tokens,), jnp.int32),
+            build_sampling_metadata([], num_rows=bucket.max_reqs),
+            jax.ShapeDtypeStruct((bucket.max_reqs,), jnp.int32),
+        )
+        self.graphs.precompile(
+            self._params, self._caches, block_size=self.block_size, inputs=inputs, progress=progress
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int | Sequence[int] = 16,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        on_token: Callable[[int, int, str], Any] | None = None,
+    ) -> list[GenerationResult]:
+        """Completes prompts.
+
+        Args:
+            prompts: Text or token ids, mixed as you like.
+            max_tokens: Most new tokens, for all prompts or for each. The model's longest context may end a
+                prompt earlier.
+            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
+            stop_ids: Token ids that end a prompt, besides the model's eos_token_ids.
+            ignore_eos: eos_token_ids do not end a prompt.
+            on_token: Called with (index of the prompt, token id, text) for each new token.
+
+        Returns:
+            One result for each prompt, in their order.
+
+        Raises:
+            ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
+                vocabulary, longer than the model's context or than the cache. Nothing has started then.
+        """
+        generations = self._generations_of(prompts, max_tokens, sampling_params, stop_ids, ignore_eos)
+        with contextlib.closing(self._stream(generations)) as tokens:
+            for token in tokens:
+                if on_token is not None:
+                    on_token(*token)
+        return [generation.result() for generation in generations]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int | Sequence[int] = 16,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[StreamedToken]:
+        """Completes prompts and yields each new token: (index of the prompt, token id, text).
+
+        Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
+        """
+        return self._stream(self._generations_of(prompts, max_tokens, sampling_params, stop_ids, ignore_eos))
+
+    # --------------------------------------------------------------------------------------- inside
+    def _generations_of(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int | Sequence[int],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        stop_ids: Sequence[int],
+        ignore_eos: bool,
+    ) -> list[Generation]:
+        """Checks everything that can be wrong with the prompts, before any of them starts."""
+        require(not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts))
+        limits = per_prompt("max_tokens", max_tokens, len(prompts), lambda x: isinstance(x, int | np.integer))
+        samplers = per_prompt(
+            "sampling_params",
+            sampling_params or GREEDY,
+            len(prompts),
+            lambda x: isinstance(x, SamplingParams),
+        )
+        stops = frozenset(int(i) for i in stop_ids)
+        stops = stops if ignore_eos else stops | frozenset(self.model.config.eos_token_ids)
+        generations = []
+        for index, (prompt, limit, params) in enumerate(zip(prompts, limits, samplers, strict=True)):
+            name = f"prompts[{index}]"
+            token_ids = token_ids_of(
+                name, prompt, tokenizer=self.tokenizer, vocab_size=self.model.config.vocab_size
+            )
+            generations.append(
+                Generation(
+                    index=index,
+                    token_ids=token_ids,
+                    num_prompt_tokens=len(token_ids),
+                    max_tokens=self._most_new_tokens(name, len(token_ids), int(limit)),
+                    sampling_params=params.with_seed(),
+                    stop_ids=stops,
+                    text=TextStream(self.tokenizer),
+                )
+            )
+        return generations
+
+    def _most_new_tokens(self, name: str, num_prompt_tokens: int, max_tokens: int) -> int:
+        """`max_tokens`, or fewer where the model's context ends; the last one needs no place in it."""
+        require_positive(max_tokens=max_tokens)
+        count, longest = f"{num_prompt_tokens} tokens", self.max_model_len
+        require(num_prompt_tokens <= longest, name, f"fit the model's {longest} positions", count)
+        max_tokens = min(max_tokens, longest - num_prompt_tokens + 1)
+        capacity = self.scheduler.capacity_tokens
+        need = f"{num_prompt_tokens} + {max_tokens} tokens (raise num_blocks or lower max_tokens)"
+        fits = num_prompt_tokens + max_tokens - 1 <= capacity
+        require(fits, f"{name} and its max_tokens", f"fit the cache's {capacity} tokens", need)
+        return max_tokens
+
+    def _stream(self, generations: list[Generation]) -> Generator[StreamedToken]:
+        ids = list(itertools.islice(self._new_ids, len(generations)))
+        for request_id, generation in zip(ids, generations, strict=True):
+            self._generations[request_id] = generation
+            self.scheduler.add(request_id, generation.num_prompt_tokens, generation.max_tokens)
+        try:
+            while True:
+                for generation in generations:
+                    while generation.unread:
+                        yield generation.unread.popleft()
+                if not any(request_id in self._generations for request_id in ids):
+                    return
+                self._run_step()
+        finally:
+            for request_id in ids:
+                if self._generations.pop(request_id, None):
+                    self.scheduler.abort(request_id)
+
+    def _run_step(self) -> None:
+        """Runs one step of whatever is scheduled, whoever's stream it is. Waits for the device once."""
+        step = self.scheduler.schedule()
+        assert step is not None
+        bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
+        metadata = build_batch_metadata(
+            step.query_lens, step.seq_lens, step.block_tables, block_size=self.block_size, bucket=bucket
+        )
+        rows = row_indices(np.asarray(step.query_lens), bucket)
+        inputs = self._inputs(step, bucket, rows)
+        tokens, self._caches = self.graphs(self._params, self._caches, metadata, *inputs)
+        new_tokens = jax.device_get(tokens)[rows].tolist()
+        self._num_steps += 1
+        finished = []
+        for request_id, token_id, samples in zip(step.request_ids, new_tokens, step.samples, strict=True):
+            if samples:
+                self._generations[request_id].append(token_id)
+                if self._generations[request_id].finish_reason is not None:
+                    finished.append(request_id)
+                    del self._generations[request_id]
+        self.scheduler.complete(step, finished)
+
+    def _inputs(self, step: Step, bucket: Bucket, rows: np.ndarray) -> tuple[Any, ...]:
+        """Token ids, sampling parameters and generated tokens, laid out in the bucket's rows."""
+        generations = [self._generations[request_id] for request_id in step.request_ids]
+        ends = zip(generations, step.query_lens, step.seq_lens, strict=True)
+        token_ids = pack_tokens([g.token_ids[end - count : end] for g, count, end in ends], bucket)
+        num_generated = np.zeros(bucket.max_reqs, np.int32)
+        num_generated[rows] = [generation.num_generated for generation in generations]
+        key = (step.request_ids, bucket, rows.tobytes())
+        if self._last_sampling is None or self._last_sampling[0] != key:
+            params = [generation.sampling_params for generation in generations]
+            sampling = build_sampling_metadata(params, num_rows=bucket.max_reqs, rows=rows)
+            self._last_sampling = (key, sampling)
+        token_ids, num_generated = jax.device_put((token_ids, num_generated))
+        return token_ids, self._last_sampling[1], num_generated
+
+
+def make_step(graphdef: Any) -> GraphStep:
+    """The step that is compiled: from a batch to the next token of each row, and the caches.
+
+    Args:
+        graphdef: Of the model, from `nnx.split`; the params are its state.
+    """
+
+    def step(
+        params: Any, caches: Any, metadata: Any, token_ids: Any, sampling: Any, num_generated: Any
+    ) -> tuple[Any, Any]:
+        model = nnx.merge(graphdef, params)
+        shared = plan(metadata, model.config.attention_spec(0))
+        hidden, caches = model(token_ids, caches, metadata, plan=shared)
+        logits = model.logits(hidden[metadata.last_token_indices])
+        return sample(logits, sampling, num_generated), caches
+
+    return step
+
+
+def _with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:
+    """The model over the same arrays, its attention by `implementation`; the given one is left as it is."""
+    if implementation is None:
+        return model
+    name = choose_implementation(implementation)
+    model = nnx.merge(*nnx.split(model))
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, PagedAttention):
+            module.implementation = name
+    return model
+
+
+def _prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """The budget, a quarter of it, a quarter of that, down to 16: few to compile, little padding."""
+    sizes = [max_num_batched_tokens]
+    while sizes[-1] >= 64:
+        sizes.append(sizes[-1] // 4)
+    return sizes
+
+
+def _num_blocks(cache_bytes: int | None, bytes_per_block: int, *, most: int) -> int:
+    if cache_bytes is None:
+        memory = jax.local_devices()[0].memory_stats() or {}
+        free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
+        limit = int(free * SHARE_OF_FREE_MEMORY) if free > 0 else HOST_CACHE_BYTES
+        return min(most, max(limit // bytes_per_block, 2))
+    num_blocks = cache_bytes // bytes_per_block
+    require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
+    return num_blocks

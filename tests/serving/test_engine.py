@@ -1,0 +1,341 @@
+"""The engine on the golden checkpoints: what comes out depends neither on the batch nor on the cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn.models
+from jattn.serving.engine import Engine
+from jattn.serving.generation import token_ids_of
+from jattn.serving.sampler import SamplingParams
+from jattn.spec import Bucket
+from tests.conftest import GOLDEN
+from tests.serving.test_text import BYTES
+
+NUM_PROMPTS, NUM_TOKENS = 4, 24
+
+
+class Golden:
+    def __init__(self, name):
+        self.model = jattn.models.load(GOLDEN / "hf" / name, progress=False)
+        expected = np.load(GOLDEN / "hf" / name / "expected.npz")
+        self.prompts = [expected[f"prompt{i}"].tolist() for i in range(NUM_PROMPTS)]
+        margins = [expected[f"margin{i}"] for i in range(NUM_PROMPTS)]
+        # After a near tie rounding decides, so only what comes before it is certain.
+        self.certain = [int(np.append(margin <= 1e-3, True).argmax()) for margin in margins]
+        self.greedy = [expected[f"greedy{i}"].tolist() for i in range(NUM_PROMPTS)]
+
+    def agrees(self, results, order=range(NUM_PROMPTS)):
+        for result, i in zip(results, order, strict=True):
+            assert len(result.token_ids) == NUM_TOKENS
+            assert result.token_ids[: self.certain[i]] == self.greedy[i][: self.certain[i]]
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """The checkpoint most tests use."""
+    golden = Golden("llama")
+    golden.model.tokenizer = BYTES
+    return golden
+
+
+def one_bucket(max_num_seqs, budget, num_blocks):
+    bucket = Bucket(
+        max_decodes=max_num_seqs,
+        max_prefills=max_num_seqs,
+        max_prefill_tokens=budget,
+        max_blocks=num_blocks - 1,
+    )
+    return {
+        "num_blocks": num_blocks,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "buckets": [bucket],
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(golden):
+    return Engine(golden.model, **one_bucket(4, 160, 65))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running(request):
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        assert (engine.scheduler.num_unfinished, engine.scheduler.block_manager.num_used) == (0, 0)
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+    def test_alone_batched_chunked_and_preempted_agree_with_transformers(self, name):
+        golden = Golden(name)
+        roomy = Engine(golden.model, **one_bucket(4, 160, 65))
+        golden.agrees(roomy.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+        for i, prompt in enumerate(golden.prompts):
+            golden.agrees(roomy.generate([prompt], NUM_TOKENS, ignore_eos=True), [i])
+        assert roomy.stats.num_preemptions == 0
+
+        order = (3, 1, 0, 2)
+        tiny = Engine(golden.model, block_size=4, **one_bucket(4, 13, 33))
+        results = tiny.generate([golden.prompts[i] for i in order], NUM_TOKENS, ignore_eos=True)
+        golden.agrees(results, order)
+        assert tiny.stats.num_preemptions > 0
+        assert tiny.stats.peak_blocks == tiny.stats.num_blocks == 32
+        assert tiny.stats.num_compiles == roomy.stats.num_compiles == 1
+
+    def test_the_reference_implementation_agrees_and_the_model_is_left_as_it_is(self, golden):
+        engine = Engine(golden.model, implementation="reference", **one_bucket(4, 160, 65))
+        golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+        assert golden.model.layers[0].self_attn.implementation is None
+
+
+class TestStopping:
+    def test_at_the_models_eos_token(self, golden, engine, monkeypatch):
+        eos = golden.greedy[2][5]
+        config = dataclasses.replace(golden.model.config, eos_token_ids=(eos,))
+        monkeypatch.setattr(golden.model, "config", config)
+        (result,) = engine.generate([golden.prompts[2]], NUM_TOKENS)
+        assert (result.token_ids, result.finish_reason) == (golden.greedy[2][:6], "stop")
+        (result,) = engine.generate([golden.prompts[2]], NUM_TOKENS, ignore_eos=True)
+        assert (len(result.token_ids), result.finish_reason) == (NUM_TOKENS, "length")
+
+    def test_at_a_stop_id_whose_text_is_left_out(self, golden, engine):
+        stop = next(token for token in golden.greedy[1] if token < 256)
+        first = golden.greedy[1].index(stop)
+        (result,) = engine.generate([golden.prompts[1]], NUM_TOKENS, stop_ids=[stop])
+        assert result.token_ids == golden.greedy[1][: first + 1]
+        assert result.text == BYTES.decode(golden.greedy[1][:first])
+
+    def test_after_each_prompts_own_max_tokens(self, golden, engine):
+        results = engine.generate(golden.prompts[1:], [3, 1, 7])
+        assert [result.token_ids for result in results] == [
+            golden.greedy[i][:n] for i, n in ((1, 3), (2, 1), (3, 7))
+        ]
+        assert {result.finish_reason for result in results} == {"length"}
+
+    def test_at_the_end_of_the_models_context(self, engine):
+        (result,) = engine.generate([[5] * 510], 100, ignore_eos=True)
+        assert (len(result.token_ids), result.finish_reason) == (
+            3,
+            "length",
+        )  # positions 510 and 511, and one
+
+
+class TestStreams:
+    def test_text_and_token_ids_mix_and_the_pieces_are_the_text(self, golden, engine):
+        prompts = ["caf\u00e9", golden.prompts[2]]
+        pieces = ["", ""]
+        tokens = [[], []]
+        for index, token_id, text in engine.stream(prompts, NUM_TOKENS, ignore_eos=True):
+            pieces[index] += text
+            tokens[index].append(token_id)
+        results = engine.generate(prompts, NUM_TOKENS, ignore_eos=True)
+        assert [result.token_ids for result in results] == tokens
+        assert [result.text for result in results] == pieces == [BYTES.decode(ids) for ids in tokens]
+        as_ids = engine.generate([BYTES.encode("caf\u00e9").ids], NUM_TOKENS, ignore_eos=True)
+        assert as_ids[0].token_ids == tokens[0]
+
+    def test_on_token_sees_every_token_once_and_in_order(self, golden, engine):
+        seen = []
+        results = engine.generate(
+            golden.prompts, 5, ignore_eos=True, on_token=lambda *token: seen.append(token)
+        )
+        for index, result in enumerate(results):
+            assert [token_id for i, token_id, _ in seen if i == index] == result.token_ids
+            assert "".join(text for i, _, text in seen if i == index) == result.text
+
+    def test_two_open_streams_do_not_disturb_each_other(self, golden, engine):
+        streams = [engine.stream([golden.prompts[i]], NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
+        pairs = list(zip(*streams, strict=True))
+        assert [first.token_id for first, _ in pairs] == golden.greedy[1]
+        assert [second.token_id for _, second in pairs] == golden.greedy[2]
+
+    def test_closing_a_stream_drops_its_requests(self, golden, engine):
+        stream = engine.stream(golden.prompts, NUM_TOKENS, ignore_eos=True)
+        next(stream)
+        assert engine.scheduler.num_unfinished == 4
+        stream.close()
+        assert engine.scheduler.num_unfinished == 0
+
+    def test_a_stream_that_nobody_reads_starts_nothing(self, golden, engine):
+        engine.stream(golden.prompts)
+        assert engine.scheduler.num_unfinished == 0
+
+    def test_an_error_in_on_token_leaves_the_engine_usable(self, golden, engine):
+        def fail(*token):
+            raise KeyError(token)
+
+        with pytest.raises(KeyError):
+            engine.generate(golden.prompts, 5, on_token=fail)
+        golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+
+
+class TestSampling:
+    def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch(self, golden, engine):
+        hot = [SamplingParams(temperature=2.0, seed=seed) for seed in (1, 2)]
+        prompt = golden.prompts[1]
+        together = engine.generate(
+            [prompt, prompt, prompt], 12, sampling_params=[*hot, SamplingParams()], ignore_eos=True
+        )
+        alone = [engine.generate([prompt], 12, sampling_params=params, ignore_eos=True) for params in hot]
+        assert [result.token_ids for result in together[:2]] == [result[0].token_ids for result in alone]
+        assert together[2].token_ids == golden.greedy[1][:12]
+        assert len({tuple(result.token_ids) for result in together}) == 3
+
+    def test_without_a_seed_each_call_draws_anew(self, golden, engine):
+        hot = SamplingParams(temperature=5.0)
+        drawn = [engine.generate([[7]], 12, sampling_params=hot, ignore_eos=True) for _ in range(2)]
+        assert drawn[0][0].token_ids != drawn[1][0].token_ids
+
+
+class FetchedOnce:
+    """Stands for a step's tokens and counts how often the host asks for them."""
+
+    def __init__(self, tokens, fetches):
+        self.tokens, self.fetches = tokens, fetches
+
+    def __array__(self, *args, **kwargs):
+        self.fetches.append(1)
+        return np.asarray(self.tokens)
+
+
+class TestSteps:
+    def test_the_host_waits_once_a_step(self, golden, engine, monkeypatch):
+        graphs, fetches = engine.graphs, []
+
+        class Spied:
+            choose = staticmethod(graphs.choose)
+
+            def __call__(self, *args):
+                tokens, caches = graphs(*args)
+                return FetchedOnce(tokens, fetches), caches
+
+        monkeypatch.setattr(engine, "graphs", Spied())
+        monkeypatch.setattr(type(engine), "stats", None)  # nothing of the step may depend on it
+        engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True)
+        assert len(fetches) == NUM_TOKENS
+
+    def test_nothing_compiles_after_precompile(self, golden):
+        buckets = [
+            Bucket(max_decodes=2, max_blocks=4),
+            Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=32, max_blocks=4),
+        ]
+        engine = Engine(
+            golden.model, num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, buckets=buckets
+        )
+        engine.precompile(progress=False)
+        assert engine.stats.num_compiles == 2
+        results = engine.generate(golden.prompts[1:3], [8, 8], ignore_eos=True)
+        assert [result.token_ids for result in results] == [golden.greedy[i][:8] for i in (1, 2)]
+        assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
+
+    def test_metrics_count_from_the_call(self, golden, engine):
+        results = engine.generate(golden.prompts, [1, 2, 3, 4], ignore_eos=True)
+        for count, result in enumerate(results, 1):
+            metrics = result.metrics
+            assert metrics.num_tokens == count
+            assert 0 < metrics.time_to_first_token <= metrics.time_total
+            assert metrics.tokens_per_second == count / metrics.time_total
+
+    def test_no_prompts_no_results(self, engine):
+        assert engine.generate([]) == []
+
+
+class TestCacheSize:
+    def test_default_holds_max_num_seqs_contexts(self, golden):
+        stats = Engine(golden.model, max_num_seqs=3).stats
+        assert (stats.num_blocks, stats.peak_blocks) == (3 * 512 // 16, 0)
+
+    def test_cache_bytes_buy_twice_the_blocks_at_half_the_width(self, golden):
+        per_block = 3 * 2 * 16 * 2 * 32 * 4  # layers, k and v, tokens, heads, head_dim, f32
+        sizes = [
+            Engine(golden.model, cache_bytes=10 * per_block + 1, cache_dtype=dtype).stats.num_blocks
+            for dtype in (None, jnp.bfloat16)
+        ]
+        assert sizes == [10 - 1, 20 - 1]
+
+    def test_the_devices_free_memory_limits_the_default(self, golden, monkeypatch):
+        per_block = 3 * 2 * 16 * 2 * 32 * 4
+        device = type("Device", (), {"memory_stats": lambda self: self.stats})()
+        device.stats = {"bytes_limit": 30 * per_block, "bytes_in_use": 10 * per_block}
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        assert Engine(golden.model).stats.num_blocks == 16 - 1
+
+
+GOOD = [1, 2, 3]
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("prompts", "options", "message"),
+        [
+            ([GOOD, []], {}, r"prompts\[1\] must have at least one token, got \[\]\."),
+            ([GOOD, ""], {}, r"prompts\[1\] must have at least one token, got ''\."),
+            ([GOOD, [4, 320]], {}, r"prompts\[1\]\[1\] must be in the vocabulary, \[0, 320\), got 320\."),
+            ([GOOD, [-1]], {}, r"prompts\[1\]\[0\] must be in the vocabulary, \[0, 320\), got -1\."),
+            ([GOOD, np.ones(2)], {}, r"prompts\[1\] must be text or a list of token ids, got array\(\[1"),
+            ([GOOD, [1] * 513], {}, r"prompts\[1\] must fit the model's 512 positions, got 513 tokens\."),
+            ("text", {}, r"prompts must be a list of prompts, got 'text'\."),
+            ([GOOD], {"max_tokens": 0}, r"max_tokens must be positive, got 0\."),
+            ([GOOD], {"max_tokens": [1, 2]}, r"max_tokens must have one entry per prompt \(1\), got 2\."),
+            (
+                [GOOD],
+                {"sampling_params": [SamplingParams()] * 3},
+                r"sampling_params must have one entry per prompt \(1\), got 3\.",
+            ),
+        ],
+    )
+    def test_prompts_before_any_of_them_starts(self, engine, prompts, options, message):
+        steps = engine.stats.num_steps
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(ValueError, match=message):
+                call(prompts, **options)
+        assert engine.stats.num_steps == steps
+
+    def test_a_prompt_that_does_not_fit_the_cache(self, golden):
+        engine = Engine(golden.model, **one_bucket(4, 160, 5))
+        message = r"prompts\[1\] and its max_tokens must fit the cache's 64 tokens, got 60 \+ 6 tokens"
+        with pytest.raises(ValueError, match=message):
+            engine.generate([GOOD, [1] * 60], 6)
+
+    def test_text_without_a_tokenizer(self):
+        message = r"prompts\[0\] must be token ids \(the model has no tokenizer\.json\), got 'text'\."
+        with pytest.raises(ValueError, match=message):
+            token_ids_of("prompts[0]", "text", tokenizer=None, vocab_size=9)
+
+    def test_a_token_in_the_place_of_a_prompt(self):
+        with pytest.raises(ValueError, match=r"prompts\[0\] must be text or a list of token ids, got 7\."):
+            token_ids_of("prompts[0]", 7, tokenizer=None, vocab_size=9)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"block_size": 0}, r"block_size must be positive, got 0\."),
+            ({"max_num_seqs": 0}, r"max_num_seqs must be positive, got 0\."),
+            ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens must be positive, got 0\."),
+            (
+                {"num_blocks": 9, "cache_bytes": 5},
+                r"cache_bytes must be None with num_blocks=9, got 5\.",
+            ),
+            ({"num_blocks": 1}, r"num_blocks must be at least 2 .*, got 1\."),
+            ({"cache_bytes": 9}, r"cache_bytes must hold two blocks \(49152 bytes\), got 9\."),
+            ({"cache_bytes": 49151}, r"cache_bytes must hold two blocks \(49152 bytes\), got 49151\."),
+            (
+                {"buckets": [Bucket(max_decodes=4, max_blocks=32)], "max_num_seqs": 4},
+                r"the batch must fit one of the buckets .*, got 4\+4/512x32\.",
+            ),
+        ],
+    )
+    def test_settings(self, golden, options, message):
+        with pytest.raises(ValueError, match=message):
+            Engine(golden.model, **options)
+
+    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has it")
+    def test_an_implementation_that_this_machine_lacks(self, golden):
+        with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*cpu"):
+            Engine(golden.model, implementation="mosaic_gpu")
