@@ -1,9 +1,11 @@
 """vLLM's attention stack for JAX: metadata as pytrees, a paged KV cache, attention, a Flax module, graphs."""
 
-from jattn import pytree, requests
+from jattn import models, pytree, requests, serving
 from jattn.attend import attend
 from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
 from jattn.cascade import cascade_attend
+from jattn.decode_loop import DecodeLoopOutput, decode_loop
+from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.merge import merge_attn_states
 from jattn.metadata.batch import (
     BatchMetadata,
@@ -69,6 +71,8 @@ __all__ = [
     "CUDAGraphMode",
     "CacheSpec",
     "CascadeMetadata",
+    "DecodeGraphs",
+    "DecodeLoopOutput",
     "LocalStrided",
     "PackedKV",
     "PagedAttention",
@@ -90,6 +94,8 @@ __all__ = [
     "copy_blocks",
     "cp_lse_combine",
     "decode_block_pattern",
+    "decode_loop",
+    "default_buckets",
     "default_capture_sizes",
     "dense_to_crow_col",
     "dispatch_cudagraph",
@@ -107,6 +113,7 @@ __all__ = [
     "max_dcp_local_seq_len",
     "max_local_attention_virtual_batches",
     "merge_attn_states",
+    "models",
     "pad_to_bucket",
     "padded_capture_size",
     "physical_to_logical_mapping",
@@ -120,6 +127,7 @@ __all__ = [
     "reshape_query_for_spec_decode",
     "resolve_cudagraph_mode",
     "round_capture_sizes",
+    "serving",
     "slice_query_start_locs",
     "spec_decode_reorder_threshold",
     "split_at_token",
