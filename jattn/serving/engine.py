@@ -335,11 +335,11 @@ def _with_implementation(model: Any, implementation: str | Sequence[str] | None)
     """The model over the same arrays, its attention by `implementation`; the given one is left as it is."""
     if implementation is None:
         return model
-    name = choose_implementation(implementation)
+    choose_implementation(implementation)  # raises now, not in the first step
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, PagedAttention):
-            module.implementation = name
+            module.implementation = implementation if isinstance(implementation, str) else (*implementation,)
     return model
 
 

@@ -1,0 +1,38 @@
+"""Several prompts share a small cache: the engine batches, chunks and, short of blocks, computes again.
+
+python -m examples.serve_a_batch [DIR of a Hugging Face model]
+"""
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jattn.models
+from jattn.serving import Engine, SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if argv is None else argv
+    model = jattn.models.load(words[0] if words else pathlib.Path(__file__).parent / "tiny_model")
+    engine = Engine(
+        model,
+        num_blocks=17,  # 16 for all requests together: too few for these four at once
+        max_num_seqs=4,
+        max_num_batched_tokens=32,  # longer prompts are computed in chunks, between the others' tokens
+    )
+    prompts = [
+        "def add(a, b):\n    return ",
+        "import os\nimport ",
+        "class Point:\n    def ",
+        "x = [i for i in " * 6,
+    ]
+    greedy, warm = SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=0)
+    results = engine.generate(prompts, 48, sampling_params=[greedy, greedy, warm, greedy])
+    for prompt, result in zip(prompts, results, strict=True):
+        print(f"--- {result.finish_reason} after {len(result.token_ids)} tokens")
+        print(prompt + result.text)
+    print(f"--- {engine.stats}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+import io
+import sys
+
+import jax
+import pytest
+
+from jattn.serving import cli, doctor
+from jattn.serving.cli import StreamPrinter, main
+from jattn.serving.engine import Engine
+from jattn.serving.sampler import SamplingParams
+from tests.conftest import GOLDEN
+from tests.serving.test_engine import Golden, one_bucket
+from tests.serving.test_text import BYTES
+
+
+class Recorded:
+    """Stands for the engine that the command line makes: small, made once, with what it was asked."""
+
+    def __init__(self, engine):
+        self.engine, self.calls, self.implementation = engine, [], None
+
+    def __call__(self, model, implementation):
+        self.implementation = implementation
+        return self
+
+    def generate(self, *args, **kwargs):
+        self.calls.append(kwargs)
+        self.results = self.engine.generate(*args, **kwargs)
+        return self.results
+
+    @property
+    def stats(self):
+        return self.engine.stats
+
+
+@pytest.fixture(scope="module")
+def small_engine():
+    model = Golden("llama").model
+    model.tokenizer = BYTES
+    return Engine(model, **one_bucket(2, 16, 17))
+
+
+@pytest.fixture
+def recorded(small_engine, monkeypatch):
+    recorded = Recorded(small_engine)
+    monkeypatch.setattr(cli, "Engine", recorded)
+    return recorded
+
+
+MODEL = ["generate", "--model", str(GOLDEN / "hf" / "llama")]
+
+
+class TestGenerate:
+    def test_prints_the_prompt_and_its_completion(self, recorded, capsys):
+        assert main([*MODEL, "--max-tokens", "6", "def f("]) == 0
+        (result,) = recorded.results
+        assert len(result.token_ids) == 6
+        assert capsys.readouterr().out == f"def f({result.text}\n"
+        assert recorded.calls[0]["sampling_params"].is_greedy
+
+    def test_reads_the_prompt_from_stdin_where_there_is_none(self, recorded, capsys, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x = "))
+        assert main([*MODEL, "--max-tokens", "2"]) == 0
+        assert capsys.readouterr().out.startswith("x = ")
+
+    def test_passes_the_sampling_options_on(self, recorded):
+        options = ["--temperature=0.5", "--top-k=7", "--top-p=0.9", "--min-p=0.1", "--seed=3"]
+        options.append("--implementation=xla")
+        assert main([*MODEL, "--max-tokens", "1", *options, "a"]) == 0
+        assert recorded.calls[0]["sampling_params"] == SamplingParams(
+            temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3
+        )
+        assert recorded.implementation == "xla"
+
+    def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        main([*MODEL, "--max-tokens", "3", "a", "b"])
+        assert "6 tokens, the first after " in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            ([*MODEL, "text"], "prompts[0] must be token ids (the model has no tokenizer.json), got 'text'."),
+            ([*MODEL, "--temperature", "-1", "a"], "temperature must be at least 0, got -1.0."),
+            (["generate", "--model", "no/such/folder", "a"], "no/such/folder"),
+        ],
+    )
+    def test_an_error_is_one_line_and_status_1(self, argv, message, capsys):
+        assert main(argv) == 1
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.startswith("jattn: ")
+        assert err.count("\n") == 1
+
+    def test_a_command_is_needed(self, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            main([])
+        assert "command" in capsys.readouterr().err
+
+
+def test_several_prompts_are_printed_in_whole_lines_with_their_numbers():
+    out = io.StringIO()
+    printer = StreamPrinter(["a\nb", "c"], out.write)
+    for index, text in ((1, "d"), (0, "e\n"), (1, "\nf\ng"), (0, "")):
+        printer.on_token(index, 9, text)
+    assert out.getvalue() == "[0] a\n[0] be\n[1] cd\n[1] f\n"
+    printer.close()
+    assert out.getvalue().endswith("[1] f\n[1] g\n")
+
+
+class TestDoctor:
+    def test_names_the_version_the_devices_and_every_feature(self, capsys):
+        assert main(["doctor"]) == 0
+        out = capsys.readouterr().out
+        assert f"jax {jax.__version__}" in out
+        assert jax.devices()[0].device_kind in out
+        for feature in doctor.FEATURES:
+            assert any(line.startswith(feature + "  ") for line in out.splitlines())
+
+    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may have the kernels")
+    def test_a_cpu_gets_xla_for_everything_and_is_told_why(self):
+        for feature in doctor.FEATURES:
+            for region in doctor.REGIONS:
+                diagnosis = doctor.diagnose(feature, region)
+                assert diagnosis.implementation == "xla", feature
+                assert "mosaic_gpu" in diagnosis.reasons[0]
+                assert "cpu" in diagnosis.reasons[0]
+
+    def test_says_none_where_nothing_serves(self, monkeypatch):
+        def refuse(*args, implementation, **kwargs):
+            raise NotImplementedError(f"{implementation} is on holiday")
+
+        monkeypatch.setattr(doctor, "attend", refuse)
+        out = doctor.report()
+        assert "none [1] [2] [3]" in out
+        assert "\n[3] reference is on holiday" in out
