@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families import ARCHITECTURES, LAYER_TYPES, read_hf
+from jattn.models.families import ARCHITECTURES, GEMMA_NUMBERS, LAYER_TYPES, read_hf
 from jattn.models.layers import ACTIVATIONS
 from jattn.models.rope import Rope
 from jattn.spec import AttentionSpec
@@ -119,7 +119,7 @@ class DecoderConfig:
         if self.model_type == "gemma2":
             hf["hidden_activation"] = hf["hidden_act"]
         else:
-            for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            for key in GEMMA_NUMBERS:
                 del hf[key]
         if self.model_type.startswith("qwen"):
             hf["use_sliding_window"] = self.sliding_window is not None

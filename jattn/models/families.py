@@ -16,6 +16,7 @@ ARCHITECTURES = {
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = ("float32", "bfloat16", "float16")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+GEMMA_NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 _COMMON: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -73,7 +74,8 @@ def read_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     is_gemma = model_type == "gemma2"
     return {
         "model_type": model_type,
-        **{key: hf[key] for key in (*REQUIRED, "rms_norm_eps", "max_position_embeddings")},
+        **{key: hf[key] for key in (*REQUIRED, "max_position_embeddings")},
+        "rms_norm_eps": float(hf["rms_norm_eps"]),
         "num_key_value_heads": hf["num_key_value_heads"] or heads,
         "head_dim": head_dim,
         "hidden_act": hf["hidden_activation" if is_gemma else "hidden_act"],
@@ -83,9 +85,7 @@ def read_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": window,
         "layer_types": layer_types,
         "ropes": _ropes(hf, layer_types, head_dim),
-        "query_pre_attn_scalar": hf["query_pre_attn_scalar"] if is_gemma else None,
-        "attn_logit_softcapping": hf["attn_logit_softcapping"] if is_gemma else None,
-        "final_logit_softcapping": hf["final_logit_softcapping"] if is_gemma else None,
+        **{key: _number(hf[key]) if is_gemma else None for key in GEMMA_NUMBERS},
         "dtype": _dtype(hf),
         "bos_token_id": hf["bos_token_id"],
         "eos_token_ids": token_ids(hf["eos_token_id"]),
@@ -95,6 +95,10 @@ def read_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def token_ids(ids: int | list[int] | None) -> tuple[int, ...]:
     """A Hugging Face eos_token_id: none, one, or several."""
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _number(value: int | float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _model_type(hf: Mapping[str, Any]) -> str:

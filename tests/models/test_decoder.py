@@ -1,0 +1,128 @@
+"""The decoder under JAX's transformations, and its caches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.models import Decoder, DecoderConfig
+from tests.models.families import CONFIGS
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+CONFIG = DecoderConfig.from_hf(CONFIGS["llama3_rope"] | TINY)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 97, (3, 11)), jnp.int32)
+METADATA = jattn.build_batch_metadata([11], [11], None)
+
+
+@nnx.jit
+def step(model, tokens, caches, metadata, positions=None, plan=None):
+    return model(tokens, caches, metadata, positions=positions, plan=plan)
+
+
+def make(implementation=None, config=CONFIG, **options):
+    return Decoder(config, rngs=nnx.Rngs(0), implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("eval_shape", [jax.eval_shape, nnx.eval_shape])
+def test_is_made_without_memory(eval_shape):
+    huge = dataclasses.replace(CONFIG, vocab_size=10**9, hidden_size=2**14)
+    model = eval_shape(lambda: make(config=huge, dtype=jnp.bfloat16))
+    assert model.embed_tokens.embedding.shape == (10**9, 2**14)
+    assert (model.dtype, model.max_len, model.tokenizer) == (jnp.bfloat16, 256, None)
+
+
+def test_jit_split_and_eval_shape_agree():
+    model = make()
+    run = lambda model, tokens: model.logits(model(tokens, None, METADATA)[0])
+    graph, state = nnx.split(model)
+    by_split = jax.jit(lambda state, tokens: run(nnx.merge(graph, state), tokens))
+    want = nnx.jit(run)(model, TOKENS[0])
+    np.testing.assert_array_equal(by_split(state, TOKENS[0]), want)
+    shape = jax.eval_shape(by_split, state, TOKENS[0])
+    assert (shape.shape, shape.dtype) == (want.shape, jnp.float32)
+
+
+def test_a_step_compiles_once_per_bucket():
+    model, traces = make(), []
+
+    @nnx.jit
+    def counted(model, tokens, caches, metadata):
+        traces.append(1)
+        return model(tokens, caches, metadata)
+
+    caches = model.create_caches(8, block_size=4)
+    bucket = jattn.Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=8, max_blocks=3)
+    for lens in ([1, 5], [3]):
+        metadata = jattn.build_batch_metadata(
+            lens, lens, [[1, 2, 3]] * len(lens), block_size=4, bucket=bucket
+        )
+        _, caches = counted(model, jnp.zeros(10, jnp.int32), caches, metadata)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_biases", "gemma2_default_layers"])
+def test_trains_under_vmap(name):
+    graph, params = nnx.split(make("reference", DecoderConfig.from_hf(CONFIGS[name] | TINY)))
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        hidden = jax.vmap(lambda tokens: model(tokens, None, METADATA)[0])(TOKENS)
+        scores = jax.nn.log_softmax(model.logits(hidden[:, :-1].reshape(-1, hidden.shape[-1])))
+        return -jnp.take_along_axis(scores, TOKENS[:, 1:].reshape(-1, 1), axis=1).mean()
+
+    loss_and_gradient = jax.jit(jax.value_and_grad(loss))
+    before, gradient = loss_and_gradient(params)
+    after, _ = loss_and_gradient(jax.tree.map(lambda p, g: p - 0.05 * g, params, gradient))
+    assert after < before
+    assert all(bool(jnp.isfinite(g).all()) and bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
+
+
+def test_positions_may_be_given():
+    model = make()
+    hidden, _ = step(model, TOKENS[0], None, METADATA, METADATA.positions)
+    shifted, _ = step(model, TOKENS[0], None, METADATA, METADATA.positions + 50)
+    scaled, _ = step(model, TOKENS[0], None, METADATA, METADATA.positions * 3)
+    np.testing.assert_allclose(hidden, shifted, atol=1e-5)  # rope knows distances only
+    assert np.abs(hidden - scaled).max() > 1e-3
+
+
+def test_a_plan_changes_nothing():
+    model = make()
+    metadata = jattn.build_batch_metadata([11], [11], [[1, 2, 3]], block_size=4)
+    spec = CONFIG.attention_spec(0)
+    run = lambda plan: step(model, TOKENS[0], model.create_caches(4, block_size=4), metadata, None, plan)[0]
+    np.testing.assert_array_equal(run(jattn.plan(metadata, spec)), run(None))
+
+
+def test_caches_are_one_a_layer():
+    model = make(dtype=jnp.bfloat16)
+    specs = model.cache_specs(9, block_size=8, layout="HND")
+    assert len(specs) == len(model.create_caches(9)) == 2
+    assert (specs[0].dtype, specs[0].layout, specs[0].key_shape) == (jnp.bfloat16, "HND", (9, 2, 8, 4))
+    assert (
+        model.cache_specs(9, dtype=jnp.float32, quantization="int8_token_head")[0].storage_dtype == jnp.int8
+    )
+    with pytest.raises(ValueError, match=r"caches must have one entry per layer \(2\), got 1"):
+        model(TOKENS[0], model.create_caches(9)[:1], METADATA)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({"layout": "packed"}, 1e-5), ({"quantization": "int8_token_head"}, 0.1)]
+)
+def test_any_kind_of_cache_serves(options, tolerance):
+    model = make()
+    metadata = jattn.build_batch_metadata([11], [11], [[3, 1, 2]], block_size=4)
+    want, _ = step(model, TOKENS[0], None, METADATA)
+    got, _ = step(model, TOKENS[0], model.create_caches(4, block_size=4, **options), metadata)
+    np.testing.assert_allclose(got, want, atol=tolerance)
+
+
+def test_an_implementation_reaches_the_layers():
+    model = make(["reference", "xla"])
+    assert {layer.self_attn.implementation for layer in model.layers} == {("reference", "xla")}
+    with pytest.raises(ValueError, match=r"implementation must be one of .*got 'cudnn'"):
+        make("cudnn")(TOKENS[0], None, METADATA)

@@ -1,0 +1,147 @@
+"""Every family and every way to write its config, against numpy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.models import DecoderConfig, load
+from tests.models import numpy_decoder
+from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
+
+TOKENS = np.random.default_rng(1).integers(0, 97, 40)
+
+
+@nnx.jit
+def score(model, token_ids, metadata):
+    return model.logits(model(token_ids, None, metadata)[0])
+
+
+def logits_of(model):
+    metadata = jattn.build_batch_metadata([len(TOKENS)], [len(TOKENS)], None)
+    return np.asarray(score(model, jnp.asarray(TOKENS, jnp.int32), metadata))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_slow_decoder(tmp_path, name):
+    tensors = random_tensors(CONFIGS[name])
+    model = load(write_checkpoint(tmp_path, CONFIGS[name], tensors), progress=False)
+    want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(model), want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["qwen2_sliding", "gemma2_default_layers"])
+def test_bf16_stays_near(tmp_path, name):
+    tensors = random_tensors(CONFIGS[name], BFLOAT16)
+    model = load(write_checkpoint(tmp_path, CONFIGS[name] | {"dtype": "bfloat16"}, tensors), progress=False)
+    want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
+    got = logits_of(model)
+    assert model.dtype == jnp.bfloat16
+    assert got.dtype == np.float32
+    assert (
+        np.sqrt(np.mean((got - want) ** 2)) < 0.02 * np.abs(want).max()
+    )  # torch's own is 0.4 to 1.4 per cent
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_survives_to_hf_and_back(name):
+    config = DecoderConfig.from_hf(CONFIGS[name])
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+def windows(name, **changes):
+    config = DecoderConfig.from_hf(CONFIGS[name] | changes)
+    return [config.attention_spec(i).window for i in range(config.num_hidden_layers)]
+
+
+def test_a_window_counts_the_query_itself():
+    assert windows("mistral") == [(6, 0)] * 3
+    assert windows("mistral_full") == [None] * 3
+    assert windows("qwen2") == [None] * 3
+    assert windows("qwen2_sliding") == [None, None, (4, 0)]
+    assert windows("qwen2_layer_types") == [(5, 0), None, (5, 0)]
+    assert windows("gemma2_default_layers") == [(4, 0), None, (4, 0)]
+    assert windows("llama_old_keys", sliding_window=4) == [None] * 3
+
+
+def test_rope_may_differ_by_layer_type():
+    ropes = {
+        "full_attention": {"rope_theta": 7.0, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0},
+    }
+    config = DecoderConfig.from_hf(CONFIGS["qwen2_layer_types"] | {"rope_parameters": ropes})
+    assert [rope.rope_theta for rope in config.ropes] == [9.0, 7.0, 9.0]
+    assert config.ropes[0].factor == 2.0
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+def test_silence_means_what_transformers_means():
+    sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
+    llama = DecoderConfig.from_hf(sizes | {"model_type": "llama"})
+    assert (llama.head_dim, llama.num_key_value_heads, llama.ropes[0].rope_theta) == (2, 4, 10000.0)
+    assert (llama.eos_token_ids, llama.tie_word_embeddings, llama.dtype) == ((2,), False, None)
+    gemma = DecoderConfig.from_hf(sizes | {"model_type": "gemma2", "eos_token_id": [1, 107]})
+    assert (gemma.head_dim, gemma.query_pre_attn_scalar, gemma.sliding_window) == (256, 256, 4096)
+    assert (gemma.eos_token_ids, gemma.tie_word_embeddings) == ((1, 107), True)
+    mistral = DecoderConfig.from_hf(
+        sizes | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    )
+    assert (mistral.model_type, mistral.sliding_window, mistral.num_key_value_heads) == ("mistral", 4096, 2)
+
+
+REFUSED = {
+    "MixtralForCausalLM": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
+    "'gelu_fast'.*gelu_pytorch_tanh": {"hidden_act": "gelu_fast"},
+    "'yarn'.*default, linear, llama3": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "'dynamic'.*llama3": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    "quantization_config 'gptq'": {"quantization_config": {"quant_method": "gptq"}},
+    "dtype 'float8_e4m3fn'.*bfloat16": {"dtype": "float8_e4m3fn"},
+    "use_bidirectional_attention": {"model_type": "gemma2", "use_bidirectional_attention": True},
+    "layer type 'chunked_attention'": {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refuses_by_name_what_is_not_here(message):
+    with pytest.raises(NotImplementedError, match=message):
+        DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | REFUSED[message])
+
+
+WRONG = {
+    r"vocab_size.*none of \['vocab_size'\]": {"vocab_size": None},
+    "hidden_size must be a multiple of num_attention_heads .6.*got 50": {"hidden_size": 50},
+    "num_q_heads must be a multiple of num_kv_heads .4.*got 6": {"num_key_value_heads": 4},
+    "head_dim must be even, got 5": {"head_dim": 5},
+    "rope parameter factor must be given for 'linear'": {"rope_scaling": {"type": "linear"}},
+    "rope parameter low_freq_factor must be given": {"rope_scaling": {"type": "llama3", "factor": 2.0}},
+    "high_freq_factor must be above low_freq_factor .4.0.*got 1.0": {
+        "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}
+    },
+    "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},
+    "rms_norm_eps must be positive, got 0": {"rms_norm_eps": 0.0},
+    "max_position_embeddings must be positive, got 0": {"max_position_embeddings": 0},
+    "sliding_window must be positive .*got 0": {"model_type": "mistral", "sliding_window": 0},
+    "layer_types must have one entry per layer .3.*got 2": {
+        "model_type": "gemma2",
+        "layer_types": ["full_attention"] * 2,
+    },
+    "rope_parameters must have 'sliding_attention'": {
+        "model_type": "gemma2",
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_says_what_is_wrong_with_a_config(message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | WRONG[message])
+
+
+def test_model_type_is_checked_without_a_file():
+    fields = vars(DecoderConfig.from_hf(CONFIGS["llama_old_keys"]))
+    with pytest.raises(ValueError, match=r"model_type must be one of 'llama'.*got 'phi'"):
+        DecoderConfig(**{**fields, "model_type": "phi"})

@@ -1,0 +1,119 @@
+"""Logits and greedy tokens of transformers, reproduced through the paged cache however prompts are cut."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.models import load
+from tests.conftest import GOLDEN
+
+BLOCK = 16
+NUM_BLOCKS = 48
+BUCKET = jattn.Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=160, max_blocks=8)
+PROMPTS = range(4)
+TOLERANCE = 1e-4
+
+
+@nnx.jit
+def step(model, token_ids, caches, metadata):
+    hidden, caches = model(token_ids, caches, metadata)
+    return model.logits(hidden), caches
+
+
+class Golden:
+    """A checkpoint, what transformers makes of it, and shuffled blocks for four requests."""
+
+    def __init__(self, name):
+        self.model = load(GOLDEN / "hf" / name, progress=False)
+        self.expected = dict(np.load(GOLDEN / "hf" / name / "expected.npz"))
+        blocks = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
+        self.tables = blocks[:32].reshape(4, 8)
+        self.caches = self.model.create_caches(NUM_BLOCKS, block_size=BLOCK)
+
+    def prompt(self, i):
+        return self.expected[f"prompt{i}"].tolist()
+
+    def run(self, rows):
+        """One padded step of `rows` (request, its new tokens, context); logits of each row's tokens."""
+        lens, contexts = [len(tokens) for _, tokens, _ in rows], [context for _, _, context in rows]
+        seq_lens = np.add(lens, contexts)
+        table = self.tables[[request for request, _, _ in rows]]
+        metadata = jattn.build_batch_metadata(lens, seq_lens, table, block_size=BLOCK, bucket=BUCKET)
+        places = np.flatnonzero(metadata.is_live_token)
+        token_ids = np.zeros(BUCKET.max_tokens, np.int32)
+        token_ids[places] = np.concatenate([tokens for _, tokens, _ in rows])
+        logits, self.caches = step(self.model, jnp.asarray(token_ids), self.caches, metadata)
+        return np.split(np.asarray(logits)[places], np.cumsum(lens)[:-1])
+
+    def error(self, i, logits, first=0):
+        return np.abs(logits - self.expected[f"logits{i}"][first : first + len(logits)]).max()
+
+
+@functools.cache
+def golden_of(name):
+    return Golden(name)
+
+
+@pytest.fixture(params=["llama", "qwen3", "gemma2"])
+def golden(request):
+    return golden_of(request.param)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_whole_prompt_at_once(golden, has_cache):
+    prompt = golden.prompt(3)
+    table, caches = (golden.tables[:1], golden.model.create_caches(NUM_BLOCKS)) if has_cache else (None, None)
+    metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], table)
+    logits, caches = step(golden.model, jnp.asarray(prompt, jnp.int32), caches, metadata)
+    assert golden.error(3, np.asarray(logits)) < TOLERANCE
+    assert (caches is not None) == has_cache
+
+
+def test_a_prompt_in_uneven_chunks(golden):
+    prompt, done = golden.prompt(3), 0
+    for length in (1, 30, 2, 17, 1, 49):
+        (logits,) = golden.run([(2, prompt[done : done + length], done)])
+        assert golden.error(3, logits, first=done) < TOLERANCE
+        done += length
+    assert done == len(prompt)
+
+
+def test_prompts_batched_with_each_other(golden):
+    rows = [(i, golden.prompt(i), 0) for i in PROMPTS]
+    for i, logits in zip(PROMPTS, golden.run(rows), strict=True):
+        assert golden.error(i, logits) < TOLERANCE
+
+
+def test_greedy_decoding_among_other_requests(golden):
+    """Requests decode one token at a time, all in one step, while another one's prompt comes in by chunks."""
+    prompts = [golden.prompt(i) for i in PROMPTS]
+    first = golden.run([(i, prompts[i], 0) for i in PROMPTS[:3]])
+    tokens = [int(logits[-1].argmax()) for logits in first]
+    chunk = -(-len(prompts[3]) // 23)
+    for n in range(24):
+        for i in PROMPTS[:3]:
+            if golden.expected[f"margin{i}"][n] > 1e-3:
+                assert tokens[i] == golden.expected[f"greedy{i}"][n]
+            tokens[i] = int(golden.expected[f"greedy{i}"][n])
+        late = prompts[3][n * chunk : (n + 1) * chunk]
+        rows = [(i, [tokens[i]], len(prompts[i]) + n) for i in PROMPTS[:3]]
+        rows += [(3, late, n * chunk)] if late else []
+        logits = golden.run(rows)
+        tokens = [int(row[-1].argmax()) for row in logits[:3]]
+        if late:
+            assert golden.error(3, logits[3], first=n * chunk) < TOLERANCE
+
+
+def test_decodes_what_it_says_itself(golden):
+    prompt = golden.prompt(3)
+    (logits,) = golden.run([(1, prompt, 0)])
+    for n, want in enumerate(golden.expected["greedy3"]):
+        token = int(logits[-1].argmax())
+        if golden.expected["margin3"][n] <= 1e-3:
+            break
+        assert token == want
+        (logits,) = golden.run([(1, [token], len(prompt) + n)])

@@ -1,0 +1,169 @@
+"""Folders in and out: bits kept, and errors that name the tensor or the file before anything is allocated."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from jattn.models import Decoder, checkpoint, load, save
+from tests.conftest import GOLDEN
+from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
+
+TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
+EMBEDDING, PROJECTION = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_golden_checkpoints_survive_bit_by_bit(tmp_path, name):
+    save(load(GOLDEN / "hf" / name, progress=False), tmp_path)
+    file = "model.safetensors"
+    before, after = load_file(GOLDEN / "hf" / name / file), load_file(tmp_path / file)
+    assert before.keys() == after.keys()
+    for key in before:
+        np.testing.assert_array_equal(before[key].view(np.uint32), after[key].view(np.uint32))
+    with safe_open(tmp_path / file, "numpy") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+@pytest.mark.parametrize("hf", [TIED, UNTIED], ids=["tied", "untied"])
+def test_round_trip_in_every_dtype(tmp_path, hf, dtype):
+    hf = {key: value for key, value in hf.items() if key not in ("dtype", "torch_dtype")}
+    tensors = random_tensors(hf, dtype)
+    model = load(write_checkpoint(tmp_path / "a", hf, tensors), progress=False)
+    assert model.dtype == dtype
+    save(model, tmp_path / "b")
+    again = load(tmp_path / "b", progress=False)
+    for old, new in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
+        assert old.dtype == new.dtype == dtype
+        np.testing.assert_array_equal(old, new)
+    stored = load_file(tmp_path / "b" / "model.safetensors")
+    assert all(np.array_equal(stored[name], tensors[name]) for name in tensors)
+
+
+def test_dtype_may_be_chosen(tmp_path):
+    directory = write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    assert load(directory, dtype=jnp.bfloat16, progress=False).dtype == jnp.bfloat16
+    (tmp_path / "config.json").write_text(json.dumps(TIED | {"torch_dtype": "float16"}))
+    assert load(directory, progress=False).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_several_files(tmp_path, has_index):
+    tensors = random_tensors(TIED)
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, part in parts.items():
+        write_checkpoint(tmp_path, TIED, {name: tensors[name] for name in part}, file)
+    if has_index:
+        index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (tmp_path / "consolidated.safetensors").write_bytes(b"not in the index: never opened")
+    model = load(tmp_path, progress=False)
+    np.testing.assert_array_equal(model.embed_tokens.embedding[...], tensors[EMBEDDING])
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(FileNotFoundError if has_index else ValueError, match=r"model-2|must be in the check"):
+        load(tmp_path, progress=False)
+
+
+def test_a_tensor_stands_in_one_file(tmp_path):
+    tensors = random_tensors(TIED)
+    write_checkpoint(tmp_path, TIED, tensors, "a.safetensors")
+    write_checkpoint(tmp_path, TIED, {EMBEDDING: tensors[EMBEDDING]}, "b.safetensors")
+    with pytest.raises(ValueError, match=f"{EMBEDDING} must stand in one file, got a second one in b.safe"):
+        load(tmp_path, progress=False)
+
+
+def test_passes_over_what_is_harmless(tmp_path):
+    tensors = random_tensors(TIED)
+    tensors |= {"lm_head.weight": tensors[EMBEDDING]}
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    load(write_checkpoint(tmp_path, TIED, tensors), progress=False)
+
+
+def damaged(change):
+    tensors = random_tensors(UNTIED)
+    change(tensors)
+    return tensors
+
+
+DAMAGE = {
+    f"{PROJECTION} must be in the checkpoint.*1 missing": lambda t: t.pop(PROJECTION),
+    f"{EMBEDDING} must be in the checkpoint": lambda t: t.pop(EMBEDDING),
+    "lm_head.weight must be in the checkpoint": lambda t: t.pop("lm_head.weight"),
+    rf"{PROJECTION} must have shape \(32, 48\).*got \(48, 32\)": lambda t: t.update(
+        {PROJECTION: np.zeros((48, 32), np.float32)}
+    ),
+    "got model.layers.3.mlp.up_proj.weight": lambda t: t.update(
+        {"model.layers.3.mlp.up_proj.weight": np.zeros(3, np.float32)}
+    ),
+    rf"{PROJECTION}'s dtype must be one of F32, BF16, F16, got I8": lambda t: t.update(
+        {PROJECTION: np.zeros((32, 48), np.int8)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_names_the_tensor_before_anything_is_allocated(tmp_path, message, monkeypatch):
+    write_checkpoint(tmp_path, UNTIED, damaged(DAMAGE[message]))
+    monkeypatch.setattr(jnp, "array", lambda *_: pytest.fail("a tensor was put on the device"))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, progress=False)
+
+
+def test_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/config.json does not exist"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text(json.dumps(TIED))
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors does not exist"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(ValueError, match=r"model.safetensors must be a whole safetensors file"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TIED | {"model_type": "mamba"}))
+    with pytest.raises(NotImplementedError, match=r"architecture mamba.*LlamaForCausalLM"):
+        load(tmp_path)
+
+
+def test_names_the_extra_that_is_missing():
+    with pytest.raises(ImportError, match=r"jattn.models needs not_there: pip install 'jattn\[models\]'"):
+        checkpoint.optional_module("not_there.numpy")
+
+
+def test_the_end_of_text_in_generation_config_wins(tmp_path):
+    write_checkpoint(tmp_path, TIED | {"eos_token_id": 5}, random_tensors(TIED))
+    assert load(tmp_path, progress=False).config.eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
+    assert load(tmp_path, progress=False).config.eos_token_ids == (5, 9)
+
+
+def test_shows_progress(tmp_path, capfd):
+    load(write_checkpoint(tmp_path / "tiny", TIED, random_tensors(TIED)))
+    assert "Loading tiny: 100%" in capfd.readouterr().err
+
+
+def test_the_tokenizer_travels_and_breaks_no_transform(tmp_path):
+    write_checkpoint(tmp_path / "a", TIED, random_tensors(TIED))
+    Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "a" / "tokenizer.json"))
+    model = load(tmp_path / "a", progress=False)
+    assert model.tokenizer.encode("ab").ids == [0, 1]
+    save(model, tmp_path / "b")
+    assert load(tmp_path / "b", progress=False).tokenizer.encode("ba").ids == [1, 0]
+    graph, state = nnx.split(model)
+    assert hash(graph) == hash(nnx.split(model)[0])
+    assert nnx.merge(graph, state).tokenizer is model.tokenizer
+    assert nnx.jit(lambda model: model.embed_tokens.embedding[...] * 1.0)(model).shape == (97, 48)
+
+
+def test_a_saved_file_may_replace_the_one_it_came_from(tmp_path):
+    model = load(write_checkpoint(tmp_path, TIED, random_tensors(TIED)), progress=False)
+    before = jax.tree.map(np.array, nnx.state(model))
+    save_file({"x": np.zeros(1000)}, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+    assert isinstance(model, Decoder)
