@@ -14,7 +14,8 @@ CACHE_SPEC = jattn.CacheSpec(
 
 
 def main() -> None:
-    layer = jattn.PagedAttention(HIDDEN, SPEC, rngs=nnx.Rngs(0))
+    module = jattn.PagedAttention(HIDDEN, SPEC, rngs=nnx.Rngs(0))
+    layer = nnx.jit(lambda *step: module(*step), donate_argnums=1)  # the cache is written in place
     text = jax.random.normal(jax.random.key(1), (12, HIDDEN))
     blocks = [[4, 1, 6]]  # where positions 0-3, 4-7 and 8-11 are cached
 

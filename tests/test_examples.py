@@ -7,8 +7,7 @@ import pytest
 
 import jattn.models
 from examples import decode_one_step, demo, flax_layer, serve_a_batch
-from tests.conftest import GOLDEN
-from tests.serving.test_text import BYTES
+from tests.serving.tiny import one_layer_model
 
 EXAMPLES = pathlib.Path(demo.__file__).parent
 
@@ -17,9 +16,7 @@ EXAMPLES = pathlib.Path(demo.__file__).parent
 def model_dir(tmp_path_factory):
     """A model that speaks in bytes."""
     directory = tmp_path_factory.mktemp("model")
-    model = jattn.models.load(GOLDEN / "hf" / "llama", progress=False)
-    model.tokenizer = BYTES
-    jattn.models.save(model, directory)
+    jattn.models.save(one_layer_model(), directory)
     return str(directory)
 
 

@@ -12,30 +12,18 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jattn.attend import choose_implementation
-from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
+from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
-from jattn.module import PagedAttention
-from jattn.plan import plan
 from jattn.requests import pack_tokens, row_indices
 from jattn.serving.block_manager import BlockManager
-from jattn.serving.generation import (
-    Generation,
-    GenerationResult,
-    Prompt,
-    StreamedToken,
-    per_prompt,
-    token_ids_of,
-)
-from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata, sample
+from jattn.serving.generation import Generation, GenerationResult, StreamedToken
+from jattn.serving.prompts import Prompt, PromptLimits, build_generations
+from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
 from jattn.serving.scheduler import Scheduler, Step
-from jattn.serving.text import TextStream
+from jattn.serving.sizes import num_blocks_in, prefill_sizes
+from jattn.serving.step import make_step, with_implementation
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
-
-GREEDY = SamplingParams()
-HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
-SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,12 +89,11 @@ class Engine:
         require_positive(block_size=block_size, max_num_seqs=max_num_seqs)
         require_positive(max_num_batched_tokens=max_num_batched_tokens)
         self.model, self.tokenizer, self.block_size = model, model.tokenizer, block_size
-        self.max_model_len: int = model.config.max_position_embeddings
         cache = {"block_size": block_size, "dtype": cache_dtype, "quantization": quantization}
-        longest = -(-self.max_model_len // block_size)
+        longest = -(-model.config.max_position_embeddings // block_size)
         if num_blocks is None:
             bytes_per_block = sum(spec.bytes_per_block for spec in model.cache_specs(1, **cache))
-            num_blocks = _num_blocks(cache_bytes, bytes_per_block, most=longest * max_num_seqs + 1)
+            num_blocks = num_blocks_in(cache_bytes, bytes_per_block, most=longest * max_num_seqs + 1)
         else:
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
         self.scheduler = Scheduler(
@@ -116,9 +103,9 @@ class Engine:
         )
         max_blocks = min(longest, num_blocks - 1)
         if buckets is None:
-            sizes = _prefill_sizes(max_num_batched_tokens)
+            sizes = prefill_sizes(max_num_batched_tokens)
             buckets = default_buckets(max_num_seqs, max_blocks=max_blocks, prefill_tokens=sizes)
-        graphdef, self._params = nnx.split(_with_implementation(model, implementation))
+        graphdef, self._params = nnx.split(with_implementation(model, implementation))
         self.graphs = DecodeGraphs(make_step(graphdef), buckets)
         self.graphs.choose(  # raises where a step could be too large
             num_decodes=max_num_seqs,
@@ -183,7 +170,7 @@ class Engine:
             ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
                 vocabulary, longer than the model's context or than the cache. Nothing has started then.
         """
-        generations = self._generations_of(prompts, max_tokens, sampling_params, stop_ids, ignore_eos)
+        generations = self._checked(prompts, max_tokens, sampling_params, stop_ids, ignore_eos)
         with contextlib.closing(self._stream(generations)) as tokens:
             for token in tokens:
                 if on_token is not None:
@@ -203,10 +190,10 @@ class Engine:
 
         Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
         """
-        return self._stream(self._generations_of(prompts, max_tokens, sampling_params, stop_ids, ignore_eos))
+        return self._stream(self._checked(prompts, max_tokens, sampling_params, stop_ids, ignore_eos))
 
     # --------------------------------------------------------------------------------------- inside
-    def _generations_of(
+    def _checked(
         self,
         prompts: Sequence[Prompt],
         max_tokens: int | Sequence[int],
@@ -214,47 +201,20 @@ class Engine:
         stop_ids: Sequence[int],
         ignore_eos: bool,
     ) -> list[Generation]:
-        """Checks everything that can be wrong with the prompts, before any of them starts."""
-        require(not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts))
-        limits = per_prompt("max_tokens", max_tokens, len(prompts), lambda x: isinstance(x, int | np.integer))
-        samplers = per_prompt(
-            "sampling_params",
-            sampling_params or GREEDY,
-            len(prompts),
-            lambda x: isinstance(x, SamplingParams),
+        config = self.model.config
+        limits = PromptLimits(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            capacity_tokens=self.scheduler.capacity_tokens,
         )
-        stops = frozenset(int(i) for i in stop_ids)
-        stops = stops if ignore_eos else stops | frozenset(self.model.config.eos_token_ids)
-        generations = []
-        for index, (prompt, limit, params) in enumerate(zip(prompts, limits, samplers, strict=True)):
-            name = f"prompts[{index}]"
-            token_ids = token_ids_of(
-                name, prompt, tokenizer=self.tokenizer, vocab_size=self.model.config.vocab_size
-            )
-            generations.append(
-                Generation(
-                    index=index,
-                    token_ids=token_ids,
-                    num_prompt_tokens=len(token_ids),
-                    max_tokens=self._most_new_tokens(name, len(token_ids), int(limit)),
-                    sampling_params=params.with_seed(),
-                    stop_ids=stops,
-                    text=TextStream(self.tokenizer),
-                )
-            )
-        return generations
-
-    def _most_new_tokens(self, name: str, num_prompt_tokens: int, max_tokens: int) -> int:
-        """`max_tokens`, or fewer where the model's context ends; the last one needs no place in it."""
-        require_positive(max_tokens=max_tokens)
-        count, longest = f"{num_prompt_tokens} tokens", self.max_model_len
-        require(num_prompt_tokens <= longest, name, f"fit the model's {longest} positions", count)
-        max_tokens = min(max_tokens, longest - num_prompt_tokens + 1)
-        capacity = self.scheduler.capacity_tokens
-        need = f"{num_prompt_tokens} + {max_tokens} tokens (raise num_blocks or lower max_tokens)"
-        fits = num_prompt_tokens + max_tokens - 1 <= capacity
-        require(fits, f"{name} and its max_tokens", f"fit the cache's {capacity} tokens", need)
-        return max_tokens
+        return build_generations(
+            prompts,
+            max_tokens,
+            sampling_params,
+            stop_ids=frozenset(map(int, stop_ids)) | frozenset(() if ignore_eos else config.eos_token_ids),
+            tokenizer=self.tokenizer,
+            limits=limits,
+        )
 
     def _stream(self, generations: list[Generation]) -> Generator[StreamedToken]:
         ids = list(itertools.islice(self._new_ids, len(generations)))
@@ -310,53 +270,3 @@ class Engine:
             self._last_sampling = (key, sampling)
         token_ids, num_generated = jax.device_put((token_ids, num_generated))
         return token_ids, self._last_sampling[1], num_generated
-
-
-def make_step(graphdef: Any) -> GraphStep:
-    """The step that is compiled: from a batch to the next token of each row, and the caches.
-
-    Args:
-        graphdef: Of the model, from `nnx.split`; the params are its state.
-    """
-
-    def step(
-        params: Any, caches: Any, metadata: Any, token_ids: Any, sampling: Any, num_generated: Any
-    ) -> tuple[Any, Any]:
-        model = nnx.merge(graphdef, params)
-        shared = plan(metadata, model.config.attention_spec(0))
-        hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        logits = model.logits(hidden[metadata.last_token_indices])
-        return sample(logits, sampling, num_generated), caches
-
-    return step
-
-
-def _with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:
-    """The model over the same arrays, its attention by `implementation`; the given one is left as it is."""
-    if implementation is None:
-        return model
-    choose_implementation(implementation)  # raises now, not in the first step
-    model = nnx.merge(*nnx.split(model))
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, PagedAttention):
-            module.implementation = implementation if isinstance(implementation, str) else (*implementation,)
-    return model
-
-
-def _prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The budget, a quarter of it, a quarter of that, down to 16: few to compile, little padding."""
-    sizes = [max_num_batched_tokens]
-    while sizes[-1] >= 64:
-        sizes.append(sizes[-1] // 4)
-    return sizes
-
-
-def _num_blocks(cache_bytes: int | None, bytes_per_block: int, *, most: int) -> int:
-    if cache_bytes is None:
-        memory = jax.local_devices()[0].memory_stats() or {}
-        free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
-        limit = int(free * SHARE_OF_FREE_MEMORY) if free > 0 else HOST_CACHE_BYTES
-        return min(most, max(limit // bytes_per_block, 2))
-    num_blocks = cache_bytes // bytes_per_block
-    require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
-    return num_blocks

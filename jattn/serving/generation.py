@@ -1,18 +1,12 @@
-"""One prompt from the call to its result: what is checked, what is counted, what is returned."""
+"""One prompt under way, and what it becomes."""
 
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from jattn.serving.sampler import SamplingParams
 from jattn.serving.text import TextStream
-from pallas_kernels.checks import require
-
-type Prompt = str | Sequence[int] | np.ndarray
 
 
 class StreamedToken(NamedTuple):
@@ -111,38 +105,3 @@ class Generation:
                 time_to_first_token=self.times[0], time_total=self.times[-1], num_tokens=self.num_generated
             ),
         )
-
-
-def per_prompt[T](name: str, values: T | Sequence[T], count: int, is_one: Callable[[Any], bool]) -> list[T]:
-    """One value for each prompt, from one for all of them or a list.
-
-    Raises:
-        ValueError: The list has another length.
-    """
-    if is_one(values):
-        return [values] * count  # type: ignore[list-item]
-    listed: list[T] = list(values)  # type: ignore[arg-type]
-    require(len(listed) == count, name, f"have one entry per prompt ({count})", len(listed))
-    return listed
-
-
-def token_ids_of(name: str, prompt: object, *, tokenizer: Any | None, vocab_size: int) -> list[int]:
-    """A prompt's tokens.
-
-    Raises:
-        ValueError: It is text and there is no tokenizer, it is empty, not a list of ints, or a token is not
-            in the vocabulary.
-    """
-    if isinstance(prompt, str):
-        require(tokenizer is not None, name, "be token ids (the model has no tokenizer.json)", repr(prompt))
-        assert tokenizer is not None
-        token_ids = np.asarray(tokenizer.encode(prompt).ids, np.int64)
-    else:
-        token_ids = np.asarray(prompt)
-    require(token_ids.ndim == 1, name, "be text or a list of token ids", repr(prompt))
-    require(token_ids.size > 0, name, "have at least one token", repr(prompt))
-    require(token_ids.dtype.kind in "iu", name, "be text or a list of token ids", repr(prompt))
-    wrong = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
-    for i in wrong[:1]:
-        require(False, f"{name}[{i}]", f"be in the vocabulary, [0, {vocab_size})", token_ids[i])
-    return token_ids.tolist()

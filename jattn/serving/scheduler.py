@@ -124,17 +124,22 @@ class Scheduler:
         self._known.add(request_id)
 
     def schedule(self) -> Step | None:
-        """The next step, its blocks allocated; None if there is nothing to run. Follow it with `complete`."""
+        """The next step, its blocks allocated; None if there is nothing to run.
+
+        Follow it with `complete` once it has run; without, the same rows are scheduled again.
+        """
         chunks: list[tuple[_Progress, int]] = []
         preempted: list[int] = []
         budget, index = self.max_num_batched_tokens, 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
             count = min(request.num_new, budget)
-            preempted += self._make_room(request, count)
-            if self.block_manager.blocks_to_append(request.request_id, count) > self.block_manager.num_free:
+            missing = request.num_computed + count - self.block_manager.num_tokens(request.request_id)
+            missing = max(missing, 0)  # less than count where the last step was never completed
+            preempted += self._make_room(request, missing)
+            if self.block_manager.blocks_to_append(request.request_id, missing) > self.block_manager.num_free:
                 break  # the latest of all: it waits, with the blocks it has
-            self.block_manager.append(request.request_id, count)
+            self.block_manager.append(request.request_id, missing)
             chunks.append((request, count))
             budget, index = budget - count, index + 1
         while budget > 0 and len(chunks) == len(self._running) and self._can_admit():

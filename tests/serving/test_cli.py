@@ -9,8 +9,8 @@ from jattn.serving.cli import StreamPrinter, main
 from jattn.serving.engine import Engine
 from jattn.serving.sampler import SamplingParams
 from tests.conftest import GOLDEN
-from tests.serving.test_engine import Golden, one_bucket
-from tests.serving.test_text import BYTES
+from tests.serving.test_engine import one_bucket
+from tests.serving.tiny import one_layer_model
 
 
 class Recorded:
@@ -35,9 +35,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def small_engine():
-    model = Golden("llama").model
-    model.tokenizer = BYTES
-    return Engine(model, **one_bucket(2, 16, 17))
+    return Engine(one_layer_model(), **one_bucket(2, 16, 17))
 
 
 @pytest.fixture

@@ -200,6 +200,16 @@ def test_nobody_is_admitted_while_a_running_prompt_is_short_of_blocks():
     assert (rows(step), step.preempted, scheduler.block_manager.num_free) == ({0: 1}, (), 1)
 
 
+def test_a_step_that_failed_is_scheduled_again_with_the_same_blocks():
+    scheduler = scheduler_of(9, max_num_batched_tokens=6)
+    scheduler.add(0, 4, 5)
+    scheduler.add(1, 7, 5)
+    for _ in range(4):
+        step = scheduler.schedule()
+        assert scheduler.schedule() == step
+        scheduler.complete(step)
+
+
 @pytest.mark.parametrize("is_running", [True, False])
 def test_abort_returns_the_blocks(is_running):
     scheduler = scheduler_of(9)

@@ -3,21 +3,9 @@ import pytest
 from hypothesis import given
 
 from jattn.serving.text import TextStream
+from tests.serving.tiny import BYTES
 
 tokenizers = pytest.importorskip("tokenizers")
-
-
-def byte_tokenizer(merges=()):
-    """Token i is a byte, in the order of ByteLevel's alphabet."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(merges)))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return tokenizer
-
-
-BYTES = byte_tokenizer()
 
 
 def pieces_of(tokenizer, token_ids):

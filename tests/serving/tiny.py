@@ -1,0 +1,40 @@
+"""The smallest things that an engine can serve: a tokenizer of bytes and a model of one layer."""
+
+import dataclasses
+
+import pytest
+from flax import nnx
+
+from jattn.models import Decoder
+from jattn.models.loading import read_config
+from tests.conftest import GOLDEN
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def byte_tokenizer():
+    """Token i is a byte, in the order of ByteLevel's alphabet."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+BYTES = byte_tokenizer()
+
+
+def one_layer_model():
+    """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
+    config = read_config(GOLDEN / "hf" / "llama")
+    config = dataclasses.replace(
+        config,
+        num_hidden_layers=1,
+        layer_types=config.layer_types[:1],
+        ropes=config.ropes[:1],
+        eos_token_ids=(),
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    model.tokenizer = BYTES
+    return model
