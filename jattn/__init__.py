@@ -7,14 +7,7 @@ from jattn.cascade import cascade_attend
 from jattn.decode_loop import DecodeLoopOutput, decode_loop
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.merge import merge_attn_states
-from jattn.metadata.batch import (
-    BatchMetadata,
-    advance,
-    build_batch_metadata,
-    build_cross_attention_metadata,
-    pad_to_bucket,
-    update_block_table,
-)
+from jattn.metadata.batch import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
 from jattn.metadata.buckets import default_capture_sizes, padded_capture_size, round_capture_sizes
 from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata, use_cascade_attention
 from jattn.metadata.context_parallel import (
@@ -55,6 +48,7 @@ from jattn.metadata.split import (
     split_decodes_prefills_and_extends,
     split_prefill_chunks,
 )
+from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table
 from jattn.module import PagedAttention, attention_fn
 from jattn.plan import Plan, plan
 from jattn.sparsity.params import LocalStrided, get_head_sliding_step

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.metadata.batch import BatchMetadata, advance
+from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.transitions import advance
 from jattn.pytree import pytree, replace
 from pallas_kernels.checks import require, require_positive, require_shape
 

@@ -39,6 +39,7 @@ class PagedAttention(nnx.Module):
         shares_kv: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        precision: str | None = None,
         implementation: str | Sequence[str] | None = None,
     ) -> None:
         """Makes the layer's parameters.
@@ -58,6 +59,7 @@ class PagedAttention(nnx.Module):
                 cache); it has no key and value projections and writes nothing.
             dtype: Of the computation; None = as parameters and input promote.
             param_dtype: Of the parameters.
+            precision: Of the projections' products; None = jax's default, which on a GPU rounds f32 to TF32.
             implementation: As in `attend`.
 
         Raises:
@@ -76,7 +78,13 @@ class PagedAttention(nnx.Module):
         )
         q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         linear = lambda inputs, outputs, bias: nnx.Linear(
-            inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            inputs,
+            outputs,
+            use_bias=bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
         )
         self.q_proj = linear(hidden_size, q_width, use_bias)
         if not shares_kv:

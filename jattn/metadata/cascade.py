@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.metadata.batch import PAD_SLOT_ID, BatchMetadata
+from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.namespace import IntVector
+from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from jattn.spec import Bucket
 from pallas_kernels.checks import require
@@ -108,7 +109,9 @@ def build_cascade_metadata(
         num_prefills=jnp.ones_like(metadata.num_prefills),
         bucket=Bucket(max_prefills=1, max_prefill_tokens=tokens, max_blocks=max_blocks),
     )
-    columns = jnp.minimum(jnp.arange(max_blocks, dtype=jnp.int32) + prefix_len // metadata.block_size, max_blocks - 1)
+    columns = jnp.minimum(
+        jnp.arange(max_blocks, dtype=jnp.int32) + prefix_len // metadata.block_size, max_blocks - 1
+    )
     suffix = replace(
         metadata,
         seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),

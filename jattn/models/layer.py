@@ -41,10 +41,9 @@ class DecoderLayer(nnx.Module):
             use_bias=config.attention_bias,
             use_out_bias=config.attention_out_bias,
             param_dtype=dtype,
+            precision=matmul_precision(dtype),
             implementation=implementation,
         )
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(self.self_attn, name).precision = matmul_precision(dtype)
         self.mlp = MLP(
             config.hidden_size,
             config.intermediate_size,

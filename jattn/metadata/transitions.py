@@ -1,0 +1,131 @@
+"""From one step's metadata to another's, on the device: the next step, other blocks, a larger bucket."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int32
+
+from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.slots import PAD_SLOT_ID
+from jattn.pytree import replace
+from jattn.spec import Bucket
+from pallas_kernels.checks import require
+
+
+def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
+    """The slot of every token, from its position and its row's blocks; -1 for padding and past the table."""
+    rows, positions = metadata.token_rows, metadata.positions
+    column = positions // metadata.block_size
+    max_blocks = metadata.block_table.shape[1]
+    block = metadata.block_table[rows, jnp.minimum(column, max_blocks - 1)]
+    slots = block * metadata.block_size + positions % metadata.block_size
+    return jnp.where(metadata.is_live_token & (column < max_blocks), slots, PAD_SLOT_ID)
+
+
+def update_block_table(
+    metadata: BatchMetadata, block_table: Int32[Array, "reqs max_blocks"]
+) -> BatchMetadata:
+    """The same step over other blocks: slots follow the new table. Traced.
+
+    Source: vLLM's update_block_table, for cache groups that share all but their blocks.
+    """
+    moved = replace(metadata, block_table=block_table)
+    return replace(moved, slot_mapping=slot_mapping_of(moved))
+
+
+def advance(
+    metadata: BatchMetadata,
+    block_table: Int32[Array, "reqs max_blocks"] | None = None,
+    *,
+    num_accepted: Int[Array, " reqs"] | None = None,
+    is_running: Bool[Array, " reqs"] | None = None,
+) -> BatchMetadata:
+    """The next decode step's metadata, on the device: every live row decodes `decode_query_len` more tokens.
+
+    Prefill rows become decode rows, so the result's bucket has `max_reqs` decode rows and no prefill region.
+    A token past the end of the block table gets slot -1: give tables that are long enough.
+
+    Args:
+        metadata: This step's.
+        block_table: The next step's blocks; None = the same.
+        num_accepted: How many of this step's tokens of each row stay (speculative decoding); None = all.
+        is_running: False ends a row: it becomes a padding row. None = all go on.
+    """
+    bucket = metadata.bucket
+    decode_len = bucket.decode_query_len
+    kept = metadata.query_lens if num_accepted is None else num_accepted.astype(jnp.int32)
+    live = metadata.seq_lens > 0
+    live = live if is_running is None else live & is_running
+    seq_lens = jnp.where(live, metadata.num_computed_tokens + kept + decode_len, 0)
+    rows = jnp.arange(bucket.max_reqs + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(live, rows[1:], 0), initial=0)
+    stepped = replace(
+        metadata,
+        query_start_loc=jnp.minimum(rows, num_rows) * decode_len,
+        seq_lens=seq_lens,
+        block_table=metadata.block_table if block_table is None else block_table,
+        slot_mapping=jnp.zeros(bucket.max_reqs * decode_len, jnp.int32),
+        num_decodes=num_rows,
+        num_prefills=jnp.zeros_like(metadata.num_prefills),
+        bucket=Bucket(max_decodes=bucket.max_reqs, decode_query_len=decode_len, max_blocks=bucket.max_blocks),
+    )
+    return replace(stepped, slot_mapping=slot_mapping_of(stepped))
+
+
+def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
+    """The same step laid out in a larger bucket. Traced; pad token arrays with `pad_tokens`.
+
+    Raises:
+        ValueError: `bucket` is smaller in some size, or has another decode_query_len.
+    """
+    old = metadata.bucket
+    require(
+        bucket.decode_query_len == old.decode_query_len,
+        "bucket.decode_query_len",
+        f"be the metadata's ({old.decode_query_len})",
+        bucket.decode_query_len,
+    )
+    for size in ("max_decodes", "max_prefills", "max_prefill_tokens"):
+        require(
+            getattr(bucket, size) >= getattr(old, size),
+            f"bucket.{size}",
+            f"be at least {getattr(old, size)}",
+            getattr(bucket, size),
+        )
+    max_blocks = metadata.block_table.shape[1]
+    more_blocks = (bucket.max_blocks or max_blocks) - max_blocks
+    require(more_blocks >= 0, "bucket.max_blocks", f"be at least {max_blocks}", bucket.max_blocks)
+    pad_rows = lambda rows: _pad_regions(rows, old.max_decodes, bucket.max_decodes, bucket.max_reqs, 0)
+    live_decode_tokens = metadata.num_decodes * bucket.decode_query_len
+    decode_starts = jnp.minimum(
+        jnp.arange(bucket.max_decodes, dtype=jnp.int32) * bucket.decode_query_len, live_decode_tokens
+    )
+    prefill_starts = (
+        metadata.query_start_loc[old.max_decodes :] - old.max_decode_tokens + bucket.max_decode_tokens
+    )
+    if not bucket.max_prefills:
+        prefill_starts = live_decode_tokens[None]
+    elif not old.max_prefills:
+        prefill_starts = jnp.full(1, bucket.max_decode_tokens, jnp.int32)
+    padding = (0, bucket.max_prefills + 1 - prefill_starts.shape[0])
+    return replace(
+        metadata,
+        query_start_loc=jnp.concatenate([decode_starts, jnp.pad(prefill_starts, padding, mode="edge")]),
+        seq_lens=pad_rows(metadata.seq_lens),
+        block_table=jnp.pad(pad_rows(metadata.block_table), ((0, 0), (0, more_blocks))),
+        slot_mapping=pad_tokens(metadata.slot_mapping, old, bucket, pad=PAD_SLOT_ID),
+        bucket=bucket,
+    )
+
+
+def pad_tokens(tokens: Array, old: Bucket, new: Bucket, *, pad: int = 0) -> Array:
+    """Lays an array [old.max_tokens, ...] out as [new.max_tokens, ...]."""
+    return _pad_regions(tokens, old.max_decode_tokens, new.max_decode_tokens, new.max_tokens, pad)
+
+
+def _pad_regions(array: Array, old_first: int, new_first: int, new_total: int, pad: int) -> Array:
+    """Pads `[first region | second region]` to `[new_first | new_total - new_first]` entries of axis 0."""
+    rest = ((0, 0),) * (array.ndim - 1)
+    second = new_total - new_first - (array.shape[0] - old_first)
+    first_padded = jnp.pad(array[:old_first], ((0, new_first - old_first), *rest), constant_values=pad)
+    return jnp.concatenate(
+        [first_padded, jnp.pad(array[old_first:], ((0, second), *rest), constant_values=pad)]
+    )
