@@ -88,6 +88,11 @@ class TestGreedy:
         assert tiny.stats.peak_blocks == tiny.stats.num_blocks == 32
         assert tiny.stats.num_compiles == roomy.stats.num_compiles == 1
 
+        warm = [SamplingParams(temperature=1.0, seed=seed) for seed in order]
+        expected = roomy.generate([golden.prompts[i] for i in order], 12, sampling_params=warm)
+        preempted = tiny.generate([golden.prompts[i] for i in order], 12, sampling_params=warm)
+        assert [result.token_ids for result in preempted] == [result.token_ids for result in expected]
+
     def test_the_reference_implementation_agrees_and_the_model_is_left_as_it_is(self, golden):
         engine = Engine(golden.model, implementation="reference", **one_bucket(4, 160, 65))
         golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
@@ -105,8 +110,9 @@ class TestStopping:
         assert (len(result.token_ids), result.finish_reason) == (NUM_TOKENS, "length")
 
     def test_at_a_stop_id_whose_text_is_left_out(self, golden, engine):
-        stop = next(token for token in golden.greedy[1] if token < 256)
+        stop = golden.greedy[1][5]
         first = golden.greedy[1].index(stop)
+        assert first > 0
         (result,) = engine.generate([golden.prompts[1]], NUM_TOKENS, stop_ids=[stop])
         assert result.token_ids == golden.greedy[1][: first + 1]
         assert result.text == BYTES.decode(golden.greedy[1][:first])
@@ -187,6 +193,11 @@ class TestSampling:
         assert together[2].token_ids == golden.greedy[1][:12]
         assert len({tuple(result.token_ids) for result in together}) == 3
 
+    def test_each_token_of_a_prompt_is_drawn_anew(self, engine):
+        hottest = SamplingParams(temperature=1e6, seed=0)  # all tokens are equally likely
+        (result,) = engine.generate([[7]], 12, sampling_params=hottest, ignore_eos=True)
+        assert len(set(result.token_ids)) > 8
+
     def test_without_a_seed_each_call_draws_anew(self, golden, engine):
         hot = SamplingParams(temperature=5.0)
         drawn = [engine.generate([[7]], 12, sampling_params=hot, ignore_eos=True) for _ in range(2)]
@@ -216,7 +227,6 @@ class TestSteps:
                 return FetchedOnce(tokens, fetches), caches
 
         monkeypatch.setattr(engine, "graphs", Spied())
-        monkeypatch.setattr(type(engine), "stats", None)  # nothing of the step may depend on it
         engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True)
         assert len(fetches) == NUM_TOKENS
 

@@ -1,0 +1,42 @@
+import pytest
+
+from jattn.serving.generation import Generation
+from jattn.serving.sampler import SamplingParams
+from jattn.serving.text import TextStream
+from tests.serving.tiny import BYTES
+
+A, B = BYTES.encode("ab").ids
+EURO = BYTES.encode("\u20ac").ids
+
+
+def generation(max_tokens=9, stop_ids=()):
+    return Generation(
+        index=3,
+        token_ids=[7, 7],
+        num_prompt_tokens=2,
+        max_tokens=max_tokens,
+        sampling_params=SamplingParams(),
+        stop_ids=frozenset(stop_ids),
+        text=TextStream(BYTES),
+    )
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "options", "pieces", "reason"),
+    [
+        ([A, B], {"max_tokens": 2}, ["a", "b"], "length"),
+        ([A, B], {"stop_ids": [B]}, ["a", ""], "stop"),  # the stop token is no text
+        ([A, EURO[0]], {"max_tokens": 2}, ["a", "\ufffd"], "length"),  # cut short: nothing is held back
+        ([EURO[0], B], {"stop_ids": [B]}, ["", "\ufffd"], "stop"),
+        ([A, B], {"max_tokens": 2, "stop_ids": [B]}, ["a", ""], "stop"),
+    ],
+)
+def test_ends_with_all_its_text(token_ids, options, pieces, reason):
+    under_way = generation(**options)
+    for token_id in token_ids:
+        assert under_way.finish_reason is None
+        under_way.append(token_id)
+    assert list(under_way.unread) == [(3, i, text) for i, text in zip(token_ids, pieces, strict=True)]
+    result = under_way.result()
+    assert (result.token_ids, result.text) == (token_ids, "".join(pieces))
+    assert (result.finish_reason, result.metrics.num_tokens) == (reason, 2)
