@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations import reference, xla
+from jattn.implementations import mosaic_gpu, reference, xla
 from jattn.metadata.batch import BatchMetadata
 from jattn.plan import Plan
 from jattn.spec import AttentionSpec
@@ -83,19 +83,31 @@ def attend(
     Source: vLLM V1 attention backends' `forward`.
     """
     _check(query, cache, metadata, spec, plan, sinks, alibi_slopes)
-    name = choose_implementation(implementation)
-    if name == "reference":
-        out, lse = reference.attend(query, cache, metadata, spec, sinks=sinks, alibi_slopes=alibi_slopes)
-    else:
-        tiles = None if plan is None else plan.query_tiles
-        out, lse = xla.attend(
-            query, cache, metadata, spec, tiles=tiles, sinks=sinks, alibi_slopes=alibi_slopes
+    reason = mosaic_gpu.why_not(query, cache, spec, metadata.bucket.decode_query_len)
+    name = choose_implementation(implementation, reason)
+    per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    tiles = None if plan is None else plan.query_tiles
+    if name == "mosaic_gpu":
+        assert isinstance(cache, PagedCache)  # why_not says so
+        decode_plan = None if plan is None else plan.decode
+        out, lse = mosaic_gpu.attend(
+            query, cache, metadata, spec, decode_plan=decode_plan, query_tiles=tiles, **per_head
         )
+    elif name == "xla":
+        out, lse = xla.attend(query, cache, metadata, spec, tiles=tiles, **per_head)
+    else:
+        out, lse = reference.attend(query, cache, metadata, spec, **per_head)
     return (out, lse) if return_lse else out
 
 
-def choose_implementation(implementation: str | Sequence[str] | None = None) -> str:
+def choose_implementation(
+    implementation: str | Sequence[str] | None = None, mosaic_gpu_reason: str | None = None
+) -> str:
     """The first implementation of those asked for that can serve; None asks for the best.
+
+    Args:
+        implementation: A name, several in order of preference, or None.
+        mosaic_gpu_reason: Why the Mosaic GPU kernels cannot serve this request, wherever they run.
 
     Raises:
         ValueError: There is no implementation of that name.
@@ -107,7 +119,9 @@ def choose_implementation(implementation: str | Sequence[str] | None = None) -> 
     reasons = []
     for name in asked:
         require_one_of("implementation", name, IMPLEMENTATIONS)
-        reason = support.why_not(platform=jax.default_backend()) if name == "mosaic_gpu" else None
+        reason = None
+        if name == "mosaic_gpu":
+            reason = support.why_not(platform=jax.default_backend()) or mosaic_gpu_reason
         if reason is None:
             return name
         reasons.append(f"{name}: {reason}")

@@ -1,9 +1,13 @@
 """What a step's attention needs to know beyond its metadata, made once and shared by all layers."""
 
+import jax
+
+from jattn.implementations.mosaic_gpu import DecodePlan, plan_decode
 from jattn.implementations.tiles import QueryTiles, prefill_tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from pallas_kernels import support
 from pallas_kernels.checks import require
 
 
@@ -12,10 +16,12 @@ class Plan:
     """A step's schedule.
 
     Attributes:
+        decode: The decode kernel's schedule; None without a decode region or without a kernel here.
         query_tiles: The prefill region's tiles; None where the bucket has none.
         bucket: Static: the bucket that it was made for.
     """
 
+    decode: DecodePlan | None
     query_tiles: QueryTiles | None
     bucket: Bucket = static()
 
@@ -45,5 +51,10 @@ def plan(metadata: BatchMetadata, spec: AttentionSpec, cache_spec: CacheSpec | N
             f"be the metadata's ({size})",
             cache_spec.block_size,
         )
-    has_prefill = metadata.bucket.max_prefill_tokens > 0
-    return Plan(query_tiles=prefill_tiles(metadata) if has_prefill else None, bucket=metadata.bucket)
+    bucket = metadata.bucket
+    has_decode_kernel = bucket.max_decodes > 0 and support.why_not(platform=jax.default_backend()) is None
+    return Plan(
+        decode=plan_decode(metadata, spec) if has_decode_kernel else None,
+        query_tiles=prefill_tiles(metadata) if bucket.max_prefill_tokens > 0 else None,
+        bucket=bucket,
+    )

@@ -1,6 +1,75 @@
 """Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.shared.head_dims import HEAD_DIMS
+
+DTYPES = ("bfloat16", "float16")
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+LAYOUTS = ("NHD", "HND")
+MAX_GROUP = 64
+MAX_DECODE_QUERY_LEN = 8
+COMPUTE_CAPABILITY = "9.0"
+
 
 def why_not(*, platform: str) -> str | None:
-    """Why the Mosaic GPU kernels cannot serve attention on this platform; None if they can."""
-    return f"there are no mosaic_gpu kernels yet (platform {platform!r})"
+    """Why the Mosaic GPU kernels cannot run on this platform at all; None if they can."""
+    if platform not in ("gpu", "cuda"):
+        return f"the kernels need an NVIDIA GPU, and JAX's platform here is {platform!r}"
+    found = getattr(jax.devices()[0], "compute_capability", None)
+    if found != COMPUTE_CAPABILITY:
+        return (
+            f"the kernels are compiled for compute capability {COMPUTE_CAPABILITY}, and this GPU has {found}"
+        )
+    return None
+
+
+def why_not_decode(
+    *,
+    dtype: Any,
+    cache_dtype: Any,
+    head_dim: int,
+    block_size: int | None,
+    group: int,
+    decode_query_len: int,
+    layout: str | None = "NHD",
+    is_scaled: bool = False,
+    is_sparse: bool = False,
+) -> str | None:
+    """Why paged_decode has no kernel for a request; None if it has.
+
+    Args:
+        dtype: Of the queries.
+        cache_dtype: Of the keys and values.
+        head_dim: Width of a head.
+        block_size: Tokens of a cache block; None where there is no paged cache.
+        group: Query heads of a kv head.
+        decode_query_len: Queries of a request.
+        layout: Of the cache; None where there is no paged cache.
+        is_scaled: The cache has scales.
+        is_sparse: The layer has a block pattern.
+    """
+    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    rules = (
+        (layout is not None, "keys and values outside a paged cache"),
+        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
+        (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
+        (not is_scaled, f"a cache of {cache_dtype.name} with scales"),
+        (cache_dtype == dtype, f"a cache of {cache_dtype.name} with queries of {dtype.name}"),
+        (not is_sparse, "block-sparse attention"),
+        (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
+        (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
+        (group <= MAX_GROUP, f"{group} query heads a kv head (at most {MAX_GROUP})"),
+        (
+            decode_query_len <= MAX_DECODE_QUERY_LEN,
+            f"decode_query_len {decode_query_len} (at most {MAX_DECODE_QUERY_LEN})",
+        ),
+    )
+    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, values))

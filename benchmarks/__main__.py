@@ -1,0 +1,21 @@
+"""`python -m benchmarks decode [CASE ...]`: rows to the terminal and to benchmarks/results."""
+
+import argparse
+
+from benchmarks import decode
+
+SUITES = {"decode": decode}
+
+
+def main() -> None:
+    """Runs a suite."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    suites = parser.add_subparsers(dest="suite", required=True)
+    for name, suite in SUITES.items():
+        suite.add_arguments(suites.add_parser(name, help=suite.__doc__))
+    arguments = parser.parse_args()
+    SUITES[arguments.suite].main(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Device time by CUPTI, the machine's read ceiling, and where rows go."""
+
+import datetime
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 15) -> tuple[Any, dict[str, Any]]:
+    """The result of `f(*args)`, and its microseconds: median and spread of the sum, median of each kernel."""
+    result, runs = profiler.measure(jax.jit(f), aggregate=False, iterations=iterations)(*args)
+    assert isinstance(runs, list)
+    sums = [1e3 * sum(ms for _, ms in run) for run in runs]
+    kernels: dict[str, float] = {}
+    for nth, (name, _) in enumerate(runs[0]):
+        label = name if name not in kernels else f"{name}#{nth}"
+        kernels[label] = round(1e3 * statistics.median(run[nth][1] for run in runs), 2)
+    low, *_, high = statistics.quantiles(sums, n=10)
+    return result, {"us": statistics.median(sums), "spread_us": [low, high], "kernels_us": kernels}
+
+
+def read_ceiling() -> float:
+    """GB/s of the fastest plain read that XLA has: the sum of 4 GiB."""
+    x = jax.random.bits(jax.random.key(0), (2**30,), jnp.uint32).view(jnp.float32)
+    x = jnp.where(jnp.isfinite(x), x, 0.0).reshape(1024, -1)
+    _, time = kernel_times(lambda x: jnp.sum(x, axis=1), x)
+    return x.nbytes / time["us"] / 1e3
+
+
+class Rows:
+    """Prints rows and appends them to a file named for the suite, the GPU and the day."""
+
+    def __init__(self, suite: str, out: str | None):
+        self.gpu = jax.devices()[0].device_kind
+        day = datetime.date.today().isoformat()
+        name = f"{suite}-{self.gpu.replace(' ', '-').lower()}-{day}.jsonl"
+        self.path = pathlib.Path(out or RESULTS) / name
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, **row: Any) -> None:
+        """One row: floats rounded to what the clock is good for."""
+        row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+        line = json.dumps({"gpu": self.gpu, "jax": jax.__version__} | row)
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")

@@ -1,0 +1,60 @@
+"""Who computes what: the keys of all requests laid end to end and cut into equal spans, one a thread block.
+
+A span may begin and end inside a request, so all thread blocks finish together however skewed the batch is,
+and no request is cut more often than that takes. Every (request, span) that meet leave one partial result;
+along the line of keys request + span grows with each such meeting, so that sum numbers them without a table.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.shared.score import Score
+
+
+class Schedule(NamedTuple):
+    """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
+
+    Attributes:
+        unit_ends: One past each request's last unit, when the requests' units are laid end to end.
+        first_rows: The request in which each span begins, and one more span would; `reqs` past the end.
+    """
+
+    unit_ends: Int32[Array, " reqs"]
+    first_rows: Int32[Array, " starts"]
+
+    @property
+    def slots(self) -> int:
+        """Number of spans."""
+        return self.first_rows.shape[0] - 1
+
+
+def make_schedule(
+    seq_lens: Int32[Array, " reqs"], *, score: Score, tiles: Tiles, decode_query_len: int, slots: int
+) -> Schedule:
+    """Cuts a step's keys into `slots` equal spans. Traced: made once a step, on the device."""
+    unit = tiles.split_kv or tiles.tile_kv
+    low, high = score.row_range(seq_lens, decode_query_len)
+    units = jnp.where(high > low, (high + (unit - 1)) // unit - low // unit, 0)
+    reqs = seq_lens.shape[0]
+    before = jnp.arange(reqs)[None, :] <= jnp.arange(reqs)[:, None]
+    # Sums over a mask, not cumsum and searchsorted: XLA makes one small kernel of each.
+    ends = jnp.where(before, units[None, :], 0).sum(axis=1)
+    starts = jnp.arange(slots + 1, dtype=jnp.int32) * span_units(ends[-1], slots)
+    rows = (ends[None, :] <= starts[:, None]).sum(axis=1)
+    return Schedule(ends.astype(jnp.int32), rows.astype(jnp.int32))
+
+
+def span_units(total: Array, slots: int) -> Array:
+    """Units of a span; at least 1."""
+    return jnp.maximum(lax.div(total + (slots - 1), jnp.int32(slots)), 1)
+
+
+def num_partials(reqs: int, max_kv: int, *, tiles: Tiles, slots: int) -> int:
+    """How many partial results there may be for each head."""
+    if tiles.split_kv is None:
+        return reqs + slots
+    return reqs * (-(-max_kv // tiles.split_kv))

@@ -1,0 +1,1 @@
+"""What kernels share: scores and masks, the cut of head_dim that the tensor core wants."""

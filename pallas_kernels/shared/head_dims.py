@@ -1,0 +1,38 @@
+"""How a head is cut for the tensor core, which takes the values' head_dim in units of 64.
+
+A head_dim that 64 does not divide is cut into equal chunks of at most 64, and TMA fills each up to 64 with
+zeros on the way into shared memory: no byte more is read, and the caller pads nothing.
+"""
+
+from typing import NamedTuple
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+UNIT = 64
+
+
+class HeadCut(NamedTuple):
+    """A head of `chunks * chunk` elements, each chunk `width` wide in shared memory."""
+
+    chunks: int
+    chunk: int
+    width: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Shared memory holds more than global memory."""
+        return self.width != self.chunk
+
+    @property
+    def padded_dim(self) -> int:
+        """Elements of a head in shared memory."""
+        return self.chunks * self.width
+
+
+def head_cut(head_dim: int) -> HeadCut:
+    """The cut of a head; whole where 64 divides it."""
+    if head_dim % UNIT == 0:
+        return HeadCut(1, head_dim, head_dim)
+    count = -(-head_dim // UNIT)
+    while head_dim % (8 * count):  # TMA wants strides of 16 bytes
+        count += 1
+    return HeadCut(count, head_dim // count, UNIT)

@@ -1,0 +1,49 @@
+"""What the score of a query and a key is: the static part of a layer's attention, as kernels see it."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+# A query may stand this many positions before its request's first key (fewer keys than queries).
+MAX_QUERIES_BEFORE_KEYS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """`scale * q.k`, soft-capped, masked, ALiBi-biased. Fields are AttentionSpec's of the same names."""
+
+    scale: float
+    causal: bool = True
+    window: tuple[int | None, int | None] = (None, None)
+    chunk_size: int | None = None
+    soft_cap: float | None = None
+    sqrt_alibi: bool = False
+
+    @property
+    def mask(self) -> tuple[Any, ...]:
+        """What decides which keys a query sees; layers that agree in it share a schedule."""
+        return self.causal, self.window, self.chunk_size
+
+    def key_range(self, position: Any, seq_len: Any) -> tuple[Any, Any]:
+        """First key that the query at `position` sees, and one past the last: scalars or tiles of int32."""
+        left, right = self.window
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        low, high = position * 0, position * 0 + seq_len
+        if right is not None:
+            high = jnp.minimum(high, position + (1 + right))
+        if left is not None:
+            low = jnp.maximum(low, position - left)
+        if self.chunk_size is not None:
+            shift = MAX_QUERIES_BEFORE_KEYS * self.chunk_size  # lax.div rounds towards 0
+            chunk = lax.div(position + shift, position * 0 + self.chunk_size) * self.chunk_size - shift
+            low, high = jnp.maximum(low, chunk), jnp.minimum(high, chunk + self.chunk_size)
+        return low, jnp.maximum(high, low)
+
+    def row_range(self, seq_len: Any, query_len: int) -> tuple[Any, Any]:
+        """First key that some of a request's last `query_len` queries sees, and one past the last."""
+        low, _ = self.key_range(seq_len - query_len, seq_len)
+        _, high = self.key_range(seq_len - 1, seq_len)
+        return low, jnp.maximum(high, low)

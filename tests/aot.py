@@ -1,0 +1,114 @@
+"""Compiles a function for an H200 on a machine without a GPU, down to ptxas: an error here is an error there.
+
+Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt, no driver and no other CUDA package, and a ptxas: in a
+CUDA toolkit or in the nvidia-cuda-nvcc wheel. XLA's own kernels are not tuned here; judge only Pallas's.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation"  name: "NVIDIA H200"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Kernel(NamedTuple):
+    """What ptxas said of one Pallas kernel."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+
+
+def plugin_folder() -> pathlib.Path | None:
+    """Where pip put jax_cuda13_plugin; None if it is not installed."""
+    spec = importlib.util.find_spec("jax_cuda13_plugin")
+    return (
+        pathlib.Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    )
+
+
+def require_plugin() -> None:
+    """Skips the test, with the reason, where nothing can be compiled."""
+    if plugin_folder() is None:
+        pytest.skip("ahead-of-time compilation needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
+
+
+def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
+    """Compiles `module.aot_cases()[name]`, each a function and its abstract arguments; the kernels of each.
+
+    In a process of its own: the compiler prints its report to the process's standard output, and JAX must not
+    have started a GPU.
+
+    Raises:
+        AssertionError: Something did not compile; the message has the process's output.
+    """
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_RUNTIME_LIB_PATH": str(plugin_folder() / "libmosaic_gpu_runtime.so"),  # type: ignore[operator]
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.aot", module, *names],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    _, *parts = re.split(r"^== (.*)$", done.stdout, flags=re.MULTILINE)
+    return {name: kernels_in(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def kernels_in(report: str) -> list[Kernel]:
+    """Reads ptxas's report."""
+    pattern = (
+        r"properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    )
+    return [
+        Kernel(name, int(registers), int(stores) + int(loads))
+        for name, stores, loads, registers in re.findall(pattern, report, flags=re.DOTALL)
+    ]
+
+
+def main(module: str, names: list[str]) -> None:
+    """Compiles and prints; runs in the process that compile_all starts."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    mesh = jax.sharding.Mesh([topology.devices[0]], ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    cases = importlib.import_module(module).aot_cases()
+    for name in names:
+        print(f"== {name}", flush=True)
+        function, arguments = cases[name]
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+        jax.jit(function).lower(*placed).compile()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,304 @@
+"""paged_decode: the contract against the float64 oracle, races, schedules, refusals; the same on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn.implementations import mosaic_gpu
+from pallas_kernels.paged_decode import Tiles, paged_decode, reference, schedule_for
+from pallas_kernels.shared.head_dims import HEAD_DIMS, head_cut
+from pallas_kernels.shared.score import Score
+from pallas_kernels.support import why_not, why_not_decode
+from tests import aot
+from tests.contract import Problem, case_id
+from tests.covering import covering_array
+from tests.pallas_kernels.decode_aot_cases import aot_cases
+
+FACTORS = {
+    "region": ["decode", "speculative", "mixed"],
+    "causal": [True, False],
+    "window": [None, (4, 0), (70, 2), (None, 2), (9, None)],
+    "chunk_size": [None, 8, 70],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear", "sqrt"],
+    "sinks": [False, True],
+    "heads": [(2, 2), (4, 1), (6, 2), (12, 1)],
+    "head_dim": list(HEAD_DIMS),
+    "dtype": ["bfloat16", "float16"],
+    "kv": ["NHD", "HND"],
+    "block_size": [8, 16, 32, 64, 128, 256],
+    "padded": [False, True],
+    "split_kv": [None, 64],
+}
+FAST = FACTORS | {
+    "region": ["decode", "speculative"],
+    "window": [None, (4, 0), (70, 2)],
+    "alibi": [None, "linear"],
+    "heads": [(2, 2), (6, 2)],
+    "head_dim": [64, 80, 128],
+    "block_size": [8, 16, 128],
+}
+ALWAYS = {"stored": "plain", "sparsity": None}
+
+
+def cases(factors):
+    return [case | ALWAYS for case in covering_array(factors, lambda case: True)]
+
+
+def tiles_of(case):
+    """Few thread blocks, so that spans cut requests and interpret mode stays fast."""
+    return Tiles(tile_kv=64, stages=2, ctas=6, max_rows=16, split_kv=case.get("split_kv"))
+
+
+def attend(problem: Problem, interpret=None, tiles=None):
+    plan = mosaic_gpu.plan_decode(problem.metadata, problem.spec, tiles) if tiles else None
+    run = functools.partial(
+        mosaic_gpu.attend, spec=problem.spec, decode_plan=plan, query_tiles=None, interpret=interpret
+    )
+    as_jax = lambda x: None if x is None else jnp.asarray(x)
+    return jax.jit(run)(
+        jnp.asarray(problem.query),
+        problem.kv,
+        problem.metadata,
+        sinks=as_jax(problem.sinks),
+        alibi_slopes=as_jax(problem.slopes),
+    )
+
+
+class TestContract:
+    @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem))
+        problem.check(*attend(problem, tiles=tiles_of(case)))
+
+    def test_attend_takes_it_when_asked_for_nothing(self):
+        problem = Problem(plain_case())
+        run = functools.partial(jattn.attend, spec=problem.spec, return_lse=True)
+        arguments = jnp.asarray(problem.query), problem.kv, problem.metadata
+        chosen = jax.jit(run)(*arguments)
+        problem.check(*chosen)
+        plan = jattn.plan(problem.metadata, problem.spec)
+        for named in (run(*arguments, implementation="mosaic_gpu"), run(*arguments, plan=plan)):
+            for a, b in zip(chosen, named, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+    def test_a_thousand_runs_give_the_same_bits(self):
+        args, kwargs = random_step([4097, 1, 0, 900, 63, 64, 65, 2000], 32, 8, 128, 16)
+        run = jax.jit(functools.partial(paged_decode, **kwargs))
+        first, _ = run(*args)
+        for _ in range(1000):
+            again, _ = run(*args)
+            assert jnp.array_equal(first, again)
+
+    def test_the_last_block_of_a_large_pool(self):
+        """The pool has more elements than 32 bits can count."""
+        lens, blocks, table = [200, 64], 140_000, np.zeros((2, 4), np.int32)
+        table[0], table[1, 0] = [139_999, 1, 139_998, 5], 139_997
+        shape = (blocks, 64, 2, 128)
+        assert np.prod(shape, dtype=np.int64) > 2**31
+        k, v = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)
+        draw = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        put = jax.jit(lambda x, new: x.at[jnp.asarray(table)].set(new), donate_argnums=0)
+        k, v = put(k, draw(0, (2, 4, *shape[1:]))), put(v, draw(1, (2, 4, *shape[1:])))
+        query, lens, table = draw(2, (2, 8, 128)), jnp.asarray(lens, jnp.int32), jnp.asarray(table)
+        out, _ = paged_decode(query, k, v, table, lens, score=Score(scale=0.1))
+        want, _ = reference.paged_decode(query, k, v, table, lens, scale=0.1)
+        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
+
+    def test_long_requests_stay_exact(self):
+        args, kwargs = random_step([131072, 77777], 8, 1, 128, 16)
+        out, lse = paged_decode(*args, **kwargs)
+        want, want_lse = reference.paged_decode(*args, scale=kwargs["score"].scale)
+        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=1e-3)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-3)
+
+
+def plain_case(**changes):
+    plain = {name: values[0] for name, values in FACTORS.items()} | ALWAYS
+    return plain | {"region": "mixed", "heads": (4, 2), "head_dim": 64, "block_size": 16} | changes
+
+
+def random_step(lens, q_heads, kv_heads, head_dim, block_size, query_len=1, **score):
+    """Arguments of paged_decode."""
+    needed = [-(-n // block_size) for n in lens]
+    order = np.random.default_rng(0).permutation(sum(needed)) + 1
+    table = np.zeros((len(lens), max(needed)), np.int32)
+    for row, blocks in zip(table, np.split(order, np.cumsum(needed)[:-1]), strict=True):
+        row[: len(blocks)] = blocks
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    cache = sum(needed) + 1, block_size, kv_heads, head_dim
+    args = draw(0, len(lens) * query_len, q_heads, head_dim), draw(1, *cache), draw(2, *cache)
+    score = Score(scale=head_dim**-0.5, **score)
+    arrays = jnp.asarray(table), jnp.asarray(lens, jnp.int32)
+    return (*args, *arrays), {"score": score, "decode_query_len": query_len}
+
+
+def interpreted(*args, schedule=None, sinks=None, detect_races=False, **kwargs):
+    """paged_decode on the CPU."""
+    interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
+    run = functools.partial(paged_decode, **kwargs, interpret=interpret)
+    return jax.jit(run)(*args, schedule=schedule, sinks=sinks)
+
+
+class TestRaces:
+    @pytest.mark.parametrize(("query_len", "score"), [(1, {}), (2, {"window": (70, 0)})])
+    def test_there_are_none(self, query_len, score):
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+        args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
+        out, _ = interpreted(*args, **kwargs, tiles=Tiles(stages=2, ctas=6), detect_races=True)
+        out.block_until_ready()
+        assert not interpret_pallas_call.get_races().races_found
+
+
+class TestSchedule:
+    def schedule(self, lens, tiles, **score):
+        return schedule_for(
+            jnp.asarray(lens, jnp.int32),
+            score=Score(scale=1.0, **score),
+            tiles=tiles,
+            kv_heads=2,
+            group=4,
+            decode_query_len=1,
+        )
+
+    def test_spans_are_equal_and_meet_requests_in_order(self):
+        got = self.schedule([130, 0, 64, 320], Tiles(tile_kv=64, ctas=6))
+        np.testing.assert_array_equal(got.unit_ends, [3, 3, 4, 9])  # 3 spans of 3 units
+        np.testing.assert_array_equal(got.first_rows, [0, 2, 3, 4])
+
+    def test_a_window_shortens_what_is_read(self):
+        got = self.schedule([1000, 64], Tiles(tile_kv=64, ctas=4), window=(63, 0))
+        np.testing.assert_array_equal(got.unit_ends, [2, 3])
+
+    def test_fixed_splits_ignore_the_rest_of_the_batch(self):
+        tiles = Tiles(tile_kv=64, stages=2, ctas=6, split_kv=128)
+        (query, k, v, table, lens), kwargs = random_step([300, 17, 500], 4, 2, 64, 16)
+        together = interpreted(query, k, v, table, lens, **kwargs, tiles=tiles)[0]
+        alone = interpreted(query[:1], k, v, table[:1], lens[:1], **kwargs, tiles=tiles)[0]
+        np.testing.assert_array_equal(together[:1], alone)
+
+    def test_a_schedule_made_before_changes_no_bit(self):
+        args, kwargs = random_step([130, 40], 4, 2, 64, 16)
+        kwargs["tiles"] = Tiles(tile_kv=64, stages=2, ctas=4)
+        made = self.schedule([130, 40], kwargs["tiles"])
+        np.testing.assert_array_equal(
+            interpreted(*args, **kwargs)[0], interpreted(*args, **kwargs, schedule=made)[0]
+        )
+
+
+class TestReference:
+    def test_agrees_with_the_kernel_s_contract(self):
+        args, kwargs = random_step([33, 0, 7], 4, 2, 64, 16, 2, window=(9, 0), soft_cap=3.0)
+        sinks = jnp.linspace(-1.0, 2.0, 4)
+        score = kwargs["score"]
+        want, want_lse = reference.paged_decode(
+            *args, scale=score.scale, window=(9, 0), soft_cap=3.0, decode_query_len=2, sinks=sinks
+        )
+        out, lse = interpreted(*args, **kwargs, tiles=Tiles(ctas=4, stages=2), sinks=sinks)
+        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-2)
+
+
+class TestHeadCut:
+    @pytest.mark.parametrize(
+        ("head_dim", "cut"), [(32, (1, 32, 64)), (80, (2, 40, 64)), (120, (3, 40, 64)), (192, (1, 192, 192))]
+    )
+    def test_chunks_are_equal_and_a_tensor_core_unit_wide(self, head_dim, cut):
+        assert head_cut(head_dim) == cut
+
+
+class TestRefusals:
+    served = {  # noqa: RUF012
+        "dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16, "head_dim": 128, "block_size": 16, "group": 4,
+        "decode_query_len": 1,
+    }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"dtype": jnp.float32}, "queries of float32"),
+            ({"cache_dtype": jnp.int8}, "cache of int8 with queries of bfloat16"),
+            ({"head_dim": 72}, "head_dim 72 .*80"),
+            ({"block_size": 4}, "block_size 4 .*16"),
+            ({"group": 65}, "65 query heads a kv head .at most 64"),
+            ({"decode_query_len": 9}, "decode_query_len 9 .at most 8"),
+            ({"layout": "packed"}, "the packed layout .NHD, HND"),
+            ({"layout": None}, "outside a paged cache"),
+            ({"is_scaled": True}, "with scales"),
+            ({"is_sparse": True}, "block-sparse"),
+        ],
+    )
+    def test_what_has_no_kernel_is_named(self, change, message):
+        assert why_not_decode(**self.served) is None
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(why_not_decode(**self.served | change))
+
+    def test_a_machine_without_an_nvidia_gpu_is_named(self):
+        with pytest.raises(AssertionError, match="'cpu'"):
+            raise AssertionError(why_not(platform="cpu"))
+
+    def test_the_kernel_refuses_by_name(self):
+        args, kwargs = random_step([5], 2, 2, 72, 16)
+        with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 72"):
+            paged_decode(*args, **kwargs)
+
+    def test_shapes_that_disagree_are_named(self):
+        args, kwargs = random_step([5, 6], 2, 2, 64, 16)
+        with pytest.raises(ValueError, match=r"query must have shape \(6, 2, 64\).*got \(2, 2, 64\)"):
+            paged_decode(*args, **kwargs | {"decode_query_len": 3})
+        with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', got 'packed'"):
+            paged_decode(*args, **kwargs, layout="packed")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"), ({"split_kv": 100}, "multiple of tile_kv.*100"),
+         ({"max_rows": 12}, "max_rows must .*12"), ({"stages": 0}, "stages must be positive")],
+    )  # fmt: skip
+    def test_tiles_that_cannot_be_are_named(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            Tiles(**change)
+
+
+class TestAheadOfTime:
+    """Compiled for an H200 here, without one: nothing is refused, nothing spills."""
+
+    def check(self, names):
+        aot.require_plugin()
+        reports = aot.compile_all("tests.pallas_kernels.decode_aot_cases", names)
+        assert list(reports) == names
+        for name, kernels in reports.items():
+            assert {k.name.partition("_mosaic")[0] for k in kernels} == {
+                "paged_decode",
+                "paged_decode_merge",
+            }, name
+            assert [k for k in kernels if k.spilled_bytes] == [], name
+            # Two warpgroups of one thread block fit the register file.
+            assert all(k.registers <= 255 for k in kernels), name
+
+    def test_a_few_that_ship(self):
+        self.check(list(aot_cases())[::60])
+
+    @pytest.mark.slow
+    def test_all_that_ship(self):
+        self.check(list(aot_cases()))
