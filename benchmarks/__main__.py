@@ -1,10 +1,10 @@
-"""`python -m benchmarks decode [CASE ...]`: rows to the terminal and to benchmarks/results."""
+"""`python -m benchmarks SUITE [CASE ...]`: rows to the terminal and to benchmarks/results."""
 
 import argparse
 
-from benchmarks import decode
+from benchmarks import decode, prefill
 
-SUITES = {"decode": decode}
+SUITES = {"decode": decode, "prefill": prefill}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.device_time import Rows, kernel_times, read_ceiling
+from benchmarks.device_time import Rows, kernel_times, read_ceiling, wall_time
 from pallas_kernels.cases import DECODE, DecodeCase
 from pallas_kernels.paged_decode import Tiles, default_tiles, paged_decode
 from pallas_kernels.paged_decode import reference as references
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[None])
     parser.add_argument("--ctas-per-sm", type=int, nargs="+", default=[None])
     parser.add_argument("--split-kv", type=int, nargs="+", default=[None])
+    parser.add_argument("--wall", action="store_true", help="also wall time of a call in a chain of calls")
     parser.add_argument("--out", help="folder of the rows")
 
 
@@ -40,7 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name in a.cases or DECODE:
         for block_size, layout, *sizes in itertools.product(*options):
             try:
-                measure(rows, DECODE[name], ceiling, block_size, layout, *sizes)
+                measure(rows, DECODE[name], ceiling, block_size, layout, *sizes, has_wall_time=a.wall)
             except Exception as error:  # the other rows still count
                 print(
                     f"{name} {block_size} {layout} {sizes}: {type(error).__name__}: {error}"[:500], flush=True
@@ -75,7 +76,15 @@ def inputs(case: DecodeCase, block_size: int, layout: str) -> tuple[jax.Array, .
     return query, draw(1, cache), draw(2, cache), jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
 
 
-def measure(rows: Rows, case: DecodeCase, ceiling: float, block_size: int, layout: str, *sizes: Any) -> None:
+def measure(
+    rows: Rows,
+    case: DecodeCase,
+    ceiling: float,
+    block_size: int,
+    layout: str,
+    *sizes: Any,
+    has_wall_time: bool,
+) -> None:
     """One row."""
     tiles = tiles_of(case, *sizes)
     args = inputs(case, block_size, layout)
@@ -92,6 +101,7 @@ def measure(rows: Rows, case: DecodeCase, ceiling: float, block_size: int, layou
         layout=layout,
         tiles=f"kv{tiles.tile_kv} stages{tiles.stages} ctas{tiles.ctas} split{tiles.split_kv}",
         **time,
+        **({"wall_us": wall_time(run, *args)} if has_wall_time else {}),
         gb_per_s=speed,
         of_ceiling=speed / ceiling,
         max_error=error,

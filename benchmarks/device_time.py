@@ -4,6 +4,7 @@ import datetime
 import json
 import pathlib
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +28,37 @@ def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 15) -> tup
     return result, {"us": statistics.median(sums), "spread_us": [low, high], "kernels_us": kernels}
 
 
+def wall_time(f: Callable[..., Any], first: Any, *rest: Any, layers: int = 4, rounds: int = 8) -> float:
+    """Microseconds of a call in a chain: `layers` calls in one jit, each fed by the last, jits in flight.
+
+    What the kernels take and what lies between them; a schedule that `rest` alone decides is made once.
+    """
+
+    @jax.jit
+    def chain(x: Any, *rest: Any) -> Any:
+        for _ in range(layers):
+            x = f(x, *rest)
+        return x
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        x = first
+        for _ in range(count):
+            x = chain(x, *rest)
+        x.block_until_ready()
+        return time.perf_counter() - start
+
+    seconds(1)
+    runs = [seconds(rounds + 1) - seconds(1) for _ in range(5)]
+    return 1e6 * statistics.median(runs) / rounds / layers
+
+
 def read_ceiling() -> float:
     """GB/s of the fastest plain read that XLA has: the sum of 4 GiB."""
     x = jax.random.bits(jax.random.key(0), (2**30,), jnp.uint32).view(jnp.float32)
     x = jnp.where(jnp.isfinite(x), x, 0.0).reshape(1024, -1)
-    _, time = kernel_times(lambda x: jnp.sum(x, axis=1), x)
-    return x.nbytes / time["us"] / 1e3
+    _, taken = kernel_times(lambda x: jnp.sum(x, axis=1), x)
+    return x.nbytes / taken["us"] / 1e3
 
 
 class Rows:

@@ -48,3 +48,58 @@ DECODE = {
         _case("d_gptoss_64x4k", GPT_OSS, (4096,) * 64),
     )
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillCase:
+    """A prefill step: `query_lens` new tokens of each request behind `context_lens` cached ones, causal, 16-bit."""
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Keys of each request."""
+        return tuple(q + c for q, c in zip(self.query_lens, self.context_lens, strict=True))
+
+    def num_flops(self, causal: bool = True) -> float:
+        """Operations of the two products, for the pairs of query and key that see each other."""
+        pairs = sum(
+            q * c + (q * (q + 1) / 2 if causal else q * q)
+            for q, c in zip(self.query_lens, self.context_lens, strict=True)
+        )
+        return 4 * self.q_heads * self.head_dim * pairs
+
+
+def _prefill(
+    name: str, heads: tuple[int, int, int], query_lens: tuple[int, ...], context: int = 0
+) -> PrefillCase:
+    q_heads, kv_heads, head_dim = heads
+    return PrefillCase(
+        name=name,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        query_lens=query_lens,
+        context_lens=(context,) * len(query_lens),
+    )
+
+
+WIDE = (16, 8, 256)
+PREFILL = {
+    case.name: case
+    for case in (
+        _prefill("p_1x8k", LLAMA_8B, (8192,)),
+        _prefill("p_1x16k", LLAMA_8B, (16384,)),
+        _prefill("p_8x2k", LLAMA_8B, (2048,) * 8),
+        _prefill("p_32x512", LLAMA_8B, (512,) * 32),
+        _prefill("p_ragged", LLAMA_8B, log_uniform(24, 32, 4096, 1)),
+        _prefill("p_chunk_4x2k_ctx16k", LLAMA_8B, (2048,) * 4, context=14336),
+        _prefill("p_d64_8x2k", GPT_OSS, (2048,) * 8),
+        _prefill("p_d256_1x8k", WIDE, (8192,)),
+    )
+}

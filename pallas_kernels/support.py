@@ -71,5 +71,30 @@ def why_not_decode(
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
 
 
+def why_not_write(
+    *, cache_dtype: Any, layout: str, kv_heads: int, head_dim: int, is_quantized: bool = False
+) -> str | None:
+    """Why cache_write has no kernel for a cache; None if it has.
+
+    Args:
+        cache_dtype: Of the cache, and of what is written.
+        is_quantized: What is written is made on the way.
+        layout: Of the cache.
+        kv_heads: Heads of a token.
+        head_dim: Width of a head.
+    """
+    row = kv_heads * head_dim * jnp.dtype(cache_dtype).itemsize
+    head = head_dim * jnp.dtype(cache_dtype).itemsize
+    rules = (
+        (not is_quantized, f"a quantised cache of {jnp.dtype(cache_dtype).name}"),
+        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
+        (row % 16 == 0, f"keys of {row} bytes a token (a multiple of 16 has one)"),
+        (layout != "HND" or row % 128 == 0, f"HND keys of {row} bytes a token (a multiple of 128 has one)"),
+        (layout != "HND" or head % 16 == 0, f"HND heads of {head} bytes (a multiple of 16 has one)"),
+        (layout != "HND" or kv_heads <= 256, f"HND keys of {kv_heads} heads (at most 256)"),
+    )
+    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+
+
 def _listed(values: tuple[Any, ...]) -> str:
     return ", ".join(map(str, values))

@@ -19,16 +19,16 @@ from pallas_kernels.shared.score import Score
 
 @pytree
 class DecodePlan:
-    """The decode kernel's schedule, for every layer whose mask is the one it was made for.
+    """The decode kernel's schedule, for every layer with the heads and the mask that it was made for.
 
     Attributes:
         schedule: Who computes what.
-        mask: Static: the mask that shortens the requests' ranges of keys.
+        layer: Static: heads, and the mask that shortens the requests' ranges of keys.
         tiles: Static: the kernel's sizes.
     """
 
     schedule: Schedule
-    mask: tuple[Any, ...] = static()
+    layer: tuple[Any, ...] = static()
     tiles: Tiles = static()
 
 
@@ -63,7 +63,7 @@ def plan_decode(metadata: BatchMetadata, spec: AttentionSpec, tiles: Tiles | Non
         group=group,
         decode_query_len=query_len,
     )
-    return DecodePlan(schedule=schedule, mask=score.mask, tiles=tiles)
+    return DecodePlan(schedule=schedule, layer=_layer(spec), tiles=tiles)
 
 
 def score_of(spec: AttentionSpec) -> Score:
@@ -97,7 +97,7 @@ def attend(
         kv: Where keys and values are.
         metadata: The step's metadata.
         spec: The layer.
-        decode_plan: The decode region's schedule; made here when None or made for another mask.
+        decode_plan: The decode region's schedule; made here when None or made for another kind of layer.
         query_tiles: The prefill region's tiles; made here when None.
         sinks: One more score per head.
         alibi_slopes: Slope per head.
@@ -106,7 +106,7 @@ def attend(
     bucket = metadata.bucket
     regions = []
     if bucket.max_decodes:
-        if decode_plan is None or decode_plan.mask != score_of(spec).mask:
+        if decode_plan is None or decode_plan.layer != _layer(spec):
             decode_plan = plan_decode(metadata, spec)
         decode = paged_decode(
             query[: bucket.max_decode_tokens],
@@ -140,6 +140,10 @@ def attend(
     if len(regions) == 1:
         return outs[0], lses[0]
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
+
+
+def _layer(spec: AttentionSpec) -> tuple[Any, ...]:
+    return spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim, *score_of(spec).mask
 
 
 def _prefill_part(metadata: BatchMetadata) -> BatchMetadata:

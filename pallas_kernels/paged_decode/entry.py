@@ -135,13 +135,15 @@ def paged_decode(
         return cut_head(cache.reshape(*cache.shape[:token_axis], -1, part, *cache.shape[token_axis + 1 :]))
 
     cut_head = lambda x: x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
-    partials = decode_partials(
+    sinks_of_query = per_query(sinks)
+    results = decode_partials(
         cut_head(packed(query.reshape(reqs, decode_query_len, kv_heads, group, head_dim))),
         cut_cache(k_cache),
         cut_cache(v_cache),
         block_table,
         seq_lens,
         per_query(alibi_slopes),
+        sinks_of_query,
         schedule,
         shape=shape,
         score=score,
@@ -149,14 +151,7 @@ def paged_decode(
         interpret=interpret,
     )
     out, lse = merge_partials(
-        partials,
-        seq_lens,
-        per_query(sinks),
-        schedule,
-        shape=shape,
-        tiles=tiles,
-        dtype=query.dtype,
-        interpret=interpret,
+        results, sinks_of_query, schedule, shape=shape, tiles=tiles, interpret=interpret
     )
     return unpacked(out.reshape(*out.shape[:3], head_dim)), unpacked(lse).T
 

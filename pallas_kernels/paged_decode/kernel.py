@@ -2,7 +2,8 @@
 
 Keys are the tensor core's M and queries its N (swap-AB), so that a group of 4 query heads costs 8 columns,
 not 64 rows. One warp loads, one TMA copy a block and chunk; one warpgroup computes. Thread blocks walk over
-their span of requests and leave unnormalised partial results, which merge.py adds up.
+their span of requests: a request that lies in one span is finished here; of others remain partial results,
+which merge.py adds up.
 """
 
 import dataclasses
@@ -69,8 +70,9 @@ class Segment:
     high: Any  # one past the last
     first_tile: Any
     num_tiles: Any
-    partial: Any  # where the result goes
-    num_units: Any  # 0: the request has no keys in this span
+    partial: Any  # where a partial result goes
+    num_units: Any  # 0: nothing of the request is in this span
+    is_whole: Any  # nothing of it is in another span
 
 
 def walk(refs: Any, tiles: Tiles, shape: Shape, score: Score, slot: Any, visit: Callable) -> Any:
@@ -96,7 +98,9 @@ def walk(refs: Any, tiles: Tiles, shape: Shape, score: Score, slot: Any, visit: 
         first = jnp.maximum(first_unit * tiles_per_unit, low_tile)
         last = jnp.minimum((first_unit + units) * tiles_per_unit, high_tile)
         partial = row + slot if tiles.split_kv is None else unit
-        segment = Segment(row, seq_len, low, high, first, last - first, partial, units)
+        num_tiles = jnp.where(high > low, last - first, 0)
+        is_whole = units == end - start
+        segment = Segment(row, seq_len, low, high, first, num_tiles, partial, units, is_whole)
         state = visit(segment, state)
         next_row = jnp.where(unit + units >= end, jnp.minimum(row + 1, reqs - 1), row)
         return unit + units, next_row, *state
@@ -245,14 +249,15 @@ def decode_partials(
     block_table: Any,
     seq_lens: Any,
     slopes: Any,
+    sinks: Any,
     schedule: Schedule,
     *,
     shape: Shape,
     score: Score,
     tiles: Tiles,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Unnormalised partial results of every (request, span).
+) -> tuple[jax.Array, ...]:
+    """Attention of the requests that lie in one span, and partial results of the others.
 
     Args:
         query: [reqs, head_tiles, rows, head_dim], or [..., chunks, chunk] where the head is cut.
@@ -262,6 +267,7 @@ def decode_partials(
         block_table: Blocks of each request.
         seq_lens: Keys of each request.
         slopes: ALiBi slopes times log2(e), [head_tiles, tile_q] f32, or None.
+        sinks: One more score of each query, times log2(e), likewise.
         schedule: Who computes what.
         shape: The call's static sizes.
         score: The layer.
@@ -269,9 +275,9 @@ def decode_partials(
         interpret: Interpret-mode parameters, or None for a GPU.
 
     Returns:
-        O^T [partials, head_tiles, chunks, width, tile_q], the largest score (times log2(e)) and the sum of
-        exponentials of each query, [partials, head_tiles, tile_q]; all f32. Partials of no (request, span)
-        are not written.
+        Output, as query; LSE [reqs, head_tiles, tile_q] f32; then partial results, all f32: O^T [partials,
+        head_tiles, chunks, width, tile_q], the largest score (times log2(e)) and the sum of exponentials of
+        each query, [partials, head_tiles, tile_q]. What belongs to no request and span is not written.
     """
     cut, stages, n, dtype = shape.cut, tiles.stages, shape.tile_q, query.dtype
     slots = schedule.slots
@@ -287,6 +293,9 @@ def decode_partials(
         ends_g,  # [reqs]
         first_g,  # [slots + 1]
         slopes_g,  # [head_tiles, tile_q] or None
+        sinks_g,  # [head_tiles, tile_q] or None
+        out_g,  # [reqs, head_tiles, rows, head_dim]
+        lse_g,  # [reqs, head_tiles, tile_q]
         o_g,  # [partials, head_tiles, chunks, width, tile_q]
         top_g,  # [partials, head_tiles, tile_q]
         total_g,
@@ -360,11 +369,36 @@ def decode_partials(
                 )
                 one = functools.partial(step, segment, q_s.at[buffer], slopes_r, first_row)
                 accs, top, total, _ = lax.fori_loop(0, segment.num_tiles, one, start)
+                total = total.sum(axis=0)
+                pl.when(segment.is_whole)(lambda: store_whole(segment, accs, top, total, buffer))
+                pl.when(jnp.logical_not(segment.is_whole))(lambda: store_partial(segment, accs, top, total))
                 plgpu.barrier_arrive(q_free.at[buffer])
+
+            def store_partial(segment: Segment, accs: Any, top: Any, total: Any) -> None:
                 for chunk, acc in enumerate(accs):
                     o_g[segment.partial, head_tile, chunk] = acc
                 top_g[segment.partial, head_tile] = top
-                total_g[segment.partial, head_tile] = total.sum(axis=0)
+                total_g[segment.partial, head_tile] = total
+
+            def store_whole(segment: Segment, accs: Any, top: Any, total: Any, buffer: Any) -> None:
+                sink = None
+                if sinks_g is not None:
+                    sink = plgpu.load(sinks_g.at[head_tile], layout=W.reduce(0), optimized=False)
+                    sink = sink + jnp.where(segment.seq_len > 0, 0.0, -jnp.inf)
+                factor, lse_g[segment.row, head_tile] = normalized(top, total, sink)
+                for chunk, acc in enumerate(accs):
+                    # The queries are done with: their place takes the output.
+                    out_s = q_s.at[buffer, chunk]
+                    acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
+                    out_s.T[...] = plgpu.layout_cast(acc.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                plgpu.commit_smem()
+                for chunk in range(cut.chunks):
+                    # TMA drops the rows past the last and the columns past the end of a chunk.
+                    to = out_g.at[segment.row, head_tile, pl.ds(0, n)]
+                    if cut.is_padded:
+                        to = out_g.at[segment.row, head_tile, pl.ds(0, n), chunk, pl.ds(0, cut.width)]
+                    plgpu.copy_smem_to_gmem(q_s.at[buffer, chunk], to)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             def visit(segment: Segment, state: Any) -> Any:
                 count, nth = state
@@ -388,6 +422,8 @@ def decode_partials(
     kernel = plgpu.kernel(
         body,
         out_type=(
+            jax.ShapeDtypeStruct(query.shape, dtype),
+            jax.ShapeDtypeStruct((query.shape[0], shape.head_tiles, n), f32),
             jax.ShapeDtypeStruct((partials, shape.head_tiles, cut.chunks, cut.width, n), f32),
             per_query,
             per_query,
@@ -412,7 +448,19 @@ def decode_partials(
         kernel_name="paged_decode",
         interpret=interpret,
     )
-    return kernel(query, k_cache, v_cache, block_table, seq_lens, *schedule, slopes)
+    return kernel(query, k_cache, v_cache, block_table, seq_lens, *schedule, slopes, sinks)
+
+
+def normalized(top: Any, total: Any, sink: Any) -> tuple[Any, Any]:
+    """What each query's accumulator is multiplied by, and its natural log-sum-exp, once a sink has joined."""
+    base = top if sink is None else jnp.maximum(top, sink)
+    finite = jnp.where(base == -jnp.inf, 0.0, base)
+    shrink = jnp.exp2(top - finite)
+    total = total * shrink
+    if sink is not None:
+        total = total + jnp.exp2(sink - finite)
+    factor = shrink / jnp.where(total == 0.0, 1.0, total)
+    return factor, (finite + jnp.log2(total)) * math.log(2)
 
 
 def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:

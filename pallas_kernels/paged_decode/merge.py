@@ -1,6 +1,5 @@
-"""Adds up the partial results that the spans of paged_decode left, and lets the sinks join."""
+"""Adds up the partial results of the requests that more than one span of paged_decode met."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.kernel import Shape, swizzled_smem
+from pallas_kernels.paged_decode.kernel import Shape, normalized, swizzled_smem
 from pallas_kernels.paged_decode.schedule import Schedule, span_units
 from pallas_kernels.paged_decode.tiles import Tiles
 
@@ -19,55 +18,50 @@ PART = 64  # elements of head_dim that a thread block merges
 
 
 def merge_partials(
-    partials: tuple[Any, Any, Any],
-    seq_lens: Any,
+    results: tuple[Any, ...],
     sinks: Any,
     schedule: Schedule,
     *,
     shape: Shape,
     tiles: Tiles,
-    dtype: Any,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [reqs, head_tiles, rows, head_dim], cut as the query's, and LSE [reqs, head_tiles, tile_q].
+    """Output and LSE of every request.
 
     Args:
-        partials: What decode_partials returned.
-        seq_lens: Keys of each request; a request without any comes out as 0 and -inf.
+        results: What decode_partials returned; output and LSE are written in place.
         sinks: One more score of each query, times log2(e): [head_tiles, tile_q] f32, or None.
         schedule: The one that the partial results were made by.
         shape: The call's static sizes.
         tiles: The kernel's static sizes.
-        dtype: Of the output.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
-    reqs, slots, n, cut = seq_lens.shape[0], schedule.slots, shape.tile_q, shape.cut
-    parts = cut.padded_dim // PART
+    out, lse, o, top, total = results
+    reqs, slots, n, cut = lse.shape[0], schedule.slots, shape.tile_q, shape.cut
     at_once = _loads_at_once(reqs, slots, n, tiles)
+    # Only a request at the end of a span may be cut; where requests are fewer than spans, look at each.
+    by_request = tiles.split_kv is not None or reqs < slots
+    candidates = reqs if by_request else slots
 
     def body(  # type: ignore[no-untyped-def]
         o_g,  # [partials, head_tiles, padded_dim, tile_q]
         top_g,  # [partials, head_tiles, tile_q]
         total_g,
-        len_g,  # [reqs]
         ends_g,  # [reqs]
+        first_g,  # [slots + 1]
         sinks_g,  # [head_tiles, tile_q] or None
         out_g,  # [reqs, head_tiles, rows, head_dim]
         lse_g,  # [reqs, head_tiles, tile_q]
+        unused_g,
         out_s,  # [tile_q, PART] in SMEM
     ):
-        row, head_tile, part = (lax.axis_index(name) for name in ("req", "head_tile", "part"))
-        first, count = _partials_of(row, ends_g, slots, tiles)
+        nth, head_tile, part = (lax.axis_index(name) for name in ("candidate", "head_tile", "part"))
+        row = nth if by_request else jnp.minimum(first_g[nth + 1], reqs - 1)
+        first, count, first_span = _partials_of(row, ends_g, slots, tiles)
+        is_mine = count > 1 if by_request else (count > 1) & (first_span == nth)
         vector = lambda ref: plgpu.load(ref, layout=W.reduce(0), optimized=False)
         column = lambda x: lax.broadcast_in_dim(x, (PART, n), [1])
         full = lambda value: plgpu.layout_cast(jnp.full((n,), value, f32), W.reduce(0))
-        finite = lambda top: jnp.where(top == -jnp.inf, 0.0, top)
-
-        top, total = full(-jnp.inf), full(0.0)
-        if sinks_g is not None:
-            has_keys = len_g[row] > 0
-            top = vector(sinks_g.at[head_tile]) + jnp.where(has_keys, 0.0, -jnp.inf)
-            total = full(1.0) * jnp.where(has_keys, 1.0, 0.0)
 
         def add(i: Any, carry: Any) -> Any:
             acc, top, total = carry
@@ -82,60 +76,60 @@ def merge_partials(
             new_top = top
             for t in tops:
                 new_top = jnp.maximum(new_top, t)
-            shrink = jnp.exp2(top - finite(new_top))
+            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            shrink = jnp.exp2(top - finite)
             acc, total = acc * column(shrink), total * shrink
             for t, l, o in zip(tops, totals, outs, strict=True):
-                weight = jnp.exp2(t - finite(new_top))
+                weight = jnp.exp2(t - finite)
                 acc, total = acc + o * column(weight), total + l * weight
             return acc, new_top, total
 
-        acc = plgpu.layout_cast(jnp.zeros((PART, n), f32), W)
-        rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
-        acc, top, total = lax.fori_loop(0, rounds, add, (acc, top, total))
-        acc = acc * column(1.0 / jnp.where(total == 0.0, 1.0, total))
+        @pl.when(is_mine)
+        def merge() -> None:
+            zeros = plgpu.layout_cast(jnp.zeros((PART, n), f32), W)
+            rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
+            acc, top, total = lax.fori_loop(0, rounds, add, (zeros, full(-jnp.inf), full(0.0)))
+            sink = None if sinks_g is None else vector(sinks_g.at[head_tile])
+            factor, natural_lse = normalized(top, total, sink)
 
-        @pl.when(part == 0)
-        def _() -> None:
-            lse_g[row, head_tile] = (top + jnp.log2(total)) * math.log(2)
+            @pl.when(part == 0)
+            def store_lse() -> None:
+                lse_g[row, head_tile] = natural_lse
 
-        out_s.T[...] = plgpu.layout_cast(acc.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        # TMA drops the rows past the last and the columns past the end of a chunk.
-        to = out_g.at[row, head_tile, pl.ds(0, n), pl.ds(pl.multiple_of(part * PART, PART), PART)]
-        if cut.is_padded:
-            to = out_g.at[row, head_tile, pl.ds(0, n), part, pl.ds(0, PART)]
-        plgpu.copy_smem_to_gmem(out_s, to)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            acc = (acc * column(factor)).astype(out_s.dtype)
+            out_s.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            # TMA drops the rows past the last and the columns past the end of a chunk.
+            to = out_g.at[row, head_tile, pl.ds(0, n), pl.ds(pl.multiple_of(part * PART, PART), PART)]
+            if cut.is_padded:
+                to = out_g.at[row, head_tile, pl.ds(0, n), part, pl.ds(0, PART)]
+            plgpu.copy_smem_to_gmem(out_s, to)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    head = (cut.chunks, cut.chunk) if cut.is_padded else (cut.chunk,)
-    o, top, total = partials
     kernel = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((reqs, shape.head_tiles, shape.rows, *head), dtype),
-            jax.ShapeDtypeStruct((reqs, shape.head_tiles, n), f32),
-        ),
-        scratch_types=[swizzled_smem((n, PART), dtype)],
-        grid=(reqs, shape.head_tiles, parts),
-        grid_names=("req", "head_tile", "part"),
+        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
+        scratch_types=[swizzled_smem((n, PART), out.dtype)],
+        grid=(candidates, shape.head_tiles, cut.padded_dim // PART),
+        grid_names=("candidate", "head_tile", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",
         interpret=interpret,
     )
-    o = o.reshape(*o.shape[:2], cut.padded_dim, n)
-    return kernel(o, top, total, seq_lens, schedule.unit_ends, sinks)
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    kernel(o.reshape(*o.shape[:2], cut.padded_dim, n), top, total, *schedule, sinks, out_ref, lse_ref)
+    return jax.freeze(out_ref), jax.freeze(lse_ref)
 
 
-def _partials_of(row: Any, ends_g: Any, slots: int, tiles: Tiles) -> tuple[Any, Any]:
-    """First partial result of a request, and how many it has."""
+def _partials_of(row: Any, ends_g: Any, slots: int, tiles: Tiles) -> tuple[Any, Any, Any]:
+    """First partial result of a request, how many it has, and its first span (0 where splits are fixed)."""
     end = ends_g[row]
     start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
     if tiles.split_kv is not None:
-        return start, end - start
+        return start, end - start, 0
     per_span = span_units(ends_g[ends_g.shape[0] - 1], slots)
     first = lax.div(start, per_span)
-    count = jnp.where(end > start, lax.div(end - 1, per_span) - first + 1, 0)
-    return row + first, count
+    return row + first, lax.div(end - 1, per_span) - first + 1, first
 
 
 def _loads_at_once(reqs: int, slots: int, tile_q: int, tiles: Tiles) -> int:

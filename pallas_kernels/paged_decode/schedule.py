@@ -38,7 +38,8 @@ def make_schedule(
     """Cuts a step's keys into `slots` equal spans. Traced: made once a step, on the device."""
     unit = tiles.split_kv or tiles.tile_kv
     low, high = score.row_range(seq_lens, decode_query_len)
-    units = jnp.where(high > low, (high + (unit - 1)) // unit - low // unit, 0)
+    # A request that sees nothing has a unit too: whoever meets it writes its zeros.
+    units = jnp.where(high > low, (high + (unit - 1)) // unit - low // unit, 1)
     reqs = seq_lens.shape[0]
     before = jnp.arange(reqs)[None, :] <= jnp.arange(reqs)[:, None]
     # Sums over a mask, not cumsum and searchsorted: XLA makes one small kernel of each.

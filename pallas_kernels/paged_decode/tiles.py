@@ -55,9 +55,9 @@ SHARED_MEMORY = 227 * 1024 - 4096  # bytes a thread block may have, less barrier
 def default_tiles(head_dim: int, *, rows: int, batch_invariant: bool = False) -> Tiles:
     """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results)."""
     width = head_cut(head_dim).padded_dim
-    max_rows = MAX_ROWS if width <= 128 else 32
-    tile_kv = 128 if width <= 64 else 64
+    max_rows = MAX_ROWS if width <= 64 else 32  # wider ones spill with every feature on
     row_tile = min(-(-rows // 8) * 8, max_rows)
+    tile_kv = 128 if width <= 64 and row_tile <= 32 else 64
     # Wide row tiles hold more registers than two thread blocks an SM leave each.
     ctas_per_sm = 1 if row_tile * width > 32 * 128 else 2
     stage = 2 * tile_kv * width * 2

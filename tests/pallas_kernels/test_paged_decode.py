@@ -40,8 +40,10 @@ FAST = FACTORS | {
     "window": [None, (4, 0), (70, 2)],
     "alibi": [None, "linear"],
     "heads": [(2, 2), (6, 2)],
-    "head_dim": [64, 80, 128],
-    "block_size": [8, 16, 128],
+    "chunk_size": [None, 70],
+    "head_dim": [64, 80],
+    "block_size": [16, 128],
+    "padded": [True],
 }
 ALWAYS = {"stored": "plain", "sparsity": None}
 
@@ -81,6 +83,23 @@ class TestContract:
     def test_equals_float64_with_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+
+
+class TestMixedStep:
+    def test_decode_by_the_kernel_and_prefill_by_xla(self):
+        case = plain_case(padded=True, sinks=True, window=(70, 2))
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+
+    def test_a_plan_for_another_mask_is_not_used(self):
+        problem = Problem(plain_case(window=(4, 0), region="decode"))
+        tiles = tiles_of(problem.case)
+        other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec, tiles)
+        run = functools.partial(
+            mosaic_gpu.attend, spec=problem.spec, query_tiles=None, sinks=None, alibi_slopes=None
+        )
+        run = functools.partial(run, interpret=plgpu.InterpretGPUParams(), decode_plan=other)
+        problem.check(*jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata))
 
 
 @pytest.mark.gpu
@@ -184,7 +203,9 @@ class TestSchedule:
 
     def test_spans_are_equal_and_meet_requests_in_order(self):
         got = self.schedule([130, 0, 64, 320], Tiles(tile_kv=64, ctas=6))
-        np.testing.assert_array_equal(got.unit_ends, [3, 3, 4, 9])  # 3 spans of 3 units
+        np.testing.assert_array_equal(
+            got.unit_ends, [3, 4, 5, 10]
+        )  # 3 spans of 4 units; an empty request is 1
         np.testing.assert_array_equal(got.first_rows, [0, 2, 3, 4])
 
     def test_a_window_shortens_what_is_read(self):
