@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from jattn.pytree import pytree, replace, static
 from jattn.quantize import quantize_static, quantize_token_head
 from jattn.spec import LAYOUTS, CacheSpec
-from pallas_kernels.checks import require, require_one_of, require_shape
+from pallas_kernels import support
+from pallas_kernels.cache_write import cache_write
+from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
 
 EIGHT_BIT = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -143,6 +145,8 @@ def write_kv(
     key: Float[Array, "kv_tokens kv_heads head_dim"],
     value: Float[Array, "kv_tokens kv_heads head_dim"],
     slot_mapping: Int[Array, " tokens"],
+    *,
+    implementation: str | None = None,
 ) -> PagedCache:
     """Writes new keys and values into their slots. The given cache is donated: use the one returned.
 
@@ -154,9 +158,11 @@ def write_kv(
         key: Keys of the step's tokens; may be padded longer than slot_mapping.
         value: Values, as key.
         slot_mapping: `block * block_size + offset` of each token; slots < 0 are not written.
+        implementation: "mosaic_gpu" or "xla"; None = the best that this machine and this cache allow.
 
     Raises:
         ValueError: Shapes disagree.
+        NotImplementedError: The implementation asked for cannot write here; the message says why.
 
     Source: vLLM `reshape_and_cache`, `reshape_and_cache_flash`.
     """
@@ -164,11 +170,23 @@ def write_kv(
     require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
     require_shape("key", key.shape[1:], (cache.num_kv_heads, cache.head_dim), "kv_heads, head_dim")
     require_shape("value", value.shape, key.shape, "as key")
+    reason = support.why_not(platform=jax.default_backend()) or support.why_not_write(
+        cache_dtype=cache.dtype,
+        layout=cache.layout,
+        kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        is_quantized=cache.dtype in EIGHT_BIT,
+    )
+    if implementation is not None:
+        require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
+        if implementation == "mosaic_gpu" and reason is not None:
+            raise unsupported("write_kv", f"mosaic_gpu: {reason}", "Leave implementation=None")
+    use_kernel = reason is None and implementation != "xla"
     static_scales: tuple[Any, Any] = (None, None)
     if not _has_token_scales(cache):
         static_scales = (cache.k_scale, cache.v_scale)
         cache = replace(cache, k_scale=None, v_scale=None)
-    written = _write_kv(cache, static_scales, key, value, slot_mapping)
+    written = _write_kv(cache, static_scales, key, value, slot_mapping, use_kernel=use_kernel)
     if static_scales != (None, None):
         written = replace(written, k_scale=static_scales[0], v_scale=static_scales[1])
     return written
@@ -178,9 +196,15 @@ def _has_token_scales(cache: PagedCache) -> bool:
     return cache.k_scale is not None and jnp.ndim(cache.k_scale) == 3
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="use_kernel")
 def _write_kv(
-    cache: PagedCache, static_scales: tuple[Any, Any], key: Array, value: Array, slot_mapping: Array
+    cache: PagedCache,
+    static_scales: tuple[Any, Any],
+    key: Array,
+    value: Array,
+    slot_mapping: Array,
+    *,
+    use_kernel: bool,
 ) -> PagedCache:
     block, offset = _block_and_offset(cache, slot_mapping)
     key, value = key[: block.shape[0]], value[: block.shape[0]]
@@ -192,6 +216,10 @@ def _write_kv(
         scales = {"k_scale": put(cache.k_scale, key_scale), "v_scale": put(cache.v_scale, value_scale)}
     else:
         key, value = (_stored(x, s, cache.dtype) for x, s in zip((key, value), static_scales, strict=True))
+    if use_kernel:
+        k, v = (_as_jax(array) for array in (cache.k, cache.v))
+        k, v = cache_write(key, value, k, v, slot_mapping, layout=cache.layout)
+        return replace(cache, k=k, v=v)
     index: tuple[Any, ...] = {
         "NHD": (block, offset),
         "HND": (block, slice(None), offset),

@@ -235,6 +235,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', 'packed', got 'DHN'"):
             spec(layout="DHN")
 
+    def test_a_kernel_asked_for_by_name_and_not_there_is_an_error_with_the_reason(self):
+        write = lambda name: jattn.write_kv(
+            jattn.PagedCache.create(spec()), *random_kv(1), jnp.asarray([3]), implementation=name
+        )
+        with pytest.raises(NotImplementedError, match=r"write_kv: mosaic_gpu: .*'cpu'"):
+            write("mosaic_gpu")
+        with pytest.raises(ValueError, match=r"implementation must be one of .*got 'triton'"):
+            write("triton")
+        assert write("xla").k[0, 3, 0, 0] != 0
+
     def test_swaps_between_unlike_caches_are_refused(self):
         cache = jattn.PagedCache.create(spec())
         swap = functools.partial(jattn.swap_blocks, cache)

@@ -1,0 +1,33 @@
+"""The sizes that the write kernel is compiled for."""
+
+import dataclasses
+
+from pallas_kernels.checks import require_positive
+
+NUM_SMS = 132  # H100 SXM, H200
+SHARED_MEMORY = 96 * 1024  # bytes a thread block may take, so that two fit an SM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Static sizes of one write kernel.
+
+    Attributes:
+        rows: Tokens of a thread block; all of them are in flight at once.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        require_positive(rows=self.rows)
+
+
+def default_tiles(tokens: int, row_bytes: int) -> Tiles:
+    """One token a thread block while that fills the SMs, then up to 8.
+
+    Args:
+        tokens: Tokens to write.
+        row_bytes: Bytes of one token's keys, all heads.
+    """
+    most = max(min(SHARED_MEMORY // (2 * row_bytes), 8), 1)
+    return Tiles(rows=min(-(-tokens // NUM_SMS), most))
