@@ -29,8 +29,8 @@ class Plan:
 def plan(metadata: BatchMetadata, spec: AttentionSpec, cache_spec: CacheSpec | None = None) -> Plan:
     """Schedules a step. Traced; optional: `attend` makes the same plan where it is given none.
 
-    Layers of one model may share a plan whatever their masks: it depends on the metadata, not on the spec's
-    mask.
+    Layers of one model may share a plan whatever their masks: a layer whose heads or mask are other than
+    spec's schedules its decode region itself.
 
     Raises:
         ValueError: spec and cache_spec, or metadata and cache_spec, do not belong together.

@@ -91,9 +91,10 @@ class TestMixedStep:
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
 
-    def test_a_plan_for_another_mask_is_not_used(self):
+    def test_a_plan_for_another_mask_is_not_used(self, monkeypatch):
         problem = Problem(plain_case(window=(4, 0), region="decode"))
         tiles = tiles_of(problem.case)
+        monkeypatch.setattr(mosaic_gpu, "default_tiles", lambda *args, **kwargs: tiles)
         other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec, tiles)
         run = functools.partial(
             mosaic_gpu.attend, spec=problem.spec, query_tiles=None, sinks=None, alibi_slopes=None
