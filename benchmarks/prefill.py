@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tile-kv", type=int, nargs="+", default=[None])
     parser.add_argument("--stages", type=int, nargs="+", default=[None])
     parser.add_argument("--warpgroups", type=int, nargs="+", default=[None])
-    parser.add_argument("--take-turns", type=int, nargs="+", default=[None])
+    parser.add_argument("--query-buffers", type=int, nargs="+", default=[None])
     parser.add_argument("--out", help="folder of the rows")
 
 
@@ -43,19 +43,25 @@ def main(arguments: argparse.Namespace) -> None:
     """Every case with every combination of the options."""
     a, rows = arguments, Rows("prefill", arguments.out)
     for name in a.cases or PREFILL:
-        options = (a.block_size, a.modifier, a.tile_kv, a.stages, a.warpgroups, a.take_turns)
+        options = (a.block_size, a.modifier, a.tile_kv, a.stages, a.warpgroups, a.query_buffers)
         for block_size, modifier, *sizes in itertools.product(*options):
             try:
                 measure(rows, PREFILL[name], block_size or None, modifier, tiles_of(PREFILL[name], *sizes))
             except Exception as error:  # the other rows still count
                 print(
-                    f"{name} {block_size} {modifier} {sizes}: {type(error).__name__}: {error}"[:500], flush=True
+                    f"{name} {block_size} {modifier} {sizes}: {type(error).__name__}: {error}"[:500],
+                    flush=True,
                 )
 
 
-def tiles_of(case: PrefillCase, tile_kv: Any, stages: Any, warpgroups: Any, take_turns: Any) -> Tiles:
+def tiles_of(case: PrefillCase, tile_kv: Any, stages: Any, warpgroups: Any, query_buffers: Any) -> Tiles:
     """The default tiles, changed where an option says so."""
-    changes = {"tile_kv": tile_kv, "stages": stages, "warpgroups": warpgroups, "take_turns": take_turns}
+    changes = {
+        "tile_kv": tile_kv,
+        "stages": stages,
+        "warpgroups": warpgroups,
+        "query_buffers": query_buffers,
+    }
     changes = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(default_tiles(case.head_dim), **changes)
 
@@ -109,7 +115,7 @@ def measure(rows: Rows, case: PrefillCase, block_size: int | None, modifier: str
         name=case.name,
         block_size=block_size,
         modifier=modifier,
-        tiles=f"q{tiles.tile_q} kv{tiles.tile_kv} stages{tiles.stages} turns{int(tiles.take_turns)}",
+        tiles=f"q{tiles.tile_q} kv{tiles.tile_kv} stages{tiles.stages} buffers{tiles.query_buffers}",
         **time,
         tflop_per_s=case.num_flops(score.causal) / time["us"] / 1e6,
         max_error=error,
@@ -131,7 +137,9 @@ def worst_error(out: jax.Array, arrays: dict[str, jax.Array], case: PrefillCase,
             kv.append(rows[:, np.array([0, case.kv_heads - 1])])
         q_heads = np.array([0, case.q_heads - 1])
         reference = jax.jit(
-            lambda q, k, v: attend_request(q, k, v, scale=score.scale, causal=score.causal, window=score.window)
+            lambda q, k, v: attend_request(
+                q, k, v, scale=score.scale, causal=score.causal, window=score.window
+            )
         )
         want = reference(arrays["query"][tokens][:, q_heads], *kv)
         errors.append(jnp.abs(out[tokens][:, q_heads].astype(jnp.float32) - want).max())

@@ -24,7 +24,7 @@ class Tiles:
 
     tile_kv: int = 64
     stages: int = 3
-    ctas: int = 2 * NUM_SMS
+    ctas: int = NUM_SMS
     max_rows: int = MAX_ROWS
     split_kv: int | None = None
 
@@ -49,23 +49,20 @@ class Tiles:
         return max(self.ctas // (kv_heads * self.row_tiles(rows)), 1)
 
 
-SHARED_MEMORY = 227 * 1024 - 4096  # bytes a thread block may have, less barriers and reductions
+IN_FLIGHT = 96 * 1024  # bytes that an SM should have under way: more was slower (benchmarks/results)
 
 
 def default_tiles(head_dim: int, *, rows: int, batch_invariant: bool = False) -> Tiles:
     """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results)."""
     width = head_cut(head_dim).padded_dim
-    max_rows = MAX_ROWS if width <= 64 else 32  # wider ones spill with every feature on
-    row_tile = min(-(-rows // 8) * 8, max_rows)
-    tile_kv = 128 if width <= 64 and row_tile <= 32 else 64
-    # Wide row tiles hold more registers than two thread blocks an SM leave each.
-    ctas_per_sm = 1 if row_tile * width > 32 * 128 else 2
+    max_rows = MAX_ROWS if width <= 64 else 32  # more rows of wider heads spill with every feature on
+    # Narrow heads need two thread blocks an SM, or memory waits for softmax; wide rows leave registers for one.
+    ctas_per_sm = 2 if width <= 64 and rows <= 32 else 1
+    tile_kv = 64
     stage = 2 * tile_kv * width * 2
-    fixed = 2 * row_tile * (2 * width + tile_kv)
-    stages = min((SHARED_MEMORY // ctas_per_sm - fixed) // stage, 4)
     return Tiles(
         tile_kv=tile_kv,
-        stages=stages,
+        stages=max(IN_FLIGHT // ctas_per_sm // stage, 2),
         ctas=ctas_per_sm * NUM_SMS,
         max_rows=max_rows,
         split_kv=2048 if batch_invariant else None,
