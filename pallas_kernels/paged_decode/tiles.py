@@ -56,7 +56,7 @@ def default_tiles(head_dim: int, *, rows: int, batch_invariant: bool = False) ->
     """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results)."""
     width = head_cut(head_dim).padded_dim
     max_rows = MAX_ROWS if width <= 64 else 32  # more rows of wider heads spill with every feature on
-    # Narrow heads need two thread blocks an SM, or memory waits for softmax; wide rows leave registers for one.
+    # Narrow heads need two thread blocks an SM, or memory waits for softmax; wide rows fit but one.
     ctas_per_sm = 2 if width <= 64 and rows <= 32 else 1
     tile_kv = 64
     stage = 2 * tile_kv * width * 2
