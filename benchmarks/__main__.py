@@ -2,9 +2,9 @@
 
 import argparse
 
-from benchmarks import decode, prefill
+from benchmarks import decode, prefill, table
 
-SUITES = {"decode": decode, "prefill": prefill}
+SUITES = {"decode": decode, "prefill": prefill, "table": table}
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def inputs(case: PrefillCase, block_size: int | None) -> dict[str, jax.Array]:
         "seq_lens": jnp.asarray(case.seq_lens, jnp.int32),
     }
     if block_size is None:
-        kv = (-(-sum(case.seq_lens) // 8) * 8, case.kv_heads, case.head_dim)
+        kv: tuple[int, ...] = (-(-sum(case.seq_lens) // 8) * 8, case.kv_heads, case.head_dim)
         arrays["kv_start_loc"] = jnp.asarray(ends(case.seq_lens)[:-1])
     else:
         needed = [-(-n // block_size) for n in case.seq_lens]

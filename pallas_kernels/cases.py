@@ -52,7 +52,7 @@ DECODE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillCase:
-    """A prefill step: `query_lens` new tokens of each request behind `context_lens` cached ones, causal, 16-bit."""
+    """A prefill step: `query_lens` new tokens of each request behind `context_lens` cached ones, 16-bit."""
 
     name: str
     q_heads: int

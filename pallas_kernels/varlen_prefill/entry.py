@@ -1,0 +1,156 @@
+"""varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.shared.head_dims import HEAD_DIMS, head_cut
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill.kernel import LOG2E, Shape, prefill
+from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, make_schedule
+from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
+
+DTYPES = ("bfloat16", "float16")
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def varlen_prefill(
+    query: Float[Array, "tokens q_heads head_dim"],
+    key: Shaped[Array, "..."],
+    value: Shaped[Array, "..."],
+    query_start_loc: Int[Array, " bounds"],
+    seq_lens: Int[Array, " reqs"],
+    *,
+    score: Score,
+    kv_start_loc: Int[Array, " reqs"] | None = None,
+    block_table: Int[Array, "reqs max_blocks"] | None = None,
+    layout: str = "NHD",
+    sinks: Float[Array, " q_heads"] | None = None,
+    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    schedule: Schedule | None = None,
+    tiles: Tiles | None = None,
+    return_lse: bool = False,
+    interpret: Any = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
+    """Attends each token to the keys of its request. The last token stands at position `seq_len - 1`.
+
+    Args:
+        query: Tokens of all requests, one request after the other; behind the last there may be padding.
+        key: With kv_start_loc: packed keys [kv_tokens, kv_heads, head_dim]. With block_table: a paged cache,
+            NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim]. Keys
+            and values that no query sees may be anything.
+        value: As key.
+        query_start_loc: First token of each request, and one past the last; starts with 0.
+        seq_lens: Keys of each request.
+        score: Static: scale, mask, soft cap.
+        kv_start_loc: First key of each request in packed keys.
+        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
+            that no query sees are never used.
+        layout: Static: "NHD" or "HND"; of a paged cache.
+        sinks: One more score of each head, without a value.
+        alibi_slopes: Slope of each head.
+        schedule: make_schedule's for the same lengths and tiles; made here when None.
+        tiles: Static. Chosen from the shapes when None.
+        return_lse: Static: whether the log-sum-exp is wanted.
+        interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+
+    Returns:
+        Output in query.dtype, and the natural log of the softmax's denominator, f32, or None. Padding and
+        rows without a key are 0 and -inf.
+
+    Raises:
+        ValueError: Shapes disagree.
+        NotImplementedError: There is no kernel for this request; the message says why.
+    """
+    require_one_of("layout", layout, ("NHD", "HND"))
+    given = (kv_start_loc is not None) + (block_table is not None)
+    require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
+    is_paged, is_hnd = block_table is not None, layout == "HND"
+    num_tokens, q_heads, head_dim = query.shape
+    reqs = seq_lens.shape[0]
+    require(key.ndim == (4 if is_paged else 3), "key", f"have {4 if is_paged else 3} axes", key.shape)
+    kv_heads = key.shape[1 if is_paged and is_hnd else -2]
+    require_shape("value", value.shape, key.shape, "as key")
+    require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
+    require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
+    require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+    block_size = key.shape[2 if is_hnd else 1] if is_paged else None
+    reason = why_not(dtype=query.dtype, kv_dtype=key.dtype, head_dim=head_dim, block_size=block_size)
+    if reason is not None:
+        raise unsupported("varlen_prefill", reason, "Use another implementation")
+
+    tiles = default_tiles(head_dim) if tiles is None else tiles
+    cut = head_cut(head_dim)
+    if schedule is None:
+        schedule = make_schedule(
+            query_start_loc, seq_lens, kv_start_loc, num_tokens=num_tokens, score=score, tiles=tiles
+        )
+
+    def cut_head(x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
+
+    def whole_rows(x: Array) -> Array:
+        """Tokens padded to what TMA takes."""
+        missing = -x.shape[0] % ALIGN
+        return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x
+
+    def cut_kv(x: Array) -> Array:
+        if block_size is None:
+            return cut_head(whole_rows(x))
+        axis, part = 2 if is_hnd else 1, min(block_size, tiles.tile_kv)
+        return cut_head(x.reshape(*x.shape[:axis], -1, part, *x.shape[axis + 1 :]))
+
+    in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
+    out, lse_tiles = prefill(
+        cut_head(whole_rows(query)),
+        cut_kv(key),
+        cut_kv(value),
+        block_table,
+        in_log2(alibi_slopes),
+        in_log2(sinks),
+        schedule,
+        shape=Shape(
+            q_heads=q_heads,
+            group=q_heads // kv_heads,
+            cut=cut,
+            block_size=block_size,
+            is_hnd=is_hnd,
+        ),
+        score=score,
+        tiles=tiles,
+        return_lse=return_lse,
+        interpret=interpret,
+    )
+    out = out.reshape(-1, q_heads, head_dim)[:num_tokens]
+    if lse_tiles is None:
+        return out, None
+    return out, _lse_of_tokens(lse_tiles, query_start_loc, schedule, num_tokens)
+
+
+def _lse_of_tokens(lse_tiles: Array, query_start_loc: Array, schedule: Schedule, num_tokens: int) -> Array:
+    """From [tiles, q_heads, tile_q] to [q_heads, tokens]."""
+    tile_q = lse_tiles.shape[2]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    starts = query_start_loc.astype(jnp.int32)
+    req = (starts[None, 1:] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
+    row = token - starts[req] // ALIGN * ALIGN
+    tile = schedule.first_tiles[req] + row // tile_q
+    return lse_tiles[tile, :, row % tile_q].T
+
+
+def why_not(*, dtype: Any, kv_dtype: Any, head_dim: int, block_size: int | None) -> str | None:
+    """Why there is no prefill kernel for these shapes and dtypes; None if there is one."""
+    dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
+    listed = lambda values: ", ".join(map(str, values))
+    rules = (
+        (dtype.name in DTYPES, f"queries of {dtype.name} (there are kernels for {listed(DTYPES)})"),
+        (kv_dtype == dtype, f"keys of {kv_dtype.name} with queries of {dtype.name}"),
+        (head_dim in HEAD_DIMS, f"head_dim {head_dim} (there are kernels for {listed(HEAD_DIMS)})"),
+        (
+            block_size is None or block_size in BLOCK_SIZES,
+            f"block_size {block_size} (there are kernels for {listed(BLOCK_SIZES)})",
+        ),
+    )
+    return next((f"no kernel for {what}" for is_served, what in rules if not is_served), None)

@@ -1,0 +1,700 @@
+"""The prefill kernel: each thread block works through its share of (tile of queries, head), longest first.
+
+One warp loads keys and values into a ring of stages; two or three warpgroups compute, 64 query rows each.
+Each issues S = Q K^T of a tile of keys together with O += P V of the tile before and does the softmax of S
+meanwhile. Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, so they do not.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill.schedule import (
+    ALIGN,
+    COLUMNS,
+    TABLE_WIDTH,
+    Schedule,
+    key_range,
+    kv_tile_range,
+    tile_range,
+)
+from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
+
+LOG2E = math.log2(math.e)
+W = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+M = WARPGROUP_ROWS
+BLOCKS_AT_ONCE = 8
+f32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is static about a call besides the tiles.
+
+    Attributes:
+        q_heads: Query heads.
+        group: Query heads of a kv head.
+        cut: The cut of head_dim.
+        block_size: Tokens of a cache block; None where keys are packed.
+        is_hnd: Blocks are [kv_heads, block_size, head_dim].
+    """
+
+    q_heads: int
+    group: int
+    cut: HeadCut
+    block_size: int | None
+    is_hnd: bool
+
+
+class Item:
+    """A tile of queries of one head; traced scalars. Keys of tile i begin at position i * tile_kv - skew.
+
+    `item["position"]` is a column of the schedule: in a register if the caller has it there, else read anew
+    at every use.
+
+    Attributes:
+        head: Query head.
+        low: First key that some query of the tile sees.
+        high: One past the last.
+        first: First tile of keys.
+        num: Tiles of keys.
+        skew: Rows by which tiles of keys begin before the request's first key.
+    """
+
+    def __init__(self, head: Any, column: Callable[[str], Any], score: Score, tiles: Tiles, shape: Shape):
+        self.head, self.column = head, column
+        position = column("position")
+        first, last = position + column("begin"), position + (column("end") - 1)
+        self.low, self.high = tile_range(score, first, last, column("seq_len"))
+        is_packed = shape.block_size is None
+        self.skew = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
+        self.first, self.num = kv_tile_range(self.low, self.high, self.skew, tiles.tile_kv)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.column(name)
+
+
+def rounds_of(live_g: Any, tiles: Tiles, shape: Shape) -> tuple[Any, Callable]:
+    """How many items this thread block has, and the function from their number to (tile, head).
+
+    Heads of a tile follow each other, so that thread blocks at work share keys in L2. Thread blocks take
+    items in turn, every other round in the opposite order, so that their shares are equal.
+    """
+    cta, ctas, heads = lax.axis_index("cta"), jnp.int32(tiles.ctas), jnp.int32(shape.q_heads)
+    num_items = live_g[0] * heads
+    full_rounds = lax.div(num_items, ctas)
+    place = lambda r: r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
+    rounds = full_rounds + (place(full_rounds) < num_items).astype(jnp.int32)
+    return rounds, lambda r: (lax.div(place(r), heads), lax.rem(place(r), heads))
+
+
+# ------------------------------------------------------------------------------------------ loading
+def aligned(row: Any) -> Any:
+    """A row that 8 divides, so that the compiler sees it; multiple_of is not for a single warp."""
+    return lax.div(row, jnp.int32(ALIGN)) * ALIGN
+
+
+def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, shape: Shape) -> Callable:
+    """The function that fills the next stage: `load(item, i, step, between)`; `between` follows the keys."""
+    k_s, v_s, k_full, v_full, k_free, v_free = ring
+    tile, cut, size = tiles.tile_kv, shape.cut, shape.block_size
+
+    def packed_windows(item: Item, index: Any, kv_head: Any, begin: Any, count: int) -> list[tuple[Any, Any]]:
+        rows = pl.ds(aligned(item["kv_start"] - item.skew + index * tile), tile)  # past the end: zeros
+        return [((rows, kv_head), pl.ds(0, tile))]
+
+    def paged_windows(item: Item, index: Any, kv_head: Any, begin: Any, count: int) -> list[tuple[Any, Any]]:
+        assert size is not None
+        rows, first_key = min(tile, size), index * tile
+        # Keys that no query sees may have no block: the nearest that one does see stands in.
+        low, high = lax.div(item.low, jnp.int32(size)), lax.div(item.high - 1, jnp.int32(size))
+        column = lax.div(first_key, jnp.int32(size))
+        blocks = [table_g[item["req"], jnp.clip(column + (begin + j), low, high)] for j in range(count)]
+        part = lax.div(lax.rem(first_key, jnp.int32(size)), jnp.int32(rows))
+        tokens = pl.ds(0, rows)
+        at = lambda block: (block, kv_head, part, tokens) if shape.is_hnd else (block, part, tokens, kv_head)
+        return [(at(block), pl.ds((begin + j) * rows, rows)) for j, block in enumerate(blocks)]
+
+    windows_of = packed_windows if size is None else paged_windows
+    num_windows = 1 if size is None else max(tile // size, 1)
+
+    def load(item: Item, i: Any, step: Any, between: Callable | None = None) -> None:
+        stage = lax.rem(step, jnp.int32(tiles.stages))
+        kv_head = lax.div(item.head, jnp.int32(shape.group))
+        # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
+        at_once = min(num_windows, BLOCKS_AT_ONCE)
+        for kv_g, smem, full, free in ((k_g, k_s, k_full, k_free), (v_g, v_s, v_full, v_free)):
+            wait = functools.partial(plgpu.barrier_wait, free.at[stage])
+
+            def copy(windows: Any, kv_g: Any = kv_g, smem: Any = smem, full: Any = full) -> None:
+                for index, rows in windows:
+                    for chunk in range(cut.chunks):
+                        source = kv_g.at[(*index, chunk, pl.ds(0, cut.width)) if cut.is_padded else index]
+                        plgpu.copy_gmem_to_smem(source, smem.at[stage, chunk, rows], full.at[stage])
+
+            if num_windows == at_once:
+                if kv_g is k_g:
+                    windows = windows_of(item, item.first + i, kv_head, 0, at_once)
+                pl.when(step >= tiles.stages)(wait)
+                copy(windows)
+            else:
+                pl.when(step >= tiles.stages)(wait)
+
+                # A bound that the compiler does not see through: unrolled, the ids would not fit the registers.
+                @pl.loop(0, num_windows // at_once + jnp.minimum(step, 0))
+                def _(n: Any, copy: Any = copy) -> None:
+                    copy(windows_of(item, item.first + i, kv_head, n * at_once, at_once))
+
+            if between is not None and kv_g is k_g:
+                between()
+
+    return load
+
+
+def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
+    """The function that loads an item's queries and columns, `load(item, tile, nth)`."""
+    q_g, table_g, q_s, item_s, q_full, q_free = refs
+    cut = shape.cut
+
+    def load(item: Item, tile: Any, nth: Any) -> None:
+        buffer = lax.rem(nth, jnp.int32(tiles.query_buffers))
+        for wg in range(tiles.warpgroups):
+            nth_barrier = wg * tiles.query_buffers + buffer
+            pl.when(nth >= tiles.query_buffers)(functools.partial(plgpu.barrier_wait, q_free.at[nth_barrier]))
+            rows = pl.ds(aligned(item["first_row"] + wg * M), M)
+            for chunk in range(cut.chunks):
+                index = (rows, item.head, chunk, pl.ds(0, cut.width)) if cut.is_padded else (rows, item.head)
+                plgpu.copy_gmem_to_smem(q_g.at[index], q_s.at[wg, buffer, chunk], q_full.at[nth_barrier])
+            plgpu.copy_gmem_to_smem(table_g.at[tile], item_s.at[wg, buffer], q_full.at[nth_barrier])
+
+    return load
+
+
+# ------------------------------------------------------------------------------------------ computing
+class Warpgroup:
+    """What one warpgroup computes: 64 query rows of an item."""
+
+    def __init__(
+        self,
+        p_s: Any,
+        columns_s: Any,
+        ring: Any,
+        *,
+        tiles: Tiles,
+        shape: Shape,
+        score: Score,
+        dtype: Any,
+        has_alibi: bool,
+        interpret: Any,
+    ):
+        self.p_s, self.columns_s = p_s, columns_s
+        self.k_s, self.v_s, self.k_full, self.v_full, self.k_free, self.v_free = ring
+        self.tiles, self.shape, self.score, self.dtype = tiles, shape, score, dtype
+        self.has_alibi, self.interpret = has_alibi, interpret
+        self.wg = lax.axis_index("warpgroup")
+        self.s_shape = (M, tiles.tile_kv)
+        # Scores without a bias are scaled inside the exponential.
+        self.factor = 1.0
+        if not has_alibi and (score.soft_cap is not None or score.scale > 0):
+            self.factor = (score.soft_cap or score.scale) * LOG2E
+        self.has_window = score.window[0] is not None or score.chunk_size is not None
+        self.has_low_edge = self.has_window or shape.block_size is None
+
+    def wide(self, x: Any, shape: tuple[int, int]) -> Any:
+        """One value a row to a tile."""
+        return lax.broadcast_in_dim(x, shape, [0])
+
+    def stage(self, step: Any) -> Any:
+        """Where the keys and values of a step are."""
+        return lax.rem(step, jnp.int32(self.tiles.stages))
+
+    # -------------------------------------------------------------------------- scores
+    def positions(self, item: Item) -> Any:
+        """Position of each row."""
+        first = item["position"] + self.wg * M
+        return plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + first
+
+    def columns(self) -> Any:
+        """Number of each key in its tile. Read, or the compiler keeps them all in registers."""
+        column = plgpu.load(self.columns_s.at[self.wg], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(column, self.s_shape, [1])
+
+    def visible(self, item: Item, first_key: Any, s: Any) -> Any:
+        """-inf where a query does not see a key."""
+        score = self.score
+        low, high = 0 - first_key, item["seq_len"] - first_key
+        has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
+        if has_high or self.has_window:
+            limits = key_range(score, self.positions(item), item["seq_len"])
+            row_low, row_high = (plgpu.layout_cast(x - first_key, ROW) for x in limits)
+            low = self.wide(row_low, s.shape) if self.has_window else low
+            high = self.wide(row_high, s.shape) if has_high else high
+        keys = self.columns()
+        sees = keys < high
+        if self.has_low_edge:
+            sees = sees & (keys >= low)
+        return jnp.where(sees, s, -jnp.inf)
+
+    def modified(self, item: Item, first_key: Any, slope: Any, s: Any) -> tuple[Any, Any]:
+        """Soft-capped and biased but for a factor that comes later, and a term of each row."""
+        score = self.score
+        if score.soft_cap is not None:
+            s = jnp.tanh(s * (score.scale / score.soft_cap))
+        if self.factor == 1.0:
+            s = s * ((score.soft_cap or score.scale) * LOG2E)
+        if not self.has_alibi:
+            return s, None
+        first = (self.positions(item) - first_key).astype(f32)
+        columns = self.columns().astype(f32)
+        if score.sqrt_alibi:
+            return s - jnp.sqrt(jnp.maximum(self.wide(first, s.shape) - columns, 0.0)) * slope, None
+        return s + columns * slope, first * -slope
+
+    def softmax(self, item: Item, i: Any, slope: Any, s: Any, top: Any, total: Any, *, masked: bool) -> Any:
+        """The online softmax's step on tile i: probabilities, new top and total, how much the old shrink."""
+        first_key = (item.first + i) * self.tiles.tile_kv - item.skew
+        s, row_term = self.modified(item, first_key, slope, s)
+        if masked:
+            s = self.visible(item, first_key, s)
+        tile_top = s.max(axis=1) * self.factor
+        new_top = jnp.maximum(top, tile_top if row_term is None else tile_top + row_term)
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # rows that have seen no key yet
+        shrink = jnp.exp2(top - base)
+        p = jnp.exp2(s * self.factor - self.wide(base if row_term is None else base - row_term, s.shape))
+        return p, new_top, total * shrink + p.sum(axis=1), shrink
+
+    # -------------------------------------------------------------------------- products
+    def issue_scores(self, s_ref: Any, q_s: Any, stage: Any) -> None:
+        """Begins S += Q K^T."""
+        for chunk in range(self.shape.cut.chunks):
+            plgpu.wgmma(s_ref, q_s.at[chunk], self.k_s.at[stage, chunk].T)
+
+    def scores(self, q_s: Any, step: Any) -> Any:
+        """Q K^T of the keys of `step`, awaited."""
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.k_full.at[stage])
+
+        def product(s_ref: Any) -> Any:
+            self.issue_scores(s_ref, q_s, stage)
+            return s_ref[...]
+
+        s = pl.run_scoped(product, plgpu.ACC(self.s_shape, f32))
+        plgpu.barrier_arrive(self.k_free.at[stage])
+        return s
+
+    def clear_unseen_values(self, item: Item, i: Any, stage: Any, *, is_low: bool) -> None:
+        """Zeros for values that no query of the request sees: a probability of 0 does not hide a NaN."""
+        tile, cut, part = self.tiles.tile_kv, self.shape.cut, jnp.int32(64)
+        first_key = (item.first + i) * tile - item.skew
+        begin = item["seen"] - first_key if is_low else first_key * 0
+        end = item["seq_len"] - first_key
+        is_edge = begin > 0 if is_low else end < tile
+
+        @pl.when(is_edge)
+        def _() -> None:
+            parts = (0, lax.div(begin + 63, part)) if is_low else (lax.div(end, part), tile // 64)
+
+            @pl.loop(*parts)
+            def _(n: Any) -> None:
+                at = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=W) + n * 64
+                for chunk in range(cut.chunks):
+                    for column in range(0, cut.width, 64):
+                        here = self.v_s.at[stage, chunk, pl.ds(n * 64, 64), pl.ds(column, 64)]
+                        v = plgpu.load(here, layout=W)
+                        here[...] = jnp.where((at >= begin) if is_low else (at < end), v, jnp.zeros_like(v))
+
+            plgpu.commit_smem()
+
+    def await_values(self, step: Any) -> None:
+        """Waits for the values of a step."""
+        plgpu.barrier_wait(self.v_full.at[self.stage(step)])
+
+    def add_values(self, accs: Any, p: Any, step: Any) -> Any:
+        """O + P V with the values of `step`, which have come; awaited."""
+        stage = self.stage(step)
+        if self.interpret:  # which has neither accumulators with a past nor operands in registers
+            p_s = self.p_s.at[self.wg]
+            p_s[...] = p
+            plgpu.commit_smem()
+
+            def product(ref: Any, chunk: int) -> Any:
+                plgpu.wgmma(ref, p_s, self.v_s.at[stage, chunk])
+                return ref[...]
+
+            new = [
+                acc
+                + pl.run_scoped(
+                    functools.partial(product, chunk=chunk), plgpu.ACC((M, self.shape.cut.width), f32)
+                )
+                for chunk, acc in enumerate(accs)
+            ]
+        else:
+
+            def issue(refs: Any) -> None:
+                for chunk, ref in enumerate(refs):
+                    plgpu.wgmma(ref, p, self.v_s.at[stage, chunk])
+
+            new = list(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in accs)))
+        plgpu.barrier_arrive(self.v_free.at[stage])
+        return tuple(new)
+
+    def both_products(
+        self, item: Item, q_s: Any, i: Any, step: Any, slope: Any, carry: Any, *, masked: bool
+    ) -> Any:
+        """Scores of tile i and values of tile i - 1, in flight together; softmax meanwhile."""
+        accs, top, total, p = carry
+        softmax = functools.partial(self.softmax, item, i, slope, masked=masked)
+        if self.interpret:
+            s = self.scores(q_s, step)
+            accs = self.add_values(accs, p, step - 1)
+            p, top, total, shrink = softmax(s, top, total)
+        else:
+            k_stage, v_stage = self.stage(step), self.stage(step - 1)
+            plgpu.barrier_wait(self.k_full.at[k_stage])
+
+            def products(refs: Any) -> None:
+                acc_refs, top_ref, total_ref, shrink_ref, p_ref = refs
+
+                def issue(s_ref: Any) -> Any:
+                    self.issue_scores(s_ref, q_s, k_stage)
+                    for chunk, acc_ref in enumerate(acc_refs):
+                        plgpu.wgmma(acc_ref, p, self.v_s.at[v_stage, chunk])
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs))
+
+                s = pl.run_scoped(issue, plgpu.ACC(self.s_shape, f32))
+                s = lax.optimization_barrier(s)
+                plgpu.barrier_arrive(self.k_free.at[k_stage])
+                p_ref[...], top_ref[...], total_ref[...], shrink_ref[...] = softmax(s, top, total)
+
+            start = tuple(plgpu.ACC.init(acc) for acc in accs)
+            room = plgpu.layout_cast(jnp.zeros(self.s_shape, f32), W)
+            accs, top, total, shrink, p = pl.run_state(products)((start, top, total, total, room))
+            plgpu.barrier_arrive(self.v_free.at[v_stage])
+        self.await_values(step)
+        accs = tuple(acc * self.wide(shrink, acc.shape) for acc in accs)
+        return accs, top, total, p.astype(self.dtype)
+
+    # -------------------------------------------------------------------------- an item
+    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, between: Callable) -> Any:
+        """Unnormalised output, top and total of an item with keys, whose first keys are those of `step`."""
+        tile = jnp.int32(self.tiles.tile_kv)
+        live = item["position"] + jnp.clip(self.wg * M, item["begin"], item["end"] - 1)
+        last = item["position"] + jnp.clip(self.wg * M + (M - 1), item["begin"], item["end"] - 1)
+        full_low, _ = key_range(self.score, last, item["seq_len"])
+        _, full_high = key_range(self.score, live, item["seq_len"])
+        full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, item["seq_len"])
+        # Tiles [0, low_edge) and [high_edge, num) need a mask.
+        low_edge = jnp.int32(1)
+        if self.has_window:
+            low_edge = jnp.maximum(lax.div(full_low + item.skew + (tile - 1), tile) - item.first, 1)
+        # Later tiles are for the rows of later warpgroups.
+        _, high = key_range(self.score, last, item["seq_len"])
+        num = lax.div(jnp.clip(high, 0, item["seq_len"]) + item.skew + (tile - 1), tile) - item.first
+        is_live = (self.wg * M < item["end"]) & (self.wg * M + M > item["begin"])
+        num = jnp.where(is_live, jnp.clip(num, 1, item.num), 1)
+        low_edge = jnp.minimum(low_edge, num)
+        high_edge = lax.div(jnp.maximum(full_high, 0) + item.skew, tile) - item.first
+        high_edge = jnp.clip(high_edge, low_edge, num)
+
+        zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
+        row = lambda value: plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
+        s = self.scores(q_s, step)
+        between()
+        p, top, total, _ = self.softmax(item, jnp.int32(0), slope, s, row(-jnp.inf), row(0.0), masked=True)
+        accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
+        carry = accs, top, total, p.astype(self.dtype)
+        self.await_values(step)
+        if self.has_low_edge:
+            self.clear_unseen_values(item, jnp.int32(0), self.stage(step), is_low=True)
+
+        def loop(begin: Any, end: Any, carry: Any, *, masked: bool) -> Any:
+            def one(i: Any, carry: Any) -> Any:
+                return self.both_products(item, q_s, i, step + i, slope, carry, masked=masked)
+
+            return lax.fori_loop(begin, end, one, carry)
+
+        if self.has_window:
+            carry = loop(jnp.int32(1), low_edge, carry, masked=True)
+        carry = loop(low_edge, high_edge, carry, masked=False)
+        carry = loop(high_edge, num, carry, masked=True)
+        accs, top, total, p = carry
+        self.clear_unseen_values(item, num - 1, self.stage(step + num - 1), is_low=False)
+        accs = self.add_values(accs, p, step + num - 1)
+
+        @pl.loop(num, item.num)
+        def skip(i: Any) -> None:
+            stage = self.stage(step + i)
+            for full, free in ((self.k_full, self.k_free), (self.v_full, self.v_free)):
+                plgpu.barrier_wait(full.at[stage])
+                plgpu.barrier_arrive(free.at[stage])
+
+        return accs, top, total
+
+
+def store_rows(item: Item, wg: Any, o_tiled: Any, o_plain: Any, o_g: Any, accs: Any, shape: Shape) -> None:
+    """Writes a warpgroup's live rows: in one piece if all are, else in powers of two."""
+    cut = shape.cut
+    first = item["first_row"] + wg * M
+    begin, end = (jnp.clip(row - wg * M, 0, M) for row in (item["begin"], item["end"]))
+    num = jnp.maximum(end - begin, 0)
+
+    def target(rows: Any, chunk: int) -> Any:
+        index = (rows, item.head, chunk, pl.ds(0, cut.width)) if cut.is_padded else (rows, item.head)
+        return o_g.at[index]
+
+    @pl.when(num == M)
+    def _() -> None:
+        for chunk, acc in enumerate(accs):
+            o_tiled[chunk] = acc
+        plgpu.commit_smem()
+        for chunk in range(cut.chunks):
+            rows = pl.ds(aligned(first), M)
+            plgpu.copy_smem_to_gmem(o_tiled.at[chunk], target(rows, chunk))
+
+    @pl.when((num > 0) & (num < M))
+    def _() -> None:
+        for chunk, acc in enumerate(accs):
+            o_plain[chunk] = acc
+        plgpu.commit_smem()
+        offset, size = begin, M // 2
+        while size:
+            piece = pl.ds(offset, size)
+
+            @pl.when((num & size) != 0)
+            def _(piece: Any = piece, offset: Any = offset, size: int = size) -> None:
+                for chunk in range(cut.chunks):
+                    plgpu.copy_smem_to_gmem(
+                        o_plain.at[chunk, piece], target(pl.ds(first + offset, size), chunk)
+                    )
+
+            offset, size = offset + (num & size), size // 2
+
+
+def prefill(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_table: Any,
+    slopes: Any,
+    sinks: Any,
+    schedule: Schedule,
+    *,
+    shape: Shape,
+    score: Score,
+    tiles: Tiles,
+    return_lse: bool,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Output, and the log-sum-exp of every row of every tile.
+
+    Args:
+        query: [tokens, q_heads, head_dim], or [..., chunks, chunk] where the head is cut; 8 divides tokens.
+        key: Packed: like query, with kv_heads. Paged: [blocks, parts, block_size / parts, kv_heads,
+            head_dim], HND [blocks, kv_heads, parts, block_size / parts, head_dim], head_dim cut likewise.
+        value: As key.
+        block_table: Blocks of each request; None where keys are packed.
+        slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
+        sinks: Times log2(e), [q_heads] f32, or None.
+        schedule: The tiles.
+        shape: The call's static sizes.
+        score: The layer.
+        tiles: The kernel's static sizes.
+        return_lse: Whether the second result is wanted.
+        interpret: Interpret-mode parameters, or None for a GPU.
+
+    Returns:
+        Output like query, and f32 [tiles, q_heads, tile_q], tiles in the order of the tokens, or None.
+    """
+    cut, dtype, wgs, stages = shape.cut, query.dtype, tiles.warpgroups, tiles.stages
+    size, buffers = shape.block_size, tiles.query_buffers
+    per_stage = (1 if size is None else max(tiles.tile_kv // size, 1)) * cut.chunks
+    # Of 65536 registers; many copies a stage take more to load.
+    load_registers, compute_registers = (24, 240) if per_stage <= BLOCKS_AT_ONCE else (40, 232)
+    if wgs == 3:
+        load_registers, compute_registers = 32, 160
+
+    def body(  # type: ignore[no-untyped-def]
+        q_g,  # [tokens, q_heads, head_dim]
+        k_g,
+        v_g,
+        blocks_g,  # [reqs, max_blocks] or None
+        slopes_g,  # [q_heads] or None
+        sinks_g,  # [q_heads] or None
+        table_g,  # [tiles, columns]
+        live_g,  # [1]
+        o_g,  # [tokens, q_heads, head_dim]
+        lse_g,  # [tiles, q_heads, tile_q] or None
+        q_s,  # [warpgroups, query_buffers, chunks, 64, width] in SMEM: swizzled, and plain for few rows
+        item_s,  # [warpgroups, query_buffers, columns] in SMEM
+        k_s,  # [stages, chunks, tile_kv, width] in SMEM
+        v_s,
+        p_s,  # [warpgroups, 64, tile_kv] in SMEM, or None
+        columns_s,  # [warpgroups, tile_kv] in SMEM: 0, 1, 2...
+        q_full,
+        q_free,
+        k_full,
+        v_full,
+        k_free,
+        v_free,
+    ):
+        wg = lax.axis_index("warpgroup")
+        ring = (k_s, v_s, k_full, v_full, k_free, v_free)
+        (q_s,), (o_plain,) = q_s
+        rounds, item_at = rounds_of(live_g, tiles, shape)
+        make_item = functools.partial(Item, score=score, tiles=tiles, shape=shape)
+
+        def load_share() -> None:
+            load_kv = make_kv_loader(k_g, v_g, blocks_g, ring, tiles, shape)
+            load_query = make_query_loader((q_g, table_g, q_s, item_s, q_full, q_free), tiles, shape)
+
+            def load_item(nth: Any, step: Any) -> Any:
+                tile, head = item_at(nth)
+                columns = {name: table_g[tile, i] for i, name in enumerate(COLUMNS)}
+                item = make_item(head, columns.__getitem__)
+
+                @pl.when(item.num > 0)
+                def _() -> None:
+                    # Keys before queries: the ring has room while the queries of the item before are in use.
+                    load_kv(item, jnp.int32(0), step, lambda: load_query(item, tile, nth))
+                    pl.loop(1, item.num)(lambda i: load_kv(item, i, step + i))
+
+                pl.when(item.num == 0)(lambda: load_query(item, tile, nth))
+                return step + item.num
+
+            steps = lax.fori_loop(0, rounds, load_item, rounds * 0)
+            # Interpret mode insists that every completion is awaited; to the hardware it is all one.
+            if interpret:
+
+                @pl.loop(jnp.maximum(steps - stages, 0), steps)
+                def _(i: Any) -> None:
+                    plgpu.barrier_wait(k_free.at[lax.rem(i, jnp.int32(stages))])
+                    plgpu.barrier_wait(v_free.at[lax.rem(i, jnp.int32(stages))])
+
+                @pl.loop(jnp.maximum(rounds - buffers, 0), jnp.maximum(rounds - (buffers - 1), 0))
+                def _(nth: Any) -> None:
+                    for w in range(wgs):
+                        plgpu.barrier_wait(q_free.at[w * buffers + lax.rem(nth, jnp.int32(buffers))])
+
+        def compute_share() -> None:
+            group = Warpgroup(
+                p_s,
+                columns_s,
+                ring,
+                tiles=tiles,
+                shape=shape,
+                score=score,
+                dtype=dtype,
+                has_alibi=slopes_g is not None,
+                interpret=interpret,
+            )
+            columns_s[wg] = plgpu.broadcasted_iota(jnp.int32, (tiles.tile_kv,), 0, layout=COLUMN)
+            plgpu.commit_smem()
+
+            def release(nth: Any) -> None:
+                """Gives the buffer of item nth back, when its output has left."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free.at[wg * buffers + lax.rem(nth, jnp.int32(buffers))])
+
+            def compute_item(nth: Any, step: Any) -> Any:
+                buffer = lax.rem(nth, jnp.int32(buffers))
+                plgpu.barrier_wait(q_full.at[wg * buffers + buffer])
+                mine = item_s.at[wg, buffer]
+                item = make_item(item_at(nth)[1], lambda name: mine[COLUMNS.index(name)])
+                slope = None if slopes_g is None else slopes_g[item.head]
+                row = lambda value: plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
+                zeros = lambda: plgpu.layout_cast(jnp.zeros((M, cut.width), f32), W)
+
+                def release_last() -> None:
+                    if buffers > 1:
+                        pl.when(nth >= 1)(lambda: release(nth - 1))
+
+                def with_keys() -> Any:
+                    return group.attend(item, q_s.at[wg, buffer], step, slope, release_last)
+
+                def without_keys() -> Any:
+                    release_last()
+                    return tuple(zeros() for _ in range(cut.chunks)), row(-jnp.inf), row(0.0)
+
+                accs, top, total = lax.cond(item.num > 0, with_keys, without_keys)
+                if sinks_g is not None:
+                    sink = jnp.where(item["seq_len"] > 0, sinks_g[item.head], -jnp.inf)
+                    new_top = jnp.maximum(top, sink)
+                    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+                    shrink = jnp.exp2(top - base)
+                    total = total * shrink + jnp.exp2(sink - base)
+                    accs = tuple(acc * group.wide(shrink, acc.shape) for acc in accs)
+                    top = new_top
+                inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
+                if lse_g is not None:
+                    lse = (top + jnp.log2(total)) * math.log(2)
+                    lse_g[item["number"], item.head, pl.ds(pl.multiple_of(wg * M, M), M)] = lse
+                out = tuple((acc * group.wide(inverse, acc.shape)).astype(dtype) for acc in accs)
+                store_rows(item, wg, q_s.at[wg, buffer], o_plain.at[wg, buffer], o_g, out, shape)
+                if buffers == 1:
+                    release(nth)
+                return step + item.num
+
+            lax.fori_loop(0, rounds, compute_item, jnp.int32(0) * rounds)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == wgs)
+        def _() -> None:
+            plgpu.set_max_registers(load_registers, action="decrease")
+
+            @plgpu.warp_map
+            def _(warp: Any) -> None:
+                pl.when(warp == 0)(load_share)
+
+        @pl.when(wg < wgs)
+        def _() -> None:
+            plgpu.set_max_registers(compute_registers, action="increase")
+            compute_share()
+
+    tokens = (wgs, buffers, cut.chunks, M, cut.width)
+    keys = (stages, cut.chunks, tiles.tile_kv, cut.width)
+    num_tiles = schedule.table.shape[0]
+    lse_type = jax.ShapeDtypeStruct((num_tiles, shape.q_heads, tiles.tile_q), f32) if return_lse else None
+    kernel = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(query.shape, dtype), lse_type),
+        scratch_types=[
+            plgpu.RefUnion((swizzled(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
+            plgpu.SMEM((wgs, buffers, TABLE_WIDTH), jnp.int32),
+            swizzled(keys, dtype),
+            swizzled(keys, dtype),
+            swizzled((wgs, M, tiles.tile_kv), dtype) if interpret else None,
+            plgpu.SMEM((wgs, tiles.tile_kv), jnp.int32),
+            plgpu.Barrier(num_arrivals=cut.chunks + 1, num_barriers=wgs * buffers),
+            plgpu.Barrier(num_barriers=wgs * buffers),
+            plgpu.Barrier(num_arrivals=per_stage, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=per_stage, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        ],
+        grid=(tiles.ctas,),
+        grid_names=("cta",),
+        num_threads=wgs + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="varlen_prefill",
+        interpret=interpret,
+    )
+    return kernel(query, key, value, block_table, slopes, sinks, schedule.table, schedule.num_live)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory that TMA fills and the tensor core reads: rows of 64 elements, 128-byte swizzle."""
+    transforms = (plgpu.TilingTransform((ALIGN, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)

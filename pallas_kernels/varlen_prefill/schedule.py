@@ -1,0 +1,125 @@
+"""Which tiles of queries there are, the longest first: computed on the device, once a step."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill.tiles import Tiles
+
+ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
+
+
+class Schedule(NamedTuple):
+    """The tiles of a step, shared by the layers of one mask.
+
+    Attributes:
+        table: One row a tile, longest first: COLUMNS. Rows from `num_live` on are 0.
+        num_live: How many tiles there are.
+        first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
+            last request counts as one more request.
+    """
+
+    table: Int32[Array, "tiles columns"]
+    num_live: Int32[Array, " 1"]
+    first_tiles: Int32[Array, " bounds"]
+
+
+# What a kernel reads of a tile:
+COLUMNS = (
+    "req",
+    "first_row",
+    "begin",  # first live row, counted from first_row
+    "end",  # one past the last live row, counted likewise
+    "position",  # of first_row in the request
+    "seq_len",
+    "seen",  # first key that some query of the request sees
+    "kv_start",  # row of the request's first key where keys are packed
+    "number",  # of the tile, in the order of the tokens
+)
+TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
+
+
+def max_tiles(num_tokens: int, reqs: int, tile_q: int) -> int:
+    """A bound on the number of tiles that `reqs` requests with `num_tokens` tokens together are cut into."""
+    return (num_tokens + (ALIGN - 1) * (reqs + 1)) // tile_q + reqs + 1
+
+
+def make_schedule(
+    query_start_loc: Int[Array, " bounds"],
+    seq_lens: Int[Array, " reqs"],
+    kv_start_loc: Int[Array, " reqs"] | None = None,
+    *,
+    num_tokens: int,
+    score: Score,
+    tiles: Tiles,
+) -> Schedule:
+    """Cuts each request's tokens into tiles, and the padding behind the last into tiles without keys.
+
+    Args:
+        query_start_loc: First token of each request and one past the last; starts with 0.
+        seq_lens: Keys of each request.
+        kv_start_loc: First key of each request where keys are packed; None where they are paged.
+        num_tokens: Static: tokens, padding included.
+        score: Static: tells how long a tile takes.
+        tiles: Static.
+    """
+    reqs, tile_q = seq_lens.shape[0], tiles.tile_q
+    starts = query_start_loc.astype(jnp.int32)
+    ends = jnp.concatenate([starts[1:], jnp.full((1,), num_tokens, jnp.int32)])
+    keys = jnp.concatenate([seq_lens.astype(jnp.int32), jnp.zeros(1, jnp.int32)])
+    kv_starts = jnp.zeros(reqs + 1, jnp.int32)
+    if kv_start_loc is not None:
+        kv_starts = jnp.concatenate([kv_start_loc.astype(jnp.int32), jnp.zeros(1, jnp.int32)])
+    aligned = starts // ALIGN * ALIGN
+    counts = jnp.where(ends > starts, (ends - aligned + tile_q - 1) // tile_q, 0)
+    last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
+    first_tiles = last_tiles - counts
+    number = jnp.arange(max_tiles(num_tokens, reqs, tile_q), dtype=jnp.int32)
+    req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
+    is_live = req <= reqs
+    req = jnp.minimum(req, reqs)
+    first_row = aligned[req] + (number - first_tiles[req]) * tile_q
+    lens = ends - starts
+    seen, _ = tile_range(score, keys - lens, keys - 1, keys)
+    begin = jnp.maximum(starts[req] - first_row, 0)
+    end = jnp.minimum(ends[req] - first_row, tile_q)
+    position = (keys - lens - starts)[req] + first_row
+    seq_len, kv_start = keys[req], kv_starts[req]
+    low, high = tile_range(score, position + begin, position + end - 1, seq_len)
+    _, kv_tiles = kv_tile_range(low, high, kv_start, tiles.tile_kv)
+    columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
+    table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
+    order = jnp.argsort(jnp.where(is_live, -kv_tiles, 1), stable=True)
+    table = jnp.where(is_live[order][:, None], table[order], 0)
+    return Schedule(table, last_tiles[-1:], first_tiles)
+
+
+def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Score.key_range, for positions however far before the first key."""
+    low, high = score.key_range(position, seq_len)
+    if score.chunk_size is not None:
+        high = jnp.where(position < 0, low, high)
+    return low, high
+
+
+def tile_range(
+    score: Score, first: jax.Array, last: jax.Array, seq_len: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """First key that some query from position `first` to `last` sees, and one past the last key."""
+    low, _ = key_range(score, first, seq_len)
+    _, high = key_range(score, last, seq_len)
+    low = jnp.maximum(low, 0)
+    return low, jnp.maximum(jnp.minimum(high, seq_len), low)
+
+
+def kv_tile_range(
+    low: jax.Array, high: jax.Array, kv_start: jax.Array, tile_kv: int
+) -> tuple[jax.Array, jax.Array]:
+    """First tile of keys that holds some of [low, high), and how many do; 8 divides a tile's first row."""
+    skew = jax.lax.rem(kv_start, jnp.int32(ALIGN))
+    first = jax.lax.div(low + skew, jnp.int32(tile_kv))
+    end = jax.lax.div(high + skew + (tile_kv - 1), jnp.int32(tile_kv))
+    return first, jnp.where(high > low, end - first, 0)

@@ -1,0 +1,58 @@
+"""The sizes that the prefill kernel is compiled for."""
+
+import dataclasses
+
+from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.shared.head_dims import head_cut
+
+NUM_SMS = 132  # H100 SXM, H200
+WARPGROUP_ROWS = 64  # the tensor core's M
+SHARED_MEMORY = 227 * 1024 - 2048  # bytes a thread block may have, less barriers and reductions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Static sizes of one prefill kernel.
+
+    Attributes:
+        tile_kv: Keys of a step: 64 or 128.
+        stages: Steps in flight from global memory.
+        warpgroups: Warpgroups that compute, 64 query rows each: 2 or 3.
+        query_buffers: 1 or 2: items whose queries are in shared memory; the output leaves the same way.
+        ctas: Thread blocks of the grid; each stays on its SM and works through its share of the tiles.
+    """
+
+    tile_kv: int = 128
+    stages: int = 2
+    warpgroups: int = 2
+    query_buffers: int = 2
+    ctas: int = NUM_SMS
+
+    def __post_init__(self) -> None:
+        require_one_of("tile_kv", self.tile_kv, (64, 128))
+        require_one_of("warpgroups", self.warpgroups, (2, 3))
+        require_one_of("query_buffers", self.query_buffers, (1, 2))
+        require_positive(stages=self.stages, ctas=self.ctas)
+        require(self.stages >= 2, "stages", "be at least 2", self.stages)
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a tile."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+    def shared_memory(self, width: int) -> int:
+        """Bytes of shared memory with heads of `width` 16-bit elements."""
+        query = 2 * self.tile_q * width * self.query_buffers
+        return query + self.stages * 2 * 2 * self.tile_kv * width
+
+
+def default_tiles(head_dim: int) -> Tiles:
+    """Tiles for a head_dim, measured on an H200 for 64, 128 and 256 (benchmarks/results)."""
+    width = head_cut(head_dim).padded_dim
+    if width <= 64:
+        return Tiles(tile_kv=128, stages=4, warpgroups=3)
+    if width <= 128:
+        return Tiles(tile_kv=128, stages=2)
+    if width <= 192:
+        return Tiles(tile_kv=64, stages=2)
+    return Tiles(tile_kv=64, stages=2, query_buffers=1)

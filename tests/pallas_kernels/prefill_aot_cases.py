@@ -1,0 +1,55 @@
+"""The prefill kernels that ship, to compile ahead of time: every head_dim, dtype, loader and feature."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import varlen_prefill
+
+FEATURES = {
+    "plain": {},
+    "window_sinks": {"window": (127, 0), "has_sinks": True},
+    "cap_alibi": {"soft_cap": 30.0, "has_alibi": True},
+    "chunk_sqrt_alibi": {"chunk_size": 8192, "sqrt_alibi": True, "has_alibi": True},
+    "cross_window": {"causal": False, "window": (100, 4)},
+    "cross": {"causal": False},
+}
+LOADERS = [("packed", None), *itertools.product(("NHD", "HND"), (8, 16, 64, 256))]
+
+
+def case(head_dim, layout, block_size, dtype, *, has_sinks=False, has_alibi=False, **score):
+    shape = jax.ShapeDtypeStruct
+    tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
+    arrays = {
+        "query": shape((tokens, q_heads, head_dim), dtype),
+        "query_start_loc": shape((reqs + 1,), jnp.int32),
+        "seq_lens": shape((reqs,), jnp.int32),
+    }
+    if block_size is None:
+        kv = shape((tokens, kv_heads, head_dim), dtype)
+        arrays["kv_start_loc"] = shape((reqs,), jnp.int32)
+    else:
+        per_block = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
+        kv = shape((10_000, *per_block, head_dim), dtype)
+        arrays["block_table"] = shape((reqs, 16384 // block_size), jnp.int32)
+    per_head = shape((q_heads,), jnp.float32)
+    arrays |= {"sinks": per_head} if has_sinks else {}
+    arrays |= {"alibi_slopes": per_head} if has_alibi else {}
+    options = {"layout": "NHD" if block_size is None else layout, "return_lse": has_sinks}
+    run = functools.partial(varlen_prefill, score=Score(scale=0.1, **score), **options)
+    return lambda arrays: run(**arrays), ({**arrays, "key": kv, "value": kv},)
+
+
+def aot_cases():
+    """Name -> (function, abstract arguments)."""
+    found = {}
+    for nth, (head_dim, feature) in enumerate(itertools.product(HEAD_DIMS, FEATURES)):
+        layout, block_size = LOADERS[nth % len(LOADERS)]
+        dtype = ("bfloat16", "float16")[nth // 2 % 2]
+        name = f"d{head_dim}-{feature}-{layout}{block_size or ''}-{dtype}"
+        found[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **FEATURES[feature])
+    return found

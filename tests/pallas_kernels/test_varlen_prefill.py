@@ -1,0 +1,314 @@
+"""varlen_prefill: the contract against the float64 oracle, races, schedules, refusals; the same on a GPU."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, reference, varlen_prefill
+from pallas_kernels.varlen_prefill.entry import why_not
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
+from tests import aot, contract
+from tests.contract import Problem, case_id
+from tests.covering import covering_array
+from tests.pallas_kernels.prefill_aot_cases import aot_cases
+
+# Query and sequence lengths: several tiles, tiles with one live row, rows that 8 does not divide, nothing.
+LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}
+FACTORS = {
+    "region": ["prompts", "behind", "prefill", "chunked"],
+    "causal": [True, False],
+    "window": [None, (20, 0), (70, 2), (None, 2), (9, None)],
+    "chunk_size": [None, 8, 70],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear", "sqrt"],
+    "sinks": [False, True],
+    "heads": [(2, 2), (4, 1), (6, 2)],
+    "head_dim": list(HEAD_DIMS),
+    "dtype": ["bfloat16", "float16"],
+    "kv": ["NHD", "HND", "no_cache"],
+    "block_size": [8, 16, 32, 64, 128, 256],
+}
+FAST = FACTORS | {
+    "region": ["prompts", "behind"],
+    "window": [None, (20, 0), (70, 2)],
+    "chunk_size": [None, 70],
+    "alibi": [None, "linear", "sqrt"],
+    "heads": [(2, 2), (3, 1)],
+    "head_dim": [64, 80, 128],
+    "block_size": [8, 16, 128],
+}
+ALWAYS = {"stored": "plain", "sparsity": None, "padded": False}
+PADDING = 5  # tokens of NaN behind the last request
+
+
+@pytest.fixture(autouse=True)
+def _long_regions(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+
+
+def cases(factors):
+    return [case | ALWAYS for case in covering_array(factors, lambda case: True)]
+
+
+def plain_case(**changes):
+    plain = {name: values[0] for name, values in FACTORS.items()} | ALWAYS
+    return plain | {"head_dim": 64, "block_size": 16} | changes
+
+
+def tiles_of(case):
+    """Few thread blocks, so that each has several tiles, and tiles of both widths of keys."""
+    is_wide = case["head_dim"] > 128
+    return Tiles(
+        tile_kv=64 if is_wide or case["causal"] else 128,
+        stages=2,
+        warpgroups=3 if case["head_dim"] == 64 else 2,
+        query_buffers=1 if is_wide else 2,
+        ctas=3,
+    )
+
+
+def attend(problem: Problem, interpret=None, tiles=None):
+    """The whole step by the kernel; no row of these problems is a decode."""
+    spec, metadata, kv = problem.spec, problem.metadata, problem.kv
+    assert metadata.bucket.max_decodes == 0
+    is_packed = isinstance(kv, jattn.PackedKV)
+    where = {"kv_start_loc": kv.kv_start_loc} if is_packed else {"block_table": metadata.block_table}
+    score = Score(
+        scale=spec.softmax_scale,
+        causal=spec.causal,
+        window=spec.window or (None, None),
+        chunk_size=spec.chunk_size,
+        soft_cap=spec.soft_cap,
+        sqrt_alibi=spec.sqrt_alibi,
+    )
+    as_jax = lambda x: None if x is None else jnp.asarray(x)
+    run = functools.partial(
+        varlen_prefill,
+        score=score,
+        layout="NHD" if is_packed else kv.layout,
+        tiles=tiles,
+        return_lse=True,
+        interpret=interpret,
+    )
+    padding = ((0, PADDING), (0, 0), (0, 0))
+    out, lse = jax.jit(run)(
+        query=jnp.asarray(np.pad(problem.query, padding, constant_values=np.nan)),
+        key=kv.k,
+        value=kv.v,
+        query_start_loc=metadata.query_start_loc,
+        seq_lens=metadata.seq_lens,
+        sinks=as_jax(problem.sinks),
+        alibi_slopes=as_jax(problem.slopes),
+        **where,
+    )
+    assert not np.asarray(out[-PADDING:], np.float32).any()
+    assert np.isneginf(lse[:, -PADDING:]).all()
+    return out[:-PADDING], lse[:, :-PADDING]
+
+
+class TestContract:
+    @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+
+    def test_queries_before_the_first_key_see_nothing(self):
+        spec = {"score": Score(scale=0.1, chunk_size=4), "tiles": Tiles(tile_kv=64, ctas=1)}
+        q, k, v = (
+            jax.random.normal(jax.random.key(i), (n, 2, 64), jnp.bfloat16) for i, n in enumerate((70, 5, 5))
+        )
+        out, lse = packed([70], [5], q, k, v, **spec, return_lse=True)
+        assert (np.asarray(out[:65]) == 0).all()
+        assert np.isneginf(lse[:, :65]).all()
+        assert np.isfinite(lse[:, 65:]).all()
+
+
+@functools.cache
+def compiled():
+    aot.require_plugin()
+    return aot.compile_all("tests.pallas_kernels.prefill_aot_cases", list(aot_cases()))
+
+
+class TestAheadOfTime:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", list(aot_cases()))
+    def test_what_ships_compiles(self, name):
+        kernels = compiled()[name]
+        assert [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in kernels] == ["varlen_prefill"]
+
+    @pytest.mark.parametrize("name", ["d128-plain-HND256-bfloat16"])
+    def test_plain_attention_spills_nothing(self, name):
+        aot.require_plugin()
+        (kernel,) = aot.compile_all("tests.pallas_kernels.prefill_aot_cases", [name])[name]
+        assert kernel.spilled_bytes == 0
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem))
+
+    @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (239, 239), (799, 799), (113, 203), (1023, 1024)])
+    def test_awkward_lengths(self, tokens, keys):
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        q, k, v = draw(0, tokens, 4, 128), draw(1, keys, 4, 128), draw(2, keys, 4, 128)
+        out, _ = packed([tokens], [keys], q, k, v, score=Score(scale=0.1), interpret=None)
+        want = reference.attend_request(q, k, v, scale=0.1)
+        np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
+
+    def test_many_runs_give_the_same_bits(self):
+        draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (4000, heads, 128), jnp.bfloat16)
+        lens = [1000, 1, 0, 1799, 1200]
+        run = functools.partial(packed, lens, lens, score=Score(scale=0.1), interpret=None)
+        args = draw(0, 8), draw(1, 2), draw(2, 2)
+        first, _ = run(*args)
+        for _ in range(200):
+            again, _ = run(*args)
+            assert jnp.array_equal(first, again)
+
+
+def packed(query_lens, seq_lens, query, key, value, *, interpret="cpu", detect_races=False, **options):
+    """varlen_prefill over packed keys, requests one after the other."""
+    ends = lambda lens: jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
+    interpret = plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
+    run = functools.partial(varlen_prefill, interpret=interpret, **options)
+    starts = ends(query_lens), jnp.asarray(seq_lens, jnp.int32)
+    return jax.jit(run)(query, key, value, *starts, kv_start_loc=ends(seq_lens)[:-1])
+
+
+class TestRaces:
+    @pytest.mark.parametrize("warpgroups", [2, 3])
+    def test_there_are_none(self, warpgroups):
+        """Of whole tiles: the detector takes the two views of the rows' buffer for two warpgroups' writes."""
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+        lens = [64 * warpgroups, 192 * warpgroups]
+        draw = lambda seed, heads: jax.random.normal(
+            jax.random.key(seed), (sum(lens), heads, 64), jnp.bfloat16
+        )
+        tiles = Tiles(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
+        args = draw(0, 2), draw(1, 1), draw(2, 1)
+        out, _ = packed(lens, lens, *args, score=Score(scale=0.1), tiles=tiles, detect_races=True)
+        out.block_until_ready()
+        assert not interpret_pallas_call.get_races().races_found
+
+
+class TestSchedule:
+    def make(self, starts, keys, kv_starts=None, *, num_tokens, **score):
+        as_jax = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
+        return make_schedule(
+            as_jax(starts),
+            as_jax(keys),
+            as_jax(kv_starts),
+            num_tokens=num_tokens,
+            score=Score(scale=1.0, **score),
+            tiles=Tiles(tile_kv=64),
+        )
+
+    def test_the_longest_come_first_and_padding_is_a_request_without_keys(self):
+        got = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160)
+        table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(got.table)]
+        live = table[: int(got.num_live[0])]
+        rows = [(t["req"], t["first_row"], t["begin"], t["end"], t["position"]) for t in live]
+        assert rows == [(2, 8, 2, 128, 258), (2, 136, 0, 14, 386), (0, 0, 0, 10, 0), (3, 144, 6, 16, -16)]
+        np.testing.assert_array_equal(got.first_tiles, [0, 1, 1, 3])
+        assert not np.asarray(got.table)[len(live) :].any()
+
+    def test_the_bound_holds_for_the_worst_lengths(self):
+        for lens in ([1] * 40, [9] * 30, [121, 122, 120] * 9, [128] * 3, [7, 130] * 8):
+            starts = np.concatenate([[0], np.cumsum(lens)])
+            got = self.make(starts, lens, num_tokens=int(starts[-1]) + 3)
+            needed = sum(-(-(b - a // 8 * 8) // 128) for a, b in itertools.pairwise(starts))
+            assert needed + 1 == got.num_live[0] <= max_tiles(int(starts[-1]) + 3, len(lens), 128)
+
+    def test_a_window_makes_all_tiles_short(self):
+        got = self.make([0, 1024], [1024], num_tokens=1024, window=(63, None))
+        np.testing.assert_array_equal(got.table[:8, COLUMNS.index("first_row")], np.r_[128:1024:128, 0])
+
+    def test_made_before_it_changes_no_bit(self):
+        draw = lambda seed: jax.random.normal(jax.random.key(seed), (96, 1, 64), jnp.bfloat16)
+        args, lens = (draw(0), draw(1), draw(2)), [33, 60]
+        options = {"score": Score(scale=0.1), "tiles": Tiles(tile_kv=64, ctas=2)}
+        made = make_schedule(
+            jnp.asarray([0, 33, 93]), jnp.asarray(lens), jnp.asarray([0, 33]), num_tokens=96, **options
+        )
+        out, _ = packed(lens, lens, *args, **options)
+        again, _ = packed(lens, lens, *args, **options, schedule=made)
+        np.testing.assert_array_equal(out, again)
+
+
+class TestReference:
+    def test_agrees_with_the_kernel_s_contract(self):
+        draw = lambda seed: jax.random.normal(jax.random.key(seed), (40, 2, 64), jnp.bfloat16)
+        q, k, v = draw(0)[:24], draw(1), draw(2)
+        score = Score(scale=0.1, window=(9, None))
+        out, _ = packed([24], [40], q, k, v, score=score, tiles=Tiles(tile_kv=64, ctas=1))
+        want = reference.attend_request(q, k, v, scale=0.1, window=(9, None))
+        np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
+
+
+class TestRefusals:
+    served = {"dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16, "head_dim": 128, "block_size": 16}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"dtype": jnp.float32}, "queries of float32"),
+            ({"kv_dtype": jnp.int8}, "keys of int8 with queries of bfloat16"),
+            ({"head_dim": 72}, "head_dim 72 .*80"),
+            ({"block_size": 4}, "block_size 4 .*16"),
+        ],
+    )
+    def test_what_has_no_kernel_is_named(self, change, message):
+        assert why_not(**self.served) is None
+        assert why_not(**self.served | {"block_size": None}) is None
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(why_not(**self.served | change))
+
+    def test_the_kernel_refuses_by_name(self):
+        x = jnp.zeros((8, 1, 72), jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match=r"varlen_prefill: .*head_dim 72"):
+            packed([8], [8], x, x, x, score=Score(scale=1.0))
+
+    def test_keys_are_packed_or_paged(self):
+        x, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([8])
+        with pytest.raises(
+            ValueError, match="kv_start_loc or block_table must be given, and not both, got 0"
+        ):
+            varlen_prefill(x, x, x, jnp.asarray([0, 8]), lens, score=Score(scale=1.0))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"),
+            ({"warpgroups": 1}, "warpgroups must .*2, 3, got 1"),
+            ({"stages": 1}, "stages must be at least 2, got 1"),
+            ({"query_buffers": 3}, "query_buffers must .*1, 2, got 3"),
+        ],
+    )
+    def test_tiles_that_cannot_be_are_named(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            Tiles(**change)
+
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    def test_default_tiles_fit_shared_memory(self, head_dim):
+        from pallas_kernels.shared.head_dims import head_cut
+        from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
+
+        assert default_tiles(head_dim).shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
