@@ -152,7 +152,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
             else:
                 pl.when(step >= tiles.stages)(wait)
 
-                # A bound that the compiler does not see through: unrolled, the ids would not fit the registers.
+                # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
                 @pl.loop(0, num_windows // at_once + jnp.minimum(step, 0))
                 def _(n: Any, copy: Any = copy) -> None:
                     copy(windows_of(item, item.first + i, kv_head, n * at_once, at_once))
