@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 import re
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -20,25 +21,30 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def filled(readme: str) -> str:
-    """The README with its tables made anew."""
-    pattern = r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + table(m[2]) + m[3], readme, flags=re.DOTALL)
+    """The README with each table made anew from the files that its marker names."""
+    pattern = r"(<!-- decode: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: m[1] + decode_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
 
 
-def table(file: str) -> str:
-    """One results file as Markdown: each case's last row with default tiles, losing rows included."""
-    gpu, ceiling, rows = "", 0.0, {}
-    for line in (RESULTS / file).read_text().splitlines():
-        row = json.loads(line)
-        gpu = row["gpu"]
-        if row["name"] == "read_ceiling":
-            ceiling = row["gb_per_s"]
-        elif row.get("is_default", True):
-            rows[row["name"], row["block_size"], row["layout"]] = row | {"ceiling": ceiling}
-    head = f"{gpu}, jax {row['jax']}; times of all kernels of a call, schedule and merge included; median.\n\n"
-    lines = ["| case | block | layout | us | GB/s | of the read ceiling |", "|---|---|---|---|---|---|"]
-    for row in rows.values():
-        share = f"{100 * row['gb_per_s'] / row['ceiling']:.0f} % of {row['ceiling']:.0f}"
-        cells = (row["name"], row["block_size"], row["layout"], f"{row['us']:.1f}", f"{row['gb_per_s']:.0f}", share)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return head + "\n".join(lines) + "\n"
+def decode_table(file: str, beside: str) -> str:
+    """Rows of one run against its read ceiling and FlashAttention-3 of the same run; none is left out."""
+    ceiling, *rows = _rows(file)
+    peers = {row["workload"]: row["us"] for row in _rows(beside) if row.get("peer") == "fa3_page16"}
+    speed = ceiling["gb_per_s"]
+    lines = [
+        f"{ceiling['gpu']}, jax {ceiling['jax']}, read ceiling {speed:.0f} GB/s.",
+        "",
+        "| case | us | GB/s | of the read ceiling | FA3, us | ours / FA3 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ours, peer = row["us"], peers.get(row["name"])
+        versus = ["-", "-"] if peer is None else [f"{peer:.1f}", f"{ours / peer:.2f}"]
+        share = f"{100 * row['gb_per_s'] / speed:.0f} %"
+        cells = [row["name"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share, *versus]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]

@@ -2,7 +2,7 @@
 
 import jax
 
-from jattn.implementations.mosaic_gpu import DecodePlan, plan_decode
+from jattn.implementations.mosaic_gpu import DecodePlan, plan_decode, why_not_plan_decode
 from jattn.implementations.tiles import QueryTiles, prefill_tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
@@ -52,9 +52,9 @@ def plan(metadata: BatchMetadata, spec: AttentionSpec, cache_spec: CacheSpec | N
             cache_spec.block_size,
         )
     bucket = metadata.bucket
-    has_decode_kernel = bucket.max_decodes > 0 and support.why_not(platform=jax.default_backend()) is None
+    reason = support.why_not(platform=jax.default_backend()) or why_not_plan_decode(metadata, spec)
     return Plan(
-        decode=plan_decode(metadata, spec) if has_decode_kernel else None,
+        decode=plan_decode(metadata, spec) if reason is None else None,
         query_tiles=prefill_tiles(metadata) if bucket.max_prefill_tokens > 0 else None,
         bucket=bucket,
     )

@@ -92,6 +92,23 @@ class TestDispatch:
         ):
             jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, other)
 
+    @pytest.mark.parametrize(
+        ("head_dim", "query_lens", "change", "has_schedule"),
+        [
+            (64, [1], {}, True),
+            (20, [1], {}, False),
+            (64, [5], {}, False),
+            (64, [1], {"sparsity": jattn.LocalStrided()}, False),
+        ],
+    )
+    def test_a_plan_schedules_a_kernel_only_where_there_is_one(
+        self, monkeypatch, head_dim, query_lens, change, has_schedule
+    ):
+        monkeypatch.setattr("pallas_kernels.support.why_not", lambda platform: None)  # as on a Hopper GPU
+        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=head_dim, **change)
+        metadata = jattn.build_batch_metadata(query_lens, [9], [[1, 2]], block_size=8)
+        assert (jattn.plan(metadata, spec).decode is not None) == has_schedule
+
     def test_a_plan_for_another_cache_is_refused(self):
         problem = self.problem()
         for wrong, message in (

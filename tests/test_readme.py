@@ -4,6 +4,7 @@ import pathlib
 import re
 
 import jattn
+from benchmarks.table import filled
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 GLOSSARY = README.split("## From vLLM to jattn")[1].split("\n## ")[0]
@@ -33,3 +34,8 @@ def test_the_two_commands_stand_at_the_top():
     top = README.split("## ")[0]
     assert "make demo" in top
     assert "make test" in top
+
+
+def test_the_tables_are_those_of_the_raw_rows():
+    assert filled(README) == README
+    assert "| d_64x4k |" in README

@@ -50,6 +50,21 @@ def why_not(
     )
 
 
+def why_not_plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> str | None:
+    """Why no layer of this spec can have a decode schedule, whatever its dtypes and its cache's layout."""
+    if not metadata.bucket.max_decodes:
+        return "the bucket has no decode region"
+    return support.why_not_decode(
+        dtype=jnp.bfloat16,
+        cache_dtype=jnp.bfloat16,
+        head_dim=spec.head_dim,
+        block_size=metadata.block_size,
+        group=spec.q_heads_per_kv_head,
+        decode_query_len=metadata.bucket.decode_query_len,
+        is_sparse=spec.sparsity is not None,
+    )
+
+
 def plan_decode(metadata: BatchMetadata, spec: AttentionSpec, tiles: Tiles | None = None) -> DecodePlan:
     """Schedules the decode region of a step. Traced."""
     decodes, query_len = metadata.bucket.max_decodes, metadata.bucket.decode_query_len

@@ -6,6 +6,8 @@ zeros on the way into shared memory: no byte more is read, and the caller pads n
 
 from typing import NamedTuple
 
+from pallas_kernels.checks import require
+
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 UNIT = 64
 
@@ -30,6 +32,7 @@ class HeadCut(NamedTuple):
 
 def head_cut(head_dim: int) -> HeadCut:
     """The cut of a head; whole where 64 divides it."""
+    require(head_dim in HEAD_DIMS, "head_dim", f"be one of {HEAD_DIMS}", head_dim)
     if head_dim % UNIT == 0:
         return HeadCut(1, head_dim, head_dim)
     count = -(-head_dim // UNIT)
