@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from typing import NamedTuple
@@ -46,17 +47,21 @@ class Kernel(NamedTuple):
 
 
 def plugin_folder() -> pathlib.Path | None:
-    """Where pip put jax_cuda13_plugin; None if it is not installed."""
+    """Where jax_cuda13_plugin lies: beside the environment's packages (`make test`) or among them."""
+    beside = pathlib.Path(sys.prefix) / "cuda-plugin" / "jax_cuda13_plugin"
+    if beside.is_dir():
+        return beside
     spec = importlib.util.find_spec("jax_cuda13_plugin")
-    return (
-        pathlib.Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
-    )
+    places = None if spec is None else spec.submodule_search_locations
+    return pathlib.Path(places[0]) if places else None
 
 
 def require_plugin() -> None:
     """Skips the test, with the reason, where nothing can be compiled."""
     if plugin_folder() is None:
         pytest.skip("ahead-of-time compilation needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
+    if shutil.which("ptxas") is None and importlib.util.find_spec("nvidia") is None:
+        pytest.skip("ahead-of-time compilation needs ptxas, of a CUDA toolkit or the wheel nvidia-cuda-nvcc")
 
 
 def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
@@ -68,10 +73,13 @@ def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
     Raises:
         AssertionError: Something did not compile; the message has the process's output.
     """
+    folder = plugin_folder()
+    assert folder is not None
     environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder.parent), os.environ.get("PYTHONPATH")])),
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "MOSAIC_GPU_RUNTIME_LIB_PATH": str(plugin_folder() / "libmosaic_gpu_runtime.so"),  # type: ignore[operator]
+        "MOSAIC_GPU_RUNTIME_LIB_PATH": str(folder / "libmosaic_gpu_runtime.so"),
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.aot", module, *names],
