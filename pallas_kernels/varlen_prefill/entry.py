@@ -81,7 +81,11 @@ def varlen_prefill(
     if reason is not None:
         raise unsupported("varlen_prefill", reason, "Use another implementation")
 
-    tiles = default_tiles(head_dim) if tiles is None else tiles
+    if tiles is None:
+        plain = Score(scale=score.scale, causal=score.causal)
+        has_extras = score != plain or sinks is not None or alibi_slopes is not None
+        is_plain = not has_extras and (block_size is None or block_size >= 16)
+        tiles = default_tiles(head_dim, is_plain=is_plain)
     cut = head_cut(head_dim)
     if schedule is None:
         schedule = make_schedule(

@@ -520,8 +520,9 @@ def prefill(
     cut, dtype, wgs, stages = shape.cut, query.dtype, tiles.warpgroups, tiles.stages
     size, buffers = shape.block_size, tiles.query_buffers
     per_stage = (1 if size is None else max(tiles.tile_kv // size, 1)) * cut.chunks
-    # Of 65536 registers; many copies a stage take more to load.
-    load_registers, compute_registers = (24, 240) if per_stage <= BLOCKS_AT_ONCE else (40, 232)
+    # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
+    is_light = per_stage > BLOCKS_AT_ONCE or cut.padded_dim <= 64
+    load_registers, compute_registers = (40, 232) if is_light else (24, 240)
     if wgs == 3:
         load_registers, compute_registers = 32, 160
 

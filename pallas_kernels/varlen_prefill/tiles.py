@@ -46,11 +46,16 @@ class Tiles:
         return query + self.stages * 2 * 2 * self.tile_kv * width
 
 
-def default_tiles(head_dim: int) -> Tiles:
-    """Tiles for a head_dim, measured on an H200 for 64, 128 and 256 (benchmarks/results)."""
+def default_tiles(head_dim: int, *, is_plain: bool = True) -> Tiles:
+    """Tiles for a head_dim, measured on an H200 for 64, 128 and 256 (benchmarks/results).
+
+    Args:
+        head_dim: Width of a head.
+        is_plain: Nothing but a causal mask: three warpgroups have the registers for that, and no more.
+    """
     width = head_cut(head_dim).padded_dim
     if width <= 64:
-        return Tiles(tile_kv=128, stages=4, warpgroups=3)
+        return Tiles(tile_kv=128, stages=4, warpgroups=3 if is_plain else 2)
     if width <= 128:
         return Tiles(tile_kv=128, stages=2)
     if width <= 192:

@@ -40,9 +40,9 @@ FAST = FACTORS | {
     "region": ["prompts", "behind"],
     "window": [None, (20, 0), (70, 2)],
     "chunk_size": [None, 70],
-    "alibi": [None, "linear", "sqrt"],
+    "alibi": [None, "linear"],
     "heads": [(2, 2), (3, 1)],
-    "head_dim": [64, 80, 128],
+    "head_dim": [64, 80],
     "block_size": [8, 16, 128],
 }
 ALWAYS = {"stored": "plain", "sparsity": None, "padded": False}
@@ -146,11 +146,14 @@ def compiled():
 class TestAheadOfTime:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(aot_cases()))
-    def test_what_ships_compiles(self, name):
-        kernels = compiled()[name]
-        assert [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in kernels] == ["varlen_prefill"]
+    def test_what_ships_compiles_and_hardly_spills(self, name):
+        """Narrow plain heads (three warpgroups) and heads of 256 go a few registers past the limit."""
+        (kernel,) = compiled()[name]
+        assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
+        is_tight = name.startswith(("d32-plain", "d32-cross-", "d64-plain", "d64-cross-", "d256"))
+        assert kernel.spilled_bytes <= (400 if is_tight else 16)
 
-    @pytest.mark.parametrize("name", ["d128-plain-HND256-bfloat16"])
+    @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16"])
     def test_plain_attention_spills_nothing(self, name):
         aot.require_plugin()
         (kernel,) = aot.compile_all("tests.pallas_kernels.prefill_aot_cases", [name])[name]
