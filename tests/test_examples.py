@@ -73,7 +73,6 @@ def test_an_example_is_at_most_40_lines(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not demo.TINY_MODEL.exists(), reason="the tiny model is not here")
 def test_demo_with_the_model_that_ships(capsys):
     demo.main([])
     assert capsys.readouterr().out.count("--- request ") == len(demo.PROMPTS)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.cache_write.tiles import Tiles
 
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
-BULK = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 def write_rows(
@@ -56,14 +56,14 @@ def write_rows(
         # The last tile loads its last token again rather than reading past the end.
         index = [jnp.minimum(first + j, tokens - 1) for j in range(rows)]
         for j, token in enumerate(index):
-            plgpu.copy_gmem_to_smem(key_g.at[token], key_s.at[j], loaded, **BULK)
-            plgpu.copy_gmem_to_smem(value_g.at[token], value_s.at[j], loaded, **BULK)
+            plgpu.copy_gmem_to_smem(key_g.at[token], key_s.at[j], loaded, oob_mode=BULK)
+            plgpu.copy_gmem_to_smem(value_g.at[token], value_s.at[j], loaded, oob_mode=BULK)
         slots = [slots_g[token] for token in index]
         plgpu.barrier_wait(loaded)
         for j, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (first + j < tokens))
-            def _store(j=j, slot=slot):
+            def _store(j: int = j, slot: Any = slot) -> None:
                 for rows_s, cache_g in ((key_s, k_g), (value_s, v_g)):
                     target = slot
                     if is_hnd:
