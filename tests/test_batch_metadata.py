@@ -56,27 +56,31 @@ def check_against_a_loop(metadata, batch):
     while decodes < len(query_lens) and query_lens[decodes] == decode_len and decodes < bucket.max_decodes:
         decodes += 1
     token_rows, positions, slots, live = {}, {}, {}, set()
+    seq_lens_of, query_lens_of, last_tokens, is_live = (
+        np.asarray(x)
+        for x in (metadata.seq_lens, metadata.query_lens, metadata.last_token_indices, metadata.is_live_token)
+    )
     next_prefill = bucket.max_decodes * decode_len
     for r, (n, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
         row = r if r < decodes else bucket.max_decodes + r - decodes
         start = r * decode_len if r < decodes else next_prefill
         next_prefill += n if r >= decodes else 0
-        assert metadata.seq_lens[row] == total
+        assert seq_lens_of[row] == total
         for t in range(n):
             position = total - n + t
             live.add(start + t)
             token_rows[start + t], positions[start + t] = row, position
             slots[start + t] = table[r][position // BLOCK] * BLOCK + position % BLOCK
         if n:
-            assert metadata.last_token_indices[row] == start + n - 1
-            assert metadata.query_lens[row] == n
-    for t in range(bucket.max_tokens):
-        assert metadata.is_live_token[t] == (t in live)
-        assert metadata.slot_mapping[t] == slots.get(t, -1)
-        assert metadata.positions[t] == positions.get(t, 0)
-        if t in live:
-            assert metadata.token_rows[t] == token_rows[t]
-    assert int((metadata.seq_lens > 0).sum()) == sum(n > 0 for n in seq_lens)
+            assert last_tokens[row] == start + n - 1
+            assert query_lens_of[row] == n
+    tokens = range(bucket.max_tokens)
+    assert is_live.tolist() == [t in live for t in tokens]
+    assert np.asarray(metadata.slot_mapping).tolist() == [slots.get(t, -1) for t in tokens]
+    assert np.asarray(metadata.positions).tolist() == [positions.get(t, 0) for t in tokens]
+    rows = np.asarray(metadata.token_rows)
+    assert {t: rows[t] for t in live} == token_rows
+    assert (seq_lens_of > 0).sum() == sum(n > 0 for n in seq_lens)
     starts = np.asarray(metadata.query_start_loc)
     assert starts[0] == 0
     assert (np.diff(starts) >= 0).all()
