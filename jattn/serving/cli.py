@@ -1,6 +1,7 @@
 """The command line: `jattn generate` and `jattn doctor`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(report())
         else:
             _generate(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
     except (ValueError, NotImplementedError, FileNotFoundError, ImportError) as error:
         print(f"jattn: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,6 @@
 import io
+import os
+import subprocess
 import sys
 
 import jax
@@ -132,3 +134,16 @@ class TestDoctor:
         out = doctor.report()
         assert "none [1] [2] [3]" in out
         assert "\n[3] reference is on holiday" in out
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    """The pipe has no reader from the start, so the first write fails."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from jattn.serving.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
