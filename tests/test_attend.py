@@ -9,6 +9,7 @@ import pytest
 
 import jattn
 from jattn.attend import choose_implementation
+from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
 
@@ -42,6 +43,10 @@ class TestDispatch:
     def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
             choose_implementation("mosaic_gpu")
+
+    def test_a_jax_that_the_kernels_were_not_written_for_is_a_reason(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+        assert "the kernels need jax before 0.12" in support.why_not(platform="gpu")
 
     def test_unknown_name_is_refused(self):
         with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
