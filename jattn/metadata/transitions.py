@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.slots import PAD_SLOT_ID
+from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.pytree import replace
 from jattn.spec import Bucket
 from pallas_kernels.checks import require
@@ -12,12 +12,9 @@ from pallas_kernels.checks import require
 
 def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
     """The slot of every token, from its position and its row's blocks; -1 for padding and past the table."""
-    rows, positions = metadata.token_rows, metadata.positions
-    column = positions // metadata.block_size
-    max_blocks = metadata.block_table.shape[1]
-    block = metadata.block_table[rows, jnp.minimum(column, max_blocks - 1)]
-    slots = block * metadata.block_size + positions % metadata.block_size
-    return jnp.where(metadata.is_live_token & (column < max_blocks), slots, PAD_SLOT_ID)
+    rows = jnp.where(metadata.is_live_token, metadata.token_rows, -1)
+    slots = compute_slot_mapping(metadata.block_table, rows, metadata.positions, metadata.block_size)
+    return jnp.asarray(slots)
 
 
 def update_block_table(
