@@ -1,15 +1,17 @@
 """Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, reference, xla
 from jattn.metadata.batch import BatchMetadata
 from jattn.plan import Plan
+from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
@@ -83,31 +85,73 @@ def attend(
     Source: vLLM V1 attention backends' `forward`.
     """
     _check(query, cache, metadata, spec, plan, sinks, alibi_slopes)
-    reason = mosaic_gpu.why_not(query, cache, spec, metadata.bucket.decode_query_len)
-    name = choose_implementation(implementation, reason)
-    per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    tiles = None if plan is None else plan.query_tiles
-    if name == "mosaic_gpu":
-        assert isinstance(cache, PagedCache)  # why_not says so
-        decode_plan = None if plan is None else plan.decode
-        out, lse = mosaic_gpu.attend(
-            query, cache, metadata, spec, decode_plan=decode_plan, query_tiles=tiles, **per_head
+    bucket, tokens = metadata.bucket, metadata.bucket.max_decode_tokens
+    regions: list[tuple[Array, BatchMetadata, slice]] = []
+    if bucket.max_decodes:
+        regions.append((query[:tokens], metadata.decode_part, slice(0, bucket.max_decodes)))
+    if bucket.max_prefill_tokens:
+        regions.append((query[tokens:], metadata.prefill_part, slice(bucket.max_decodes, bucket.max_reqs)))
+    if not regions:
+        nothing = jnp.zeros((spec.num_q_heads, 0), jnp.float32)
+        return (query, nothing) if return_lse else query
+    results = []
+    for part, of_part, rows in regions:
+        kv = cache
+        if isinstance(cache, PackedKV):
+            kv = replace(cache, kv_start_loc=cache.kv_start_loc[rows])
+        results.append(
+            _attend_region(
+                part,
+                kv,
+                of_part,
+                spec,
+                plan,
+                implementation,
+                return_lse=return_lse,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+            )
         )
-    elif name == "xla":
-        out, lse = xla.attend(query, cache, metadata, spec, tiles=tiles, **per_head)
-    else:
-        out, lse = reference.attend(query, cache, metadata, spec, **per_head)
-    return (out, lse) if return_lse else out
+    outs, lses = zip(*results, strict=True)
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    return (out, jnp.concatenate(lses, axis=1)) if return_lse else out
+
+
+def _attend_region(
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None,
+    implementation: str | Sequence[str] | None,
+    *,
+    return_lse: bool,
+    **per_head: Array | None,
+) -> tuple[Array, Array | None]:
+    """One region, by the best implementation for it."""
+    reasons = {
+        "mosaic_gpu": mosaic_gpu.why_not(query, kv, metadata, spec),
+        "reference": reference.why_not(spec),
+    }
+    name = choose_implementation(implementation, reasons)
+    if name == "mosaic_gpu":
+        plans: tuple[mosaic_gpu.RegionPlan, ...] = () if plan is None else (*plan.decode, *plan.prefill)
+        return mosaic_gpu.attend(query, kv, metadata, spec, plans=plans, return_lse=return_lse, **per_head)
+    if name == "xla":
+        tiles = None if plan is None else plan.query_tiles
+        return xla.attend(query, kv, metadata, spec, tiles=tiles, **per_head)
+    return reference.attend(query, kv, metadata, spec, **per_head)
 
 
 def choose_implementation(
-    implementation: str | Sequence[str] | None = None, mosaic_gpu_reason: str | None = None
+    implementation: str | Sequence[str] | None = None,
+    reasons: Mapping[str, str | None] | None = None,
 ) -> str:
     """The first implementation of those asked for that can serve; None asks for the best.
 
     Args:
         implementation: A name, several in order of preference, or None.
-        mosaic_gpu_reason: Why the Mosaic GPU kernels cannot serve this request, wherever they run.
+        reasons: Why an implementation cannot serve this request, wherever it runs; by name.
 
     Raises:
         ValueError: There is no implementation of that name.
@@ -116,16 +160,16 @@ def choose_implementation(
     asked = IMPLEMENTATIONS if implementation is None else implementation
     asked = (asked,) if isinstance(asked, str) else tuple(asked)
     require(len(asked) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), asked)
-    reasons = []
+    declined = []
     for name in asked:
         require_one_of("implementation", name, IMPLEMENTATIONS)
-        reason = None
-        if name == "mosaic_gpu":
-            reason = support.why_not(platform=jax.default_backend()) or mosaic_gpu_reason
+        is_kernel = name == "mosaic_gpu"
+        reason = support.why_not(platform=jax.default_backend()) if is_kernel else None
+        reason = reason or (reasons or {}).get(name)
         if reason is None:
             return name
-        reasons.append(f"{name}: {reason}")
-    raise unsupported("attend", "; ".join(reasons), "Leave implementation=None or ask for 'xla'")
+        declined.append(f"{name}: {reason}")
+    raise unsupported("attend", "; ".join(declined), "Leave implementation=None or ask for 'xla'")
 
 
 def _check(

@@ -59,11 +59,14 @@ def cascade_attend(
         return_lse: As in `attend`.
 
     Raises:
-        NotImplementedError: The spec has a window, chunks, ALiBi or sparsity: positions within the shared
-            prefix mean something else in every request.
+        NotImplementedError: The spec is batch-invariant, or has a window, chunks, ALiBi or sparsity:
+            positions within the shared prefix mean something else in every request.
 
     Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
     """
+    if spec.batch_invariant:
+        reason = "whether a prefix is shared, and so how it is summed, depends on the batch"
+        raise unsupported("spec.batch_invariant=True", reason, "Use attend with the step's own metadata")
     for name in ("window", "chunk_size", "sparsity"):
         if getattr(spec, name) is not None:
             way_out = "Use attend with the step's own metadata"

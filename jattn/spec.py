@@ -40,6 +40,8 @@ class AttentionSpec:
         sqrt_alibi: With alibi_slopes, the bias is `-slope * sqrt(distance)` to the past and 0 to the future,
             not `-slope * distance`.
         sparsity: A block pattern, or None for dense.
+        batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
+            gives it the same region.
     """
 
     num_q_heads: int
@@ -52,6 +54,7 @@ class AttentionSpec:
     chunk_size: int | None = None
     sqrt_alibi: bool = False
     sparsity: LocalStrided | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         require_positive(num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)

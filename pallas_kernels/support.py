@@ -36,10 +36,10 @@ def why_not_decode(
     dtype: Any,
     cache_dtype: Any,
     head_dim: int,
-    block_size: int | None,
+    block_size: int,
     group: int,
     decode_query_len: int,
-    layout: str | None = "NHD",
+    layout: str = "NHD",
     is_scaled: bool = False,
     is_sparse: bool = False,
 ) -> str | None:
@@ -49,16 +49,15 @@ def why_not_decode(
         dtype: Of the queries.
         cache_dtype: Of the keys and values.
         head_dim: Width of a head.
-        block_size: Tokens of a cache block; None where there is no paged cache.
+        block_size: Tokens of a cache block.
         group: Query heads of a kv head.
         decode_query_len: Queries of a request.
-        layout: Of the cache; None where there is no paged cache.
+        layout: Of the cache.
         is_scaled: The cache has scales.
         is_sparse: The layer has a block pattern.
     """
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     rules = (
-        (layout is not None, "keys and values outside a paged cache"),
         (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
         (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
         (not is_scaled, f"a cache of {cache_dtype.name} with scales"),
@@ -70,6 +69,43 @@ def why_not_decode(
         (
             decode_query_len <= MAX_DECODE_QUERY_LEN,
             f"decode_query_len {decode_query_len} (at most {MAX_DECODE_QUERY_LEN})",
+        ),
+    )
+    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+
+
+def why_not_prefill(
+    *,
+    dtype: Any,
+    kv_dtype: Any,
+    head_dim: int,
+    block_size: int | None,
+    layout: str = "NHD",
+    is_scaled: bool = False,
+    is_sparse: bool = False,
+) -> str | None:
+    """Why varlen_prefill has no kernel for a request; None if it has.
+
+    Args:
+        dtype: Of the queries.
+        kv_dtype: Of the keys and values.
+        head_dim: Width of a head.
+        block_size: Tokens of a cache block; None where keys are packed.
+        layout: Of the cache.
+        is_scaled: The cache has scales.
+        is_sparse: The layer has a block pattern.
+    """
+    dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
+    rules = (
+        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
+        (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
+        (not is_scaled, f"a cache of {kv_dtype.name} with scales"),
+        (kv_dtype == dtype, f"keys of {kv_dtype.name} with queries of {dtype.name}"),
+        (not is_sparse, "block-sparse attention"),
+        (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
+        (
+            block_size is None or block_size in BLOCK_SIZES,
+            f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)",
         ),
     )
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)

@@ -1,14 +1,17 @@
 """attend: each implementation under the contract, the dispatcher's choices and refusals."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.attend import choose_implementation
+from jattn.implementations import mosaic_gpu
 from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
@@ -112,7 +115,7 @@ class TestDispatch:
         monkeypatch.setattr("pallas_kernels.support.why_not", lambda platform: None)  # as on a Hopper GPU
         spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=head_dim, **change)
         metadata = jattn.build_batch_metadata(query_lens, [9], [[1, 2]], block_size=8)
-        assert (jattn.plan(metadata, spec).decode is not None) == has_schedule
+        assert bool(jattn.plan(metadata, spec).decode) == has_schedule
 
     def test_a_plan_for_another_cache_is_refused(self):
         problem = self.problem()
@@ -131,6 +134,106 @@ class TestDispatch:
         )
         with pytest.raises(ValueError, match=r"cache.kv_start_loc must have shape \(1,\).*got \(3,\)"):
             jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
+
+
+class TestKernels:
+    """`attend` by the kernels as on a GPU: in interpret mode, with few thread blocks."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_a_gpu(self, monkeypatch):
+        if jax.__version_info__ >= support.JAX_BEFORE:
+            pytest.skip("this jax refuses slices past the end of an array")
+        kernels = mosaic_gpu.decode_kernel, mosaic_gpu.prefill_kernel
+        decode, prefill = (kernel.Tiles(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
+        monkeypatch.setattr(kernels[0], "default_tiles", lambda *args, **kwargs: decode)
+        monkeypatch.setattr(kernels[1], "tiles_for", lambda *args, **kwargs: prefill)
+        monkeypatch.setattr("pallas_kernels.varlen_prefill.entry.tiles_for", lambda *args, **kwargs: prefill)
+        monkeypatch.setattr(support, "why_not", lambda platform: None)
+        interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(mosaic_gpu, "attend", interpret)
+
+    case = AttentionContract().plain_case(
+        head_dim=64, dtype="bfloat16", block_size=16, padded=True, sinks=True, alibi="linear"
+    )
+
+    def run(self, problem, **changes):
+        contract = AttentionContract()
+        contract.implementation = "mosaic_gpu"
+        return contract.attend(problem, **changes)
+
+    def test_both_regions_of_a_step_are_served_with_a_plan_and_without(self):
+        problem = Problem(self.case)
+        without = self.run(problem)
+        problem.check(*without)
+        plan = jattn.plan(problem.metadata, problem.spec)
+        assert len(plan.decode) == len(plan.prefill) == 1
+        with_plan = self.run(problem, plan=plan)
+        for a, b in zip(without, with_plan, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    def test_keys_outside_a_cache_are_served_in_both_regions(self):
+        problem = Problem(self.case | {"kv": "no_cache"})
+        problem.check(*self.run(problem))
+
+    def test_more_new_tokens_than_the_decode_kernel_takes_go_to_the_other(self, monkeypatch):
+        monkeypatch.setattr(support, "MAX_DECODE_QUERY_LEN", 1)
+        problem = Problem(self.case | {"region": "speculative"})
+        assert problem.metadata.bucket.decode_query_len > 1
+        problem.check(*self.run(problem))
+
+    def test_layers_of_one_mask_share_a_schedule(self):
+        problem = Problem(self.case)
+        capped = dataclasses.replace(problem.spec, soft_cap=5.0)
+        windowed = dataclasses.replace(problem.spec, window=(7, 0))
+        plan = jattn.plan(problem.metadata, [problem.spec, capped, windowed, problem.spec])
+        assert len(plan.decode) == len(plan.prefill) == 2
+
+    def test_what_has_no_kernel_goes_to_xla_unless_asked_for_by_name(self):
+        problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})
+        with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*queries of float32.*ask for 'xla'"):
+            self.run(problem)
+        arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec
+        np.testing.assert_array_equal(
+            jattn.attend(*arguments), jattn.attend(*arguments, implementation=("mosaic_gpu", "xla"))
+        )
+
+
+class TestBatchInvariance:
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, batch_invariant=True)
+
+    def rows(self, query_lens, seq_lens, table, bucket, seed_of):
+        """Each request's output; requests of equal seeds have equal queries."""
+        keys = jax.random.split(jax.random.key(0), 2)
+        k, v = (jax.random.normal(key, (40, 4, 2, 16)) for key in keys)
+        metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=4, bucket=bucket)
+        query = np.full((metadata.bucket.max_tokens, 4, 16), np.nan, np.float32)
+        starts = np.asarray(metadata.row_starts)[
+            jattn.requests.row_indices(np.asarray(query_lens), metadata.bucket)
+        ]
+        for start, n, seed in zip(starts, query_lens, seed_of, strict=True):
+            query[start : start + n] = jax.random.normal(jax.random.key(seed), (n, 4, 16))
+        run = functools.partial(jattn.attend, spec=self.spec, implementation="xla")
+        out = jax.jit(run)(jnp.asarray(query), jattn.PagedCache(k=k, v=v), metadata)
+        return [np.asarray(out[start : start + n]) for start, n in zip(starts, query_lens, strict=True)]
+
+    def test_a_request_has_the_same_bits_alone_and_in_any_batch_and_bucket(self):
+        one, long = [3, 1, 9, 7, 30], [12, 2, 31, 18, 6]
+        alone = self.rows([1], [18], [one], None, [1]) + self.rows([5], [19], [long], None, [2])
+        wide = jattn.Bucket(max_decodes=9, max_prefills=3, max_prefill_tokens=150, max_blocks=24)
+        for bucket in (None, wide):
+            table = [[20, 21], one, list(range(12, 36)), long]
+            mixed = self.rows([1, 1, 70, 5], [7, 18, 90, 19], table, bucket, [5, 1, 6, 2])
+            np.testing.assert_array_equal(mixed[1], alone[0])
+            np.testing.assert_array_equal(mixed[3], alone[1])
+
+    def test_what_cannot_keep_the_promise_refuses_by_name(self):
+        metadata = jattn.build_batch_metadata([1], [5], [[1, 0]], block_size=4)
+        cache = jattn.PagedCache(k=jnp.zeros((2, 4, 2, 16)), v=jnp.zeros((2, 4, 2, 16)))
+        query = jnp.zeros((1, 4, 16))
+        with pytest.raises(NotImplementedError, match=r"reference: .*sizes of the bucket"):
+            jattn.attend(query, cache, metadata, self.spec, implementation="reference")
+        with pytest.raises(NotImplementedError, match=r"batch_invariant=True.*depends on the batch"):
+            jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 4), self.spec)
 
 
 class TestMemory:

@@ -1,25 +1,27 @@
-"""Attention by the Mosaic GPU kernels: decode by paged_decode, prefill by XLA as yet."""
+"""Attention by the Mosaic GPU kernels, a region at a time: paged_decode, and varlen_prefill for the rest."""
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations import xla
-from jattn.implementations.tiles import QueryTiles
 from jattn.metadata.batch import BatchMetadata
-from jattn.pytree import pytree, replace, static
+from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec
+from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
-from pallas_kernels.paged_decode import Schedule, Tiles, default_tiles, paged_decode, schedule_for
+from pallas_kernels import varlen_prefill as prefill_kernel
+from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import varlen_prefill
 
 
 @pytree
 class DecodePlan:
-    """The decode kernel's schedule, for every layer with the heads and the mask that it was made for.
+    """paged_decode's schedule, for every layer with the heads and the mask that it was made for.
 
     Attributes:
         schedule: Who computes what.
@@ -27,51 +29,65 @@ class DecodePlan:
         tiles: Static: the kernel's sizes.
     """
 
-    schedule: Schedule
+    schedule: decode_kernel.Schedule
     layer: tuple[Any, ...] = static()
-    tiles: Tiles = static()
+    tiles: decode_kernel.Tiles = static()
+
+
+@pytree
+class PrefillPlan:
+    """varlen_prefill's schedule over a paged cache, for every layer with the mask that it was made for.
+
+    Attributes:
+        schedule: The tiles of queries, longest first.
+        mask: Static: what says how long a tile takes.
+        tiles: Static: the kernel's sizes.
+    """
+
+    schedule: prefill_kernel.Schedule
+    mask: tuple[Any, ...] = static()
+    tiles: prefill_kernel.Tiles = static()
+
+
+type RegionPlan = DecodePlan | PrefillPlan
 
 
 def why_not(
-    query: Array, kv: PagedCache | PackedKV, spec: AttentionSpec, decode_query_len: int
+    query: Array, kv: PagedCache | PackedKV, metadata: BatchMetadata, spec: AttentionSpec
 ) -> str | None:
-    """Why the kernels cannot serve this request, on a GPU that they run on; None if they can."""
-    cache = kv if isinstance(kv, PagedCache) else None
-    return support.why_not_decode(
-        dtype=query.dtype,
-        cache_dtype=kv.k.dtype,
-        head_dim=spec.head_dim,
-        block_size=None if cache is None else cache.block_size,
-        group=spec.q_heads_per_kv_head,
-        decode_query_len=decode_query_len,
-        layout=None if cache is None else cache.layout,
-        is_scaled=cache is not None and (cache.k_scale is not None or cache.v_scale is not None),
-        is_sparse=spec.sparsity is not None,
-    )
+    """Why no kernel serves this region, on a GPU that they run on; None if one does.
+
+    Args:
+        query: The region's queries.
+        kv: Where keys and values are.
+        metadata: The region as a step of its own.
+        spec: The layer.
+    """
+    prefill_reason = _why_not_prefill(query.dtype, kv, metadata, spec)
+    if prefill_reason is None or isinstance(kv, PackedKV) or not metadata.bucket.max_decodes:
+        return prefill_reason
+    return _why_not_decode(query.dtype, kv, metadata, spec)
 
 
-def why_not_plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> str | None:
-    """Why no layer of this spec can have a decode schedule, whatever its dtypes and its cache's layout."""
-    if not metadata.bucket.max_decodes:
-        return "the bucket has no decode region"
-    return support.why_not_decode(
-        dtype=jnp.bfloat16,
-        cache_dtype=jnp.bfloat16,
-        head_dim=spec.head_dim,
-        block_size=metadata.block_size,
-        group=spec.q_heads_per_kv_head,
-        decode_query_len=metadata.bucket.decode_query_len,
-        is_sparse=spec.sparsity is not None,
-    )
+def plan_decode(
+    metadata: BatchMetadata, spec: AttentionSpec, tiles: decode_kernel.Tiles | None = None
+) -> DecodePlan | None:
+    """Schedules the decode region of a step; None where no layer of this spec can use it. Traced.
 
-
-def plan_decode(metadata: BatchMetadata, spec: AttentionSpec, tiles: Tiles | None = None) -> DecodePlan:
-    """Schedules the decode region of a step. Traced."""
+    Args:
+        metadata: The region as a step of its own.
+        spec: The layer, or one with the same heads and mask.
+        tiles: The kernel's sizes; None = the default.
+    """
     decodes, query_len = metadata.bucket.max_decodes, metadata.bucket.decode_query_len
+    if not decodes or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None:
+        return None
     group, score = spec.q_heads_per_kv_head, score_of(spec)
-    tiles = default_tiles(spec.head_dim, rows=group * query_len) if tiles is None else tiles
-    schedule = schedule_for(
-        metadata.seq_lens[:decodes],
+    if tiles is None:
+        rows = group * query_len
+        tiles = decode_kernel.default_tiles(spec.head_dim, rows=rows, batch_invariant=spec.batch_invariant)
+    schedule = decode_kernel.schedule_for(
+        metadata.seq_lens,
         score=score,
         tiles=tiles,
         kv_heads=spec.num_kv_heads,
@@ -79,6 +95,21 @@ def plan_decode(metadata: BatchMetadata, spec: AttentionSpec, tiles: Tiles | Non
         decode_query_len=query_len,
     )
     return DecodePlan(schedule=schedule, layer=_layer(spec), tiles=tiles)
+
+
+def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillPlan, ...]:
+    """Schedules the prefill region of a step, once for each of the tiles that a layer of this spec may want.
+
+    Which it wants depends on what only the call knows (sinks, slopes); inside a jit the others cost nothing.
+
+    Args:
+        metadata: The region as a step of its own.
+        spec: The layer, or one with the same mask.
+    """
+    if _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
+        return ()
+    wanted = {_prefill_tiles(spec, metadata.block_size, has_per_head=has) for has in (False, True)}
+    return tuple(_prefill_plan(metadata, spec, tiles) for tiles in sorted(wanted, key=str))
 
 
 def score_of(spec: AttentionSpec) -> Score:
@@ -95,81 +126,151 @@ def score_of(spec: AttentionSpec) -> Score:
 
 def attend(
     query: Float[Array, "tokens q_heads head_dim"],
-    kv: PagedCache,
+    kv: PagedCache | PackedKV,
     metadata: BatchMetadata,
     spec: AttentionSpec,
     *,
-    decode_plan: DecodePlan | None,
-    query_tiles: QueryTiles | None,
+    plans: Sequence[RegionPlan] = (),
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    return_lse: bool = True,
     interpret: Any = None,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Output and log-sum-exp of every token, as `jattn.attend` defines them.
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
+    """Output and log-sum-exp of every token of a region, as `jattn.attend` defines them.
 
     Args:
-        query: The step's queries.
+        query: The region's queries.
         kv: Where keys and values are.
-        metadata: The step's metadata.
+        metadata: The region as a step of its own.
         spec: The layer.
-        decode_plan: The decode region's schedule; made here when None or made for another kind of layer.
-        query_tiles: The prefill region's tiles; made here when None.
+        plans: The step's schedules; where none was made for a layer like this one, it is made here.
         sinks: One more score per head.
         alibi_slopes: Slope per head.
+        return_lse: Whether the log-sum-exp is wanted; None comes back where the kernel can do without.
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
-    bucket = metadata.bucket
-    regions = []
-    if bucket.max_decodes:
-        if decode_plan is None or decode_plan.layer != _layer(spec):
-            decode_plan = plan_decode(metadata, spec)
-        decode = paged_decode(
-            query[: bucket.max_decode_tokens],
-            jnp.asarray(kv.k),
-            jnp.asarray(kv.v),
-            metadata.block_table[: bucket.max_decodes],
-            metadata.seq_lens[: bucket.max_decodes],
+    per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    if isinstance(kv, PackedKV):
+        return varlen_prefill(
+            query,
+            kv.k,
+            kv.v,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            kv_start_loc=kv.kv_start_loc,
+            score=score_of(spec),
+            return_lse=return_lse,
+            interpret=interpret,
+            **per_head,
+        )
+    k, v = jnp.asarray(kv.k), jnp.asarray(kv.v)
+    if metadata.bucket.max_decodes and _why_not_decode(query.dtype, kv, metadata, spec) is None:
+        fitting = (p for p in plans if isinstance(p, DecodePlan) and p.layer == _layer(spec))
+        decode_plan = next(fitting, None) or plan_decode(metadata, spec)
+        assert decode_plan is not None
+        return paged_decode(
+            query,
+            k,
+            v,
+            metadata.block_table,
+            metadata.seq_lens,
             score=score_of(spec),
             layout=kv.layout,
-            decode_query_len=bucket.decode_query_len,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            decode_query_len=metadata.bucket.decode_query_len,
             schedule=decode_plan.schedule,
             tiles=decode_plan.tiles,
             interpret=interpret,
+            **per_head,
         )
-        regions.append(decode)
-    if bucket.max_prefill_tokens or not regions:
-        tiles = query_tiles and replace(query_tiles, rows=query_tiles.rows - bucket.max_decodes)
-        prefill = xla.attend(
-            query[bucket.max_decode_tokens :],
-            kv,
-            _prefill_part(metadata),
-            spec,
-            tiles=tiles,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )
-        regions.append(prefill)
-    outs, lses = zip(*regions, strict=True)
-    if len(regions) == 1:
-        return outs[0], lses[0]
-    return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
+    has_per_head = sinks is not None or alibi_slopes is not None
+    prefill_plan = _prefill_plan(
+        metadata, spec, _prefill_tiles(spec, kv.block_size, has_per_head=has_per_head), plans
+    )
+    return varlen_prefill(
+        query,
+        k,
+        v,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        block_table=metadata.block_table,
+        layout=kv.layout,
+        score=score_of(spec),
+        schedule=prefill_plan.schedule,
+        tiles=prefill_plan.tiles,
+        return_lse=return_lse,
+        interpret=interpret,
+        **per_head,
+    )
+
+
+def _prefill_plan(
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    tiles: prefill_kernel.Tiles,
+    plans: Sequence[RegionPlan] = (),
+) -> PrefillPlan:
+    """The plan for these tiles and this mask among `plans`, or a new one."""
+    score = score_of(spec)
+    for plan in plans:
+        if isinstance(plan, PrefillPlan) and (plan.mask, plan.tiles) == (score.mask, tiles):
+            return plan
+    schedule = prefill_kernel.make_schedule(
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        num_tokens=metadata.bucket.max_tokens,
+        score=score,
+        tiles=tiles,
+    )
+    return PrefillPlan(schedule=schedule, mask=score.mask, tiles=tiles)
+
+
+def _prefill_tiles(spec: AttentionSpec, block_size: int, *, has_per_head: bool) -> prefill_kernel.Tiles:
+    score = score_of(spec)
+    return prefill_kernel.tiles_for(
+        spec.head_dim, score=score, has_per_head=has_per_head, block_size=block_size
+    )
 
 
 def _layer(spec: AttentionSpec) -> tuple[Any, ...]:
-    return spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim, *score_of(spec).mask
+    """What layers that share a decode schedule agree in."""
+    heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
+    return *heads, spec.batch_invariant, *score_of(spec).mask
 
 
-def _prefill_part(metadata: BatchMetadata) -> BatchMetadata:
-    """The step's prefill region as a step of its own."""
-    bucket, first = metadata.bucket, metadata.bucket.max_decodes
-    return replace(
-        metadata,
-        seq_lens=metadata.seq_lens[first:],
-        query_start_loc=metadata.query_start_loc[first:] - bucket.max_decode_tokens,
-        block_table=metadata.block_table[first:],
-        slot_mapping=metadata.slot_mapping[bucket.max_decode_tokens :],
-        num_decodes=jnp.zeros_like(metadata.num_decodes),
-        bucket=dataclasses.replace(bucket, max_decodes=0),
+def _why_not_decode(
+    dtype: DTypeLike, cache: PagedCache | None, metadata: BatchMetadata, spec: AttentionSpec
+) -> str | None:
+    """Why paged_decode does not serve a layer; with cache=None: whatever its dtype and its layout."""
+    return support.why_not_decode(
+        dtype=dtype,
+        cache_dtype=dtype if cache is None else cache.k.dtype,
+        head_dim=spec.head_dim,
+        block_size=metadata.block_size,
+        group=spec.q_heads_per_kv_head,
+        decode_query_len=metadata.bucket.decode_query_len,
+        layout="NHD" if cache is None else cache.layout,
+        is_scaled=_is_scaled(cache),
+        is_sparse=spec.sparsity is not None,
     )
+
+
+def _why_not_prefill(
+    dtype: DTypeLike, kv: PagedCache | PackedKV | None, metadata: BatchMetadata, spec: AttentionSpec
+) -> str | None:
+    """Why varlen_prefill does not serve a layer; with kv=None: over any cache, whatever its dtype."""
+    is_packed = isinstance(kv, PackedKV)
+    if is_packed and spec.batch_invariant:
+        return "there is no batch-invariant kernel for keys outside a paged cache"
+    return support.why_not_prefill(
+        dtype=dtype,
+        kv_dtype=dtype if kv is None else kv.k.dtype,
+        head_dim=spec.head_dim,
+        block_size=None if is_packed else metadata.block_size,
+        layout="NHD" if kv is None or isinstance(kv, PackedKV) else kv.layout,
+        is_scaled=not isinstance(kv, PackedKV) and _is_scaled(kv),
+        is_sparse=spec.sparsity is not None,
+    )
+
+
+def _is_scaled(cache: PagedCache | None) -> bool:
+    return cache is not None and (cache.k_scale is not None or cache.v_scale is not None)

@@ -12,6 +12,11 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 
 
+def why_not(spec: AttentionSpec) -> str | None:
+    """Why the reference cannot serve a layer; None if it can."""
+    return "its sums depend on the sizes of the bucket" if spec.batch_invariant else None
+
+
 def attend(
     query: Float[Array, "tokens q_heads head_dim"],
     kv: PagedCache | PackedKV,

@@ -36,10 +36,16 @@ class QueryTiles:
         return metadata.num_computed_tokens[self.rows] + first_token - metadata.row_starts[self.rows]
 
 
-def prefill_tiles(metadata: BatchMetadata, tile_q: int = TILE_Q) -> QueryTiles:
-    """Cuts the prefill region into tiles of at most tile_q tokens; their number is bounded by the bucket."""
+def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTiles:
+    """Cuts the prefill region into tiles of tokens; their number is bounded by the bucket.
+
+    Args:
+        metadata: The step's metadata.
+        tile_q: Tokens of a tile; None = TILE_Q, or fewer where the region is smaller.
+    """
     bucket = metadata.bucket
-    tile_q = min(tile_q, -(-max(bucket.max_prefill_tokens, 1) // 8) * 8)
+    if tile_q is None:
+        tile_q = min(TILE_Q, -(-max(bucket.max_prefill_tokens, 1) // 8) * 8)
     bound = min(bucket.max_prefill_tokens // tile_q + bucket.max_prefills, bucket.max_prefill_tokens)
     lens = metadata.query_lens[bucket.max_decodes :]
     tiles_of_row = -(-lens // tile_q)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jattn.cache import PackedKV, PagedCache, blocks_of
-from jattn.implementations.tiles import QueryTiles, prefill_tiles
+from jattn.implementations.tiles import TILE_Q, QueryTiles, prefill_tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 
@@ -76,15 +76,17 @@ def attend(
         decode = functools.partial(tile, is_prefill=False)
         firsts = metadata.num_computed_tokens[: bucket.max_decodes]
         lens = metadata.query_lens[: bucket.max_decodes]
-        out, lse = _map_tiles(decode, (q, rows, firsts, lens), TILES_AT_ONCE)
+        out, lse = _map_tiles(decode, (q, rows, firsts, lens), 1 if spec.batch_invariant else TILES_AT_ONCE)
         outs.append(out.reshape(bucket.max_decode_tokens, *query.shape[1:]))
         lses.append(lse.reshape(bucket.max_decode_tokens, -1))
     if bucket.max_prefill_tokens:
+        if spec.batch_invariant:  # tiles of one size whatever the bucket, one at a time
+            tiles = prefill_tiles(metadata, TILE_Q)
         tiles = prefill_tiles(metadata) if tiles is None else tiles
         q = query[bucket.max_decode_tokens :]
         index = tiles.token_index(past_end=bucket.max_prefill_tokens)  # [tiles, tile_q]
         q_tiles = jnp.take(q, index, axis=0, mode="clip")
-        at_once = max(PREFILL_QUERIES_AT_ONCE // tiles.tile_q, 1)
+        at_once = 1 if spec.batch_invariant else max(PREFILL_QUERIES_AT_ONCE // tiles.tile_q, 1)
         prefill = functools.partial(tile, is_prefill=True)
         firsts = tiles.first_positions(metadata)
         out, lse = _map_tiles(prefill, (q_tiles, tiles.rows, firsts, tiles.lens), at_once)
@@ -96,6 +98,8 @@ def attend(
 
 
 def _map_tiles(tile, inputs: tuple[Array, ...], at_once: int) -> tuple[Array, Array]:  # type: ignore[no-untyped-def]
+    if at_once == 1:
+        return jax.lax.map(lambda xs: tile(*xs), inputs)
     if inputs[0].shape[0] <= at_once:
         return jax.vmap(tile)(*inputs)
     return jax.lax.map(lambda xs: tile(*xs), inputs, batch_size=at_once)

@@ -1,5 +1,6 @@
 """A step's metadata: built from host ints once, then arrays that travel through jit."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jattn.metadata.slots import PAD_SLOT_ID
-from jattn.pytree import pytree, static
+from jattn.pytree import pytree, replace, static
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
@@ -98,6 +99,34 @@ class BatchMetadata:
         """Index of each row's last token: where its next-token logits come from; 0 for padding rows."""
         last = self.row_starts + self.query_lens - 1
         return jnp.where(self.query_lens > 0, last, 0)
+
+    @property
+    def decode_part(self) -> "BatchMetadata":
+        """The decode region as a step of its own."""
+        bucket, rows = self.bucket, self.bucket.max_decodes
+        return replace(
+            self,
+            seq_lens=self.seq_lens[:rows],
+            query_start_loc=jnp.arange(rows + 1, dtype=jnp.int32) * bucket.decode_query_len,
+            block_table=self.block_table[:rows],
+            slot_mapping=self.slot_mapping[: bucket.max_decode_tokens],
+            num_prefills=jnp.zeros_like(self.num_prefills),
+            bucket=dataclasses.replace(bucket, max_prefills=0, max_prefill_tokens=0),
+        )
+
+    @property
+    def prefill_part(self) -> "BatchMetadata":
+        """The prefill region as a step of its own."""
+        bucket, first = self.bucket, self.bucket.max_decodes
+        return replace(
+            self,
+            seq_lens=self.seq_lens[first:],
+            query_start_loc=self.query_start_loc[first:] - bucket.max_decode_tokens,
+            block_table=self.block_table[first:],
+            slot_mapping=self.slot_mapping[bucket.max_decode_tokens :],
+            num_decodes=jnp.zeros_like(self.num_decodes),
+            bucket=dataclasses.replace(bucket, max_decodes=0),
+        )
 
 
 def build_batch_metadata(

@@ -142,6 +142,11 @@ class DecoderConfig:
         """The attention's output projection has a bias."""
         return self.attention_bias and self.model_type != "qwen2"
 
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """What each layer's attention is."""
+        return tuple(self.attention_spec(i) for i in range(self.num_hidden_layers))
+
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of a layer, counted from 0."""
         is_sliding = self.layer_types[layer] == "sliding_attention" and self.sliding_window is not None

@@ -23,7 +23,7 @@ def make_step(graphdef: Any) -> GraphStep:
         params: Any, caches: Any, metadata: Any, token_ids: Any, sampling: Any, num_generated: Any
     ) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
-        shared = plan(metadata, model.config.attention_spec(0))
+        shared = plan(metadata, model.config.attention_specs)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
         logits = model.logits(hidden[metadata.last_token_indices])
         return sample(logits, sampling, num_generated), caches

@@ -2,4 +2,4 @@
 
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
 from pallas_kernels.varlen_prefill.schedule import Schedule, make_schedule
-from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
+from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles, tiles_for

@@ -6,14 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
-from pallas_kernels.shared.head_dims import HEAD_DIMS, head_cut
+from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.kernel import LOG2E, Shape, prefill
 from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, make_schedule
-from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
-
-DTYPES = ("bfloat16", "float16")
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+from pallas_kernels.varlen_prefill.tiles import Tiles, tiles_for
 
 
 def varlen_prefill(
@@ -77,15 +75,13 @@ def varlen_prefill(
     require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
     block_size = key.shape[2 if is_hnd else 1] if is_paged else None
-    reason = why_not(dtype=query.dtype, kv_dtype=key.dtype, head_dim=head_dim, block_size=block_size)
+    reason = why_not_prefill(dtype=query.dtype, kv_dtype=key.dtype, head_dim=head_dim, block_size=block_size)
     if reason is not None:
         raise unsupported("varlen_prefill", reason, "Use another implementation")
 
     if tiles is None:
-        plain = Score(scale=score.scale, causal=score.causal)
-        has_extras = score != plain or sinks is not None or alibi_slopes is not None
-        is_plain = not has_extras and (block_size is None or block_size >= 16)
-        tiles = default_tiles(head_dim, is_plain=is_plain)
+        has_per_head = sinks is not None or alibi_slopes is not None
+        tiles = tiles_for(head_dim, score=score, has_per_head=has_per_head, block_size=block_size)
     cut = head_cut(head_dim)
     if schedule is None:
         schedule = make_schedule(
@@ -142,19 +138,3 @@ def _lse_of_tokens(lse_tiles: Array, query_start_loc: Array, schedule: Schedule,
     row = token - starts[req] // ALIGN * ALIGN
     tile = schedule.first_tiles[req] + row // tile_q
     return lse_tiles[tile, :, row % tile_q].T
-
-
-def why_not(*, dtype: Any, kv_dtype: Any, head_dim: int, block_size: int | None) -> str | None:
-    """Why there is no prefill kernel for these shapes and dtypes; None if there is one."""
-    dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
-    listed = lambda values: ", ".join(map(str, values))
-    rules = (
-        (dtype.name in DTYPES, f"queries of {dtype.name} (there are kernels for {listed(DTYPES)})"),
-        (kv_dtype == dtype, f"keys of {kv_dtype.name} with queries of {dtype.name}"),
-        (head_dim in HEAD_DIMS, f"head_dim {head_dim} (there are kernels for {listed(HEAD_DIMS)})"),
-        (
-            block_size is None or block_size in BLOCK_SIZES,
-            f"block_size {block_size} (there are kernels for {listed(BLOCK_SIZES)})",
-        ),
-    )
-    return next((f"no kernel for {what}" for is_served, what in rules if not is_served), None)

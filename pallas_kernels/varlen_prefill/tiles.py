@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.score import Score
 
 NUM_SMS = 132  # H100 SXM, H200
 WARPGROUP_ROWS = 64  # the tensor core's M
@@ -61,3 +62,16 @@ def default_tiles(head_dim: int, *, is_plain: bool = True) -> Tiles:
     if width <= 192:
         return Tiles(tile_kv=64, stages=2)
     return Tiles(tile_kv=64, stages=2, query_buffers=1)
+
+
+def tiles_for(head_dim: int, *, score: Score, has_per_head: bool, block_size: int | None) -> Tiles:
+    """The tiles that varlen_prefill picks for itself; a schedule made with them serves all layers of a step.
+
+    Args:
+        head_dim: Width of a head.
+        score: Scale, mask, soft cap.
+        has_per_head: There are sinks or ALiBi slopes.
+        block_size: Tokens of a cache block; None where keys are packed.
+    """
+    has_extras = has_per_head or score != Score(scale=score.scale, causal=score.causal)
+    return default_tiles(head_dim, is_plain=not has_extras and (block_size is None or block_size >= 16))

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.implementations import mosaic_gpu
+from jattn.implementations import mosaic_gpu, xla
 from pallas_kernels.paged_decode import Tiles, paged_decode, reference, schedule_for
 from pallas_kernels.shared.head_dims import HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
@@ -62,18 +62,23 @@ def tiles_of(case):
 
 
 def attend(problem: Problem, interpret=None, tiles=None):
-    plan = mosaic_gpu.plan_decode(problem.metadata, problem.spec, tiles) if tiles else None
-    run = functools.partial(
-        mosaic_gpu.attend, spec=problem.spec, decode_plan=plan, query_tiles=None, interpret=interpret
-    )
-    as_jax = lambda x: None if x is None else jnp.asarray(x)
-    return jax.jit(run)(
-        jnp.asarray(problem.query),
-        problem.kv,
-        problem.metadata,
-        sinks=as_jax(problem.sinks),
-        alibi_slopes=as_jax(problem.slopes),
-    )
+    """The decode region by the kernel, the prefill region by XLA."""
+
+    @jax.jit
+    def run(query, kv, metadata, per_head):
+        decode, prefill, spec = metadata.decode_part, metadata.prefill_part, problem.spec
+        plans = (mosaic_gpu.plan_decode(decode, spec, tiles),) if tiles else ()
+        first = decode.bucket.max_tokens
+        results = [
+            mosaic_gpu.attend(query[:first], kv, decode, spec, plans=plans, interpret=interpret, **per_head),
+            xla.attend(query[first:], kv, prefill, spec, tiles=None, **per_head),
+        ]
+        outs, lses = zip(*results, strict=True)
+        return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
+
+    per_head = {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
+    per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
+    return run(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 
 class TestContract:
@@ -88,9 +93,7 @@ class TestContract:
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
 
-
-class TestMixedStep:
-    def test_decode_by_the_kernel_and_prefill_by_xla(self):
+    def test_a_mixed_step(self):
         case = plain_case(padded=True, sinks=True, window=(70, 2))
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
@@ -98,12 +101,10 @@ class TestMixedStep:
     def test_a_plan_for_another_mask_is_not_used(self, monkeypatch):
         problem = Problem(plain_case(window=(4, 0), region="decode"))
         tiles = tiles_of(problem.case)
-        monkeypatch.setattr(mosaic_gpu, "default_tiles", lambda *args, **kwargs: tiles)
+        monkeypatch.setattr(mosaic_gpu.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
         other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec, tiles)
-        run = functools.partial(
-            mosaic_gpu.attend, spec=problem.spec, query_tiles=None, sinks=None, alibi_slopes=None
-        )
-        run = functools.partial(run, interpret=plgpu.InterpretGPUParams(), decode_plan=other)
+        run = functools.partial(mosaic_gpu.attend, spec=problem.spec, sinks=None, alibi_slopes=None)
+        run = functools.partial(run, interpret=plgpu.InterpretGPUParams(), plans=(other,))
         problem.check(*jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata))
 
 
@@ -270,7 +271,6 @@ class TestRefusals:
             ({"group": 65}, "65 query heads a kv head .at most 64"),
             ({"decode_query_len": 9}, "decode_query_len 9 .at most 8"),
             ({"layout": "packed"}, "the packed layout .NHD, HND"),
-            ({"layout": None}, "outside a paged cache"),
             ({"is_scaled": True}, "with scales"),
             ({"is_sparse": True}, "block-sparse"),
         ],

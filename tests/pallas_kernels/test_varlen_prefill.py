@@ -12,9 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import JAX_BEFORE
+from pallas_kernels.support import JAX_BEFORE, why_not_prefill
 from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, reference, varlen_prefill
-from pallas_kernels.varlen_prefill.entry import why_not
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, contract
 from tests.contract import Problem, case_id
@@ -281,13 +280,16 @@ class TestRefusals:
             ({"kv_dtype": jnp.int8}, "keys of int8 with queries of bfloat16"),
             ({"head_dim": 72}, "head_dim 72 .*80"),
             ({"block_size": 4}, "block_size 4 .*16"),
+            ({"layout": "packed"}, "the packed layout .NHD, HND"),
+            ({"is_scaled": True}, "with scales"),
+            ({"is_sparse": True}, "block-sparse"),
         ],
     )
     def test_what_has_no_kernel_is_named(self, change, message):
-        assert why_not(**self.served) is None
-        assert why_not(**self.served | {"block_size": None}) is None
+        assert why_not_prefill(**self.served) is None
+        assert why_not_prefill(**self.served | {"block_size": None}) is None
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError(why_not(**self.served | change))
+            raise AssertionError(why_not_prefill(**self.served | change))
 
     def test_the_kernel_refuses_by_name(self):
         x = jnp.zeros((8, 1, 72), jnp.bfloat16)
