@@ -1,11 +1,12 @@
 """vLLM's attention stack for JAX: metadata as pytrees, a paged KV cache, attention, a Flax module, graphs."""
 
-from jattn import models, pytree, requests, serving
+from jattn import masks, models, pytree, requests, serving, sparsity
 from jattn.attend import attend
 from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
 from jattn.cascade import cascade_attend
 from jattn.decode_loop import DecodeLoopOutput, decode_loop
 from jattn.graphs import DecodeGraphs, default_buckets
+from jattn.masks.local_strided import LocalStrided, get_head_sliding_step
 from jattn.merge import merge_attn_states
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
 from jattn.metadata.buckets import default_capture_sizes, padded_capture_size, round_capture_sizes
@@ -51,7 +52,6 @@ from jattn.metadata.split import (
 from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table
 from jattn.module import PagedAttention, attention_fn
 from jattn.plan import Plan, plan
-from jattn.sparsity.params import LocalStrided, get_head_sliding_step
 from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
@@ -104,6 +104,7 @@ __all__ = [
     "make_padded_local_attention_virtual_batches",
     "make_xqa_spec_decode_causal_mask",
     "mask_empty_context_lse",
+    "masks",
     "max_dcp_local_seq_len",
     "max_local_attention_virtual_batches",
     "merge_attn_states",
@@ -123,6 +124,7 @@ __all__ = [
     "round_capture_sizes",
     "serving",
     "slice_query_start_locs",
+    "sparsity",
     "spec_decode_reorder_threshold",
     "split_at_token",
     "split_decodes_and_prefills",

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, reference, xla
+from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.plan import Plan
 from jattn.pytree import replace
@@ -29,6 +30,7 @@ def attend(
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
     *,
+    mask: Mask | None = None,
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[False] = False,
 ) -> Array: ...
@@ -42,6 +44,7 @@ def attend(
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
     *,
+    mask: Mask | None = None,
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[True],
 ) -> tuple[Array, Array]: ...
@@ -54,6 +57,7 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
     *,
+    mask: Mask | None = None,
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -69,6 +73,8 @@ def attend(
         plan: From `plan(metadata, ...)`; made here when None.
         sinks: One more score for each head, not scaled, without a value; f32.
         alibi_slopes: Bias `slope * (key position - query position)` of each head, or spec.sqrt_alibi's.
+        mask: Which keys a query sees, on top of what the spec says; may hold arrays that change from step to
+            step. Rows are those of the metadata.
         implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
             that this machine and this request allow. Only "reference" has a reverse-mode derivative.
         return_lse: Return the log-sum-exp too.
@@ -85,6 +91,7 @@ def attend(
     Source: vLLM V1 attention backends' `forward`.
     """
     _check(query, cache, metadata, spec, plan, sinks, alibi_slopes)
+    mask = whole_mask(spec, mask)
     bucket, tokens = metadata.bucket, metadata.bucket.max_decode_tokens
     regions: list[tuple[Array, BatchMetadata, slice]] = []
     if bucket.max_decodes:
@@ -106,6 +113,7 @@ def attend(
                 of_part,
                 spec,
                 plan,
+                None if mask is None else mask.of_rows_from(rows.start),
                 implementation,
                 return_lse=return_lse,
                 sinks=sinks,
@@ -123,6 +131,7 @@ def _attend_region(
     metadata: BatchMetadata,
     spec: AttentionSpec,
     plan: Plan | None,
+    mask: Mask | None,
     implementation: str | Sequence[str] | None,
     *,
     return_lse: bool,
@@ -130,7 +139,7 @@ def _attend_region(
 ) -> tuple[Array, Array | None]:
     """One region, by the best implementation for it."""
     reasons = {
-        "mosaic_gpu": mosaic_gpu.why_not(query, kv, metadata, spec),
+        "mosaic_gpu": mosaic_gpu.why_not(query, kv, metadata, spec, mask),
         "reference": reference.why_not(spec),
     }
     name = choose_implementation(implementation, reasons)
@@ -139,8 +148,15 @@ def _attend_region(
         return mosaic_gpu.attend(query, kv, metadata, spec, plans=plans, return_lse=return_lse, **per_head)
     if name == "xla":
         tiles = None if plan is None else plan.query_tiles
-        return xla.attend(query, kv, metadata, spec, tiles=tiles, **per_head)
-    return reference.attend(query, kv, metadata, spec, **per_head)
+        return xla.attend(query, kv, metadata, spec, tiles=tiles, mask=mask, **per_head)
+    return reference.attend(query, kv, metadata, spec, mask=mask, **per_head)
+
+
+def whole_mask(spec: AttentionSpec, mask: Mask | None) -> Mask | None:
+    """What a query sees beyond the spec's numbers: the spec's mask and the call's."""
+    if spec.sparsity is None or mask is None:
+        return spec.sparsity if mask is None else mask
+    return spec.sparsity & mask
 
 
 def choose_implementation(

@@ -200,7 +200,8 @@ def attention_fn(
     s = jnp.einsum("...qhd,...khd->...hqk", query.astype(dtype), k, precision="highest") * spec.softmax_scale
     if spec.soft_cap is not None:
         s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
-    sees = reference.visible(spec, q_positions, k_positions, jnp.ones(q_tokens, bool))
+    all_prefill = jnp.ones(q_tokens, bool)
+    sees = reference.visible(spec, spec.sparsity, jnp.int32(0), q_positions, k_positions, all_prefill)
     sees = jnp.broadcast_to(sees.reshape((1,) * (s.ndim - 3) + sees.shape), s.shape)
     sees = sees if mask is None else sees & mask
     if alibi_slopes is not None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.sparsity.params import LocalStrided
+from jattn.masks import Mask
 from pallas_kernels.checks import require, require_one_of, require_positive
 
 LAYOUTS = ("NHD", "HND", "packed")
@@ -39,7 +39,7 @@ class AttentionSpec:
         chunk_size: Chunked-local attention: a query sees keys of its own chunk of this many positions.
         sqrt_alibi: With alibi_slopes, the bias is `-slope * sqrt(distance)` to the past and 0 to the future,
             not `-slope * distance`.
-        sparsity: A block pattern, or None for dense.
+        sparsity: A mask without arrays, on top of the above; None = none. One with arrays: `attend(mask=)`.
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
     """
@@ -53,7 +53,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     chunk_size: int | None = None
     sqrt_alibi: bool = False
-    sparsity: LocalStrided | None = None
+    sparsity: Mask | None = None
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +80,12 @@ class AttentionSpec:
             self.chunk_size,
         )
         require(self.scale is None or math.isfinite(self.scale), "scale", "be finite or None", self.scale)
+        require(
+            self.sparsity is None or self.sparsity.is_static,
+            "sparsity",
+            "hold no arrays (attend(mask=) takes those)",
+            type(self.sparsity).__name__,
+        )
 
     @property
     def q_heads_per_kv_head(self) -> int:

@@ -113,7 +113,7 @@ def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
 class Problem:
     """A case's arrays: for jattn, and in the oracle's terms."""
 
-    def __init__(self, case: dict, seed: int = 0):
+    def __init__(self, case: dict, seed: int = 0, mask=None):
         rng = np.random.default_rng(seed)
         self.case, self.spec, self.dtype = case, make_spec(case), jnp.dtype(case["dtype"])
         self.query_lens, self.seq_lens, decode_len = REGIONS[case["region"]]
@@ -159,6 +159,7 @@ class Problem:
             is_decode=[r < decodes for r in range(len(needed))],
             sinks=None if self.sinks is None else self.sinks.astype(np.float64),
             alibi_slopes=None if self.slopes is None else self.slopes.astype(np.float64),
+            mask=mask,
         )
         self.query = np.full((self.metadata.bucket.max_tokens, *q[0].shape[1:]), np.nan, self.dtype)
         for start, x in zip(self.starts, q, strict=True):
@@ -201,6 +202,10 @@ class Problem:
             **dict(zip(("k_scale", "v_scale"), scales, strict=True)),
             layout=layout,
         )
+
+    def row_of_request(self):
+        """The metadata's row of each request."""
+        return jattn.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
 
     def check(self, out, lse):
         """Compares with the oracle; padding must be zeros and -inf."""

@@ -1,6 +1,7 @@
 """Attention one query and one head at a time, in float64 numpy: what every implementation is judged by."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,6 +25,12 @@ class Step:
     is_decode: list[bool]
     sinks: np.ndarray | None = None
     alibi_slopes: np.ndarray | None = None
+    mask: Callable[[int, int, int, int], bool] | None = None  # (request, head, i, j): on top of the spec
+
+    def sees(self, spec, r: int, head: int, i: int, j: np.ndarray) -> np.ndarray:
+        """Which keys j the query of request r at position i sees."""
+        ok = sees(spec, head, i, j, self.is_decode[r])
+        return ok if self.mask is None else ok & np.array([self.mask(r, head, i, key) for key in j], bool)
 
 
 def sees(spec, head: int, i: int, j: np.ndarray, is_decode: bool) -> np.ndarray:
@@ -77,7 +84,7 @@ def attention(spec, step: Step, round_to=None):
                 if seq_len == 0:
                     continue
                 i = seq_len - len(q) + t
-                keys = j[sees(spec, h, i, j, step.is_decode[r])]
+                keys = j[step.sees(spec, r, h, i, j)]
                 s = rounded(step.k[r][keys, h // group] @ q[t, h]) * spec.softmax_scale
                 if spec.soft_cap is not None:
                     s = spec.soft_cap * np.tanh(s / spec.soft_cap)
@@ -107,7 +114,7 @@ def reachable(spec, step: Step) -> list[np.ndarray]:
         hit = np.zeros((seq_len, spec.num_kv_heads), bool)
         for t in range(len(q)):
             for h in range(spec.num_q_heads):
-                hit[:, h // group] |= sees(spec, h, seq_len - len(q) + t, j, step.is_decode[r])
+                hit[:, h // group] |= step.sees(spec, r, h, seq_len - len(q) + t, j)
         found.append(hit)
     return found
 

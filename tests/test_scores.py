@@ -118,7 +118,12 @@ def test_local_strided_blocks_are_vllms(metadata_cases, is_prefill):
         )
         spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=8, sparsity=sparsity)
         sees = reference.visible(
-            spec, jnp.asarray(positions), jnp.arange(keys), jnp.full(len(positions), is_prefill)
+            spec,
+            sparsity,
+            jnp.int32(0),
+            jnp.asarray(positions),
+            jnp.arange(keys),
+            jnp.full(len(positions), is_prefill),
         )
         for head in range(q_heads):
             blocks = [sorted(set((np.flatnonzero(row) // size).tolist())) for row in np.asarray(sees[head])]

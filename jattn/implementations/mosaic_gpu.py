@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
+from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec
@@ -53,7 +54,11 @@ type RegionPlan = DecodePlan | PrefillPlan
 
 
 def why_not(
-    query: Array, kv: PagedCache | PackedKV, metadata: BatchMetadata, spec: AttentionSpec
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    mask: Mask | None = None,
 ) -> str | None:
     """Why no kernel serves this region, on a GPU that they run on; None if one does.
 
@@ -62,7 +67,10 @@ def why_not(
         kv: Where keys and values are.
         metadata: The region as a step of its own.
         spec: The layer.
+        mask: What it masks besides.
     """
+    if mask is not None:
+        return "there is no kernel for block-sparse attention"
     prefill_reason = _why_not_prefill(query.dtype, kv, metadata, spec)
     if prefill_reason is None or isinstance(kv, PackedKV) or not metadata.bucket.max_decodes:
         return prefill_reason

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.cache import PackedKV, PagedCache
+from jattn.masks import Mask, Pairs
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 
@@ -23,6 +24,7 @@ def attend(
     metadata: BatchMetadata,
     spec: AttentionSpec,
     *,
+    mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
@@ -39,7 +41,7 @@ def attend(
         k, v = keys_and_values(kv, metadata, row, dtype)  # [kv_heads, keys, head_dim]
         k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
-        sees = visible(spec, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
+        sees = visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
         mine = (metadata.token_rows == row) & metadata.is_live_token
         sees &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
         s = jnp.einsum("htd,hkd->htk", q, k, precision="highest") * spec.softmax_scale
@@ -75,11 +77,13 @@ def softmax_average(
 
 def visible(
     spec: AttentionSpec,
+    mask: Mask | None,
+    row: Int[Array, ""],
     q_positions: Int[Array, " tokens"],
     k_positions: Int[Array, " keys"],
     is_prefill: Bool[Array, " tokens"],
 ) -> Bool[Array, "q_heads tokens keys"]:
-    """Which keys of its own request each query may see, by position."""
+    """Which keys of request `row` each query may see."""
     i, j = q_positions[:, None], k_positions[None, :]
     sees = jnp.ones((q_positions.size, k_positions.size), bool)
     if spec.causal:
@@ -91,18 +95,18 @@ def visible(
         sees &= j - i <= right
     if spec.chunk_size is not None:
         sees &= i // spec.chunk_size == j // spec.chunk_size
-    if spec.sparsity is None:
-        return jnp.broadcast_to(sees, (spec.num_q_heads, *sees.shape))
-    pattern = spec.sparsity
-    a, b = i // pattern.block_size, j // pattern.block_size
-    heads = spec.num_q_heads, spec.num_kv_heads
-    shift = jnp.where(
-        is_prefill,
-        jnp.asarray(pattern.head_shifts(*heads, is_prefill=True))[:, None],
-        jnp.asarray(pattern.head_shifts(*heads, is_prefill=False))[:, None],
-    )[:, :, None]  # [q_heads, tokens, 1]
-    stripe = (b[None] + shift + 1) % pattern.vert_stride == 0
-    return (sees & (b <= a))[None] & ((a - b < pattern.local_blocks)[None] | stripe)
+    sees = jnp.broadcast_to(sees, (spec.num_q_heads, *sees.shape))
+    if mask is None:
+        return sees
+    pairs = Pairs(
+        head=jnp.arange(spec.num_q_heads, dtype=jnp.int32)[:, None, None],
+        row=row.reshape(1, 1, 1),
+        query=i[None],
+        key=j[None],
+        num_heads=(spec.num_q_heads, spec.num_kv_heads),
+    )
+    in_decode = mask.sees(pairs._replace(is_prefill=False))
+    return sees & jnp.where(is_prefill[None, :, None], mask.sees(pairs), in_decode)
 
 
 def alibi_bias(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jattn.cache import PackedKV, PagedCache, blocks_of
 from jattn.implementations.tiles import TILE_Q, QueryTiles, prefill_tiles
+from jattn.masks import Mask, Pairs
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 
@@ -49,6 +50,7 @@ def attend(
     spec: AttentionSpec,
     *,
     tiles: QueryTiles | None,
+    mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
@@ -60,12 +62,13 @@ def attend(
         metadata: The step's metadata.
         spec: The layer.
         tiles: The prefill region's tiles, made once a step; None = made here.
+        mask: Which keys a query sees of those that the spec's numbers let it see; None = all.
         sinks: One more score per head.
         alibi_slopes: Slope per head.
     """
     bucket = metadata.bucket
     tile = functools.partial(
-        _attend_tile, kv=kv, metadata=metadata, spec=spec, sinks=sinks, alibi_slopes=alibi_slopes
+        _attend_tile, kv=kv, metadata=metadata, spec=spec, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes
     )
     outs, lses = [], []
     if bucket.max_decodes:
@@ -115,6 +118,7 @@ def _attend_tile(
     kv: PagedCache | PackedKV,
     metadata: BatchMetadata,
     spec: AttentionSpec,
+    mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tile_q q_heads head_dim"], Float[Array, "tile_q q_heads"]]:
@@ -145,7 +149,9 @@ def _attend_tile(
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         real = (keys < seq_len)[None, :] & live[:, None]
-        sees = _visible(spec, positions, keys, is_prefill) & real[None, None]
+        sees = _visible(spec, positions, keys) & real[None, None]
+        if mask is not None:
+            sees &= mask.sees(_pairs(spec, row, positions, keys, is_prefill))
         if alibi_slopes is not None:
             s = s + _alibi(spec, alibi_slopes.astype(accumulate).reshape(heads), positions, keys)
         return _accumulate(state, jnp.where(sees, s, -jnp.inf), chunk, sees.any(axis=(1, 2)), compute)
@@ -199,9 +205,9 @@ def _with_sink(state: Softmax, sinks: Float[Array, "kv_heads group tile_q"]) -> 
 
 
 def _visible(
-    spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"], is_prefill: bool
-) -> Bool[Array, "heads q_heads_or_1 tile_q keys"]:
-    """Which keys each query sees by their positions; [1, 1, ...] unless heads differ."""
+    spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"]
+) -> Bool[Array, "1 1 tile_q keys"]:
+    """Which keys each query sees by the spec's numbers."""
     ahead = keys[None, :] - positions[:, None]  # how far the key is ahead of the query
     left, right = spec.window or (None, None)
     if spec.causal:
@@ -213,16 +219,26 @@ def _visible(
         sees &= ahead <= right
     if spec.chunk_size is not None:
         sees &= (keys // spec.chunk_size)[None, :] == (positions // spec.chunk_size)[:, None]
-    sees = sees[None, None]
-    if spec.sparsity is None:
-        return sees
-    pattern, heads = spec.sparsity, (spec.num_kv_heads, spec.q_heads_per_kv_head)
-    shifts = jnp.asarray(pattern.head_shifts(*(spec.num_q_heads, spec.num_kv_heads), is_prefill=is_prefill))
-    key_block = keys // pattern.block_size
-    blocks_back = (positions // pattern.block_size)[:, None] - key_block[None, :]
-    stripes = (key_block[None, :] + shifts[:, None] + 1) % pattern.vert_stride == 0  # [q_heads, keys]
-    near = (blocks_back < pattern.local_blocks)[None, None]
-    return sees & (blocks_back >= 0)[None, None] & (near | stripes.reshape(*heads, 1, -1))
+    return sees[None, None]
+
+
+def _pairs(
+    spec: AttentionSpec,
+    row: Int[Array, ""],
+    positions: Int[Array, " tile_q"],
+    keys: Int[Array, " keys"],
+    is_prefill: bool,
+) -> Pairs:
+    """Every head, query and key of a step of a tile: [kv_heads, group, tile_q, keys]."""
+    heads = jnp.arange(spec.num_q_heads, dtype=jnp.int32)
+    return Pairs(
+        head=heads.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head, 1, 1),
+        row=row.reshape(1, 1, 1, 1),
+        query=positions[None, None, :, None],
+        key=keys[None, None, None, :],
+        num_heads=(spec.num_q_heads, spec.num_kv_heads),
+        is_prefill=is_prefill,
+    )
 
 
 def _key_range(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jattn.attend import IMPLEMENTATIONS, attend
 from jattn.cache import PagedCache
+from jattn.masks.local_strided import LocalStrided
 from jattn.metadata.batch import abstract_metadata
-from jattn.sparsity.params import LocalStrided
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
 REGIONS = {

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from jattn.masks.local_strided import LocalStrided
 from jattn.metadata.namespace import AnyArray, IntVector, with_namespace
-from jattn.sparsity.params import LocalStrided
 from pallas_kernels.checks import require, require_positive
 
 
@@ -34,7 +34,7 @@ def prefill_block_pattern(
     Source: vLLM `get_sparse_attn_mask`.
     """
     require_positive(num_blocks=num_blocks)
-    shifts = np.asarray(sparsity.head_shifts(num_q_heads, num_kv_heads, is_prefill=True))[:, None, None]
+    shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=True)[:, None, None]
     q_block, k_block = np.arange(num_blocks)[None, :, None], np.arange(num_blocks)[None, None, :]
     is_local = q_block - k_block < sparsity.local_blocks
     is_stripe = (k_block + shifts + 1) % sparsity.vert_stride == 0
@@ -57,7 +57,7 @@ def decode_block_pattern(
     """
     require_positive(num_blocks=num_blocks)
     xp, lens = with_namespace(seq_lens)
-    shifts = np.asarray(sparsity.head_shifts(num_q_heads, num_kv_heads, is_prefill=False))[:, None]
+    shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=False)[:, None]
     is_stripe = xp.asarray((np.arange(num_blocks)[None, :] + shifts + 1) % sparsity.vert_stride == 0)
     # Floor division: a request of length 0 stands in block -1.
     distance = ((lens - 1) // sparsity.block_size)[:, None] - xp.arange(num_blocks, dtype=np.int32)[None, :]
@@ -89,3 +89,10 @@ def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
     for head, matrix in enumerate(heads):
         col[head, : crow[head, -1]] = np.nonzero(matrix)[1]
     return CrowCol(crow[0], col[0]) if dense.ndim == 2 else CrowCol(crow, col)
+
+
+def _head_shifts(
+    sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool
+) -> np.ndarray:
+    shift = lambda head: sparsity.head_shifts(head, num_q_heads, num_kv_heads, is_prefill=is_prefill)
+    return np.asarray([shift(head) for head in range(num_q_heads)])

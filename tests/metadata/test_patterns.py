@@ -7,7 +7,7 @@ from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.sparsity.params import LocalStrided, get_head_sliding_step
+from jattn.masks.local_strided import LocalStrided, get_head_sliding_step
 from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
 
 matrices = st.lists(st.lists(st.sampled_from([0, 1, -2]), min_size=4, max_size=4), min_size=3, max_size=3)

@@ -1,7 +1,12 @@
-"""Parameters of the block patterns: hashable values."""
+"""LocalStrided: vLLM's block-sparse pattern (Phi-3-small's)."""
 
 import dataclasses
+from typing import Any, override
 
+import jax
+import jax.numpy as jnp
+
+from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
 from pallas_kernels.checks import require, require_positive
 
 
@@ -13,13 +18,15 @@ def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = Fals
     return 0 if homo_head else max(1, int(vert_stride / n_heads))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalStrided:
+class LocalStrided(Mask):
     """Local blocks and every `vert_stride`-th block, the latter shifted from head to head.
 
     A query of block a and global head h sees block b <= a if `a - b < local_blocks` or
     `(b + shift(h) + 1) % vert_stride == 0`. vert_stride 1 is dense. A row that sees no block at all (only
-    possible with local_blocks 0) comes out as zeros.
+    possible with local_blocks 0) comes out as zeros. Within its own block a query sees later keys too unless
+    another mask forbids that: AttentionSpec.causal does.
 
     Attributes:
         block_size: Tokens of a sparse block; any size, whatever the cache's block_size is.
@@ -61,8 +68,8 @@ class LocalStrided:
         """Global numbers of this device's query heads: first, and one past the last."""
         return self.tp_rank * num_q_heads, (self.tp_rank + 1) * num_q_heads
 
-    def head_shifts(self, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool) -> tuple[int, ...]:
-        """`shift(h)` for each of this device's query heads."""
+    def head_shifts(self, head: Any, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool) -> Any:
+        """`shift(h)` for some of this device's query heads: an int, or an array of them."""
         per_q_head = is_prefill and self.vllm_prefill_heads and not self.homo_head
         step = (
             get_head_sliding_step(num_q_heads * self.tp_size, self.vert_stride)
@@ -70,7 +77,34 @@ class LocalStrided:
             else self.head_sliding_step(num_q_heads, num_kv_heads)
         )
         if step >= 0:
-            first, last = self.active_head_range(num_q_heads)
-            return tuple(head * step for head in range(first, last))
-        first_kv, group = self.tp_rank * num_kv_heads, num_q_heads // num_kv_heads
-        return tuple((first_kv + head // group) * -step for head in range(num_q_heads))
+            return (self.tp_rank * num_q_heads + head) * step
+        group = num_q_heads // num_kv_heads
+        kv_head = head // group if isinstance(head, int) else quotient(head, group)
+        return (self.tp_rank * num_kv_heads + kv_head) * -step
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        a, b = quotient(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
+        shift = self.head_shifts(pairs.head, *pairs.num_heads, is_prefill=pairs.is_prefill)
+        is_stripe = remainder(b + shift + 1, self.vert_stride) == 0
+        return (b <= a) & ((a - b < self.local_blocks) | is_stripe)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        block = lambda position: quotient(position, self.block_size)
+        first_a, last_a = block(tiles.first_query), block(tiles.last_query)
+        first_b, last_b = block(tiles.first_key), block(tiles.last_key)
+        shift = self.head_shifts(tiles.head, *tiles.num_heads, is_prefill=tiles.is_prefill)
+        # Stripes among the blocks up to and with b, but for a constant.
+        up_to = lambda b: quotient(b + shift + 1, self.vert_stride)
+        stripes = lambda first, last: up_to(last) - up_to(first - 1)
+        some_local = (last_a >= first_b) & (first_a - last_b < self.local_blocks)
+        if self.local_blocks == 0:
+            some_local = some_local & False
+        last_past = jnp.minimum(last_b, last_a)
+        some_stripe = (last_past >= first_b) & (stripes(first_b, jnp.maximum(last_past, first_b)) > 0)
+        # Every block that is not local for the last query must be a stripe.
+        last_far = jnp.minimum(last_b, last_a - self.local_blocks)
+        num_far = last_far - first_b + 1
+        all_stripes = (num_far <= 0) | (stripes(first_b, jnp.maximum(last_far, first_b)) == num_far)
+        return Coverage(some_local | some_stripe, (last_b <= first_a) & all_stripes)

@@ -1,0 +1,39 @@
+"""Masks as values: `Causal() & (FirstKeys(4) | Window(left=255))` says which keys each query sees.
+
+A mask says it twice: of pairs of a query and a key (`sees`), and of tiles of them (`coverage`), from which
+`jattn.sparsity.schedule` makes the lists of tiles that a kernel works through. Masks without arrays are
+hashable and go into `AttentionSpec.sparsity`; masks that hold arrays are pytrees and go into `attend(mask=)`,
+where they change without a recompile.
+"""
+
+from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Tiles, dense, density
+from jattn.masks.blocks import BigBird, BlockMask
+from jattn.masks.heads import OnlyHeads, streaming_heads
+from jattn.masks.local_strided import LocalStrided
+from jattn.masks.positions import Causal, Chunked, Dilated, FirstKeys, MaskFunction, Window
+from jattn.masks.traced import Document, Prefix, VerticalSlash
+
+__all__ = [
+    "And",
+    "BigBird",
+    "BlockMask",
+    "Causal",
+    "Chunked",
+    "Coverage",
+    "Dilated",
+    "Document",
+    "FirstKeys",
+    "LocalStrided",
+    "Mask",
+    "MaskFunction",
+    "OnlyHeads",
+    "Or",
+    "Pairs",
+    "Prefix",
+    "Tiles",
+    "VerticalSlash",
+    "Window",
+    "dense",
+    "density",
+    "streaming_heads",
+]

@@ -1,0 +1,166 @@
+"""Masks of blocks: arrays that say which block of queries sees which block of keys, and BigBird's."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, override
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
+from jattn.pytree import pytree, static
+from pallas_kernels.checks import require, require_positive
+
+
+def block_coverage(
+    sees: Callable[[Any, Any], Any], query_blocks: tuple[Any, Any], key_blocks: tuple[Any, Any], count: Any
+) -> Coverage:
+    """Coverage of tiles of whole or part blocks, from what `sees(query block, key block)` says of each block.
+
+    Args:
+        sees: Of block numbers.
+        query_blocks: First and last block of queries of each tile.
+        key_blocks: First and last block of keys.
+        count: Static: how many blocks of queries and of keys a tile has at most.
+    """
+    some: Any = False
+    every: Any = True
+    for i in range(count[0]):
+        for j in range(count[1]):
+            a, b = query_blocks[0] + i, key_blocks[0] + j
+            is_in = (a <= query_blocks[1]) & (b <= key_blocks[1])
+            seen = sees(a, b)
+            some, every = some | (seen & is_in), every & (seen | ~is_in)
+    return Coverage(some, every)
+
+
+def blocks_of_tile(tile: int, block: int) -> int:
+    """How many blocks a tile of so many positions touches at most."""
+    return (tile + block - 2) // block + 1
+
+
+@pytree
+class BlockMask(Mask):
+    """Which block of queries sees which block of keys, as an array; what lies outside it sees nothing.
+
+    Attributes:
+        blocks: For all rows [heads, q_blocks, kv_blocks] or for each [reqs, heads, q_blocks, kv_blocks]. The
+            number of heads divides that of the query heads: neighbours share an entry, as with kv heads.
+        first_query: Position of each row's first block of queries; the request's start when None.
+        block_q: Static: queries of a block; None = all queries share the only block of queries.
+        block_kv: Static: keys of a block. Blocks of keys are counted from the request's start.
+    """
+
+    blocks: Bool[Array, "*reqs heads q_blocks kv_blocks"] | Bool[np.ndarray, "*reqs heads q_blocks kv_blocks"]
+    first_query: Int[Array, " reqs"] | Int[np.ndarray, " reqs"] | None = None
+    block_q: int | None = static()
+    block_kv: int = static()
+
+    def __post_init__(self) -> None:
+        shape = self.blocks.shape
+        require(
+            len(shape) in (3, 4), "blocks", "have axes [heads, q_blocks, kv_blocks] or [reqs, ...]", shape
+        )
+        require_positive(block_kv=self.block_kv)
+        if self.block_q is None:
+            require(shape[-2] == 1, "blocks", "have one block of queries where block_q is None", shape)
+        else:
+            require_positive(block_q=self.block_q)
+
+    def _query_block(self, row: Any, query: Any) -> Any:
+        """Number of the query's block; -1 before the first."""
+        if self.block_q is None:
+            return query * 0
+        if self.first_query is None:
+            return quotient(query, self.block_q)
+        first = jnp.asarray(self.first_query)
+        ahead = query - first[jnp.minimum(row, first.shape[0] - 1)]
+        return jnp.where(ahead < 0, -1, quotient(jnp.maximum(ahead, 0), self.block_q))
+
+    def _at(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
+        blocks = jnp.asarray(self.blocks)
+        heads, q_blocks, kv_blocks = blocks.shape[-3:]
+        require(num_q_heads % heads == 0, "blocks' heads", f"divide the query heads ({num_q_heads})", heads)
+        head = quotient(jnp.asarray(head), num_q_heads // heads)
+
+        def sees(a: Any, b: Any) -> Any:
+            is_in = (a >= 0) & (a < q_blocks) & (b < kv_blocks)
+            index = head, jnp.clip(a, 0, q_blocks - 1), jnp.minimum(b, kv_blocks - 1)
+            if blocks.ndim == 3:
+                return blocks[index] & is_in
+            return blocks[(jnp.minimum(row, blocks.shape[0] - 1), *index)] & is_in
+
+        return sees
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        at = self._at(pairs.head, pairs.row, pairs.num_heads[0])
+        return at(self._query_block(pairs.row, pairs.query), quotient(pairs.key, self.block_kv))
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        at = self._at(tiles.head, tiles.row, tiles.num_heads[0])
+        queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
+        keys = quotient(tiles.first_key, self.block_kv), quotient(tiles.last_key, self.block_kv)
+        num_q = 1 if self.block_q is None else blocks_of_tile(tiles.size[0], self.block_q)
+        if self.first_query is not None and self.block_q is not None:
+            num_q += 1  # all that stands before the first block counts as one
+        return block_coverage(at, queries, keys, (num_q, blocks_of_tile(tiles.size[1], self.block_kv)))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BigBird(Mask):
+    """Blocks nearby, the first blocks (which also see everything), and random blocks of each head's own.
+
+    Attributes:
+        block_size: Tokens of a block.
+        local_blocks: A query of block a sees block b if `|a - b| < local_blocks`.
+        global_blocks: Blocks at the start that every query sees and whose queries see every block.
+        random_blocks: Draws, for each head and block of queries, among the blocks up to it.
+        seed: Of the draws.
+
+    Source: BigBird.
+    """
+
+    block_size: int = 64
+    local_blocks: int = 3
+    global_blocks: int = 1
+    random_blocks: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(block_size=self.block_size)
+        for name in ("local_blocks", "global_blocks", "random_blocks"):
+            require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+
+    def _sees_block(self, head: Any, a: Any, b: Any) -> Any:
+        sees = (jnp.abs(a - b) < self.local_blocks) | (jnp.minimum(a, b) < self.global_blocks)
+        for nth in range(self.random_blocks):
+            drawn = _mixed(_mixed(a * 64 + nth + self.seed * 7919) + head * 977)
+            sees = sees | (jax.lax.rem(drawn, a + 1) == b)
+        return sees
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        a, b = quotient(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
+        return self._sees_block(pairs.head, a, b)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        block = lambda position: quotient(position, self.block_size)
+        return block_coverage(
+            lambda a, b: self._sees_block(tiles.head, a, b),
+            (block(tiles.first_query), block(tiles.last_query)),
+            (block(tiles.first_key), block(tiles.last_key)),
+            tuple(blocks_of_tile(size, self.block_size) for size in tiles.size),
+        )
+
+
+def _mixed(x: Any) -> Any:
+    """A number from 0 to 2^15 - 1 that looks drawn; products stay within int32."""
+    x = remainder(x, 32749) * 31337 + 12345
+    x = x ^ quotient(x, 4096)
+    return remainder(x, 32749)

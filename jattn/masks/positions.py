@@ -1,0 +1,172 @@
+"""Masks of positions: what a query sees depends on where it and the key stand in the request."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, override
+
+import jax
+import jax.numpy as jnp
+
+from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
+from pallas_kernels.checks import require, require_positive
+
+
+def distances(tiles: Tiles) -> tuple[Any, Any]:
+    """Smallest and largest `query - key` of a tile; every distance between them occurs."""
+    return tiles.first_query - tiles.last_key, tiles.last_query - tiles.first_key
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """Keys up to the query's own position."""
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        return pairs.key <= pairs.query
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        nearest, farthest = distances(tiles)
+        return Coverage(farthest >= 0, nearest >= 0)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """Keys at most `left` before the query and `right` behind it; None = unlimited."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, width in (("left", self.left), ("right", self.right)):
+            require(width is None or width >= 0, name, "be None or at least 0", width)
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        ahead = pairs.key - pairs.query
+        sees = ahead == ahead
+        if self.left is not None:
+            sees = sees & (ahead >= -self.left)
+        if self.right is not None:
+            sees = sees & (ahead <= self.right)
+        return sees
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        nearest, farthest = distances(tiles)
+        some = every = nearest == nearest
+        if self.left is not None:
+            some, every = some & (nearest <= self.left), every & (farthest <= self.left)
+        if self.right is not None:
+            some, every = some & (farthest >= -self.right), every & (nearest >= -self.right)
+        return Coverage(some, every)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class FirstKeys(Mask):
+    """The request's first `num` keys: StreamingLLM's attention sinks, not the scores of `attend(sinks=)`."""
+
+    num: int
+
+    def __post_init__(self) -> None:
+        require_positive(num=self.num)
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        return pairs.key < self.num
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        return Coverage(tiles.first_key < self.num, tiles.last_key < self.num)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Chunked(Mask):
+    """Keys of the query's own chunk of `size` positions: Llama 4's chunked-local attention."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        require_positive(size=self.size)
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        return quotient(pairs.key, self.size) == quotient(pairs.query, self.size)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        first_q, last_q, first_k, last_k = (
+            quotient(x, self.size)
+            for x in (tiles.first_query, tiles.last_query, tiles.first_key, tiles.last_key)
+        )
+        some = (first_q <= last_k) & (first_k <= last_q)
+        return Coverage(some, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Dilated(Mask):
+    """The query's own position and, on each side, the next `num` positions at multiples of `step`.
+
+    Source: Longformer's dilated sliding window.
+    """
+
+    num: int
+    step: int
+
+    def __post_init__(self) -> None:
+        require(self.num >= 0, "num", "be at least 0", self.num)
+        require_positive(step=self.step)
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        distance = jnp.abs(pairs.query - pairs.key)
+        return (remainder(distance, self.step) == 0) & (distance <= self.num * self.step)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        reach = self.num * self.step
+        nearest, farthest = distances(tiles)
+        low, high = jnp.maximum(nearest, -reach), jnp.minimum(farthest, reach)
+        # Shifted by the reach, a multiple of the step, so that no dividend is negative.
+        below = lambda x: quotient(jnp.maximum(x + reach + self.step, 0), self.step)
+        num_seen = jnp.where(low <= high, below(high) - below(low - 1), 0)
+        return Coverage(num_seen > 0, num_seen == farthest - nearest + 1)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MaskFunction(Mask):
+    """`function(head, query, key) -> bool`, elementwise, of int32 arrays that broadcast; hashed by identity.
+
+    Its schedule takes a look at every pair. `query` and `key` are positions; arrays that the function closes
+    over are constants of what is compiled.
+    """
+
+    function: Callable[[Any, Any, Any], Any]
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        return self.function(pairs.head, pairs.query, pairs.key)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        def every_pair(of: Callable[[Any, Any], Any]) -> Any:
+            """`of(sees, is_in_tile)` over each tile's pairs, which get two more axes."""
+            wide = lambda x: jnp.asarray(x)[..., None, None]
+            query = wide(tiles.first_query) + jnp.arange(tiles.size[0], dtype=jnp.int32)[:, None].reshape(
+                *[1] * jnp.ndim(tiles.first_query), -1, 1
+            )
+            key = wide(tiles.first_key) + jnp.arange(tiles.size[1], dtype=jnp.int32).reshape(
+                *[1] * jnp.ndim(tiles.first_key), 1, -1
+            )
+            is_in = (query <= wide(tiles.last_query)) & (key <= wide(tiles.last_key))
+            return of(self.function(wide(tiles.head), query, key), is_in)
+
+        some = every_pair(lambda sees, is_in: sees & is_in).any(axis=(-2, -1))
+        every = every_pair(lambda sees, is_in: sees | ~is_in).all(axis=(-2, -1))
+        return Coverage(some, every)

@@ -1,0 +1,183 @@
+"""From a mask to the tiles that a kernel works through, on the device: `schedule(mask, seq_lens, ...)`."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int32
+
+from jattn.masks import Coverage, Mask, Tiles
+from jattn.pytree import pytree, static
+from pallas_kernels.checks import require_positive, require_shape
+
+
+@pytree
+class TileSchedule:
+    """Tiles of keys for every tile of queries and head: those that need a mask, then those seen whole.
+
+    Attributes:
+        kv_tiles: Tile i begins at key `i * tile_kv`. First the num_partial tiles of which some pairs are
+            seen, then the num_full of which all are, each in order; then zeros.
+        num_partial: Tiles of kv_tiles that need a mask.
+        num_full: Tiles of kv_tiles that need none.
+        order: Every `tile of queries * q_heads + head`, those with the longest lists first.
+        rows: Row of the batch of each tile of queries.
+        first_query: Position of a tile's first query.
+        num_queries: Queries of each tile; 0 for a spare tile, whose lists are empty.
+        tile_q: Static: queries of a tile.
+        tile_kv: Static: keys of a tile.
+    """
+
+    kv_tiles: Int32[Array, "q_tiles q_heads max_kv_tiles"]
+    num_partial: Int32[Array, "q_tiles q_heads"]
+    num_full: Int32[Array, "q_tiles q_heads"]
+    order: Int32[Array, " items"]
+    rows: Int32[Array, " q_tiles"]
+    first_query: Int32[Array, " q_tiles"]
+    num_queries: Int32[Array, " q_tiles"]
+    tile_q: int = static()
+    tile_kv: int = static()
+
+
+def schedule(
+    mask: Mask,
+    seq_lens: Int[Array, " reqs"],
+    *,
+    query_lens: Int[Array, " queries"] | None = None,
+    max_query_len: int,
+    max_seq_len: int,
+    num_q_heads: int,
+    num_kv_heads: int | None = None,
+    tile_q: int = 128,
+    tile_kv: int = 128,
+    is_prefill: bool = True,
+) -> TileSchedule:
+    """Lists the tiles of keys that each head sees from each tile of queries. Traced; nothing on the host.
+
+    Args:
+        mask: The whole mask; `Causal() & ...` where attention is causal.
+        seq_lens: Keys of each request.
+        query_lens: The last so many of them are queries; None = all.
+        max_query_len: Static bound of query_lens.
+        max_seq_len: Static bound of seq_lens; bounds the lists.
+        num_q_heads: Static: query heads of this device.
+        num_kv_heads: Static: kv heads; as many as query heads when None.
+        tile_q: Static: queries of a tile.
+        tile_kv: Static: keys of a tile.
+        is_prefill: Static: whether the queries stand in the prefill region.
+
+    Returns:
+        Tiles of queries in order, `ceil(max_query_len / tile_q)` for each request.
+
+    Raises:
+        ValueError: A bound or a size is not positive, or query_lens and seq_lens disagree.
+    """
+    require_positive(max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
+    query_lens = seq_lens if query_lens is None else query_lens
+    require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
+    per_req = -(-max_query_len // tile_q)
+    rows = jnp.repeat(jnp.arange(seq_lens.shape[0], dtype=jnp.int32), per_req)
+    ahead = jnp.tile(jnp.arange(per_req, dtype=jnp.int32) * tile_q, seq_lens.shape[0])
+    lens, queries = seq_lens.astype(jnp.int32)[rows], query_lens.astype(jnp.int32)[rows]
+    first_query, num_queries = lens - queries + ahead, jnp.clip(queries - ahead, 0, tile_q)
+    coverage = coverage_of_tiles(
+        mask,
+        rows=rows,
+        first_query=first_query,
+        num_queries=num_queries,
+        seq_lens=lens,
+        num_heads=(num_q_heads, num_kv_heads or num_q_heads),
+        size=(tile_q, tile_kv),
+        max_kv_tiles=-(-max_seq_len // tile_kv),
+        is_prefill=is_prefill,
+    )
+    kv_tiles, num_partial, num_full = listed(coverage)
+    return TileSchedule(
+        kv_tiles=kv_tiles,
+        num_partial=num_partial,
+        num_full=num_full,
+        order=longest_first(num_partial + num_full),
+        rows=rows,
+        first_query=first_query,
+        num_queries=num_queries,
+        tile_q=tile_q,
+        tile_kv=tile_kv,
+    )
+
+
+def coverage_of_tiles(
+    mask: Mask,
+    *,
+    rows: Int32[Array, " q_tiles"],
+    first_query: Int32[Array, " q_tiles"],
+    num_queries: Int32[Array, " q_tiles"],
+    seq_lens: Int32[Array, " q_tiles"],
+    num_heads: tuple[int, int],
+    size: tuple[int, int],
+    max_kv_tiles: int,
+    is_prefill: bool = True,
+) -> Coverage:
+    """How much of each tile each head sees: Bool [q_tiles, q_heads, max_kv_tiles]. Empty tiles: nothing.
+
+    Args:
+        mask: The whole mask.
+        rows: Row of the batch of each tile of queries.
+        first_query: Position of its first query.
+        num_queries: Its queries.
+        seq_lens: Keys of its request.
+        num_heads: Static: query heads and kv heads.
+        size: Static: queries and keys of a tile.
+        max_kv_tiles: Static: tiles of keys of the longest request.
+        is_prefill: Static: whether the queries stand in the prefill region.
+    """
+    shape = rows.shape[0], num_heads[0], max_kv_tiles
+    per_tile = lambda x: x[:, None, None]
+    first_key = (jnp.arange(max_kv_tiles, dtype=jnp.int32) * size[1])[None, None, :]
+    last_key = jnp.minimum(first_key + (size[1] - 1), per_tile(seq_lens) - 1)
+    is_real = (last_key >= first_key) & per_tile(num_queries > 0)
+    tiles = Tiles(
+        head=jnp.arange(num_heads[0], dtype=jnp.int32)[None, :, None],
+        row=per_tile(rows),
+        first_query=per_tile(first_query),
+        last_query=per_tile(first_query + jnp.maximum(num_queries, 1) - 1),
+        first_key=first_key,
+        last_key=jnp.maximum(last_key, first_key),
+        num_heads=num_heads,
+        size=size,
+        is_prefill=is_prefill,
+    )
+    some, every = mask.coverage(tiles)
+    some = jnp.broadcast_to(some & is_real, shape)
+    return Coverage(some, jnp.broadcast_to(every, shape) & some)
+
+
+def listed(
+    coverage: Coverage,
+) -> tuple[Int32[Array, "*rows tiles"], Int32[Array, "*rows"], Int32[Array, "*rows"]]:
+    """The numbers of the tiles seen in part, then of those seen whole; how many there are of each."""
+    full, some = coverage.every, coverage.some
+    num_full, num_some = (x.sum(axis=-1, dtype=jnp.int32) for x in (full, some))
+    num_partial = num_some - num_full
+    full_before, some_before = (jnp.cumsum(x, axis=-1, dtype=jnp.int32) - 1 for x in (full, some))
+    place = jnp.where(full, num_partial[..., None] + full_before, some_before - full_before - 1)
+    tiles = some.shape[-1]
+    place = jnp.where(some, place, tiles).reshape(-1, tiles)
+    numbers = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32), place.shape)
+    lists = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+    out = jnp.zeros(place.shape, jnp.int32).at[lists, place].set(numbers, mode="drop")
+    return out.reshape(some.shape), num_partial, num_full
+
+
+def longest_first(lens: Int32[Array, "*lists"]) -> Int32[Array, " lists"]:
+    """The lists' numbers, the longest list's first; equally long ones in order."""
+    return jnp.argsort(-lens.reshape(-1), stable=True).astype(jnp.int32)
+
+
+def tile_classes(
+    made: TileSchedule,
+) -> tuple[Bool[Array, "q_tiles q_heads tiles"], Bool[Array, "q_tiles q_heads tiles"]]:
+    """The lists as arrays again: which tiles are seen in part, and which whole. For tests and pictures."""
+    tiles = made.kv_tiles.shape[-1]
+    nth = jnp.arange(tiles, dtype=jnp.int32)[None, None, :]
+    partial = nth < made.num_partial[..., None]
+    live = nth < (made.num_partial + made.num_full)[..., None]
+    hits = made.kv_tiles[..., None] == nth[:, :, None]
+    of = lambda which: (hits & which[..., None]).any(axis=-2)
+    return of(partial), of(live & ~partial)

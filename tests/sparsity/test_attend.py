@@ -1,0 +1,84 @@
+"""attend under any mask: against the float64 oracle, in every region and layout, with every modifier."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import masks
+from tests.contract import FACTORS, AttentionContract, Problem
+from tests.covering import covering_array
+
+RNG = np.random.default_rng(0)
+BLOCKS = RNG.random((9, 2, 24, 20)) < 0.4  # rows of the padded bucket: [reqs, heads, ...]
+DOCUMENTS = np.cumsum(RNG.random((9, 100)) < 0.05, axis=1).astype(np.int32)
+LENGTHS = np.array([4, 30, 0, 11, 50, 9, 3, 27, 8], np.int32)
+COLUMNS, SLASHES = RNG.random((2, 100)) < 0.1, RNG.random((2, 100)) < 0.2
+strange = lambda head, query, key: (query * 3 + key + head) % 4 != 0
+
+# A mask, and its rule (row of the request, head, i, j).
+MASKS = {
+    "streaming": (
+        masks.streaming_heads([1], num_first=2, num_recent=5),
+        lambda r, h, i, j: h == 1 or j < 2 or i - j < 5,
+    ),
+    "blocks": (
+        masks.BlockMask(blocks=BLOCKS, block_q=5, block_kv=5),
+        lambda r, h, i, j: BLOCKS[r, h // 2, i // 5, j // 5],
+    ),
+    "documents": (masks.Document(ids=DOCUMENTS), lambda r, h, i, j: DOCUMENTS[r, i] == DOCUMENTS[r, j]),
+    "prefix": (
+        masks.Prefix(length=LENGTHS) | masks.Window(left=3),
+        lambda r, h, i, j: max(i, j) < LENGTHS[r] or i - j <= 3,
+    ),
+    "vertical_slash": (
+        masks.VerticalSlash(columns=COLUMNS[[0, 1, 0, 1]], slashes=SLASHES[[0, 0, 1, 1]]),
+        lambda r, h, i, j: COLUMNS[h % 2, j] or (i >= j and SLASHES[h // 2, i - j]),
+    ),
+    "function": (masks.MaskFunction(strange), lambda r, h, i, j: strange(h, i, j)),
+}
+CHOICES = {
+    "mask": list(MASKS),
+    "region": ["decode", "speculative", "chunked", "mixed"],
+    "causal": [True, False],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear"],
+    "sinks": [False, True],
+    "kv": ["NHD", "HND", "packed", "no_cache"],
+    "padded": [False, True],
+}
+CASES = covering_array(CHOICES, lambda case: True)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_float64_under_any_mask(case, implementation):
+    plain = {name: values[0] for name, values in FACTORS.items()} | {"heads": (4, 2), "head_dim": 16}
+    mask, rule = MASKS[case["mask"]]
+    problem = Problem(plain | case, mask=rule)
+    rows = problem.row_of_request()
+    problem = Problem(plain | case, mask=lambda r, h, i, j: rule(rows[r], h, i, j))
+    contract = AttentionContract()
+    contract.implementation = implementation
+    problem.check(*contract.attend(problem, mask=mask))
+
+
+def test_a_spec_s_mask_and_the_call_s_both_hold():
+    plain = AttentionContract().plain_case(region="chunked", sparsity="strided")
+    mask, rule = MASKS["documents"]
+    problem = Problem(plain, mask=rule)
+    contract = AttentionContract()
+    contract.implementation = "xla"
+    problem.check(*contract.attend(problem, mask=mask))
+
+
+def test_gradients_flow_through_the_reference_under_a_mask():
+    problem = Problem(AttentionContract().plain_case(region="chunked"))
+    contract = AttentionContract()
+    contract.implementation = "reference"
+    mask = masks.FirstKeys(1) | masks.Window(left=4)
+    cache = jax.tree.map(jnp.nan_to_num, problem.kv)
+    loss = lambda q: contract.attend(problem, query=q, cache=cache, mask=mask)[0].sum()
+    gradient = jax.grad(loss)(jnp.asarray(problem.query))
+    assert np.isfinite(gradient).all()
+    assert (np.asarray(gradient) != 0).any()

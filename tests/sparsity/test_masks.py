@@ -1,0 +1,150 @@
+"""Masks mean what their rules say, are values, and refuse nonsense."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks
+from tests.sparsity import rules
+
+ZEROS = np.zeros((1, 2, 2), bool)
+
+
+def drawn(mask, query_len, seq_len, **options):
+    options = {"num_q_heads": 1} | options
+    return np.asarray(masks.dense(mask, query_len, seq_len, **options)).astype(int).tolist()
+
+
+def test_masks_written_out():
+    assert drawn(masks.Causal(), 2, 4) == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
+    assert drawn(masks.Window(1, 0) | masks.FirstKeys(1), 3, 4) == [
+        [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
+    ]
+    assert drawn(masks.Causal() & masks.Dilated(2, 2), 1, 6) == [[[0, 1, 0, 1, 0, 1]]]
+    assert drawn(masks.Causal() | masks.Prefix(length=jnp.int32(2)), 3, 3) == [
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    ]
+    slash = masks.VerticalSlash.of(jnp.asarray([[0, -1]]), jnp.asarray([[0, 2]]), 4)
+    assert drawn(slash, 4, 4) == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]
+    document = masks.Document(ids=jnp.asarray([0, 0, 1, 1]))
+    assert drawn(masks.Causal() & document, 3, 4) == [[[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]
+    streaming = masks.Causal() & masks.streaming_heads([1], num_first=1, num_recent=2)
+    assert drawn(streaming, 1, 5, num_q_heads=2) == [[[1, 0, 0, 1, 1]], [[1, 1, 1, 1, 1]]]
+    blocks = jnp.asarray([[[True, False], [False, True]]])
+    mask = masks.BlockMask(blocks=blocks, block_q=1, block_kv=2, first_query=jnp.asarray([1]))
+    assert drawn(mask, 4, 4) == [[[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]]
+
+
+def test_big_bird_has_neighbours_first_blocks_and_as_many_draws_as_it_says():
+    mask = masks.BigBird(block_size=1, local_blocks=2, global_blocks=1, random_blocks=3, seed=5)
+    sees = np.asarray(masks.dense(mask, 64, 64, num_q_heads=4))
+    a, b = np.arange(64)[:, None], np.arange(64)[None, :]
+    certain = (abs(a - b) < 2) | (np.minimum(a, b) == 0)
+    assert sees[:, certain].all()
+    drawn = (sees & ~certain).sum(axis=2)
+    assert drawn.max() == 3
+    assert drawn[:, 32:].mean() > 2.5
+    assert not (sees & ~certain)[:, b > a].any()
+    assert len({head.tobytes() for head in sees}) == 4
+
+
+@settings(max_examples=15)
+@given(rules.SINGLE | rules.compositions(), st.integers(1, 40), st.integers(0, 1), st.data())
+def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data):
+    query_len = data.draw(st.integers(1, seq_len))
+    heads = {"num_q_heads": rules.Q_HEADS, "num_kv_heads": rules.KV_HEADS}
+    got = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
+    np.testing.assert_array_equal(got, ruled.dense(query_len, seq_len, row))
+
+
+def test_density_is_counted_against_causality():
+    assert masks.density(masks.Causal(), 8, 8) == 1
+    assert masks.density(masks.Window(0, 0), 4, 4) == pytest.approx(0.4)
+    assert masks.density(masks.OnlyHeads((0,)), 3, 9, num_q_heads=4) == 0.25
+
+
+def test_masks_without_arrays_are_values():
+    one = masks.Causal() & (masks.FirstKeys(4) | masks.Window(left=8))
+    assert one == masks.Causal() & (masks.FirstKeys(4) | masks.Window(left=8))
+    assert len({one, masks.Causal() & (masks.FirstKeys(5) | masks.Window(left=8))}) == 2
+    assert one.is_static
+    assert jax.tree.leaves(one) == []
+    assert (masks.Causal() & masks.FirstKeys(1)) & masks.FirstKeys(2) == masks.And(
+        (masks.Causal(), masks.FirstKeys(1), masks.FirstKeys(2))
+    )
+    assert masks.OnlyHeads((3, 1, 3)) == masks.OnlyHeads((1, 3))
+
+
+def test_masks_with_arrays_change_without_a_recompile():
+    traces = []
+
+    @jax.jit
+    def run(query, cache, metadata, mask):
+        traces.append(1)
+        return jattn.attend(query, cache, metadata, spec, mask=mask)
+
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
+    metadata = jattn.build_batch_metadata([1, 6], [3, 6], [[1], [2]], block_size=8)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    cache = jattn.PagedCache(k=draw(0, 3, 8, 1, 8), v=draw(1, 3, 8, 1, 8))
+    block = lambda blocks: masks.Window(left=9) & masks.BlockMask(blocks=blocks, block_q=2, block_kv=2)
+    lower, everything = jnp.tri(4, dtype=bool)[None, :, :], jnp.ones((1, 4, 4), bool)
+    a, b, c = (run(draw(2, 7, 2, 8), cache, metadata, block(x)) for x in (lower, everything, ~everything))
+    assert len(traces) == 1
+    np.testing.assert_allclose(a, b, atol=1e-6)
+    assert not np.asarray(c).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.Window(left=-1), "left must be None or at least 0, got -1"),
+        (lambda: masks.FirstKeys(0), "num must be positive, got 0"),
+        (lambda: masks.Chunked(0), "size must be positive, got 0"),
+        (lambda: masks.Dilated(-1, 2), "num must be at least 0, got -1"),
+        (lambda: masks.Dilated(1, 0), "step must be positive, got 0"),
+        (lambda: masks.BigBird(block_size=0), "block_size must be positive, got 0"),
+        (lambda: masks.BigBird(local_blocks=-1), "local_blocks must be at least 0, got -1"),
+        (lambda: masks.BlockMask(blocks=ZEROS, block_q=2, block_kv=0), "block_kv must be positive, got 0"),
+        (lambda: masks.BlockMask(blocks=ZEROS, block_q=0, block_kv=1), "block_q must be positive, got 0"),
+        (
+            lambda: masks.BlockMask(blocks=ZEROS, block_q=None, block_kv=1),
+            r"blocks must have one block of queries where block_q is None, got \(1, 2, 2\)",
+        ),
+        (
+            lambda: masks.dense(masks.BlockMask(blocks=ZEROS.repeat(2, 0), block_q=1, block_kv=1), 1, 1),
+            r"blocks' heads must divide the query heads \(1\), got 2",
+        ),
+        (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be at most seq_len \(2\), got 3"),
+    ],
+)
+def test_nonsense_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda z: masks.BlockMask(blocks=z[0, 0], block_q=1, block_kv=1),
+            r"blocks must have axes .*, got \(2,\)",
+        ),
+        (lambda z: masks.Document(ids=z), r"ids must have axes .*, got \(1, 2, 2\)"),
+        (lambda z: masks.Prefix(length=z), r"length must have axes .*, got \(1, 2, 2\)"),
+    ],
+)
+def test_arrays_of_the_wrong_rank_are_named(make, message):
+    """The run-time type check, which tests switch on, is faster; what users see is this."""
+    with pytest.raises(Exception, match=f"{message}|Type-check error"):
+        make(ZEROS)
+
+
+def test_a_spec_takes_no_arrays():
+    mask = masks.Causal() & masks.BlockMask(blocks=ZEROS, block_q=1, block_kv=1)
+    with pytest.raises(ValueError, match=r"sparsity must hold no arrays \(attend\(mask=\) .*, got And"):
+        jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, sparsity=mask)

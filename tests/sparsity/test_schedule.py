@@ -1,0 +1,134 @@
+"""A schedule is the dense mask, tile by tile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jattn import masks
+from jattn.sparsity.schedule import schedule, tile_classes
+from tests.sparsity import rules
+
+HEADS = {"num_q_heads": rules.Q_HEADS, "num_kv_heads": rules.KV_HEADS}
+
+
+def classes_of(seen, tile_q, tile_kv):
+    """(some, every) of [heads, queries, keys], cut into tiles."""
+    heads, queries, keys = seen.shape
+    shape = heads, -(-queries // tile_q), -(-keys // tile_kv)
+    some, every = np.zeros(shape, bool), np.zeros(shape, bool)
+    for i in range(shape[1]):
+        for j in range(shape[2]):
+            tile = seen[:, i * tile_q : (i + 1) * tile_q, j * tile_kv : (j + 1) * tile_kv]
+            some[:, i, j], every[:, i, j] = tile.any(axis=(1, 2)), tile.all(axis=(1, 2))
+    return some, every
+
+
+def compared(ruled, lens, tile_q, tile_kv):
+    """For each request: what the schedule says (partial, full) and what the rule says (some, every)."""
+    max_q = max_kv = rules.MAX_LEN
+    made = schedule(
+        ruled.mask, jnp.asarray([k for _, k in lens]), query_lens=jnp.asarray([q for q, _ in lens]),
+        max_query_len=max_q, max_seq_len=max_kv, tile_q=tile_q, tile_kv=tile_kv, **HEADS,
+    )  # fmt: skip
+    per_req = -(-max_q // tile_q)
+    partial, full = (np.asarray(x).swapaxes(0, 1) for x in tile_classes(made))  # [heads, q_tiles, tiles]
+    for r, (query_len, seq_len) in enumerate(lens):
+        some, every = classes_of(ruled.dense(query_len, seq_len, r), tile_q, tile_kv)
+        here = slice(r * per_req, r * per_req + some.shape[1])
+        rest = slice(here.stop, (r + 1) * per_req)
+        assert not (partial | full)[:, rest].any()
+        assert not (partial | full)[:, here, some.shape[2] :].any()
+        yield partial[:, here, : some.shape[2]], full[:, here, : some.shape[2]], some, every
+
+
+lengths = st.lists(
+    st.integers(1, rules.MAX_LEN).flatmap(lambda k: st.tuples(st.integers(1, k), st.just(k))),
+    min_size=2, max_size=2,
+)  # fmt: skip
+sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
+
+
+@settings(max_examples=15)
+@given(rules.ANALYTIC, lengths, sizes)
+def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
+    for partial, full, some, every in compared(ruled, lens, *size):
+        np.testing.assert_array_equal(full, every)
+        np.testing.assert_array_equal(partial, some & ~every)
+
+
+@settings(max_examples=15)
+@given(rules.compositions(), lengths, sizes)
+def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(ruled, lens, size):
+    for partial, full, some, every in compared(ruled, lens, *size):
+        assert not (full & ~every).any()
+        assert not (some & ~(partial | full)).any()
+
+
+@settings(max_examples=15)
+@given(rules.block_masks() | rules.local_strided(), lengths)
+def test_causal_blocks_are_exact_too(ruled, lens):
+    """Of a causal block pattern the lists are exact where tiles are blocks."""
+    blocks = getattr(ruled.mask, "block_size", None) or ruled.mask.block_kv
+    both = rules.Ruled(
+        lambda: masks.Causal() & ruled.mask, lambda r, h, i, j: j <= i and ruled.sees(r, h, i, j)
+    )
+    lens = [(k, k) for _, k in lens]
+    if (
+        getattr(ruled.mask, "block_q", blocks) not in (blocks, None)
+        or getattr(ruled.mask, "first_query", None) is not None
+    ):
+        return
+    for partial, full, some, every in compared(both, lens, blocks, blocks):
+        np.testing.assert_array_equal(full, every)
+        np.testing.assert_array_equal(partial, some & ~every)
+
+
+def make(mask, seq_lens, **options):
+    sizes = {"max_query_len": 64, "max_seq_len": 64, "tile_q": 16, "tile_kv": 16, "num_q_heads": 2}
+    return schedule(mask, jnp.asarray(seq_lens), **sizes | options)
+
+
+def test_lists_hold_partial_tiles_first_and_the_longest_list_comes_first():
+    made = make(masks.Causal() & (masks.Window(left=20) | masks.OnlyHeads((1,))), [64])
+    np.testing.assert_array_equal(made.num_partial, [[1, 1], [2, 1], [3, 1], [3, 1]])
+    np.testing.assert_array_equal(made.num_full, [[0, 0], [0, 1], [0, 2], [0, 3]])
+    np.testing.assert_array_equal(made.kv_tiles[3], [[1, 2, 3, 0], [3, 0, 1, 2]])
+    np.testing.assert_array_equal(made.order, [7, 4, 5, 6, 2, 3, 0, 1])
+
+
+def test_padding_and_what_is_behind_the_end_are_in_no_list():
+    made = make(masks.FirstKeys(64), [0, 17], query_lens=jnp.asarray([0, 3]))
+    np.testing.assert_array_equal(made.num_queries, [0, 0, 0, 0, 3, 0, 0, 0])
+    np.testing.assert_array_equal((made.num_partial + made.num_full)[:, 0], [0, 0, 0, 0, 2, 0, 0, 0])
+
+
+def test_a_traced_mask_changes_its_schedule_without_a_recompile(traced_once):
+    masks_of = lambda seed: (
+        masks.BlockMask(
+            blocks=jax.random.bernoulli(jax.random.key(seed), 0.5, (2, 4, 4)), block_q=16, block_kv=16
+        ),
+        jnp.asarray([seed + 40]),
+    )
+    run = lambda mask, lens: make(mask, lens)
+    for made, (mask, lens) in zip(
+        traced_once(run, masks_of(1), masks_of(2)), map(masks_of, (1, 2)), strict=True
+    ):
+        _, full = tile_classes(made)
+        blocks = np.asarray(mask.blocks).swapaxes(0, 1) & (np.arange(4) * 16 < int(lens[0]))
+        np.testing.assert_array_equal(full[: -(-int(lens[0]) // 16)], blocks[: -(-int(lens[0]) // 16)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tile_q": 0}, "tile_q must be positive, got 0"),
+        ({"max_seq_len": 0}, "max_seq_len must be positive, got 0"),
+        ({"query_lens": jnp.asarray([1, 2])}, r"query_lens must have shape \(1,\) .* got \(2,\)"),
+    ],
+)
+def test_nonsense_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        make(masks.Causal(), [3], **change)
