@@ -2,9 +2,9 @@
 
 import argparse
 
-from benchmarks import decode, prefill, table
+from benchmarks import decode, graphs, prefill, table
 
-SUITES = {"decode": decode, "prefill": prefill, "table": table}
+SUITES = {"decode": decode, "prefill": prefill, "graphs": graphs, "table": table}
 
 
 def main() -> None:

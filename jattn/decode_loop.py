@@ -26,7 +26,7 @@ class DecodeLoopOutput:
     Attributes:
         tokens: The new tokens of each row, a stop token included; -1 from num_tokens[r] on.
         num_tokens: How many each row made.
-        num_steps: Steps that ran; fewer than asked for where every row stopped.
+        num_steps: Steps that some row ran in; fewer than asked for where every row stopped.
         last_tokens: Each row's newest token, the next step's input; 0 for rows that stopped.
         caches: The caches, written.
         metadata: The next step's; rows that stopped are padding.
@@ -52,7 +52,10 @@ def decode_loop(
     stop_ids: Sequence[int] | Int[Array, "..."] | np.ndarray = (),
     max_lens: Sequence[int] | Int[Array, " reqs"] | np.ndarray | None = None,
 ) -> DecodeLoopOutput:
-    """Decodes up to `num_steps` tokens of each row in one `lax.while_loop`, which ends early if no row runs.
+    """Decodes up to `num_steps` tokens of each row in one loop on the device.
+
+    The loop always takes num_steps rounds: one that ended with its last row would have the host ask the
+    device before every round. Rounds without a row attend to nothing and write nothing.
 
     Compiled once for each bucket, step, sample and num_steps. A `step` or `sample` that holds arrays should
     be a `jax.tree_util.Partial` (its arrays are traced), as `serving.sampler.make_sampler` returns; a new
@@ -127,11 +130,8 @@ def _decode_loop(
     *,
     num_steps: int,
 ) -> DecodeLoopOutput:
-    def runs(state: DecodeLoopOutput) -> Array:
-        return (state.num_steps < num_steps) & jnp.any(state.metadata.seq_lens > 0)
-
-    def decode(state: DecodeLoopOutput) -> DecodeLoopOutput:
-        index, metadata = state.num_steps, state.metadata
+    def decode(index: Array, state: DecodeLoopOutput) -> DecodeLoopOutput:
+        metadata = state.metadata
         is_live = metadata.seq_lens > 0
         logits, caches = step(params, state.caches, metadata, state.last_tokens)
         new = sample(logits, index).astype(jnp.int32)
@@ -140,7 +140,7 @@ def _decode_loop(
         return DecodeLoopOutput(
             tokens=state.tokens.at[:, index].set(jnp.where(is_live, new, NO_TOKEN)),
             num_tokens=state.num_tokens + is_live.astype(jnp.int32),
-            num_steps=index + 1,
+            num_steps=state.num_steps + jnp.any(is_live).astype(jnp.int32),
             last_tokens=jnp.where(is_running, new, 0),
             caches=caches,
             metadata=advance(metadata, is_running=is_running),
@@ -155,7 +155,7 @@ def _decode_loop(
         caches=caches,
         metadata=_only_rows(metadata, starts),
     )
-    return jax.lax.while_loop(runs, decode, first)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), decode, first)
 
 
 def _only_rows(metadata: BatchMetadata, is_kept: Bool[Array, " reqs"]) -> BatchMetadata:

@@ -1,0 +1,266 @@
+"""Decode steps of whole models: wall time, waited for and in flight, against the sum of their kernels.
+
+XLA_FLAGS decides about command buffers; the rows say what it was: run twice, once with
+XLA_FLAGS=--xla_gpu_enable_command_buffer= to have none.
+"""
+
+import argparse
+import collections
+import functools
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental.mosaic.gpu import profiler
+
+import jattn
+from benchmarks.device_time import Rows
+from jattn.models.config import DecoderConfig
+from jattn.models.decoder import Decoder
+from jattn.models.layers import RMSNorm
+from jattn.serving.sampler import SamplingParams, build_sampling_metadata
+from jattn.serving.step import make_step
+
+TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+CONTEXT, BLOCK_SIZE, LOOP_STEPS, ROUNDS = 1024, 16, 64, 20
+SUITES = ("nothing", "chain", "tiny", "llama8b")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `python -m benchmarks graphs` takes."""
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(SUITES)}; default all")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--out", help="folder of the rows")
+    parser.add_argument("--trace", help="folder for a profile of three synchronous calls of the chain")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Every case at every batch size."""
+    rows = Rows("graphs", arguments.out)
+    for name in arguments.cases or SUITES:
+        if name == "nothing":
+            measure_nothing(rows)
+        elif name == "chain":
+            for batch in arguments.batch:
+                measure_chain(rows, batch, arguments.trace)
+        else:
+            model = jattn.models.load(TINY, progress=False) if name == "tiny" else random_llama()
+            for batch in arguments.batch:
+                measure_model(rows, name, model, batch)
+
+
+class Chain(nnx.Module):
+    """The attention half of Llama 3 8B: norm, projections, rope, write, decode, output projection."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        """Makes random parameters."""
+        config = DecoderConfig.from_hf(LLAMA_8B)
+        norm = lambda: RMSNorm(config.hidden_size, eps=1e-5, is_offset=False, dtype=jnp.bfloat16)
+        self.spec = config.attention_spec(0)
+        self.norms = nnx.List(norm() for _ in range(config.num_hidden_layers))
+        self.layers = nnx.List(
+            jattn.PagedAttention(
+                config.hidden_size,
+                self.spec,
+                rngs=rngs,
+                rope=rope,
+                param_dtype=jnp.bfloat16,
+            )
+            for rope in config.ropes
+        )
+
+    def __call__(self, x: jax.Array, caches: Any, metadata: jattn.BatchMetadata) -> tuple[jax.Array, Any]:
+        """A step's hidden states, and the caches."""
+        plan, positions, written = jattn.plan(metadata, self.spec), metadata.positions, []
+        for norm, layer, cache in zip(self.norms, self.layers, caches, strict=True):
+            out, cache = layer(norm(x), cache, metadata, positions, plan)
+            x = x + out
+            written.append(cache)
+        return x, tuple(written)
+
+
+class Call(jax.stages.Wrapped):
+    """A step whose caches are donated and come back, as a function without arguments, for the profiler."""
+
+    def __init__(self, step: Callable[[Any], tuple[Any, Any]], caches: Any) -> None:
+        """Takes the caches over: they are donated by the first call."""
+        self.step, self.caches = step, caches
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts a step; what it returns is not waited for."""
+        out, self.caches = self.step(self.caches)
+        return out
+
+
+def batch_metadata(batch: int, room: int = 0) -> jattn.BatchMetadata:
+    """A decode step of `batch` requests at the context, with blocks for `room` tokens more."""
+    columns = -(-(CONTEXT + room) // BLOCK_SIZE)
+    table = np.random.default_rng(0).permutation(batch * columns).reshape(batch, columns) + 1
+    bucket = jattn.Bucket(max_decodes=batch, max_blocks=columns)
+    return jattn.build_batch_metadata(
+        [1] * batch, [CONTEXT] * batch, table, block_size=BLOCK_SIZE, bucket=bucket
+    )
+
+
+def measure_nothing(rows: Rows) -> None:
+    """What a call costs that does nothing, by its number of donated arrays."""
+    for count in (1, 64, 256):
+        arrays = tuple(jnp.zeros(8) for _ in range(count))
+        add = jax.jit(lambda xs: (xs[0], tuple(x + 1 for x in xs)), donate_argnums=0)
+        rows.add(name=f"nothing_{count}_arrays", **flags(), **walls(Call(add, arrays)))
+
+
+def measure_chain(rows: Rows, batch: int, trace: str | None) -> None:
+    """One row."""
+    graphdef, params = nnx.split(Chain(nnx.Rngs(0)))
+    metadata = batch_metadata(batch)
+    spec = jattn.CacheSpec(
+        num_blocks=metadata.block_table.size + 1, block_size=BLOCK_SIZE, num_kv_heads=8, head_dim=128
+    )
+    caches = tuple(jattn.PagedCache.create(spec) for _ in range(LLAMA_8B["num_hidden_layers"]))
+    x = jax.random.normal(jax.random.key(0), (batch, 4096), jnp.bfloat16)
+
+    def step(params: Any, caches: Any, metadata: Any, x: Any) -> tuple[Any, Any]:
+        return nnx.merge(graphdef, params)(x, caches, metadata)
+
+    compiled = jax.jit(step, donate_argnums=1).lower(params, caches, metadata, x).compile()
+    call = Call(lambda caches: compiled(params, caches, metadata, x), caches)
+    rows.add(name=f"chain_{batch}x{CONTEXT}", **flags(), **walls(call), **kernels(call, layers=32))
+    if trace:
+        with jax.profiler.trace(trace, create_perfetto_trace=False):
+            for _ in range(3):
+                jax.block_until_ready(call())
+
+
+def random_llama() -> Decoder:
+    """Llama 3 8B with random weights."""
+    config = DecoderConfig.from_hf(LLAMA_8B)
+    graphdef, shapes = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    )
+    draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    weights = [
+        jnp.ones(leaf.shape, leaf.dtype) if leaf.ndim == 1 else draw(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, weights))
+
+
+def measure_model(rows: Rows, name: str, model: Decoder, batch: int) -> None:
+    """A row of decode graphs, and one of decode_loop."""
+    graphdef, params = nnx.split(model)
+    layers = model.config.num_hidden_layers
+    metadata = batch_metadata(batch, LOOP_STEPS)
+    caches = model.create_caches(metadata.block_table.size + 1, block_size=BLOCK_SIZE)
+    sampling = build_sampling_metadata([SamplingParams()] * batch, metadata.bucket)
+    inputs = (jnp.ones(batch, jnp.int32), sampling, jnp.zeros(batch, jnp.int32))
+    graphs = jattn.DecodeGraphs(make_step(graphdef), [metadata.bucket])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=lambda bucket: abstract, progress=False)
+    compiled = graphs.num_compiles
+    call = Call(lambda caches: graphs(params, caches, metadata, *inputs), caches)
+    row = walls(call) | kernels(call, layers=layers)
+    row["compiles_after"] = graphs.num_compiles - compiled
+    rows.add(name=f"graphs_{name}_{batch}x{CONTEXT}", **flags(), **row)
+
+    def step(params: Any, caches: Any, metadata: Any, tokens: Any) -> tuple[Any, Any]:
+        module = nnx.merge(graphdef, params)
+        plan = jattn.plan(metadata, module.config.attention_specs)
+        hidden, caches = module(tokens, caches, metadata, plan=plan)
+        return module.logits(hidden), caches
+
+    sample = lambda logits, index: jnp.argmax(logits, axis=-1)
+    loop = functools.partial(
+        jattn.decode_loop,
+        jax.tree_util.Partial(step),
+        params,
+        metadata=metadata,
+        tokens=inputs[0],
+        num_steps=LOOP_STEPS,
+        sample=jax.tree_util.Partial(sample),
+    )
+
+    def run(caches: Any) -> tuple[Any, Any]:
+        done = loop(caches=caches)
+        return done.tokens, done.caches
+
+    per_step = {key: value / LOOP_STEPS for key, value in walls(Call(run, call.caches), rounds=3).items()}
+    rows.add(name=f"loop_{name}_{batch}x{CONTEXT}", **flags(), **per_step, kernel_sum_us=row["kernel_sum_us"])
+
+
+def walls(call: Call, rounds: int = ROUNDS) -> dict[str, float]:
+    """Microseconds of a call: waited for, in flight, and until the host has its hands free again."""
+    jax.block_until_ready(call())
+    waited, host = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        out = call()
+        host.append(time.perf_counter() - start)
+        jax.block_until_ready(out)
+        waited.append(time.perf_counter() - start)
+    flights = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(rounds):
+            out = call()
+        jax.block_until_ready(out)
+        flights.append((time.perf_counter() - start) / rounds)
+    polled = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        leaf = jax.tree.leaves(call())[0]
+        while not leaf.is_ready():
+            pass
+        polled.append(time.perf_counter() - start)
+    medians = {"sync_us": waited, "polled_us": polled, "in_flight_us": flights, "host_us": host}
+    return {name: 1e6 * statistics.median(times) for name, times in medians.items()}
+
+
+def kernels(call: Call, layers: int) -> dict[str, Any]:
+    """The sum of a call's kernels in microseconds, how many a layer has, and those that it has most."""
+    iterations = 5
+    _, runs = profiler.measure(call, aggregate=False, iterations=iterations)()
+    totals = [1e3 * sum(ms for _, ms in run) for run in runs]
+    times: dict[str, float] = collections.defaultdict(float)
+    counts: dict[str, int] = collections.Counter(kind(name) for name, _ in runs[0])
+    for kernel, ms in runs[0]:
+        times[kind(kernel)] += 1e3 * ms / layers
+    listed = {name: [count, round(times[name], 2)] for name, count in counts.items() if count >= layers}
+    return {
+        "kernel_sum_us": statistics.median(totals),
+        "kernels_a_layer": len(runs[0]) / layers,
+        "kernels": listed,
+    }
+
+
+def kind(kernel: str) -> str:
+    """A kernel's name without the number that XLA gives each."""
+    return kernel.rstrip("0123456789").rstrip("_")[:60]
+
+
+def flags() -> dict[str, str]:
+    """What the row was measured under."""
+    return {"xla_flags": os.environ.get("XLA_FLAGS", "")}
