@@ -175,7 +175,7 @@ def measure_model(rows: Rows, name: str, model: Decoder, batch: int) -> None:
     layers = model.config.num_hidden_layers
     metadata = batch_metadata(batch, LOOP_STEPS)
     caches = model.create_caches(metadata.block_table.size + 1, block_size=BLOCK_SIZE)
-    sampling = build_sampling_metadata([SamplingParams()] * batch, metadata.bucket)
+    sampling = build_sampling_metadata([SamplingParams()] * batch)
     inputs = (jnp.ones(batch, jnp.int32), sampling, jnp.zeros(batch, jnp.int32))
     graphs = jattn.DecodeGraphs(make_step(graphdef), [metadata.bucket])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)

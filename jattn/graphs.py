@@ -45,7 +45,9 @@ class DecodeGraphs:
         ordered = sorted(set(buckets), key=_size)
         require(len(ordered) > 0, "buckets", "hold at least one Bucket", ordered)
         self.buckets = tuple(ordered)
-        self._step = jax.jit(step, donate_argnums=1)
+        self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=0, donate_argnums=2)
+        self._structure: Any = None
+        self._last: tuple[Any, list[Any]] = (self, [])  # parameters and their leaves
         self._executables: dict[Bucket, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._num_compiles = 0
@@ -67,12 +69,30 @@ class DecodeGraphs:
             `(outputs, caches)`. The caches given are donated: use the ones returned.
 
         Raises:
-            ValueError: The metadata's bucket is not one of `buckets`.
+            ValueError: The metadata's bucket is not one of `buckets`, or the parameters' structure is another
+                than before.
         """
         executable = self._executables.get(metadata.bucket)
         if executable is None:
             executable = self._compile_now(params, caches, metadata, *inputs)
-        return executable(params, caches, metadata, *inputs)
+        return executable(self._flattened(params), caches, metadata, *inputs)
+
+    def _flattened(self, params: Any) -> list[Any]:
+        """The leaves of the parameters, kept for the next step: collecting them costs more than passing them.
+
+        Raises:
+            ValueError: They have not the structure of the first ones.
+        """
+        last_params, leaves = self._last
+        if params is last_params:
+            return leaves
+        leaves, structure = jax.tree.flatten(params)
+        if self._structure is None:
+            self._structure = structure
+        same = f"keep the structure {self._structure}"
+        require(structure == self._structure, "params", same, structure)
+        self._last = params, leaves
+        return leaves
 
     def _compile_now(
         self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any
@@ -81,8 +101,13 @@ class DecodeGraphs:
         require(listed, "metadata.bucket", f"be one of the buckets {_listed(self.buckets)}", metadata.bucket)
         with self._lock:  # two threads that miss the same bucket compile it once
             if metadata.bucket not in self._executables:
-                self._keep(metadata.bucket, self._step.lower(params, caches, metadata, *inputs).compile())
+                lowered = self._lower(params, caches, metadata, *inputs)
+                self._keep(metadata.bucket, lowered.compile())
         return self._executables[metadata.bucket]
+
+    def _lower(self, params: Any, *arguments: Any) -> jax.stages.Lowered:
+        leaves = self._flattened(params)
+        return self._step.lower(self._structure, leaves, *arguments)
 
     def _keep(self, bucket: Bucket, executable: jax.stages.Compiled) -> None:
         self._executables[bucket] = executable
@@ -118,7 +143,7 @@ class DecodeGraphs:
                 compiling = {}
                 for bucket in missing:
                     metadata = abstract_metadata(bucket, block_size)
-                    lowered = self._step.lower(params, caches, metadata, *inputs(bucket))
+                    lowered = self._lower(params, caches, metadata, *inputs(bucket))
                     compiling[pool.submit(lowered.compile)] = bucket
                 for done in concurrent.futures.as_completed(compiling):
                     self._keep(compiling[done], done.result())
@@ -193,6 +218,11 @@ def default_buckets(
         for rows in (0, max_num_seqs)
     ]
     return tuple(sorted({bucket(max_decodes=rows) for rows in decodes}.union(mixed), key=_size))
+
+
+def _on_leaves(step: GraphStep, structure: Any, leaves: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+    """The step with its parameters as a flat list."""
+    return step(jax.tree.unflatten(structure, leaves), *arguments)
 
 
 def _size(bucket: Bucket) -> tuple[int, int, int]:

@@ -6,6 +6,8 @@ run for people only: JAX rebuilds without them.
 """
 
 import dataclasses
+import operator
+from collections.abc import Callable
 from typing import Any, dataclass_transform
 
 import jax
@@ -30,20 +32,27 @@ def pytree[T](cls: type[T]) -> type[T]:
         leaves = [(jax.tree_util.GetAttrKey(name), getattr(tree, name)) for name in leaf_names]
         return leaves, tuple(getattr(tree, name) for name in static_names)
 
+    leaves_of, structure_of = _getter(leaf_names), _getter(static_names)
+
     def flatten(tree: Any) -> tuple[Any, Any]:
-        return [getattr(tree, name) for name in leaf_names], tuple(getattr(tree, n) for n in static_names)
+        return leaves_of(tree), structure_of(tree)
 
     def unflatten(structure: Any, leaves: Any) -> Any:
         tree = object.__new__(cls)
-        for name, value in (
-            *zip(static_names, structure, strict=True),
-            *zip(leaf_names, leaves, strict=True),
-        ):
-            object.__setattr__(tree, name, value)
+        fields = vars(tree)  # a setattr a field costs more, and a step's caches pass here at every call
+        fields.update(zip(leaf_names, leaves, strict=True))
+        fields.update(zip(static_names, structure, strict=True))
         return tree
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """The function that reads these attributes."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda tree: tuple(getattr(tree, name) for name in names)
 
 
 def replace[T](tree: T, **changes: Any) -> T:

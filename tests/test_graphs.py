@@ -127,6 +127,27 @@ class TestCompiles:
         assert [int(run.result()[0]) for run in runs] == [8] * 4
         assert graphs.num_compiles == 1
 
+    def test_parameters_are_flattened_once(self):
+        flattened = []
+
+        class Params:
+            value = jnp.float32(3)
+
+        def flatten(params):
+            flattened.append(1)
+            return (params.value,), None
+
+        jax.tree_util.register_pytree_node(Params, flatten, lambda _, leaves: leaves[0])
+        bucket, params = jattn.Bucket(max_decodes=1, max_blocks=1), Params()
+        graphs = jattn.DecodeGraphs(lambda params, caches, metadata: (params * 2, caches), [bucket])
+        metadata = jattn.build_batch_metadata([1], [1], [[1]], bucket=bucket)
+        for _ in range(3):
+            out, _ = graphs(params, jnp.zeros(1), metadata)
+            assert out == 6
+        assert len(flattened) == 1
+        with pytest.raises(ValueError, match=r"params must keep the structure .*Params.*got PyTreeDef\(\*\)"):
+            graphs(jnp.float32(3), jnp.zeros(1), metadata)
+
     def test_shapes_without_arrays_are_enough_to_precompile(self):
         graphs = DecodeGraphs(step, buckets=[DECODES])
         params, caches = jax.eval_shape(lambda: (PARAMS, new_caches()))
