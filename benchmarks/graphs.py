@@ -62,8 +62,9 @@ def main(arguments: argparse.Namespace) -> None:
         if name == "nothing":
             measure_nothing(rows)
         elif name == "chain":
+            chain = nnx.split(Chain(nnx.Rngs(0)))
             for batch in arguments.batch:
-                measure_chain(rows, batch, arguments.trace)
+                measure_chain(rows, *chain, batch, arguments.trace)
         else:
             model = jattn.models.load(TINY, progress=False) if name == "tiny" else random_llama()
             for batch in arguments.batch:
@@ -131,9 +132,9 @@ def measure_nothing(rows: Rows) -> None:
         rows.add(name=f"nothing_{count}_arrays", **flags(), **walls(Call(add, arrays)))
 
 
-def measure_chain(rows: Rows, batch: int, trace: str | None) -> None:
-    """One row."""
-    graphdef, params = nnx.split(Chain(nnx.Rngs(0)))
+def measure_chain(rows: Rows, graphdef: Any, params: Any, batch: int, trace: str | None) -> None:
+    """One row, with the parameters as DecodeGraphs passes them."""
+    leaves, tree = jax.tree.flatten(params)
     metadata = batch_metadata(batch)
     spec = jattn.CacheSpec(
         num_blocks=metadata.block_table.size + 1, block_size=BLOCK_SIZE, num_kv_heads=8, head_dim=128
@@ -141,11 +142,11 @@ def measure_chain(rows: Rows, batch: int, trace: str | None) -> None:
     caches = tuple(jattn.PagedCache.create(spec) for _ in range(LLAMA_8B["num_hidden_layers"]))
     x = jax.random.normal(jax.random.key(0), (batch, 4096), jnp.bfloat16)
 
-    def step(params: Any, caches: Any, metadata: Any, x: Any) -> tuple[Any, Any]:
-        return nnx.merge(graphdef, params)(x, caches, metadata)
+    def step(leaves: Any, caches: Any, metadata: Any, x: Any) -> tuple[Any, Any]:
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))(x, caches, metadata)
 
-    compiled = jax.jit(step, donate_argnums=1).lower(params, caches, metadata, x).compile()
-    call = Call(lambda caches: compiled(params, caches, metadata, x), caches)
+    compiled = jax.jit(step, donate_argnums=1).lower(leaves, caches, metadata, x).compile()
+    call = Call(lambda caches: compiled(leaves, caches, metadata, x), caches)
     rows.add(name=f"chain_{batch}x{CONTEXT}", **flags(), **walls(call), **kernels(call, layers=32))
     if trace:
         with jax.profiler.trace(trace, create_perfetto_trace=False):
