@@ -83,3 +83,44 @@ def test_the_xla_path_meets_float64_on_a_gpu():
     for case in CASES[::4]:
         problem = Problem(case)
         problem.check(*contract.attend(problem))
+
+
+@pytest.mark.parametrize("case", [{}, {"kv": "HND", "soft_cap": 5.0}, {"window": (9, None), "sinks": True}])
+@pytest.mark.parametrize("kv", ["cache", "no_cache"])
+def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
+    changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True} | case
+    problem = Problem(AttentionContract().plain_case(**changes | ({"kv": kv} if kv == "no_cache" else {})))
+    contract = AttentionContract()
+    contract.implementation = "mosaic_gpu"
+    without = contract.attend(problem)
+    problem.check(*without)
+    with_plan = contract.attend(problem, plan=jattn.plan(problem.metadata, problem.spec))
+    for a, b in zip(without, with_plan, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_batch_invariant_request_has_the_same_bits_alone_and_in_a_batch():
+    spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, batch_invariant=True)
+    size, blocks, rng = 16, 2000, np.random.default_rng(0)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    cache = jattn.PagedCache(k=draw(1, blocks, size, 2, 128), v=draw(2, blocks, size, 2, 128))
+
+    def outputs(query_lens, seq_lens, seeds, bucket=None):
+        tables = [np.arange(seed, seed + -(-n // size)) for seed, n in zip(seeds, seq_lens, strict=True)]
+        metadata = jattn.build_batch_metadata(query_lens, seq_lens, tables, block_size=size, bucket=bucket)
+        rows = jattn.requests.row_indices(np.asarray(query_lens), metadata.bucket)
+        starts = np.asarray(metadata.row_starts)[rows]
+        query = np.full((metadata.bucket.max_tokens, 8, 128), np.nan, jnp.bfloat16)
+        for start, n, seed in zip(starts, query_lens, seeds, strict=True):
+            query[start : start + n] = draw(seed, n, 8, 128)
+        run = jax.jit(lambda *args: jattn.attend(*args, spec, implementation="mosaic_gpu"))
+        out = run(jnp.asarray(query), cache, metadata)
+        return [np.asarray(out[start : start + n]) for start, n in zip(starts, query_lens, strict=True)]
+
+    query_lens, seq_lens = [1] * 20 + [300, 77, 129], [*rng.integers(1, 9000, 20).tolist(), 300, 1500, 1000]
+    seeds = [7 * i + 3 for i in range(23)]
+    bucket = jattn.Bucket(max_decodes=32, max_prefills=4, max_prefill_tokens=1024, max_blocks=600)
+    together = outputs(query_lens, seq_lens, seeds, bucket)
+    for r in (0, 7, 19, 20, 21, 22):
+        (alone,) = outputs(query_lens[r : r + 1], seq_lens[r : r + 1], seeds[r : r + 1])
+        np.testing.assert_array_equal(together[r], alone)
