@@ -13,7 +13,7 @@ from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.plan import Plan
 from jattn.pytree import replace
-from jattn.spec import AttentionSpec
+from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
 
@@ -212,6 +212,12 @@ def _check(
         "plan.bucket",
         f"be {metadata.bucket}",
         plan and plan.bucket,
+    )
+    require(
+        QUERY_DTYPES[spec.query_quantization] in (None, cache.k.dtype),
+        "spec.query_quantization",
+        f"be None with keys of {cache.k.dtype}",
+        repr(spec.query_quantization),
     )
     if isinstance(cache, PackedKV):
         require_shape("cache.v", cache.v.shape, cache.k.shape, "as cache.k")

@@ -17,6 +17,9 @@ from pallas_kernels.checks import require, require_one_of, require_shape, unsupp
 
 EIGHT_BIT = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
+type _Array = Shaped[Array, "..."] | np.ndarray
+type _Scale = Float[Array, "..."] | np.ndarray
+
 
 @pytree
 class PagedCache:
@@ -25,30 +28,54 @@ class PagedCache:
     Attributes:
         k: Keys: NHD [blocks, block_size, kv_heads, head_dim], HND [blocks, kv_heads, block_size, head_dim],
             or packed [blocks, kv_heads, head_dim / x, block_size, x].
-        v: Values: as k, but packed [blocks, kv_heads, head_dim, block_size].
-        k_scale: key = stored * k_scale: a scalar, [kv_heads], or [blocks, block_size, kv_heads] whatever the
-            layout. None = 1.
-        v_scale: The same for values.
+        v: Values: as k, but packed [blocks, kv_heads, head_dim, block_size]. May be of another dtype.
+        stored_k_scale: key = stored * scale: a scalar, [kv_heads], or [blocks, kv_heads, block_size], so that
+            a head's scales of a block are one piece of memory for the kernels; None = 1.
+        stored_v_scale: The same for values, or [kv_heads, head_dim].
         layout: "NHD", "HND" or "packed".
     """
 
-    k: Shaped[Array, "..."] | np.ndarray
-    v: Shaped[Array, "..."] | np.ndarray
-    k_scale: Float[Array, "..."] | np.ndarray | None = None
-    v_scale: Float[Array, "..."] | np.ndarray | None = None
-    layout: str = static(default="NHD")
+    k: _Array
+    v: _Array
+    stored_k_scale: _Scale | None
+    stored_v_scale: _Scale | None
+    layout: str = static()
 
-    def __post_init__(self) -> None:
-        require_one_of("layout", self.layout, LAYOUTS)
-        rank = 5 if self.layout == "packed" else 4
-        require(
-            self.k.ndim == rank, "k", f"have {rank} axes in the {self.layout} layout", f"shape {self.k.shape}"
-        )
-        require_shape("v", self.v.shape, self._value_shape(), f"as k {self.k.shape}, {self.layout}")
-        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+    def __init__(
+        self,
+        *,
+        k: _Array,
+        v: _Array,
+        k_scale: _Scale | None = None,
+        v_scale: _Scale | None = None,
+        layout: str = "NHD",
+    ) -> None:
+        """A cache of arrays that exist.
+
+        Args:
+            k: As the attribute.
+            v: As the attribute.
+            k_scale: None, a scalar, [kv_heads], or per token and head [blocks, block_size, kv_heads] in every
+                layout.
+            v_scale: As k_scale, or per channel [kv_heads, head_dim].
+            layout: As the attribute.
+
+        Raises:
+            ValueError: Shapes disagree.
+        """
+        for name, value in (("k", k), ("v", v), ("layout", layout)):
+            object.__setattr__(self, name, value)
+        require_one_of("layout", layout, LAYOUTS)
+        rank = 5 if layout == "packed" else 4
+        require(k.ndim == rank, "k", f"have {rank} axes in the {layout} layout", f"shape {k.shape}")
+        require_shape("v", v.shape, self._value_shape(), f"as k {k.shape}, {layout}")
+        heads = self.num_kv_heads
+        shapes = ((), (heads,), (self.num_blocks, self.block_size, heads))
+        for name, scale in (("k", k_scale), ("v", v_scale)):
             if scale is not None:
-                allowed = ((), (self.num_kv_heads,), (self.num_blocks, self.block_size, self.num_kv_heads))
-                require_one_of(f"{name}'s shape", tuple(jnp.shape(scale)), allowed)
+                allowed = (*shapes, (heads, self.head_dim)) if name == "v" else shapes
+                require_one_of(f"{name}_scale's shape", tuple(jnp.shape(scale)), allowed)
+            object.__setattr__(self, f"stored_{name}_scale", _swap_token_and_head(scale))
 
     def _value_shape(self) -> tuple[int, ...]:
         if self.layout != "packed":
@@ -57,14 +84,34 @@ class PagedCache:
         return (blocks, heads, groups * x, size)
 
     @classmethod
-    def create(cls, spec: CacheSpec) -> "PagedCache":
-        """A cache of zeros; scales are ones."""
-        scale = lambda: None if spec.scale_shape is None else jnp.ones(spec.scale_shape, jnp.float32)
+    def create(
+        cls, spec: CacheSpec, *, k_scale: _Scale | None = None, v_scale: _Scale | None = None
+    ) -> "PagedCache":
+        """A cache of zeros.
+
+        Args:
+            spec: Its sizes.
+            k_scale: The static scale of a quantisation that has one; None = ones.
+            v_scale: The same of values.
+
+        Raises:
+            ValueError: The quantisation has no static scale, or one of another shape.
+        """
+        scales = {}
+        for name, stored, scale in zip(("k_scale", "v_scale"), spec.stored, (k_scale, v_scale), strict=True):
+            shapes = stored.scale_shapes(spec)
+            if scale is not None:
+                kind = f"with quantization={spec.quantization!r}"
+                require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
+                require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
+                scale = jnp.asarray(scale, jnp.float32)
+            elif shapes:
+                scale = jnp.ones(shapes[0], jnp.float32)
+            scales[name] = scale
         return cls(
-            k=jnp.zeros(spec.key_shape, spec.storage_dtype),
-            v=jnp.zeros(spec.value_shape, spec.storage_dtype),
-            k_scale=scale(),
-            v_scale=scale(),
+            k=jnp.zeros(spec.key_shape, spec.key_dtype),
+            v=jnp.zeros(spec.value_shape, spec.value_dtype),
+            **scales,
             layout=spec.layout,
         )
 
@@ -95,9 +142,26 @@ class PagedCache:
         return self.v.shape[2] if self.layout == "packed" else self.v.shape[3]
 
     @property
-    def dtype(self) -> np.dtype:
-        """What keys and values are stored as."""
-        return jnp.dtype(self.k.dtype)
+    def k_scale(self) -> Any:
+        """The keys' scale as the constructor takes it."""
+        return _swap_token_and_head(self.stored_k_scale)
+
+    @property
+    def v_scale(self) -> Any:
+        """The values' scale as the constructor takes it."""
+        return _swap_token_and_head(self.stored_v_scale)
+
+
+def _swap_token_and_head(scale: Any) -> Any:
+    """Scales per token and head from the constructor's order to the stored one, or back."""
+    if not has_token_axis(scale):
+        return scale
+    return np.swapaxes(scale, 1, 2) if isinstance(scale, np.ndarray) else jnp.swapaxes(scale, 1, 2)
+
+
+def has_token_axis(scale: Any) -> bool:
+    """Whether a stored scale is one per token and head, made when written; the others are static."""
+    return scale is not None and jnp.ndim(scale) == 3
 
 
 @pytree
@@ -170,89 +234,82 @@ def write_kv(
     require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
     require_shape("key", key.shape[1:], (cache.num_kv_heads, cache.head_dim), "kv_heads, head_dim")
     require_shape("value", value.shape, key.shape, "as key")
-    reason = support.why_not(platform=jax.default_backend()) or support.why_not_write(
-        cache_dtype=cache.dtype,
-        layout=cache.layout,
-        kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
-        is_quantized=cache.dtype in EIGHT_BIT,
-    )
+    for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
+        is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
+        require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
+    reason = support.why_not(platform=jax.default_backend()) or _why_not_write(cache)
     if implementation is not None:
         require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
         if implementation == "mosaic_gpu" and reason is not None:
             raise unsupported("write_kv", f"mosaic_gpu: {reason}", "Leave implementation=None")
-    # HND rows are strided; their kernel is compiled and interpreted, but has not run on a GPU yet.
-    is_proven = cache.layout == "NHD"
-    use_kernel = reason is None and (implementation == "mosaic_gpu" or (implementation is None and is_proven))
-    static_scales: tuple[Any, Any] = (None, None)
-    if not _has_token_scales(cache):
-        static_scales = (cache.k_scale, cache.v_scale)
-        cache = replace(cache, k_scale=None, v_scale=None)
-    written = _write_kv(cache, static_scales, key, value, slot_mapping, use_kernel=use_kernel)
-    if static_scales != (None, None):
-        written = replace(written, k_scale=static_scales[0], v_scale=static_scales[1])
-    return written
+    use_kernel = reason is None and implementation != "xla"
+    written = _write_kv(
+        block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
+    )
+    return replace(cache, **written)
 
 
-def _has_token_scales(cache: PagedCache) -> bool:
-    return cache.k_scale is not None and jnp.ndim(cache.k_scale) == 3
+def _why_not_write(cache: PagedCache) -> str | None:
+    return support.why_not_write(
+        cache_dtype=cache.k.dtype,
+        layout=cache.layout,
+        kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        is_quantized=cache.k.dtype in EIGHT_BIT or cache.v.dtype in EIGHT_BIT,
+    )
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="use_kernel")
+def _static_scales(cache: PagedCache) -> tuple[Any, Any]:
+    """Scales that writing reads and does not change; not donated, since both may be one array."""
+    k_scale, v_scale = (
+        None if has_token_axis(s) else s for s in (cache.stored_k_scale, cache.stored_v_scale)
+    )
+    return k_scale, v_scale
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(5, 6))
 def _write_kv(
-    cache: PagedCache,
+    arrays: dict[str, Array],
     static_scales: tuple[Any, Any],
     key: Array,
     value: Array,
-    slot_mapping: Array,
-    *,
+    slots: Array,
+    layout: str,
     use_kernel: bool,
-) -> PagedCache:
-    block, offset = _block_and_offset(cache, slot_mapping)
-    key, value = key[: block.shape[0]], value[: block.shape[0]]
-    scales: dict[str, Array] = {}
-    if _has_token_scales(cache):
-        key, key_scale = quantize_token_head(key, cache.dtype)
-        value, value_scale = quantize_token_head(value, cache.dtype)
-        put = lambda array, new: _as_jax(array).at[block, offset].set(new.astype(array.dtype), mode="drop")
-        scales = {"k_scale": put(cache.k_scale, key_scale), "v_scale": put(cache.v_scale, value_scale)}
-    else:
-        key, value = (_stored(x, s, cache.dtype) for x, s in zip((key, value), static_scales, strict=True))
+) -> dict[str, Array]:
+    """The arrays of block_arrays, written."""
+    key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+    new, scales = {}, {}
+    for name, rows, scale in zip(("k", "v"), (key, value), static_scales, strict=True):
+        if f"stored_{name}_scale" in arrays:
+            new[name], scales[f"stored_{name}_scale"] = quantize_token_head(rows, arrays[name].dtype)
+        else:
+            new[name] = quantize_static(rows, scale, arrays[name].dtype)
     if use_kernel:
-        k, v = (_as_jax(array) for array in (cache.k, cache.v))
-        k, v = cache_write(key, value, k, v, slot_mapping, layout=cache.layout)
-        return replace(cache, k=k, v=v)
+        k, v = cache_write(new["k"], new["v"], arrays["k"], arrays["v"], slots, layout=layout)
+        return {"k": k, "v": v}
+    num_blocks, block_size = (
+        arrays["v"].shape[0],
+        arrays["v"].shape[{"NHD": 1, "HND": 2, "packed": 3}[layout]],
+    )
+    # A negative slot becomes the block past the end, which `mode="drop"` skips; a negative index would wrap.
+    block, offset = jnp.where(slots < 0, num_blocks, slots // block_size), slots % block_size
     index: tuple[Any, ...] = {
         "NHD": (block, offset),
         "HND": (block, slice(None), offset),
         "packed": (block, slice(None), slice(None), offset),
-    }[cache.layout]
-    if cache.layout == "packed":
-        key = key.reshape(*key.shape[:2], -1, cache.k.shape[-1])
-    k = _as_jax(cache.k).at[index].set(key, mode="drop")
-    v = _as_jax(cache.v).at[index].set(value, mode="drop")
-    return replace(cache, k=k, v=v, **scales)
+    }[layout]
+    if layout == "packed":
+        new["k"] = new["k"].reshape(*key.shape[:2], -1, arrays["k"].shape[-1])
+    put = lambda array, index, rows: array.at[index].set(rows, mode="drop")
+    written = {name: put(arrays[name], index, rows) for name, rows in new.items()}
+    by_head = (block, slice(None), offset)
+    return written | {name: put(arrays[name], by_head, rows) for name, rows in scales.items()}
 
 
 def _as_jax(array: Any) -> Array:
     """For the type checker: inside jit no array is numpy's."""
     return array
-
-
-def _stored(values: Array, scale: Array | None, dtype: np.dtype) -> Array:
-    if dtype in EIGHT_BIT:
-        return quantize_static(
-            values, jnp.ones((), jnp.float32) if scale is None else jnp.asarray(scale), dtype
-        )
-    if scale is not None:
-        values = values.astype(jnp.float32) / jnp.asarray(scale, jnp.float32).reshape(1, -1, 1)
-    return values.astype(dtype)
-
-
-def _block_and_offset(cache: PagedCache, slots: Array) -> tuple[Array, Array]:
-    """Slots < 0 become the block past the end, which `mode="drop"` skips; a negative index would wrap."""
-    block = jnp.where(slots < 0, cache.num_blocks, slots // cache.block_size)
-    return block, slots % cache.block_size
 
 
 def reshape_and_cache(
@@ -290,7 +347,7 @@ def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | n
     Source: vLLM `copy_blocks`.
     """
     leaves, tree = jax.tree.flatten(caches, is_leaf=lambda node: isinstance(node, PagedCache))
-    moved = _copy_blocks([_block_arrays(cache) for cache in leaves], jnp.asarray(block_mapping, jnp.int32))
+    moved = _copy_blocks([block_arrays(cache) for cache in leaves], jnp.asarray(block_mapping, jnp.int32))
     return jax.tree.unflatten(tree, [replace(c, **arrays) for c, arrays in zip(leaves, moved, strict=True)])
 
 
@@ -332,7 +389,7 @@ def swap_blocks(
     require(
         source.layout == target.layout, "target.layout", f"be the source's ({source.layout})", target.layout
     )
-    theirs, ours = _block_arrays(source), _block_arrays(target)
+    theirs, ours = block_arrays(source), block_arrays(target)
     require(
         theirs.keys() == ours.keys(), "target", f"have the source's arrays ({sorted(theirs)})", sorted(ours)
     )
@@ -382,9 +439,7 @@ def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -
     return {name: _put_blocks(a, blocks[name], pairs[:, 0], pairs[:, 1]) for name, a in arrays.items()}
 
 
-def _block_arrays(cache: PagedCache) -> dict[str, Any]:
-    """The arrays whose first axis is the block: what moves when a block moves."""
-    arrays: dict[str, Any] = {"k": cache.k, "v": cache.v}
-    if _has_token_scales(cache):
-        arrays |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    return arrays
+def block_arrays(cache: PagedCache) -> dict[str, Any]:
+    """The arrays whose first axis is the block, by their attribute's name: what moves when a block moves."""
+    scales = {"stored_k_scale": cache.stored_k_scale, "stored_v_scale": cache.stored_v_scale}
+    return {"k": cache.k, "v": cache.v} | {name: s for name, s in scales.items() if has_token_axis(s)}

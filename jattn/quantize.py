@@ -14,22 +14,24 @@ def largest(dtype: DTypeLike) -> float:
 
 
 def quantize_static(
-    values: Float[Array, "tokens kv_heads head_dim"], scale: Float[Array, "..."], dtype: DTypeLike
-) -> Shaped[Array, "tokens kv_heads head_dim"]:
-    """`values / scale` saturated to `dtype`; integers round half to even, int8 clamps to [-128, 127].
+    values: Float[Array, "tokens heads head_dim"], scale: Float[Array, "..."] | None, dtype: DTypeLike
+) -> Shaped[Array, "tokens heads head_dim"]:
+    """`values / scale` as `dtype`: 8-bit types saturate, integers round half to even, int8 keeps [-128, 127].
 
     Args:
         values: What to store.
-        scale: One number, or one per kv head: value = stored * scale.
-        dtype: int8 or an fp8 type.
+        scale: One number, one per head, or per channel [heads, head_dim]: value = stored * scale. None = 1.
+        dtype: What to store them as.
     """
-    scaled = values.astype(jnp.float32) / scale.astype(jnp.float32).reshape(1, -1, 1)
-    return saturate(scaled, dtype)
+    if scale is not None:
+        scale = jnp.asarray(scale, jnp.float32)
+        values = values.astype(jnp.float32) / scale.reshape(1, *scale.shape, *(1,) * (2 - scale.ndim))
+    return values.astype(dtype) if jnp.dtype(dtype).itemsize > 1 else saturate(values, dtype)
 
 
 def quantize_token_head(
-    values: Float[Array, "tokens kv_heads head_dim"], dtype: DTypeLike
-) -> tuple[Shaped[Array, "tokens kv_heads head_dim"], Float[Array, "tokens kv_heads"]]:
+    values: Float[Array, "tokens heads head_dim"], dtype: DTypeLike
+) -> tuple[Shaped[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Stores each token's head with its own scale, `max(amax / largest, 1e-6)`.
 
     Source: vLLM's int8_per_token_head and fp8_per_token_head caches; rounds half to even.

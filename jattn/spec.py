@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +12,44 @@ from jattn.masks import Mask
 from pallas_kernels.checks import require, require_one_of, require_positive
 
 LAYOUTS = ("NHD", "HND", "packed")
-# What each CacheSpec.quantization stores a key or value as, and the shape of its scales.
+# What each AttentionSpec.query_quantization rounds queries to.
+QUERY_DTYPES = {None: None, "int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}
+
+
+class Stored(NamedTuple):
+    """What keys or values are stored as.
+
+    Attributes:
+        dtype: Of the array; None = the CacheSpec's.
+        scale: "static" (one number, or one a kv head), "channel" (static, [kv_heads, head_dim]), "token_head"
+            (made when written), or None.
+    """
+
+    dtype: DTypeLike | None
+    scale: str | None
+
+    def scale_shapes(self, spec: "CacheSpec") -> tuple[tuple[int, ...], ...]:
+        """The shapes that a scale may have, the default first; in the order of `PagedCache`'s arguments."""
+        heads = spec.num_kv_heads
+        return {
+            None: (),
+            "static": ((), (heads,)),
+            "channel": ((heads, spec.head_dim),),
+            "token_head": ((spec.num_blocks, spec.block_size, heads),),
+        }[self.scale]
+
+
+AS_IT_IS = Stored(None, None)
+INT8_TOKEN_HEAD = Stored(jnp.int8, "token_head")
+# What each CacheSpec.quantization stores keys as, and values.
 QUANTIZATIONS = {
-    None: (None, None),
-    "fp8_e4m3": (jnp.float8_e4m3fn, "tensor"),
-    "fp8_e4m3_token_head": (jnp.float8_e4m3fn, "token_head"),
-    "int8_token_head": (jnp.int8, "token_head"),
+    None: (AS_IT_IS, AS_IT_IS),
+    "fp8_e4m3": (Stored(jnp.float8_e4m3fn, "static"),) * 2,
+    "fp8_e5m2": (Stored(jnp.float8_e5m2, "static"),) * 2,
+    "fp8_e4m3_token_head": (Stored(jnp.float8_e4m3fn, "token_head"),) * 2,
+    "int8_token_head": (INT8_TOKEN_HEAD, INT8_TOKEN_HEAD),
+    "int8_static_v": (INT8_TOKEN_HEAD, Stored(jnp.int8, "channel")),
+    "int8_k_only": (INT8_TOKEN_HEAD, AS_IT_IS),
 }
 
 
@@ -42,6 +75,8 @@ class AttentionSpec:
         sparsity: A mask without arrays, on top of the above; None = none. One with arrays: `attend(mask=)`.
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
+        query_quantization: "int8" or "fp8_e4m3": queries are rounded to it, with a scale per token and head,
+            before they meet keys that the cache holds in the same type. None = they stay as they are.
     """
 
     num_q_heads: int
@@ -55,6 +90,7 @@ class AttentionSpec:
     sqrt_alibi: bool = False
     sparsity: Mask | None = None
     batch_invariant: bool = False
+    query_quantization: str | None = None
 
     def __post_init__(self) -> None:
         require_positive(num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -86,6 +122,7 @@ class AttentionSpec:
             "hold no arrays (attend(mask=) takes those)",
             type(self.sparsity).__name__,
         )
+        require_one_of("query_quantization", self.query_quantization, QUERY_DTYPES)
 
     @property
     def q_heads_per_kv_head(self) -> int:
@@ -111,8 +148,9 @@ class CacheSpec:
         layout: "NHD" [blocks, block_size, kv_heads, head_dim], "HND" [blocks, kv_heads, block_size,
             head_dim], or "packed", vLLM's paged_attention layout: keys [blocks, kv_heads, head_dim / x,
             block_size, x] with x elements in 16 bytes, values [blocks, kv_heads, head_dim, block_size].
-        quantization: None, "fp8_e4m3" (static scale), "fp8_e4m3_token_head" or "int8_token_head" (a scale
-            per token and head, made when written).
+        quantization: None; "fp8_e4m3" or "fp8_e5m2" (a static scale, or one a kv head); "fp8_e4m3_token_head"
+            or "int8_token_head" (a scale per token and head, made when written); "int8_static_v" (keys as
+            int8_token_head, int8 values with a static scale per channel); "int8_k_only" (values as they are).
     """
 
     num_blocks: int
@@ -137,19 +175,29 @@ class CacheSpec:
             require(
                 self.head_dim % self.pack_width == 0,
                 "head_dim",
-                f"be a multiple of {self.pack_width} ({self.storage_dtype} in 16 bytes) in the packed layout",
+                f"be a multiple of {self.pack_width} ({self.key_dtype} in 16 bytes) in the packed layout",
                 self.head_dim,
             )
 
     @property
-    def storage_dtype(self) -> np.dtype:
-        """The dtype of the arrays."""
-        return jnp.dtype(QUANTIZATIONS[self.quantization][0] or self.dtype)
+    def stored(self) -> tuple[Stored, Stored]:
+        """What keys are stored as, and values."""
+        return QUANTIZATIONS[self.quantization]
+
+    @property
+    def key_dtype(self) -> np.dtype:
+        """The dtype of the key array."""
+        return jnp.dtype(self.stored[0].dtype or self.dtype)
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """The dtype of the value array."""
+        return jnp.dtype(self.stored[1].dtype or self.dtype)
 
     @property
     def pack_width(self) -> int:
-        """VLLM's x: elements in 16 bytes."""
-        return 16 // self.storage_dtype.itemsize
+        """VLLM's x: elements of a key in 16 bytes."""
+        return 16 // self.key_dtype.itemsize
 
     @property
     def key_shape(self) -> tuple[int, ...]:
@@ -169,18 +217,13 @@ class CacheSpec:
         return self.key_shape
 
     @property
-    def scale_shape(self) -> tuple[int, ...] | None:
-        """Shape of k_scale and v_scale; None where keys and values are stored as they are."""
-        kind = QUANTIZATIONS[self.quantization][1]
-        token_head = (self.num_blocks, self.block_size, self.num_kv_heads)
-        return {None: None, "tensor": (), "token_head": token_head}[kind]
-
-    @property
     def bytes_per_block(self) -> int:
         """Bytes that one more block costs: its keys, values and per-token scales."""
-        elements = self.block_size * self.num_kv_heads * self.head_dim
-        scales = self.block_size * self.num_kv_heads if self.scale_shape else 0
-        return 2 * (elements * self.storage_dtype.itemsize + scales * 4)
+        heads = self.block_size * self.num_kv_heads
+        num_scales = sum(stored.scale == "token_head" for stored in self.stored)
+        return heads * (
+            self.head_dim * (self.key_dtype.itemsize + self.value_dtype.itemsize) + 4 * num_scales
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -29,12 +29,16 @@ FACTORS = {
     "dtype": ["float32", "bfloat16", "float16"],
     "stored": [
         "plain", "plain_scalar", "fp8_scalar", "fp8_head", "int8_scalar", "int8_token_head", "fp8_token_head",
+        "fp8e5_scalar", "int8_static_v", "int8_k_only",
     ],
+    "query_quantization": [NONE, "int8", "fp8_e4m3"],
     "kv": ["NHD", "HND", "packed", "no_cache"],
     "block_size": [4, 16],
     "sparsity": [NONE, "strided", "group", "rank1", "stripes_only"],
     "padded": [False, True],
 }  # fmt: skip
+# Keys and values of caches where the two differ.
+STORED = {"int8_static_v": ("int8_token_head", "int8_channel"), "int8_k_only": ("int8_token_head", "plain")}
 SPARSITY = {
     None: None,
     "strided": jattn.LocalStrided(block_size=4, local_blocks=2, vert_stride=3),
@@ -54,8 +58,12 @@ REGIONS = {
 
 def allowed(case: dict) -> bool:
     quantized = case.get("stored", "plain") != "plain"
-    width = 16 if case.get("stored", "plain")[:4] in ("fp8_", "int8") else 8
+    kind = case.get("stored", "plain").partition("_")[0]
+    width = 8 if kind == "plain" else 16
+    query = case.get("query_quantization")
     rules = [
+        query is None or "stored" not in case or kind == query.partition("_")[0],
+        not (query is not None and case.get("kv") == "no_cache"),
         not (case.get("kv") == "no_cache" and quantized),
         not (case.get("kv") == "packed" and case.get("head_dim", 16) % width),
         not (case.get("kv") == "packed" and case.get("dtype") == "float32" and case.get("head_dim", 16) % 4),
@@ -82,12 +90,13 @@ def make_spec(case: dict) -> jattn.AttentionSpec:
         soft_cap=case["soft_cap"],
         sqrt_alibi=case["alibi"] == "sqrt",
         sparsity=SPARSITY[case["sparsity"]],
+        query_quantization=case.get("query_quantization"),
     )
 
 
 def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
     """What the cache holds for values [slots, kv_heads, head_dim], its scale, and what they mean."""
-    slots, heads, _ = values.shape
+    slots, heads, dim = values.shape
     kind, _, how = stored.partition("_")
     if stored == "plain":
         held = values.astype(dtype)
@@ -95,10 +104,16 @@ def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
     scale = {
         "scalar": np.float32(0.37),
         "head": (rng.uniform(0.02, 0.5, heads)).astype(np.float32),
+        "channel": (rng.uniform(0.1, 0.5, (heads, dim))).astype(np.float32),
         "token_head": rng.uniform(0.01, 0.05, (slots, heads)).astype(np.float32),
     }[how]
     against = np.asarray(scale).reshape(
-        {"scalar": (1, 1, 1), "head": (1, -1, 1), "token_head": (slots, heads, 1)}[how]
+        {
+            "scalar": (1, 1, 1),
+            "head": (1, -1, 1),
+            "channel": (1, heads, dim),
+            "token_head": (slots, heads, 1),
+        }[how]
     )
     if kind == "plain":
         held = (values / against).astype(dtype)
@@ -106,8 +121,19 @@ def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
         against, scale = against / 8, scale / np.float32(8)
         held = np.clip(np.round(values / against), -128, 127).astype(np.int8)
     else:
-        held = (values / against).astype(jnp.float8_e4m3fn)
+        held = (values / against).astype(jnp.float8_e5m2 if kind == "fp8e5" else jnp.float8_e4m3fn)
     return held, scale, held.astype(np.float64) * against
+
+
+def as_seen(q: np.ndarray, quantization: str | None) -> np.ndarray:
+    """What keys meet of queries that are rounded per token and head."""
+    if quantization is None:
+        return q.astype(np.float64)
+    largest = {"int8": 127, "fp8_e4m3": 448}[quantization]
+    scale = np.maximum(np.abs(q.astype(np.float32)).max(-1, keepdims=True) / np.float32(largest), 1e-6)
+    scaled = q.astype(np.float32) / scale
+    held = np.round(scaled) if quantization == "int8" else scaled.astype(jnp.float8_e4m3fn)
+    return held.astype(np.float64) * scale
 
 
 class Problem:
@@ -142,8 +168,9 @@ class Problem:
         q = rng.normal(size=(sum(self.query_lens), self.spec.num_q_heads, dim)).astype(self.dtype)
         q = np.split(q, np.cumsum(self.query_lens)[:-1])
         values = rng.normal(size=(2, num_blocks * size, heads, dim))
+        stored = STORED.get(case["stored"], (case["stored"],) * 2)
         (k, k_scale, k_means), (v, v_scale, v_means) = (
-            stored_and_scale(x, case["stored"], self.dtype, rng) for x in values
+            stored_and_scale(x, how, self.dtype, rng) for x, how in zip(values, stored, strict=True)
         )
         slots = [
             (t[:, None] * size + np.arange(size)).reshape(-1)[:n]
@@ -153,7 +180,7 @@ class Problem:
         self.sinks = per_head(-1, 3) if case["sinks"] else None
         self.slopes = per_head(0.02, 0.5) if case["alibi"] else None
         self.step = oracle.Step(
-            q=[x.astype(np.float64) for x in q],
+            q=[as_seen(x, case.get("query_quantization")) for x in q],
             k=[k_means[s] for s in slots],
             v=[v_means[s] for s in slots],
             is_decode=[r < decodes for r in range(len(needed))],
@@ -170,8 +197,8 @@ class Problem:
         self.kv = self._kv(k, v, k_scale, v_scale, live, slots)
 
     def _kv(self, k, v, k_scale, v_scale, live, slots):
-        poison = 77 if k.dtype == np.int8 else np.nan
-        k, v = (np.where(live[..., None], x, np.asarray(poison, x.dtype)) for x in (k, v))
+        poison = lambda x: np.asarray(77 if x.dtype == np.int8 else np.nan, x.dtype)
+        k, v = (np.where(live[..., None], x, poison(x)) for x in (k, v))
         size, heads, dim = self.case["block_size"], *k.shape[1:]
         if self.case["kv"] == "no_cache":
             flat = np.concatenate([*slots, np.zeros(5, np.int64)])  # slot 0 is NaN: the null block
@@ -184,10 +211,10 @@ class Problem:
                 k=jnp.asarray(k[flat]), v=jnp.asarray(v[flat]), kv_start_loc=jnp.asarray(starts)
             )
         k, v = (x.reshape(-1, size, heads, dim) for x in (k, v))
-        if self.case["stored"].endswith("token_head"):
-            k_scale, v_scale = (
-                np.where(live, s, np.nan).reshape(-1, size, heads) for s in (k_scale, v_scale)
-            )
+        k_scale, v_scale = (
+            np.where(live, s, np.nan).reshape(-1, size, heads) if np.shape(s) == live.shape else s
+            for s in (k_scale, v_scale)
+        )
         layout = self.case["kv"]
         if layout == "HND":
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)

@@ -47,6 +47,12 @@ class TestDispatch:
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
             choose_implementation("mosaic_gpu")
 
+    def test_rounded_queries_have_no_kernel(self):
+        problem = Problem(AttentionContract().plain_case(stored="int8_scalar", query_quantization="int8"))
+        metadata = problem.metadata
+        reason = mosaic_gpu.why_not(jnp.asarray(problem.query), problem.kv, metadata, problem.spec)
+        assert reason == "there is no kernel for queries rounded to int8"
+
     def test_a_jax_that_the_kernels_were_not_written_for_is_a_reason(self, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
         assert "the kernels need jax before 0.12" in support.why_not(platform="gpu")
@@ -67,6 +73,10 @@ class TestDispatch:
             ),
             ({"sinks": jnp.zeros(3)}, r"sinks must have shape \(4,\).*got \(3,\)"),
             ({"alibi_slopes": jnp.zeros(5)}, r"alibi_slopes must have shape \(4,\).*got \(5,\)"),
+            (
+                {"spec": {"query_quantization": "int8"}},
+                "spec.query_quantization must be None with keys of float32, got 'int8'",
+            ),
             ({"spec": {"sqrt_alibi": True}}, "alibi_slopes must be given with spec.sqrt_alibi, got None"),
         ],
     )

@@ -14,7 +14,8 @@ import jattn
 from jattn.cache import blocks_of
 
 LAYOUTS = ["NHD", "HND", "packed"]
-QUANTIZATIONS = [None, "fp8_e4m3", "fp8_e4m3_token_head", "int8_token_head"]
+QUANTIZATIONS = list(jattn.spec.QUANTIZATIONS)
+TOLERANCES = {None: 0, "int8_token_head": 0.02, "int8_k_only": 0.02, "int8_static_v": 0.04, "fp8_e5m2": 0.3}
 
 
 def spec(**changes):
@@ -26,10 +27,16 @@ def rows(cache):
     """Keys and values by slot, as numbers: [slots, kv_heads, head_dim] each."""
     k, v = (np.asarray(x.astype(jnp.float32)) for x in blocks_of(cache, jnp.arange(cache.num_blocks)))
     k, v = (x.reshape(-1, cache.num_kv_heads, cache.head_dim) for x in (k, v))
-    if cache.k_scale is None:
-        return k, v
-    scale = lambda s: np.asarray(s).reshape(-1, 2, 1) if s.ndim == 3 else np.asarray(s).reshape(1, -1, 1)
-    return k * scale(cache.k_scale), v * scale(cache.v_scale)
+    shapes = {0: (1, 1, 1), 1: (1, -1, 1), 2: (1, cache.num_kv_heads, -1), 3: (-1, cache.num_kv_heads, 1)}
+    scaled = lambda x, s: x if s is None else x * np.asarray(s).reshape(shapes[s.ndim])
+    return scaled(k, cache.k_scale), scaled(v, cache.v_scale)
+
+
+def create(**changes):
+    """A cache of zeros; its value scale per channel, where it has one, fits values up to 6."""
+    cache_spec = spec(**changes)
+    scale = jnp.full((2, cache_spec.head_dim), 6 / 127) if cache_spec.stored[1].scale == "channel" else None
+    return jattn.PagedCache.create(cache_spec, v_scale=scale)
 
 
 def random_kv(tokens, seed=0, dtype=jnp.float32, heads=2, dim=16):
@@ -41,12 +48,12 @@ def random_kv(tokens, seed=0, dtype=jnp.float32, heads=2, dim=16):
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 class TestWrite:
     def test_each_token_lands_in_its_slot_and_nowhere_else(self, layout, quantization):
-        cache = jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        cache = create(layout=layout, quantization=quantization)
         before_k, before_v = rows(cache)
         key, value = random_kv(6)
         slots = jnp.asarray([7, -1, 0, 19, -5, 12])
         k, v = rows(jattn.write_kv(cache, key, value, slots))
-        tolerance = {None: 0, "int8_token_head": 0.02}.get(quantization, 0.1)
+        tolerance = TOLERANCES.get(quantization, 0.1)
         written = np.asarray(slots)[np.asarray(slots) >= 0]
         np.testing.assert_allclose(k[written], key[np.asarray(slots) >= 0], atol=tolerance, rtol=tolerance)
         np.testing.assert_allclose(v[written], value[np.asarray(slots) >= 0], atol=tolerance, rtol=tolerance)
@@ -55,10 +62,10 @@ class TestWrite:
         np.testing.assert_array_equal(v[others], before_v[others])
 
     def test_keys_longer_than_the_slots_are_padding(self, layout, quantization):
-        create = lambda: jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        empty = lambda: create(layout=layout, quantization=quantization)
         key, value = random_kv(6)
-        short = jattn.write_kv(create(), key[:3], value[:3], jnp.asarray([4, 5, 6]))
-        long = jattn.write_kv(create(), key.at[3:].set(jnp.nan), value, jnp.asarray([4, 5, 6]))
+        short = jattn.write_kv(empty(), key[:3], value[:3], jnp.asarray([4, 5, 6]))
+        long = jattn.write_kv(empty(), key.at[3:].set(jnp.nan), value, jnp.asarray([4, 5, 6]))
         jax.tree.map(np.testing.assert_array_equal, short, long)
 
     def test_the_donated_cache_is_aliased_and_never_copied(self, layout, quantization):
@@ -69,7 +76,9 @@ class TestWrite:
         compiled = write.lower(cache, key, value, jnp.arange(3)).compile()
         moving = cache_spec.num_bytes
         assert compiled.memory_analysis().alias_size_in_bytes >= moving
-        if cache.dtype != jnp.float8_e4m3fn:  # XLA on CPUs widens fp8 to scatter it; on GPUs it does not
+        if (
+            not jnp.issubdtype(cache.k.dtype, jnp.floating) or cache.k.dtype.itemsize > 1
+        ):  # XLA on CPUs widens fp8 to scatter it; on GPUs it does not
             assert compiled.memory_analysis().temp_size_in_bytes < moving / 4
             assert copies_of(compiled, cache.k) == []
 
@@ -148,9 +157,26 @@ class TestQuantizedWrites:
             off = np.asarray(stored, int) - np.asarray(case["q_round_half_even"])
             assert (np.abs(off) <= is_tie).all()
 
+    def test_scales_are_handed_over_by_token_and_kept_by_head(self):
+        scale = jnp.arange(40.0).reshape(5, 4, 2)
+        zeros = [jnp.zeros((5, 4, 2, 16), jnp.int8) for _ in range(2)]
+        cache = jattn.PagedCache(k=zeros[0], v=zeros[1], k_scale=scale, v_scale=jnp.ones((2, 16)))
+        assert cache.stored_k_scale.shape == (5, 2, 4)
+        np.testing.assert_array_equal(cache.stored_k_scale[3, 1], scale[3, :, 1])
+        np.testing.assert_array_equal(cache.k_scale, scale)
+        np.testing.assert_array_equal(cache.v_scale, jnp.ones((2, 16)))
+
+    def test_values_have_a_scale_for_each_channel(self):
+        channels = jnp.arange(1, 33, dtype=jnp.float32).reshape(2, 16)
+        cache = jattn.PagedCache.create(spec(quantization="int8_static_v"), v_scale=channels)
+        value = jnp.stack([channels * 5.4, channels * 300])
+        cache = jattn.write_kv(cache, value, value, jnp.asarray([2, 3]))
+        assert (np.asarray(cache.v[0, 2]) == 5).all()
+        assert (np.asarray(cache.v[0, 3]) == 127).all()
+
     def test_a_static_scale_saturates(self):
-        cache = jattn.PagedCache.create(spec(quantization="fp8_e4m3"))
-        cache = jattn.pytree.replace(cache, k_scale=jnp.float32(0.5), v_scale=jnp.asarray([1.0, 100.0]))
+        scales = {"k_scale": jnp.float32(0.5), "v_scale": jnp.asarray([1.0, 100.0])}
+        cache = jattn.PagedCache.create(spec(quantization="fp8_e4m3"), **scales)
         huge = jnp.full((1, 2, 16), 1e6)
         cache = jattn.write_kv(cache, huge, huge, jnp.asarray([0]))
         assert (np.asarray(cache.k[0, 0], np.float32) == 448).all()
@@ -166,10 +192,10 @@ class TestQuantizedWrites:
         assert cache.k[0, 0, 0, 0] == 2  # 2.5 rounds half to even
 
 
-@pytest.mark.parametrize("quantization", [None, "int8_token_head"])
+@pytest.mark.parametrize("quantization", [None, "int8_token_head", "int8_static_v", "int8_k_only"])
 class TestMoves:
     def filled(self, quantization, seed=0, layout="HND"):
-        cache = jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        cache = create(layout=layout, quantization=quantization)
         return jattn.write_kv(cache, *random_kv(20, seed), jnp.arange(20))
 
     def test_copies_read_all_sources_before_any_target_is_written(self, quantization):
@@ -199,7 +225,7 @@ class TestMoves:
         host = jattn.swap_blocks(device, host, np.asarray([[1, 0], [3, 4], [-1, 2]]))
         assert isinstance(host.k, np.ndarray)
         assert not device.k.is_deleted()
-        fresh = jattn.PagedCache.create(spec(layout="HND", quantization=quantization))
+        fresh = create(layout="HND", quantization=quantization)
         back_k, back_v = rows(jattn.swap_blocks(host, fresh, np.asarray([[0, 2], [4, 1]])))
         np.testing.assert_array_equal(back_k[8:12], k[4:8])
         np.testing.assert_array_equal(back_v[4:8], v[12:16])
@@ -207,7 +233,7 @@ class TestMoves:
 
     def test_blocks_go_from_device_to_device(self, quantization):
         source = self.filled(quantization)
-        target = jattn.PagedCache.create(spec(layout="HND", quantization=quantization))
+        target = create(layout="HND", quantization=quantization)
         moved = jattn.swap_blocks(source, target, np.asarray([[2, 4]]))
         np.testing.assert_array_equal(rows(moved)[0][16:], rows(source)[0][8:12])
         assert target.k.is_deleted()
@@ -229,11 +255,30 @@ class TestRefusals:
         ):
             jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 8)), layout="packed")
         with pytest.raises(
-            ValueError, match=r"v_scale's shape must be one of \(\), \(2,\), \(1, 4, 2\), got \(3,\)"
+            ValueError, match=r"v_scale's shape must be one of \(\), \(2,\), \(1, 4, 2\), \(2, 8\), got"
         ):
             jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 8)), v_scale=jnp.ones(3))
         with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', 'packed', got 'DHN'"):
             spec(layout="DHN")
+
+    def test_scales_that_a_quantisation_does_not_have_are_named(self):
+        scale = jnp.ones((2, 16))
+        with pytest.raises(ValueError, match=r"k_scale's shape must be one of .*\(5, 4, 2\), got \(2, 16\)"):
+            jattn.PagedCache(k=jnp.zeros((5, 4, 2, 16)), v=jnp.zeros((5, 4, 2, 16)), k_scale=scale)
+        with pytest.raises(
+            ValueError, match="v_scale must be None with quantization='int8_token_head', got a"
+        ):
+            jattn.PagedCache.create(spec(quantization="int8_token_head"), v_scale=scale)
+        with pytest.raises(
+            ValueError, match=r"v_scale's shape with .*'fp8_e4m3' must be one of .*got \(2, 16"
+        ):
+            jattn.PagedCache.create(spec(quantization="fp8_e4m3"), v_scale=scale)
+
+    def test_a_scale_per_token_cannot_be_made_for_what_is_not_8_bit(self):
+        zeros = jnp.zeros((5, 4, 2, 16))
+        cache = jattn.PagedCache(k=zeros, v=zeros, v_scale=jnp.ones((5, 4, 2)))
+        with pytest.raises(ValueError, match="v_scale must have no axis of tokens to write float32, got one"):
+            jattn.write_kv(cache, *random_kv(1), jnp.asarray([3]))
 
     def test_a_kernel_asked_for_by_name_and_not_there_is_an_error_with_the_reason(self):
         write = lambda name: jattn.write_kv(
@@ -269,7 +314,7 @@ class TestSpec:
     def test_bytes_are_those_of_the_arrays(self, layout, quantization, dtype):
         cache_spec = spec(layout=layout, quantization=quantization, dtype=dtype)
         cache = jax.eval_shape(lambda: jattn.PagedCache.create(cache_spec))
-        arrays = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None and x.ndim]
+        arrays = jattn.cache.block_arrays(cache).values()
         assert cache_spec.num_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
 
     def test_as_many_blocks_as_fit_a_budget_and_no_more(self):
@@ -286,7 +331,7 @@ class TestSpec:
         [
             ({"num_blocks": 0}, "num_blocks must be positive, got 0"),
             ({"block_size": -1}, "block_size must be positive, got -1"),
-            ({"quantization": "int3"}, "quantization must be one of .*'int8_token_head', got 'int3'"),
+            ({"quantization": "int3"}, "quantization must be one of .*'int8_k_only', got 'int3'"),
             ({"layout": "packed", "head_dim": 6}, "head_dim must be a multiple of 4 .*packed layout, got 6"),
         ],
     )

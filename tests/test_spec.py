@@ -18,6 +18,7 @@ def attention(**changes):
         ({"window": (0, -2)}, "window's right side must be None or at least 0, got -2"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive \(None switches it off\), got 0.0"),
         ({"chunk_size": 0}, r"chunk_size must be positive \(None switches it off\), got 0"),
+        ({"query_quantization": "int4"}, "query_quantization must be one of None, .*, got 'int4'"),
         ({"scale": float("nan")}, "scale must be finite or None, got nan"),
     ],
 )

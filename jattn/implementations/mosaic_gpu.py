@@ -71,6 +71,8 @@ def why_not(
     """
     if mask is not None:
         return "there is no kernel for block-sparse attention"
+    if spec.query_quantization is not None:
+        return f"there is no kernel for queries rounded to {spec.query_quantization}"
     prefill_reason = _why_not_prefill(query.dtype, kv, metadata, spec)
     if prefill_reason is None or isinstance(kv, PackedKV) or not metadata.bucket.max_decodes:
         return prefill_reason
@@ -281,4 +283,4 @@ def _why_not_prefill(
 
 
 def _is_scaled(cache: PagedCache | None) -> bool:
-    return cache is not None and (cache.k_scale is not None or cache.v_scale is not None)
+    return cache is not None and (cache.stored_k_scale is not None or cache.stored_v_scale is not None)

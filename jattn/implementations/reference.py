@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.cache import PackedKV, PagedCache
 from jattn.masks import Mask, Pairs
 from jattn.metadata.batch import BatchMetadata
-from jattn.spec import AttentionSpec
+from jattn.quantize import quantize_token_head
+from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -31,7 +32,7 @@ def attend(
     """Output and log-sum-exp of every token, as `jattn.attend` defines them."""
     tokens = query.shape[0]
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    q = jnp.swapaxes(query, 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
+    q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
         jnp.arange(tokens, dtype=jnp.int32) - metadata.row_starts[metadata.token_rows]
     )
@@ -57,6 +58,17 @@ def attend(
     nothing = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, dtype)
     (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32))
     return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse.astype(jnp.float32)
+
+
+def as_seen(
+    query: Float[Array, "tokens q_heads head_dim"], spec: AttentionSpec
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """Queries as the keys meet them: rounded where the spec says so."""
+    dtype = QUERY_DTYPES[spec.query_quantization]
+    if dtype is None:
+        return query
+    stored, scale = quantize_token_head(query, dtype)
+    return stored.astype(jnp.float32) * scale[..., None]
 
 
 def softmax_average(
@@ -140,14 +152,16 @@ def keys_and_values(
         v = jnp.swapaxes(v, 2, 3)
     k, v = (
         x if scale is None else x * block_scales(jnp.asarray(scale, dtype), blocks)
-        for x, scale in ((k, kv.k_scale), (v, kv.v_scale))
+        for x, scale in ((k, kv.stored_k_scale), (v, kv.stored_v_scale))
     )
     k, v = (jnp.swapaxes(x, 0, 1).reshape(kv.num_kv_heads, -1, kv.head_dim) for x in (k, v))
     return k, v
 
 
 def block_scales(scale: Float[Array, "..."], blocks: Int[Array, " blocks"]) -> Float[Array, "..."]:
-    """A scale laid against [blocks, kv_heads, block_size, head_dim]."""
+    """A stored scale laid against [blocks, kv_heads, block_size, head_dim]."""
     if scale.ndim == 3:
-        return jnp.swapaxes(jnp.take(scale, blocks, axis=0, mode="clip"), 1, 2)[..., None]
+        return jnp.take(scale, blocks, axis=0, mode="clip")[..., None]
+    if scale.ndim == 2:
+        return scale[None, :, None, :]
     return scale.reshape(1, -1, 1, 1)

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jattn.cache import PackedKV, PagedCache, blocks_of
+from jattn.cache import PackedKV, PagedCache, blocks_of, has_token_axis
 from jattn.implementations.tiles import TILE_Q, QueryTiles, prefill_tiles
 from jattn.masks import Mask, Pairs
 from jattn.metadata.batch import BatchMetadata
-from jattn.spec import AttentionSpec
+from jattn.quantize import quantize_token_head
+from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 CHUNK = 128  # keys of a step of the loop, rounded up to whole blocks
 TILES_AT_ONCE = (
@@ -31,8 +32,8 @@ class Chunk(NamedTuple):
 
     k: Shaped[Array, "keys kv_heads head_dim"]
     v: Shaped[Array, "keys kv_heads head_dim"]
-    k_scale: Float[Array, "keys kv_heads"] | None
-    v_scale: Float[Array, "keys kv_heads"] | None
+    k_scale: Float[Array, "kv_heads keys"] | None
+    v_scale: Float[Array, "kv_heads keys"] | None
 
 
 class Softmax(NamedTuple):
@@ -126,7 +127,12 @@ def _attend_tile(
     tile_q = q.shape[0]
     heads = (spec.num_kv_heads, spec.q_heads_per_kv_head)
     compute, accumulate = _dtypes(q, kv)
-    q_grouped = jnp.moveaxis(q.reshape(tile_q, *heads, spec.head_dim).astype(compute), 0, 2)
+    query_dtype, q_scale = QUERY_DTYPES[spec.query_quantization], None
+    q_grouped = q
+    if query_dtype is not None:  # widened again: the products are exact in any 16-bit type
+        q_grouped, q_scale = quantize_token_head(q, query_dtype)
+        q_scale = jnp.moveaxis(q_scale.reshape(tile_q, *heads), 0, 2).astype(accumulate)
+    q_grouped = jnp.moveaxis(q_grouped.reshape(tile_q, *heads, spec.head_dim).astype(compute), 0, 2)
     seq_len = jnp.where(num_queries > 0, metadata.seq_lens[row], 0)
     positions = first_position + jnp.arange(tile_q, dtype=jnp.int32)
     live = jnp.arange(tile_q, dtype=jnp.int32) < num_queries
@@ -144,8 +150,10 @@ def _attend_tile(
             precision=_precision(compute),
         )
         s = s * (static_k * spec.softmax_scale)
+        if q_scale is not None:
+            s = s * q_scale[..., None]
         if chunk.k_scale is not None:
-            s = s * chunk.k_scale.T[:, None, None, :].astype(accumulate)
+            s = s * chunk.k_scale[:, None, None, :].astype(accumulate)
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         real = (keys < seq_len)[None, :] & live[:, None]
@@ -187,8 +195,10 @@ def _accumulate(
     shrink = jnp.exp(state.top - finite_top)
     total = state.total * shrink + p.sum(axis=-1)
     if chunk.v_scale is not None:
-        v_scale = jnp.where(reachable, chunk.v_scale.T.astype(p.dtype), 0.0)
+        v_scale = jnp.where(reachable, chunk.v_scale.astype(p.dtype), 0.0)
         p = p * v_scale[:, None, None, :]
+        # float16 has no room for a small probability times a small scale.
+        compute = p.dtype if compute == jnp.float16 else compute
     v = jnp.where(reachable.T[..., None], chunk.v.astype(compute), jnp.zeros((), compute))
     new = jnp.einsum(
         "hgqk,khd->hgqd", p.astype(compute), v, preferred_element_type=p.dtype, precision=_precision(compute)
@@ -283,30 +293,32 @@ def _load(kv: PagedCache | PackedKV, metadata: BatchMetadata, row: Array, c: Arr
     ids = metadata.block_table[row, columns]
     k, v = (x.reshape(-1, *x.shape[2:]) for x in blocks_of(kv, ids))
     scales = (
-        jnp.take(scale, ids, axis=0, mode="clip").reshape(-1, kv.num_kv_heads)
-        if scale is not None and jnp.ndim(scale) == 3
+        jnp.swapaxes(jnp.take(scale, ids, axis=0, mode="clip"), 0, 1).reshape(kv.num_kv_heads, -1)
+        if scale is not None and has_token_axis(scale)
         else None
-        for scale in (kv.k_scale, kv.v_scale)
+        for scale in (kv.stored_k_scale, kv.stored_v_scale)
     )
     return Chunk(k, v, *scales)
 
 
-def _static_scales(kv: PagedCache | PackedKV, dtype: np.dtype) -> tuple[Array, Array]:
+def _static_scales(
+    kv: PagedCache | PackedKV, dtype: np.dtype
+) -> tuple[Float[Array, "k_heads 1 1 1"], Float[Array, "v_heads 1 1 channels"]]:
     """k_scale and v_scale where they do not depend on the token, against [kv_heads, group, tile_q, x]."""
-    scales = (None, None) if isinstance(kv, PackedKV) else (kv.k_scale, kv.v_scale)
+    scales = (None, None) if isinstance(kv, PackedKV) else (kv.stored_k_scale, kv.stored_v_scale)
     k_scale, v_scale = (
         jnp.ones((1, 1, 1, 1), dtype)
-        if scale is None or jnp.ndim(scale) == 3
-        else jnp.asarray(scale, dtype).reshape(-1, 1, 1, 1)
+        if scale is None or has_token_axis(scale)
+        else jnp.asarray(scale, dtype).reshape(*(jnp.shape(scale)[:1] or (1,)), 1, 1, -1)
         for scale in scales
     )
     return k_scale, v_scale
 
 
 def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
-    """What products are made of (8-bit keys are widened) and what they are summed in."""
-    is_narrow = jnp.dtype(kv.k.dtype).itemsize == 1
-    compute = jnp.dtype(q.dtype if is_narrow or kv.k.dtype == q.dtype else jnp.float32)
+    """What products are made of (8-bit keys and values are widened) and what they are summed in."""
+    fits = all(jnp.dtype(x.dtype).itemsize == 1 or x.dtype == q.dtype for x in (kv.k, kv.v))
+    compute = jnp.dtype(q.dtype if fits else jnp.float32)
     accumulate = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
     return (accumulate, accumulate) if accumulate.itemsize == 8 else (compute, accumulate)
 

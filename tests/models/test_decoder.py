@@ -103,9 +103,7 @@ def test_caches_are_one_a_layer():
     specs = model.cache_specs(9, block_size=8, layout="HND")
     assert len(specs) == len(model.create_caches(9)) == 2
     assert (specs[0].dtype, specs[0].layout, specs[0].key_shape) == (jnp.bfloat16, "HND", (9, 2, 8, 4))
-    assert (
-        model.cache_specs(9, dtype=jnp.float32, quantization="int8_token_head")[0].storage_dtype == jnp.int8
-    )
+    assert model.cache_specs(9, dtype=jnp.float32, quantization="int8_token_head")[0].key_dtype == jnp.int8
     with pytest.raises(ValueError, match=r"caches must have one entry per layer \(2\), got 1"):
         model(TOKENS[0], model.create_caches(9)[:1], METADATA)
 
