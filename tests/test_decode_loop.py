@@ -195,6 +195,8 @@ class TestCompiled:
         compiled = run.lower(noisy_caches(), *first_batch()).compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= CACHE_BYTES
         assert copies_of_the_cache(compiled.as_text()) == []
+        # The runtime knows when it ends, so the host asks the device nothing between two rounds.
+        assert f'"known_trip_count":{{"n":"{NUM_STEPS}"}}' in compiled.as_text()
 
     def test_caches_are_donated_without_an_outer_jit_too(self):
         caches = noisy_caches()

@@ -104,8 +104,8 @@ class Engine:
         max_blocks = min(longest, num_blocks - 1)
         if buckets is None:
             sizes = prefill_sizes(max_num_batched_tokens)
-            # No bucket of one row: XLA then multiplies weights out into memory instead of a matrix product. 32
-            # layers of Llama 3 8B's attention took 2,251 us for one row and 1,547 for eight (benchmarks/results).
+            # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
+            # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
             buckets = default_buckets(max(max_num_seqs, 2), max_blocks=max_blocks, prefill_tokens=sizes)
             buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
         graphdef, self._params = nnx.split(with_implementation(model, implementation))
