@@ -3,6 +3,7 @@
 from jattn import masks, models, pytree, requests, serving, sparsity
 from jattn.attend import attend
 from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
+from jattn.calibrate import calibrate
 from jattn.cascade import cascade_attend
 from jattn.decode_loop import DecodeLoopOutput, decode_loop
 from jattn.graphs import DecodeGraphs, default_buckets
@@ -79,6 +80,7 @@ __all__ = [
     "build_batch_metadata",
     "build_cascade_metadata",
     "build_cross_attention_metadata",
+    "calibrate",
     "cascade_attend",
     "choose_kv_cache_layout",
     "choose_paged_attention_version",

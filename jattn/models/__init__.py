@@ -3,5 +3,6 @@
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.loading import load, save
+from jattn.models.scales import KVScales
 
-__all__ = ["Decoder", "DecoderConfig", "load", "save"]
+__all__ = ["Decoder", "DecoderConfig", "KVScales", "load", "save"]

@@ -13,6 +13,7 @@ import numpy as np
 from pallas_kernels.checks import require, require_shape
 
 HARMLESS = (".rotary_emb.inv_freq",)  # old checkpoints store what the config already says
+SCALES_FILE = "kv_scales.safetensors"  # a cache's static scales, where the model's own files have none
 STORED = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 
 
@@ -41,7 +42,8 @@ def _tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
     if index.exists() and not single.exists():
         names = json.loads(index.read_text())["weight_map"].values()
         return [directory / name for name in sorted(set(names))]
-    return [single] if single.exists() else sorted(directory.glob("*.safetensors")) or [single]
+    others = sorted(path for path in directory.glob("*.safetensors") if path.name != SCALES_FILE)
+    return [single] if single.exists() else others or [single]
 
 
 def check_tensors(

@@ -1,5 +1,6 @@
 """Llama, Mistral, Qwen2, Qwen3 and Gemma2: one decoder over paged caches, told apart by its configuration."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import RMSNorm, matmul_precision
+from jattn.models.scales import KVScales, LayerScales
 from jattn.plan import Plan
 from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
@@ -41,6 +43,7 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype((config.dtype or jnp.float32) if dtype is None else dtype)
         self.config = config
         self.tokenizer: Any = None
+        self.kv_scales: KVScales | None = None
         self.embed_tokens = nnx.Embed(
             config.vocab_size,
             config.hidden_size,
@@ -131,8 +134,25 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         layout: str = "NHD",
         quantization: str | None = None,
+        skip_layers: Sequence[int] = (),
     ) -> tuple[CacheSpec, ...]:
-        """One CacheSpec a layer; `dtype` None = the model's, the rest as in `CacheSpec`."""
+        """One CacheSpec a layer.
+
+        Args:
+            num_blocks: As in `CacheSpec`.
+            block_size: As in `CacheSpec`.
+            dtype: As in `CacheSpec`; None = the model's.
+            layout: As in `CacheSpec`.
+            quantization: As in `CacheSpec`.
+            skip_layers: Layers that are not quantised; negative numbers count from the last.
+
+        Raises:
+            ValueError: There is no such layer, or as `CacheSpec`.
+        """
+        count = self.config.num_hidden_layers
+        for layer in skip_layers:
+            require(-count <= layer < count, "skip_layers", f"lie in [{-count}, {count})", layer)
+        skipped = {layer % count for layer in skip_layers}
         spec = CacheSpec(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -142,7 +162,8 @@ class Decoder(nnx.Module):
             layout=layout,
             quantization=quantization,
         )
-        return (spec,) * self.config.num_hidden_layers
+        plain = dataclasses.replace(spec, quantization=None)
+        return tuple(plain if layer in skipped else spec for layer in range(count))
 
     def create_caches(
         self,
@@ -152,9 +173,30 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         layout: str = "NHD",
         quantization: str | None = None,
+        skip_layers: Sequence[int] = (),
     ) -> tuple[PagedCache, ...]:
-        """Empty caches, one a layer; arguments as `cache_specs`."""
+        """Empty caches, one a layer, with kv_scales where scales are static; arguments as `cache_specs`.
+
+        Raises:
+            ValueError: The quantisation needs scales per channel and kv_scales has none, or of another shape.
+        """
         specs = self.cache_specs(
-            num_blocks, block_size=block_size, dtype=dtype, layout=layout, quantization=quantization
+            num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            layout=layout,
+            quantization=quantization,
+            skip_layers=skip_layers,
         )
-        return tuple(PagedCache.create(spec) for spec in specs)
+        return tuple(PagedCache.create(spec, **self._scales(i, spec)) for i, spec in enumerate(specs))
+
+    def _scales(self, layer: int, spec: CacheSpec) -> dict[str, Any]:
+        """A layer's static scales, of those that its cache has."""
+        known = LayerScales() if self.kv_scales is None else self.kv_scales.layers[layer]
+        scales = {}
+        for name, stored in zip(("k", "v"), spec.stored, strict=True):
+            scale = getattr(known, name)
+            rule = f"have a {name}_scale per channel for {spec.quantization} (jattn.calibrate makes them)"
+            require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
+            scales[f"{name}_scale"] = scale if stored.scale in ("static", "channel") else None
+        return scales

@@ -12,9 +12,17 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jattn.models.checkpoint import check_tensors, existing, open_tensors, optional_module, stored_dtype
+from jattn.models.checkpoint import (
+    SCALES_FILE,
+    check_tensors,
+    existing,
+    open_tensors,
+    optional_module,
+    stored_dtype,
+)
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
+from jattn.models.scales import KVScales, is_scale
 
 
 def load(
@@ -25,6 +33,9 @@ def load(
     progress: bool = True,
 ) -> Decoder:
     """Loads a Hugging Face checkpoint of a supported family, with its tokenizer if there is a tokenizer.json.
+
+    Static scales of 8-bit caches (`model.layers.N.self_attn.k_scale`, `.v_scale`) become `kv_scales`: those
+    of kv_scales.safetensors, or the checkpoint's own.
 
     Names and shapes are checked from the files' headers before anything is allocated.
 
@@ -52,6 +63,8 @@ def load(
         flat = dict(nnx.to_flat_state(state))
         paths = {hf_name(path): path for path in flat}
         shapes = {name: _hf_shape(path, flat[path].shape) for name, path in paths.items()}
+        kv_scales = KVScales.read(files, config.num_hidden_layers)
+        files = {name: file for name, file in files.items() if not is_scale(name)}
         check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
         bar = optional_module("tqdm").tqdm(paths.items(), f"Loading {directory.name}", disable=not progress)
         for name, path in bar:
@@ -61,6 +74,9 @@ def load(
                 jnp.array(tensor.astype(flat[path].dtype))
             )  # never the file's memory
     model = nnx.merge(graph, nnx.from_flat_state(flat))
+    model.kv_scales = kv_scales
+    if (directory / SCALES_FILE).exists():
+        model.kv_scales = KVScales.load(directory / SCALES_FILE, config.num_hidden_layers)
     if (directory / "tokenizer.json").exists():
         model.tokenizer = optional_module("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
     return model
@@ -76,7 +92,7 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         array = np.asarray(jax.device_get(value[...]))
         tensors[hf_name(path)] = np.ascontiguousarray(array.T if path[-1] == "kernel" else array)

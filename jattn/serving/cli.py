@@ -11,6 +11,7 @@ from jattn.serving.doctor import report
 from jattn.serving.engine import Engine
 from jattn.serving.generation import GenerationResult
 from jattn.serving.sampler import SamplingParams
+from jattn.spec import QUANTIZATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="as likely as P x best [0]")
     generate.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
     generate.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
+    formats = [name for name in QUANTIZATIONS if name is not None]
+    generate.add_argument("--quantization", choices=formats, help="of the cache [none]")
+    generate.add_argument(
+        "--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]"
+    )
     return parser
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -60,7 +70,12 @@ def _generate(args: argparse.Namespace) -> None:
     )
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()
-    engine = Engine(load(args.model, progress=is_terminal), implementation=args.implementation)
+    engine = Engine(
+        load(args.model, progress=is_terminal),
+        implementation=args.implementation,
+        quantization=args.quantization,
+        skip_layers=args.skip_layers,
+    )
     printer = StreamPrinter(prompts, lambda text: print(text, end="", flush=True))
     results = engine.generate(
         prompts, args.max_tokens, sampling_params=sampling_params, on_token=printer.on_token

@@ -63,6 +63,7 @@ class Engine:
         max_num_batched_tokens: int = 512,
         cache_dtype: DTypeLike | None = None,
         quantization: str | None = None,
+        skip_layers: Sequence[int] = (),
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
     ) -> None:
@@ -77,7 +78,8 @@ class Engine:
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step; longer prompts are computed in chunks.
             cache_dtype: Of keys and values; None = the model's.
-            quantization: Of the cache, as in `CacheSpec`.
+            quantization: Of the cache, as in `CacheSpec`. Static scales are the model's kv_scales.
+            skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
 
@@ -89,7 +91,12 @@ class Engine:
         require_positive(block_size=block_size, max_num_seqs=max_num_seqs)
         require_positive(max_num_batched_tokens=max_num_batched_tokens)
         self.model, self.tokenizer, self.block_size = model, model.tokenizer, block_size
-        cache = {"block_size": block_size, "dtype": cache_dtype, "quantization": quantization}
+        cache = {
+            "block_size": block_size,
+            "dtype": cache_dtype,
+            "quantization": quantization,
+            "skip_layers": skip_layers,
+        }
         longest = -(-model.config.max_position_embeddings // block_size)
         if num_blocks is None:
             bytes_per_block = sum(spec.bytes_per_block for spec in model.cache_specs(1, **cache))

@@ -19,10 +19,10 @@ class Recorded:
     """Stands for the engine that the command line makes: small, made once, with what it was asked."""
 
     def __init__(self, engine):
-        self.engine, self.calls, self.implementation = engine, [], None
+        self.engine, self.calls, self.options = engine, [], {}
 
-    def __call__(self, model, implementation):
-        self.implementation = implementation
+    def __call__(self, model, **options):
+        self.options = options
         return self
 
     def generate(self, *args, **kwargs):
@@ -65,12 +65,16 @@ class TestGenerate:
 
     def test_passes_the_sampling_options_on(self, recorded):
         options = ["--temperature=0.5", "--top-k=7", "--top-p=0.9", "--min-p=0.1", "--seed=3"]
-        options.append("--implementation=xla")
+        options += ["--implementation=xla", "--quantization=int8_token_head", "--skip-layers=0,-1"]
         assert main([*MODEL, "--max-tokens", "1", *options, "a"]) == 0
         assert recorded.calls[0]["sampling_params"] == SamplingParams(
             temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3
         )
-        assert recorded.implementation == "xla"
+        assert recorded.options == {
+            "implementation": "xla",
+            "quantization": "int8_token_head",
+            "skip_layers": (0, -1),
+        }
 
     def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

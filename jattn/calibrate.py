@@ -1,0 +1,103 @@
+"""Static scales of 8-bit caches, from what a model's keys and values are on some prompts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jattn.metadata.batch import BatchMetadata, build_batch_metadata
+from jattn.models.scales import KVScales, LayerScales
+from jattn.quantize import MIN_SCALE, largest
+from jattn.serving.prompts import Prompt, token_ids_of
+from jattn.spec import QUANTIZATIONS, Bucket, Stored
+from pallas_kernels.checks import require, require_one_of, require_positive
+
+BLOCK_SIZE = 16
+STATIC = tuple(
+    name
+    for name, sides in QUANTIZATIONS.items()
+    if name is not None and any(side.scale in ("static", "channel") for side in sides)
+)
+
+
+def calibrate(
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    quantization: str = "fp8_e4m3",
+    per_head: bool = False,
+    headroom: float = 1.0,
+) -> KVScales:
+    """The scales with which the largest key and value that the prompts bring just fit.
+
+    Set `model.kv_scales` to them, or save them beside the checkpoint. Compiles once for each power of two of
+    tokens.
+
+    Args:
+        model: A `jattn.models.Decoder`, or what has its methods.
+        prompts: Text or lists of token ids, as the engine takes them.
+        quantization: A CacheSpec's, one with static scales.
+        per_head: A static scale for each kv head, not one for all.
+        headroom: Makes every scale this much larger, for keys and values beyond the prompts'.
+
+    Returns:
+        Scales of what the quantisation stores with static ones; None for the rest.
+
+    Raises:
+        ValueError: The quantisation has no static scales, there is no prompt, or a prompt cannot be served.
+    """
+    require_one_of("quantization", quantization, STATIC)
+    require(
+        len(prompts) > 0 and not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts)
+    )
+    require_positive(headroom=headroom)
+    config = model.config
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def peaks_of(params: Any, token_ids: Array, metadata: BatchMetadata) -> Any:
+        return _peaks(nnx.merge(graphdef, params), token_ids, metadata)
+
+    peaks: Any = None
+    for index, prompt in enumerate(prompts):
+        name = f"prompts[{index}]"
+        ids = token_ids_of(name, prompt, tokenizer=model.tokenizer, vocab_size=config.vocab_size)
+        longest = config.max_position_embeddings
+        require(len(ids) <= longest, name, f"fit the model's {longest} positions", f"{len(ids)} tokens")
+        new = jax.device_get(peaks_of(params, *_prefill(ids)))
+        peaks = new if peaks is None else jax.tree.map(np.maximum, peaks, new)
+    keys, values = QUANTIZATIONS[quantization]
+    scale = lambda peak, stored: _scale(peak, stored, per_head=per_head, headroom=headroom)
+    return KVScales(tuple(LayerScales(scale(k, keys), scale(v, values)) for k, v in peaks))
+
+
+def _prefill(ids: list[int]) -> tuple[Int[Array, " tokens"], BatchMetadata]:
+    """A step of one prompt, padded to a power of two of tokens."""
+    size = max(1 << (len(ids) - 1).bit_length(), BLOCK_SIZE)
+    bucket = Bucket(max_prefills=1, max_prefill_tokens=size, max_blocks=size // BLOCK_SIZE)
+    blocks = [list(range(1, size // BLOCK_SIZE + 1))]
+    metadata = build_batch_metadata([len(ids)], [len(ids)], blocks, block_size=BLOCK_SIZE, bucket=bucket)
+    return jnp.asarray(np.pad(ids, (0, size - len(ids))), jnp.int32), metadata
+
+
+def _peaks(
+    model: Any, token_ids: Int[Array, " tokens"], metadata: BatchMetadata
+) -> list[tuple[Float[Array, "kv_heads head_dim"], Float[Array, "kv_heads head_dim"]]]:
+    """The largest magnitudes of each layer's keys and values."""
+    caches = model.create_caches(metadata.block_table.shape[1] + 1, block_size=BLOCK_SIZE)
+    _, caches = model(token_ids, caches, metadata)
+    peak = lambda x: jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(0, 1))
+    return [(peak(cache.k), peak(cache.v)) for cache in caches]
+
+
+def _scale(peak: np.ndarray, stored: Stored, *, per_head: bool, headroom: float) -> np.ndarray | None:
+    if stored.scale not in ("static", "channel"):
+        return None
+    if stored.scale == "static":
+        peak = peak.max(axis=1) if per_head else peak.max()
+    assert stored.dtype is not None
+    return np.asarray(np.maximum(headroom * peak / largest(stored.dtype), MIN_SCALE), np.float32)

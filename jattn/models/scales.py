@@ -1,0 +1,89 @@
+"""A model's static scales of keys and values, in the files and under the names that checkpoints use."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jattn.models.checkpoint import existing, optional_module, stored_dtype
+from pallas_kernels.checks import require
+
+# vLLM reads the first form; ModelOpt's checkpoints have the second.
+NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv])_scale|([kv])_proj\.\3_scale)")
+
+
+class LayerScales(NamedTuple):
+    """One layer's: key = stored * k. Shapes as `PagedCache`'s arguments; None = not known."""
+
+    k: np.ndarray | None = None
+    v: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVScales:
+    """The static scales of a model's caches, from a checkpoint or from `jattn.calibrate`.
+
+    Attributes:
+        layers: One a layer.
+    """
+
+    layers: tuple[LayerScales, ...]
+
+    @classmethod
+    def read(cls, files: Mapping[str, Any], num_layers: int) -> "KVScales | None":
+        """Those among a checkpoint's tensors; None where there are none.
+
+        Args:
+            files: As `checkpoint.open_tensors` returns them.
+            num_layers: Of the model.
+
+        Raises:
+            ValueError: A scale belongs to no layer, is not a float, or is not positive and finite.
+        """
+        found: list[dict[str, np.ndarray]] = [{} for _ in range(num_layers)]
+        for name in filter(is_scale, files):
+            layer, *sides = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+            require(int(layer) < num_layers, name, f"belong to one of {num_layers} layers", layer)
+            stored_dtype(files, name)
+            scale = np.asarray(files[name].get_tensor(name)).astype(np.float32)
+            require(bool((np.isfinite(scale) & (scale > 0)).all()), name, "be positive and finite", scale)
+            found[int(layer)][sides[0] or sides[1]] = scale.reshape(() if scale.size == 1 else scale.shape)
+        return cls(tuple(LayerScales(**scales) for scales in found)) if any(found) else None
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path, num_layers: int) -> "KVScales | None":
+        """Reads a file that `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: As `read`.
+            ImportError: safetensors is missing.
+        """
+        safetensors = optional_module("safetensors")
+        with safetensors.safe_open(existing(pathlib.Path(path)), framework="numpy") as file:
+            return cls.read({name: file for name in file.keys()}, num_layers)  # noqa: SIM118
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes a safetensors file; as `kv_scales.safetensors` in a checkpoint's folder, `load` finds it.
+
+        Raises:
+            ImportError: safetensors is missing.
+        """
+        optional_module("safetensors.numpy").save_file(self.tensors(), pathlib.Path(path))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """By the names that checkpoints use."""
+        return {
+            f"model.layers.{i}.self_attn.{side}_scale": np.asarray(scale, np.float32)
+            for i, layer in enumerate(self.layers)
+            for side, scale in layer._asdict().items()
+            if scale is not None
+        }
+
+
+def is_scale(name: str) -> bool:
+    """Whether a checkpoint's tensor is a static scale of a cache."""
+    return NAME.fullmatch(name) is not None

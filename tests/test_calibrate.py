@@ -1,0 +1,165 @@
+"""Static scales: collected from a model, kept in files, found again, and put into its caches."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jattn
+from jattn.models import Decoder, KVScales
+from jattn.models.loading import read_config
+from jattn.serving import Engine
+from tests.conftest import GOLDEN
+from tests.models.families import CONFIGS, random_tensors, write_checkpoint
+
+CONFIG = read_config(GOLDEN / "hf" / "llama")
+PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7]]
+
+
+def make():
+    return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def peaks(model):
+    """The largest magnitudes of keys and values over the prompts, each layer's [2, kv_heads, head_dim]."""
+    found = [np.zeros((2, CONFIG.num_key_value_heads, CONFIG.head_dim)) for _ in model.layers]
+    for ids in PROMPTS:
+        metadata = jattn.build_batch_metadata([len(ids)], [len(ids)], [[1, 2, 3]], block_size=8)
+        _, caches = model(jnp.asarray(ids), model.create_caches(4, block_size=8), metadata)
+        for peak, cache in zip(found, caches, strict=True):
+            np.maximum(peak, np.abs([cache.k, cache.v]).max(axis=(1, 2)), out=peak)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "of_keys", "of_values"),
+    [
+        ({}, lambda p: p.max() / 448, lambda p: p.max() / 448),
+        ({"per_head": True}, lambda p: p.max(1) / 448, lambda p: p.max(1) / 448),
+        ({"quantization": "fp8_e5m2"}, lambda p: p.max() / 57344, lambda p: p.max() / 57344),
+        ({"quantization": "int8_static_v", "headroom": 1.5}, lambda p: None, lambda p: 1.5 * p / 127),
+    ],
+)
+def test_the_largest_key_and_value_of_the_prompts_just_fit(options, of_keys, of_values):
+    model = make()
+    scales = jattn.calibrate(model, PROMPTS, **options)
+    for (k, v), peak in zip(scales.layers, peaks(model), strict=True):
+        for got, want in ((k, of_keys(peak[0])), (v, of_values(peak[1]))):
+            assert (got is None) == (want is None)
+            if want is not None:
+                assert got.dtype == np.float32
+                np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["fp8_e4m3", "int8_static_v"])
+def test_an_engine_serves_with_the_models_scales(quantization):
+    model = make()
+    model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=quantization)
+    caches = model.create_caches(3, quantization=quantization, skip_layers=[0])
+    assert caches[0].v_scale is None
+    np.testing.assert_array_equal(caches[1].v_scale, model.kv_scales.layers[1].v)
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 5, "quantization": quantization}
+    ids = lambda engine: [r.token_ids for r in engine.generate(PROMPTS[:2], max_tokens=4)]
+    want = ids(Engine(model, implementation="reference", **options))
+    assert ids(Engine(model, implementation="xla", **options)) == want
+
+
+class TestFiles:
+    def test_scales_come_back(self, tmp_path):
+        scales = jattn.calibrate(make(), PROMPTS[:1], quantization="int8_static_v")
+        scales.save(tmp_path / "scales.safetensors")
+        assert list(load_file(tmp_path / "scales.safetensors")) == [
+            f"model.layers.{i}.self_attn.v_scale" for i in range(CONFIG.num_hidden_layers)
+        ]
+        again = KVScales.load(tmp_path / "scales.safetensors", CONFIG.num_hidden_layers)
+        for old, new in zip(scales.layers, again.layers, strict=True):
+            assert old.k is new.k is None
+            np.testing.assert_array_equal(old.v, new.v)
+
+    @pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
+    def test_a_checkpoints_own_are_found_and_kept(self, tmp_path, form):
+        hf = CONFIGS["llama_biases"]
+        tensors = random_tensors(hf, np.float32)
+        for side, value in (("k", 0.5), ("v", 0.25)):
+            tensors[f"model.layers.1.{form.format(side, side)}"] = np.full(1, value, np.float32)
+        model = jattn.models.load(write_checkpoint(tmp_path / "a", hf, tensors), progress=False)
+        jattn.models.save(model, tmp_path / "b")
+        for loaded in (model, jattn.models.load(tmp_path / "b", progress=False)):
+            assert loaded.kv_scales.layers[0] == (None, None)
+            assert loaded.kv_scales.layers[1] == (0.5, 0.25)
+        first, second = model.create_caches(2, quantization="fp8_e4m3")[:2]
+        assert (first.k_scale, second.k_scale, second.v_scale) == (1, 0.5, 0.25)
+
+    def test_a_file_beside_the_checkpoint_wins(self, tmp_path):
+        hf = CONFIGS["llama_biases"]
+        name = "model.layers.0.self_attn.k_scale"
+        tensors = random_tensors(hf, np.float32) | {name: np.ones((), np.float32)}
+        write_checkpoint(tmp_path, hf, tensors)
+        save_file({name: np.full(2, 3, np.float32)}, tmp_path / "kv_scales.safetensors")
+        (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+        model = jattn.models.load(tmp_path, progress=False)
+        np.testing.assert_array_equal(model.kv_scales.layers[0].k, [3, 3])
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("model.layers.9.self_attn.k_scale", np.ones(1, np.float32), "belong to one of 2 layers, got 9"),
+            ("model.layers.0.self_attn.k_scale", np.zeros(1, np.float32), r"be positive and finite, got \[0"),
+            ("model.layers.0.self_attn.k_scale", np.full(1, np.nan, np.float32), "be positive and finite"),
+            ("model.layers.0.self_attn.k_scale", np.ones(1, np.int32), "dtype must be one of .*got I32"),
+        ],
+    )
+    def test_what_is_no_scale_is_named(self, tmp_path, name, value, message):
+        save_file({name: value}, tmp_path / "scales.safetensors")
+        with pytest.raises(ValueError, match=message):
+            KVScales.load(tmp_path / "scales.safetensors", 2)
+
+    def test_no_scales_are_none(self, tmp_path):
+        save_file({"x": np.ones(1, np.float32)}, tmp_path / "scales.safetensors")
+        assert KVScales.load(tmp_path / "scales.safetensors", 2) is None
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("prompts", "options", "message"),
+        [
+            (
+                PROMPTS,
+                {"quantization": "int8_token_head"},
+                "quantization must be one of 'fp8_e4m3', .*_head'",
+            ),
+            ([], {}, r"prompts must be a list of prompts, got \[\]"),
+            ("text", {}, "prompts must be a list of prompts, got 'text'"),
+            (PROMPTS, {"headroom": 0.0}, "headroom must be positive, got 0.0"),
+            ([[1] * 10_000], {}, r"prompts\[0\] must fit the model's .* positions, got 10000 tokens"),
+        ],
+    )
+    def test_what_cannot_be_calibrated_is_named(self, prompts, options, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.calibrate(make(), prompts, **options)
+
+    def test_values_per_channel_need_scales(self):
+        message = "kv_scales must have a v_scale per channel for int8_static_v .*calibrate.*, got None"
+        with pytest.raises(ValueError, match=message):
+            make().create_caches(3, quantization="int8_static_v")
+
+    @pytest.mark.parametrize("layer", [CONFIG.num_hidden_layers, -CONFIG.num_hidden_layers - 1])
+    def test_layers_that_are_not_there_cannot_be_skipped(self, layer):
+        count = CONFIG.num_hidden_layers
+        with pytest.raises(ValueError, match=rf"skip_layers must lie in \[-{count}, {count}\), got {layer}"):
+            make().cache_specs(3, skip_layers=[layer])
+
+
+def test_first_and_last_layers_may_stay_as_they_are():
+    config = dataclasses.replace(
+        CONFIG,
+        num_hidden_layers=4,
+        layer_types=CONFIG.layer_types[:1] * 4,
+        ropes=CONFIG.ropes[:1] * 4,
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    specs = model.cache_specs(3, quantization="int8_token_head", skip_layers=(0, -1))
+    assert [spec.quantization for spec in specs] == [None, "int8_token_head", "int8_token_head", None]
