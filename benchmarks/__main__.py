@@ -2,9 +2,15 @@
 
 import argparse
 
-from benchmarks import decode, graphs, prefill, table
+from benchmarks import decode, graphs, prefill, quantization, table
 
-SUITES = {"decode": decode, "prefill": prefill, "graphs": graphs, "table": table}
+SUITES = {
+    "decode": decode,
+    "prefill": prefill,
+    "graphs": graphs,
+    "quantization": quantization,
+    "table": table,
+}
 
 
 def main() -> None:

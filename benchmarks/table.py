@@ -23,7 +23,9 @@ def main(arguments: argparse.Namespace) -> None:
 def filled(readme: str) -> str:
     """The README with each table made anew from the files that its marker names."""
     pattern = r"(<!-- decode: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + decode_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
+    readme = re.sub(pattern, lambda m: m[1] + decode_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
+    pattern = r"(<!-- quantization: (\S+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: m[1] + quantization_table(m[2]) + m[3], readme, flags=re.DOTALL)
 
 
 def decode_table(file: str, beside: str) -> str:
@@ -42,6 +44,30 @@ def decode_table(file: str, beside: str) -> str:
         versus = ["-", "-"] if peer is None else [f"{peer:.1f}", f"{ours / peer:.2f}"]
         share = f"{100 * row['gb_per_s'] / speed:.0f} %"
         cells = [row["name"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share, *versus]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def quantization_table(file: str) -> str:
+    """Rows of one run, the 16-bit cache first."""
+    rows = _rows(file)
+    exact, count = rows[0], rows[0]["num_bytes"]
+    lines = [
+        f"{count} bytes of Python, jax {exact['jax']} on a {exact['gpu'].upper()}.",
+        "",
+        "| cache | bits per byte | more than 16 bits | same likeliest byte | cache bytes a token |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        change = (row["bits"] - exact["bits"]) / count
+        size = row["cache_bytes_per_token"]
+        cells = [
+            row["cache"],
+            f"{row['bits'] / count:.4f}",
+            f"{change:+.4f}" if row is not exact else "-",
+            f"{100 * row['same_choices'] / count:.1f} %",
+            f"{size} ({100 * size / exact['cache_bytes_per_token']:.0f} %)",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
