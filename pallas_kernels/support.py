@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
+EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
 MAX_GROUP = 64
@@ -81,7 +82,6 @@ def why_not_prefill(
     head_dim: int,
     block_size: int | None,
     layout: str = "NHD",
-    is_scaled: bool = False,
     is_sparse: bool = False,
 ) -> str | None:
     """Why varlen_prefill has no kernel for a request; None if it has.
@@ -92,14 +92,12 @@ def why_not_prefill(
         head_dim: Width of a head.
         block_size: Tokens of a cache block; None where keys are packed.
         layout: Of the cache.
-        is_scaled: The cache has scales.
         is_sparse: The layer has a block pattern.
     """
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
     rules = (
         (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
         (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
-        (not is_scaled, f"a cache of {kv_dtype.name} with scales"),
         (kv_dtype == dtype, f"keys of {kv_dtype.name} with queries of {dtype.name}"),
         (not is_sparse, "block-sparse attention"),
         (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
@@ -107,6 +105,35 @@ def why_not_prefill(
             block_size is None or block_size in BLOCK_SIZES,
             f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)",
         ),
+    )
+    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+
+
+def why_not_read(
+    *, dtype: Any, cache_dtype: Any, head_dim: int, block_size: int, layout: str = "NHD"
+) -> str | None:
+    """Why cache_read has no kernel for a cache; None if it has.
+
+    Args:
+        dtype: To read into.
+        cache_dtype: Of the keys or values in the cache.
+        head_dim: Width of a head.
+        block_size: Tokens of a cache block.
+        layout: Of the cache.
+    """
+    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    stored = (*EIGHT_BIT_DTYPES, dtype.name)
+    aligned = 16 // cache_dtype.itemsize
+    rules = (
+        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
+        (dtype.name in DTYPES, f"reading into {dtype.name} ({_listed(DTYPES)} have one)"),
+        (cache_dtype.name in stored, f"a cache of {cache_dtype.name} ({_listed(stored)} have one)"),
+        (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
+        (
+            head_dim % aligned == 0,
+            f"head_dim {head_dim} of {cache_dtype.name} (multiples of {aligned} have one)",
+        ),
+        (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
     )
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
 

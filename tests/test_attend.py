@@ -191,6 +191,20 @@ class TestKernels:
         assert problem.metadata.bucket.decode_query_len > 1
         problem.check(*self.run(problem))
 
+    @pytest.mark.parametrize(
+        ("stored", "kv"),
+        [("int8_token_head", "NHD"), ("fp8_head", "HND"), ("int8_static_v", "NHD"), ("int8_k_only", "NHD")],
+    )
+    def test_a_prompt_over_an_8_bit_cache(self, stored, kv):
+        problem = Problem(self.case | {"region": "chunked", "stored": stored, "kv": kv, "window": (9, None)})
+        problem.check(*self.run(problem))
+
+    def test_too_much_to_read_is_declined_by_name(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu, "MAX_READ_BYTES", 2**10)
+        problem = Problem(self.case | {"region": "chunked", "stored": "int8_token_head"})
+        with pytest.raises(NotImplementedError, match=r"positions of an 8-bit cache would take .* limit"):
+            self.run(problem)
+
     def test_layers_of_one_mask_share_a_schedule(self):
         problem = Problem(self.case)
         capped = dataclasses.replace(problem.spec, soft_cap=5.0)

@@ -1,5 +1,6 @@
 """Attention by the Mosaic GPU kernels, a region at a time: paged_decode, and varlen_prefill for the rest."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
+from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import varlen_prefill
+
+MAX_READ_BYTES = 2**31  # memory that a step may take for an 8-bit cache's keys and values in 16 bits
 
 
 @pytree
@@ -192,6 +196,10 @@ def attend(
             interpret=interpret,
             **per_head,
         )
+    if _is_stored_otherwise(kv, query.dtype):
+        packed = _read(kv, metadata, spec, query.dtype, interpret)
+        options = {"return_lse": return_lse, "interpret": interpret}
+        return attend(query, packed, metadata, spec, **per_head, **options)
     has_per_head = sinks is not None or alibi_slopes is not None
     prefill_plan = _prefill_plan(
         metadata, spec, _prefill_tiles(spec, kv.block_size, has_per_head=has_per_head), plans
@@ -241,6 +249,44 @@ def _prefill_tiles(spec: AttentionSpec, block_size: int, *, has_per_head: bool) 
     )
 
 
+def _read(
+    cache: PagedCache, metadata: BatchMetadata, spec: AttentionSpec, dtype: DTypeLike, interpret: Any
+) -> PackedKV:
+    """What a region needs of an 8-bit cache, in 16 bits: a prompt's queries share the cost of widening it."""
+    positions = metadata.seq_lens - metadata.query_lens
+    first_keys, _ = prefill_kernel.key_range(score_of(spec), positions, metadata.seq_lens)
+    read = functools.partial(cache_read, dtype=dtype, layout=cache.layout, interpret=interpret)
+    where = metadata.block_table, jnp.maximum(first_keys, 0), metadata.seq_lens
+    as_jax = lambda scale: None if scale is None else jnp.asarray(scale)
+    k = read(jnp.asarray(cache.k), *where, scale=as_jax(cache.stored_k_scale))
+    v = read(jnp.asarray(cache.v), *where, scale=as_jax(cache.stored_v_scale))
+    rows = padded_len(metadata.block_table.shape[1], cache.block_size)
+    starts = jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32) * rows
+    return PackedKV(k=k, v=v, kv_start_loc=starts)
+
+
+def _why_not_read(
+    dtype: DTypeLike, cache: PagedCache, metadata: BatchMetadata, spec: AttentionSpec
+) -> str | None:
+    """Why an 8-bit cache cannot be widened for the prefill kernel."""
+    for stored in (cache.k, cache.v):
+        reason = support.why_not_read(
+            dtype=dtype,
+            cache_dtype=stored.dtype,
+            head_dim=spec.head_dim,
+            block_size=cache.block_size,
+            layout=cache.layout,
+        )
+        if reason is not None:
+            return reason
+    rows = metadata.bucket.max_reqs * padded_len(metadata.block_table.shape[1], cache.block_size)
+    needed = 2 * rows * spec.num_kv_heads * spec.head_dim * 2
+    if needed > MAX_READ_BYTES:
+        sizes = f"{needed / 2**30:.1f} GiB, and the limit is {MAX_READ_BYTES / 2**30:.0f}"
+        return f"the keys and values of {rows} positions of an 8-bit cache would take {sizes} in 16 bits"
+    return None
+
+
 def _layer(spec: AttentionSpec) -> tuple[Any, ...]:
     """What layers that share a decode schedule agree in."""
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
@@ -271,15 +317,24 @@ def _why_not_prefill(
     is_packed = isinstance(kv, PackedKV)
     if is_packed and spec.batch_invariant:
         return "there is no batch-invariant kernel for keys outside a paged cache"
+    if isinstance(kv, PagedCache) and _is_stored_otherwise(kv, dtype):
+        reason = _why_not_read(dtype, kv, metadata, spec)
+        if reason is not None:
+            return reason
+        kv = None  # widened, it is as any other
     return support.why_not_prefill(
         dtype=dtype,
         kv_dtype=dtype if kv is None else kv.k.dtype,
         head_dim=spec.head_dim,
         block_size=None if is_packed else metadata.block_size,
         layout="NHD" if kv is None or isinstance(kv, PackedKV) else kv.layout,
-        is_scaled=not isinstance(kv, PackedKV) and _is_scaled(kv),
         is_sparse=spec.sparsity is not None,
     )
+
+
+def _is_stored_otherwise(cache: PagedCache, dtype: DTypeLike) -> bool:
+    """Whether keys or values are not what a query of this dtype meets as they are."""
+    return _is_scaled(cache) or any(x.dtype != jnp.dtype(dtype) for x in (cache.k, cache.v))
 
 
 def _is_scaled(cache: PagedCache | None) -> bool:

@@ -30,12 +30,22 @@ class HeadCut(NamedTuple):
         return self.chunks * self.width
 
 
-def head_cut(head_dim: int) -> HeadCut:
-    """The cut of a head; whole where 64 divides it."""
+def head_cut(head_dim: int, *, itemsize: int = 2) -> HeadCut:
+    """The cut of a head; whole where 64 divides it.
+
+    Args:
+        head_dim: Width of a head.
+        itemsize: Bytes of an element.
+
+    Raises:
+        ValueError: There is none, of any head of this width or of 8-bit elements.
+    """
     require(head_dim in HEAD_DIMS, "head_dim", f"be one of {HEAD_DIMS}", head_dim)
+    aligned = 16 // itemsize  # TMA wants strides of 16 bytes
+    require(head_dim % aligned == 0, "head_dim", f"be a multiple of {aligned} of {itemsize} bytes", head_dim)
     if head_dim % UNIT == 0:
         return HeadCut(1, head_dim, head_dim)
     count = -(-head_dim // UNIT)
-    while head_dim % (8 * count):  # TMA wants strides of 16 bytes
+    while head_dim % (aligned * count):
         count += 1
     return HeadCut(count, head_dim // count, UNIT)

@@ -295,7 +295,11 @@ class Warpgroup:
         return s
 
     def clear_unseen_values(self, item: Item, i: Any, stage: Any, *, is_low: bool) -> None:
-        """Zeros for values that no query of the request sees: a probability of 0 does not hide a NaN."""
+        """Zeros for values that no query of the request sees: a probability of 0 does not hide a NaN.
+
+        Warpgroups do it side by side in the same memory, so what one stores must be right at once: with both
+        edges in a tile, a store of the low one that kept the high one's NaN undid another's zeros.
+        """
         tile, cut, part = self.tiles.tile_kv, self.shape.cut, jnp.int32(64)
         first_key = (item.first + i) * tile - item.skew
         begin = item["seen"] - first_key if is_low else first_key * 0
@@ -313,7 +317,7 @@ class Warpgroup:
                     for column in range(0, cut.width, 64):
                         here = self.v_s.at[stage, chunk, pl.ds(n * 64, 64), pl.ds(column, 64)]
                         v = plgpu.load(here, layout=W)
-                        here[...] = jnp.where((at >= begin) if is_low else (at < end), v, jnp.zeros_like(v))
+                        here[...] = jnp.where((at >= begin) & (at < end), v, jnp.zeros_like(v))
 
             plgpu.commit_smem()
 

@@ -281,7 +281,6 @@ class TestRefusals:
             ({"head_dim": 72}, "head_dim 72 .*80"),
             ({"block_size": 4}, "block_size 4 .*16"),
             ({"layout": "packed"}, "the packed layout .NHD, HND"),
-            ({"is_scaled": True}, "with scales"),
             ({"is_sparse": True}, "block-sparse"),
         ],
     )
@@ -322,3 +321,21 @@ class TestRefusals:
         from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
 
         assert default_tiles(head_dim).shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
+
+
+class TestBothEdgesInOneTile:
+    """Several warpgroups clear the values that nobody sees, in the same tile, at both of its ends."""
+
+    def check(self, runs, interpret=None):
+        problem = Problem(plain_case(region="chunked", window=(9, None), dtype="bfloat16"))
+        tiles = tiles_of(problem.case)
+        for _ in range(runs):
+            problem.check(*attend(problem, interpret, tiles))
+
+    @pytest.mark.slow
+    def test_no_nan_comes_back(self):
+        self.check(40, plgpu.InterpretGPUParams())
+
+    @pytest.mark.gpu
+    def test_no_nan_comes_back_on_a_gpu(self):
+        self.check(40)

@@ -1,0 +1,25 @@
+"""8-bit tiles in registers, and the shared memory that tiles stand in."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def widened(ref: Any, dtype: Any) -> Any:
+    """An 8-bit tile in registers, in a 16-bit dtype, exactly."""
+    x = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    # The ways that have instructions: int8 to bf16, fp8 to f16; the others go on through f32.
+    has_direct = dtype == (jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
+    if not has_direct:
+        x = x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x
+        x = x.astype(jnp.float32)
+    return plgpu.layout_cast(x.astype(dtype), plgpu.Layout.WGMMA)
+
+
+def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory that TMA fills and the tensor core reads."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = 128 if itemsize == 2 else 64
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]

@@ -1,0 +1,184 @@
+"""cache_read: against numpy in interpret mode and on a GPU, compiled for an H200, races, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.cache_read import cache_read, padded_len
+from pallas_kernels.support import JAX_BEFORE, why_not_read
+from tests import aot
+from tests.covering import covering_array
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ >= JAX_BEFORE, reason="this jax refuses slices past the end of an array"
+)
+
+FACTORS = {
+    "stored": ["int8", "float8_e4m3fn", "float8_e5m2", "same"],
+    "scale": ["token", "none", "tensor", "head", "channel"],
+    "dtype": ["bfloat16", "float16"],
+    "layout": ["NHD", "HND"],
+    "block_size": [8, 16, 64, 256],
+    "head_dim": [64, 80, 128, 192],
+}
+FAST = FACTORS | {"block_size": [16, 128], "head_dim": [64, 80]}
+LENS, FIRST_KEYS, HEADS = [70, 0, 130, 9], [0, 0, 66, 0], 2
+
+
+class Problem:
+    """A cache with NaN (or 77) wherever no request has a key, and what is to come out."""
+
+    def __init__(self, case):
+        rng = np.random.default_rng(0)
+        size, dim, dtype = case["block_size"], case["head_dim"], jnp.dtype(case["dtype"])
+        stored = dtype if case["stored"] == "same" else jnp.dtype(case["stored"])
+        needed = [-(-n // size) for n in LENS]
+        blocks = sum(needed) + 1
+        ids = rng.permutation(sum(needed)) + 1
+        table = np.full((len(LENS), max(needed)), 10**6, np.int32)
+        live = np.zeros(blocks * size, bool)
+        slots = []
+        for row, mine, n in zip(table, np.split(ids, np.cumsum(needed)[:-1]), LENS, strict=True):
+            row[: len(mine)] = mine
+            slots.append((mine[:, None] * size + np.arange(size)).reshape(-1)[:n])
+            live[slots[-1]] = True
+        values = rng.normal(size=(blocks * size, HEADS, dim)) * (40 if stored == np.int8 else 1)
+        values = values.astype(stored)
+        garbage = np.asarray(77 if stored == np.int8 else np.nan, stored)
+        cache = np.where(live[:, None, None], values, garbage).reshape(blocks, size, HEADS, dim)
+        scales = {
+            "none": None,
+            "tensor": np.float32(0.37),
+            "head": rng.uniform(0.1, 2, HEADS).astype(np.float32),
+            "channel": rng.uniform(0.1, 2, (HEADS, dim)).astype(np.float32),
+            "token": rng.uniform(0.1, 2, (blocks * size, HEADS)).astype(np.float32),
+        }
+        scale = scales[case["scale"]]
+        wide = {"token": lambda s: s[..., None], "head": lambda s: s[:, None]}
+        factor = 1.0 if scale is None else wide.get(case["scale"], lambda s: s)(scale)
+        self.want = [(values.astype(np.float32) * factor).astype(dtype)[mine] for mine in slots]
+        if case["scale"] == "token":
+            scale = np.where(live[:, None], scale, np.nan).reshape(blocks, size, HEADS).swapaxes(1, 2)
+        self.arguments = (
+            jnp.asarray(cache if case["layout"] == "NHD" else cache.swapaxes(1, 2)),
+            jnp.asarray(table),
+            jnp.asarray(FIRST_KEYS, jnp.int32),
+            jnp.asarray(LENS, jnp.int32),
+        )
+        self.options = {"dtype": dtype, "layout": case["layout"]}
+        self.scale = None if scale is None else jnp.asarray(scale)
+        self.rows = padded_len(table.shape[1], size)
+
+    def run(self, interpret=None):
+        read = jax.jit(functools.partial(cache_read, **self.options, interpret=interpret))
+        return read(*self.arguments, scale=self.scale)
+
+    def check(self, out):
+        for r, (want, first) in enumerate(zip(self.want, FIRST_KEYS, strict=True)):
+            got = np.asarray(out[r * self.rows : r * self.rows + len(want)])
+            np.testing.assert_array_equal(got[first:], want[first:])
+
+
+def cases(factors):
+    return covering_array(factors, lambda case: case.get("stored") != "same" or case.get("scale") == "none")
+
+
+def case_id(case):
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize("case", cases(FAST)[::2], ids=case_id)
+def test_reads_what_the_cache_stands_for(case):
+    problem = Problem(case)
+    problem.check(problem.run(plgpu.InterpretGPUParams()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+def test_reads_every_format(case):
+    problem = Problem(case)
+    problem.check(problem.run(plgpu.InterpretGPUParams()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+def test_reads_every_format_on_a_gpu(case):
+    problem = Problem(case)
+    problem.check(problem.run())
+
+
+def test_there_are_no_races():
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    case = {name: values[0] for name, values in FAST.items()}
+    Problem(case).run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def aot_cases():
+    """What is compiled for an H200: every pair of the factors, at a serving size."""
+    found = {}
+    for case in cases(FACTORS):
+        dtype, size, dim = jnp.dtype(case["dtype"]), case["block_size"], case["head_dim"]
+        stored = dtype if case["stored"] == "same" else jnp.dtype(case["stored"])
+        heads = (size, 8) if case["layout"] == "NHD" else (8, size)
+        shape = {"none": None, "tensor": (), "head": (8,), "channel": (8, dim), "token": (100, 8, size)}
+        shape = shape[case["scale"]]
+        scale = None if shape is None else jax.ShapeDtypeStruct(shape, jnp.float32)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        run = functools.partial(cache_read, dtype=dtype, layout=case["layout"])
+        read = lambda cache, table, first, lens, scale, run=run: run(cache, table, first, lens, scale=scale)
+        cache = jax.ShapeDtypeStruct((100, *heads, dim), stored)
+        found[case_id(case)] = read, (cache, ints(4, 40), ints(4), ints(4), scale)
+    return found
+
+
+class TestAheadOfTime:
+    def check(self, names):
+        aot.require_plugin()
+        reports = aot.compile_all("tests.pallas_kernels.test_cache_read", names)
+        assert list(reports) == names
+        for name, kernels in reports.items():
+            assert [k.name.partition("_mosaic")[0] for k in kernels] == ["cache_read"], name
+            assert [k for k in kernels if k.spilled_bytes] == [], name
+
+    def test_a_few_that_ship(self):
+        self.check(list(aot_cases())[::6])
+
+    @pytest.mark.slow
+    def test_all_that_ship(self):
+        self.check(list(aot_cases()))
+
+
+class TestRefusals:
+    served = {"dtype": jnp.bfloat16, "cache_dtype": jnp.int8, "head_dim": 128, "block_size": 16}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"dtype": jnp.float32}, "reading into float32"),
+            ({"cache_dtype": jnp.float16}, "a cache of float16 .*int8, bfloat16"),
+            ({"head_dim": 72}, "head_dim 72 .*80"),
+            ({"head_dim": 120}, "head_dim 120 of int8 .multiples of 16"),
+            ({"block_size": 4}, "block_size 4 .*16"),
+            ({"layout": "packed"}, "the packed layout"),
+        ],
+    )
+    def test_what_has_no_kernel_is_named(self, change, message):
+        assert why_not_read(**self.served) is None
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(why_not_read(**self.served | change))
+
+    def test_the_kernel_refuses_by_name(self):
+        one = jnp.zeros(1, jnp.int32)
+        with pytest.raises(NotImplementedError, match=r"cache_read: .*block_size 4"):
+            cache_read(jnp.zeros((2, 4, 1, 64), jnp.int8), one[None], one, one, dtype=jnp.bfloat16)
+
+    def test_shapes_that_disagree_are_named(self):
+        cache, one = jnp.zeros((2, 16, 1, 64), jnp.int8), jnp.zeros(1, jnp.int32)
+        with pytest.raises(ValueError, match=r"scale's shape must be one of .*got \(3,\)"):
+            cache_read(cache, one[None], one, one, dtype=jnp.bfloat16, scale=jnp.ones(3))
