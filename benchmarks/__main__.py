@@ -2,11 +2,12 @@
 
 import argparse
 
-from benchmarks import decode, graphs, prefill, quantization, table
+from benchmarks import decode, graphs, prefill, quantization, sparse, table
 
 SUITES = {
     "decode": decode,
     "prefill": prefill,
+    "sparse": sparse,
     "graphs": graphs,
     "quantization": quantization,
     "table": table,

@@ -142,10 +142,14 @@ def _attend_region(
         "mosaic_gpu": mosaic_gpu.why_not(query, kv, metadata, spec, mask),
         "reference": reference.why_not(spec),
     }
+    if implementation is None and mask is not None and reasons["mosaic_gpu"] is None:
+        reasons["mosaic_gpu"] = mosaic_gpu.why_not_unasked()
     name = choose_implementation(implementation, reasons)
     if name == "mosaic_gpu":
         plans: tuple[mosaic_gpu.RegionPlan, ...] = () if plan is None else (*plan.decode, *plan.prefill)
-        return mosaic_gpu.attend(query, kv, metadata, spec, plans=plans, return_lse=return_lse, **per_head)
+        return mosaic_gpu.attend(
+            query, kv, metadata, spec, plans=plans, mask=mask, return_lse=return_lse, **per_head
+        )
     if name == "xla":
         tiles = None if plan is None else plan.query_tiles
         return xla.attend(query, kv, metadata, spec, tiles=tiles, mask=mask, **per_head)

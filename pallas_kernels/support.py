@@ -42,7 +42,6 @@ def why_not_decode(
     decode_query_len: int,
     layout: str = "NHD",
     is_scaled: bool = False,
-    is_sparse: bool = False,
 ) -> str | None:
     """Why paged_decode has no kernel for a request; None if it has.
 
@@ -55,7 +54,6 @@ def why_not_decode(
         decode_query_len: Queries of a request.
         layout: Of the cache.
         is_scaled: The cache has scales.
-        is_sparse: The layer has a block pattern.
     """
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     rules = (
@@ -63,7 +61,6 @@ def why_not_decode(
         (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
         (not is_scaled, f"a cache of {cache_dtype.name} with scales"),
         (cache_dtype == dtype, f"a cache of {cache_dtype.name} with queries of {dtype.name}"),
-        (not is_sparse, "block-sparse attention"),
         (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
         (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
         (group <= MAX_GROUP, f"{group} query heads a kv head (at most {MAX_GROUP})"),
@@ -82,7 +79,6 @@ def why_not_prefill(
     head_dim: int,
     block_size: int | None,
     layout: str = "NHD",
-    is_sparse: bool = False,
 ) -> str | None:
     """Why varlen_prefill has no kernel for a request; None if it has.
 
@@ -92,14 +88,12 @@ def why_not_prefill(
         head_dim: Width of a head.
         block_size: Tokens of a cache block; None where keys are packed.
         layout: Of the cache.
-        is_sparse: The layer has a block pattern.
     """
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
     rules = (
         (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
         (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
         (kv_dtype == dtype, f"keys of {kv_dtype.name} with queries of {dtype.name}"),
-        (not is_sparse, "block-sparse attention"),
         (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
         (
             block_size is None or block_size in BLOCK_SIZES,

@@ -1,5 +1,6 @@
 """Attention by the Mosaic GPU kernels, a region at a time: paged_decode, and varlen_prefill for the rest."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
+from jattn.implementations import tile_lists
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
@@ -73,14 +75,21 @@ def why_not(
         spec: The layer.
         mask: What it masks besides.
     """
-    if mask is not None:
-        return "there is no kernel for block-sparse attention"
     if spec.query_quantization is not None:
         return f"there is no kernel for queries rounded to {spec.query_quantization}"
+    if mask is not None:
+        is_packed = isinstance(kv, PackedKV)
+        reason = _why_not_prefill(query.dtype, kv, metadata, spec)
+        return reason or tile_lists.why_not_lists(mask, sparse_tiles(spec, mask), is_packed=is_packed)
     prefill_reason = _why_not_prefill(query.dtype, kv, metadata, spec)
     if prefill_reason is None or isinstance(kv, PackedKV) or not metadata.bucket.max_decodes:
         return prefill_reason
     return _why_not_decode(query.dtype, kv, metadata, spec)
+
+
+def why_not_unasked() -> str:
+    """Why a mask's kernel is not taken unless it is asked for by name."""
+    return "the prefill kernel's lists of tiles are compiled and interpreted, but have not run on a GPU yet"
 
 
 def plan_decode(
@@ -94,7 +103,11 @@ def plan_decode(
         tiles: The kernel's sizes; None = the default.
     """
     decodes, query_len = metadata.bucket.max_decodes, metadata.bucket.decode_query_len
-    if not decodes or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None:
+    if (
+        not decodes
+        or spec.sparsity is not None
+        or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None
+    ):
         return None
     group, score = spec.q_heads_per_kv_head, score_of(spec)
     if tiles is None:
@@ -120,7 +133,7 @@ def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillP
         metadata: The region as a step of its own.
         spec: The layer, or one with the same mask.
     """
-    if _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
+    if spec.sparsity is not None or _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
         return ()
     wanted = {_prefill_tiles(spec, metadata.block_size, has_per_head=has) for has in (False, True)}
     return tuple(_prefill_plan(metadata, spec, tiles) for tiles in sorted(wanted, key=str))
@@ -145,6 +158,7 @@ def attend(
     spec: AttentionSpec,
     *,
     plans: Sequence[RegionPlan] = (),
+    mask: Mask | None = None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
     return_lse: bool = True,
@@ -157,6 +171,7 @@ def attend(
         kv: Where keys and values are.
         metadata: The region as a step of its own.
         spec: The layer.
+        mask: Which keys a query sees beyond the spec's numbers; why_not is None.
         plans: The step's schedules; where none was made for a layer like this one, it is made here.
         sinks: One more score per head.
         alibi_slopes: Slope per head.
@@ -164,6 +179,10 @@ def attend(
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
     per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    if mask is not None:
+        return _attend_sparsely(
+            query, kv, metadata, spec, mask, return_lse=return_lse, interpret=interpret, **per_head
+        )
     if isinstance(kv, PackedKV):
         return varlen_prefill(
             query,
@@ -219,6 +238,60 @@ def attend(
         interpret=interpret,
         **per_head,
     )
+
+
+def _attend_sparsely(
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    mask: Mask,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """A region under a mask: varlen_prefill over lists of tiles."""
+    tiles, score = sparse_tiles(spec, mask), score_of(spec)
+    where: dict[str, Any]
+    max_seq_len = metadata.block_table.shape[1] * metadata.block_size
+    if isinstance(kv, PackedKV):
+        max_seq_len = kv.k.shape[0]
+    elif _is_stored_otherwise(kv, query.dtype):
+        kv = _read(kv, metadata, spec, query.dtype, options["interpret"])
+    if isinstance(kv, PackedKV):
+        where = {"kv_start_loc": kv.kv_start_loc}
+    else:
+        where = {"block_table": metadata.block_table, "layout": kv.layout}
+    schedule = prefill_kernel.make_schedule(
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        where.get("kv_start_loc"),
+        num_tokens=metadata.bucket.max_tokens,
+        score=score,
+        tiles=tiles,
+    )
+    is_prefill = metadata.bucket.max_decodes == 0
+    lists = tile_lists.tile_lists(mask, spec, schedule, tiles, max_seq_len=max_seq_len, is_prefill=is_prefill)
+    return varlen_prefill(
+        query,
+        jnp.asarray(kv.k),
+        jnp.asarray(kv.v),
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        score=score,
+        schedule=schedule,
+        lists=lists,
+        tiles=tiles,
+        **tile_lists.kernel_mask(mask, spec, is_prefill=is_prefill),
+        **where,
+        **options,
+    )
+
+
+def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
+    """The prefill kernel's tiles under a mask: tiles of keys as narrow as the mask's blocks."""
+    tiles = prefill_kernel.default_tiles(spec.head_dim, is_plain=False)
+    if tiles.tile_kv > 64 and tile_lists.has_narrow_blocks(mask, tiles.tile_kv):
+        return dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
+    return tiles
 
 
 def _prefill_plan(
@@ -306,7 +379,6 @@ def _why_not_decode(
         decode_query_len=metadata.bucket.decode_query_len,
         layout="NHD" if cache is None else cache.layout,
         is_scaled=_is_scaled(cache),
-        is_sparse=spec.sparsity is not None,
     )
 
 
@@ -328,7 +400,6 @@ def _why_not_prefill(
         head_dim=spec.head_dim,
         block_size=None if is_packed else metadata.block_size,
         layout="NHD" if kv is None or isinstance(kv, PackedKV) else kv.layout,
-        is_sparse=spec.sparsity is not None,
     )
 
 

@@ -48,13 +48,13 @@ class BlockMask(Mask):
     Attributes:
         blocks: For all rows [heads, q_blocks, kv_blocks] or for each [reqs, heads, q_blocks, kv_blocks]. The
             number of heads divides that of the query heads: neighbours share an entry, as with kv heads.
-        first_query: Position of each row's first block of queries; the request's start when None.
+        first_q_block: Which of the request's blocks of queries stands first, for each row; 0 when None.
         block_q: Static: queries of a block; None = all queries share the only block of queries.
         block_kv: Static: keys of a block. Blocks of keys are counted from the request's start.
     """
 
     blocks: Bool[Array, "*reqs heads q_blocks kv_blocks"] | Bool[np.ndarray, "*reqs heads q_blocks kv_blocks"]
-    first_query: Int[Array, " reqs"] | Int[np.ndarray, " reqs"] | None = None
+    first_q_block: Int[Array, " reqs"] | Int[np.ndarray, " reqs"] | None = None
     block_q: int | None = static()
     block_kv: int = static()
 
@@ -70,14 +70,13 @@ class BlockMask(Mask):
             require_positive(block_q=self.block_q)
 
     def _query_block(self, row: Any, query: Any) -> Any:
-        """Number of the query's block; -1 before the first."""
+        """Where in `blocks` the query's block stands; may lie outside."""
         if self.block_q is None:
             return query * 0
-        if self.first_query is None:
+        if self.first_q_block is None:
             return quotient(query, self.block_q)
-        first = jnp.asarray(self.first_query)
-        ahead = query - first[jnp.minimum(row, first.shape[0] - 1)]
-        return jnp.where(ahead < 0, -1, quotient(jnp.maximum(ahead, 0), self.block_q))
+        first = jnp.asarray(self.first_q_block)
+        return quotient(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
 
     def _at(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
         blocks = jnp.asarray(self.blocks)
@@ -105,8 +104,6 @@ class BlockMask(Mask):
         queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
         keys = quotient(tiles.first_key, self.block_kv), quotient(tiles.last_key, self.block_kv)
         num_q = 1 if self.block_q is None else blocks_of_tile(tiles.size[0], self.block_q)
-        if self.first_query is not None and self.block_q is not None:
-            num_q += 1  # all that stands before the first block counts as one
         return block_coverage(at, queries, keys, (num_q, blocks_of_tile(tiles.size[1], self.block_kv)))
 
 

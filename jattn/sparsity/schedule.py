@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Int, Int32
 from jattn.masks import Coverage, Mask, Tiles
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require_positive, require_shape
+from pallas_kernels.varlen_prefill.lists import listed, longest_first
 
 
 @pytree
@@ -14,7 +15,7 @@ class TileSchedule:
 
     Attributes:
         kv_tiles: Tile i begins at key `i * tile_kv`. First the num_partial tiles of which some pairs are
-            seen, then the num_full of which all are, each in order; then zeros.
+            seen, the last one first, then the num_full of which all are, in order; then zeros.
         num_partial: Tiles of kv_tiles that need a mask.
         num_full: Tiles of kv_tiles that need none.
         order: Every `tile of queries * q_heads + head`, those with the longest lists first.
@@ -88,12 +89,12 @@ def schedule(
         max_kv_tiles=-(-max_seq_len // tile_kv),
         is_prefill=is_prefill,
     )
-    kv_tiles, num_partial, num_full = listed(coverage)
+    kv_tiles, num_partial, num_full = listed(coverage.some, coverage.every)
     return TileSchedule(
         kv_tiles=kv_tiles,
         num_partial=num_partial,
         num_full=num_full,
-        order=longest_first(num_partial + num_full),
+        order=longest_first((num_partial + num_full).reshape(-1)),
         rows=rows,
         first_query=first_query,
         num_queries=num_queries,
@@ -112,6 +113,7 @@ def coverage_of_tiles(
     num_heads: tuple[int, int],
     size: tuple[int, int],
     max_kv_tiles: int,
+    skew: Int32[Array, " q_tiles"] | None = None,
     is_prefill: bool = True,
 ) -> Coverage:
     """How much of each tile each head sees: Bool [q_tiles, q_heads, max_kv_tiles]. Empty tiles: nothing.
@@ -125,12 +127,16 @@ def coverage_of_tiles(
         num_heads: Static: query heads and kv heads.
         size: Static: queries and keys of a tile.
         max_kv_tiles: Static: tiles of keys of the longest request.
+        skew: By how many positions the first tile of keys begins before the first key; 0 when None.
         is_prefill: Static: whether the queries stand in the prefill region.
     """
     shape = rows.shape[0], num_heads[0], max_kv_tiles
     per_tile = lambda x: x[:, None, None]
     first_key = (jnp.arange(max_kv_tiles, dtype=jnp.int32) * size[1])[None, None, :]
+    if skew is not None:
+        first_key = first_key - per_tile(skew)
     last_key = jnp.minimum(first_key + (size[1] - 1), per_tile(seq_lens) - 1)
+    first_key = jnp.maximum(first_key, 0)
     is_real = (last_key >= first_key) & per_tile(num_queries > 0)
     tiles = Tiles(
         head=jnp.arange(num_heads[0], dtype=jnp.int32)[None, :, None],
@@ -146,28 +152,6 @@ def coverage_of_tiles(
     some, every = mask.coverage(tiles)
     some = jnp.broadcast_to(some & is_real, shape)
     return Coverage(some, jnp.broadcast_to(every, shape) & some)
-
-
-def listed(
-    coverage: Coverage,
-) -> tuple[Int32[Array, "*rows tiles"], Int32[Array, "*rows"], Int32[Array, "*rows"]]:
-    """The numbers of the tiles seen in part, then of those seen whole; how many there are of each."""
-    full, some = coverage.every, coverage.some
-    num_full, num_some = (x.sum(axis=-1, dtype=jnp.int32) for x in (full, some))
-    num_partial = num_some - num_full
-    full_before, some_before = (jnp.cumsum(x, axis=-1, dtype=jnp.int32) - 1 for x in (full, some))
-    place = jnp.where(full, num_partial[..., None] + full_before, some_before - full_before - 1)
-    tiles = some.shape[-1]
-    place = jnp.where(some, place, tiles).reshape(-1, tiles)
-    numbers = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32), place.shape)
-    lists = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-    out = jnp.zeros(place.shape, jnp.int32).at[lists, place].set(numbers, mode="drop")
-    return out.reshape(some.shape), num_partial, num_full
-
-
-def longest_first(lens: Int32[Array, "*lists"]) -> Int32[Array, " lists"]:
-    """The lists' numbers, the longest list's first; equally long ones in order."""
-    return jnp.argsort(-lens.reshape(-1), stable=True).astype(jnp.int32)
 
 
 def tile_classes(

@@ -1,5 +1,6 @@
 """varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.kernel import LOG2E, Shape, prefill
+from pallas_kernels.varlen_prefill.lists import MAX_PARTS, TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, make_schedule
 from pallas_kernels.varlen_prefill.tiles import Tiles, tiles_for
 
@@ -28,6 +30,9 @@ def varlen_prefill(
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     schedule: Schedule | None = None,
+    lists: TileLists | None = None,
+    block_q: int | None = None,
+    mask: Callable[[Any, Any, Any], Any] | None = None,
     tiles: Tiles | None = None,
     return_lse: bool = False,
     interpret: Any = None,
@@ -50,6 +55,12 @@ def varlen_prefill(
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
         schedule: make_schedule's for the same lengths and tiles; made here when None.
+        lists: make_lists' for that schedule: each head's tiles of keys. Below a request's length, keys and
+            values of a listed tile must be finite even where no query sees them.
+        block_q: Static: queries of a block of queries, where the parts that the lists tell apart are needed:
+            queries of one block see a tile's keys alike, but for what `score` and `mask` hide.
+        mask: Static: `mask(head, query, key)`, elementwise, of positions: what queries see in tiles that are
+            listed as seen in part. Only with lists.
         tiles: Static. Chosen from the shapes when None.
         return_lse: Static: whether the log-sum-exp is wanted.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
@@ -82,6 +93,12 @@ def varlen_prefill(
     if tiles is None:
         has_per_head = sinks is not None or alibi_slopes is not None
         tiles = tiles_for(head_dim, score=score, has_per_head=has_per_head, block_size=block_size)
+    require(lists is not None or (mask is None and block_q is None), "lists", "be given with a mask", None)
+    if block_q is not None:
+        parts = num_parts(tiles.tile_q, block_q)
+        require(
+            parts <= MAX_PARTS, "block_q", f"cut {tiles.tile_q} queries into {MAX_PARTS} at most", block_q
+        )
     cut = head_cut(head_dim)
     if schedule is None:
         schedule = make_schedule(
@@ -111,14 +128,17 @@ def varlen_prefill(
         in_log2(alibi_slopes),
         in_log2(sinks),
         schedule,
+        lists,
         shape=Shape(
             q_heads=q_heads,
             group=q_heads // kv_heads,
             cut=cut,
             block_size=block_size,
             is_hnd=is_hnd,
+            block_q=block_q,
         ),
         score=score,
+        mask=mask,
         tiles=tiles,
         return_lse=return_lse,
         interpret=interpret,

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, PART_SHIFT, TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
     COLUMNS,
@@ -49,6 +50,7 @@ class Shape:
         cut: The cut of head_dim.
         block_size: Tokens of a cache block; None where keys are packed.
         is_hnd: Blocks are [kv_heads, block_size, head_dim].
+        block_q: Queries of a block of queries, where lists tell the blocks of an item apart.
     """
 
     q_heads: int
@@ -56,6 +58,7 @@ class Shape:
     cut: HeadCut
     block_size: int | None
     is_hnd: bool
+    block_q: int | None = None
 
 
 class Item:
@@ -68,36 +71,59 @@ class Item:
         head: Query head.
         low: First key that some query of the tile sees.
         high: One past the last.
-        first: First tile of keys.
+        first: First tile of keys, where there are no lists.
         num: Tiles of keys.
         skew: Rows by which tiles of keys begin before the request's first key.
     """
 
-    def __init__(self, head: Any, column: Callable[[str], Any], score: Score, tiles: Tiles, shape: Shape):
-        self.head, self.column = head, column
+    def __init__(
+        self,
+        number: Any,
+        column: Callable[[str], Any],
+        entries_g: Any,
+        score: Score,
+        tiles: Tiles,
+        shape: Shape,
+    ):
+        self.number, self.column, self.entries_g, self.tile_kv = number, column, entries_g, tiles.tile_kv
+        has_lists = entries_g is not None
+        self.head = column("head") if has_lists else lax.rem(number, jnp.int32(shape.q_heads))
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
         self.low, self.high = tile_range(score, first, last, column("seq_len"))
         is_packed = shape.block_size is None
         self.skew = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
         self.first, self.num = kv_tile_range(self.low, self.high, self.skew, tiles.tile_kv)
+        if has_lists:
+            self.num = column("num")
+
+    def entry(self, i: Any) -> Any:
+        """What the list says of the item's tile i; where there is none, the tile's number."""
+        return self.first + i if self.entries_g is None else self.entries_g[self.number, i]
+
+    def tile_of(self, entry: Any) -> Any:
+        """The tile's number."""
+        return entry if self.entries_g is None else entry & ((1 << PART_SHIFT) - 1)
+
+    def first_key(self, entry: Any) -> Any:
+        """Position of the first key of a tile."""
+        return self.tile_of(entry) * self.tile_kv - self.skew
 
     def __getitem__(self, name: str) -> Any:
         return self.column(name)
 
 
-def rounds_of(live_g: Any, tiles: Tiles, shape: Shape) -> tuple[Any, Callable]:
-    """How many items this thread block has, and the function from their number to (tile, head).
+def rounds_of(num_items: Any, tiles: Tiles) -> tuple[Any, Callable]:
+    """How many items this thread block has, and the function from their place among these to their number.
 
     Heads of a tile follow each other, so that thread blocks at work share keys in L2. Thread blocks take
     items in turn, every other round in the opposite order, so that their shares are equal.
     """
-    cta, ctas, heads = lax.axis_index("cta"), jnp.int32(tiles.ctas), jnp.int32(shape.q_heads)
-    num_items = live_g[0] * heads
+    cta, ctas = lax.axis_index("cta"), jnp.int32(tiles.ctas)
     full_rounds = lax.div(num_items, ctas)
     place = lambda r: r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
     rounds = full_rounds + (place(full_rounds) < num_items).astype(jnp.int32)
-    return rounds, lambda r: (lax.div(place(r), heads), lax.rem(place(r), heads))
+    return rounds, place
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -146,7 +172,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
 
             if num_windows == at_once:
                 if kv_g is k_g:
-                    windows = windows_of(item, item.first + i, kv_head, 0, at_once)
+                    windows = windows_of(item, item.tile_of(item.entry(i)), kv_head, 0, at_once)
                 pl.when(step >= tiles.stages)(wait)
                 copy(windows)
             else:
@@ -155,7 +181,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
                 # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
                 @pl.loop(0, num_windows // at_once + jnp.minimum(step, 0))
                 def _(n: Any, copy: Any = copy) -> None:
-                    copy(windows_of(item, item.first + i, kv_head, n * at_once, at_once))
+                    copy(windows_of(item, item.tile_of(item.entry(i)), kv_head, n * at_once, at_once))
 
             if between is not None and kv_g is k_g:
                 between()
@@ -164,11 +190,11 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
 
 
 def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
-    """The function that loads an item's queries and columns, `load(item, tile, nth)`."""
+    """The function that loads an item's queries and columns, `load(item, row of the table, nth)`."""
     q_g, table_g, q_s, item_s, q_full, q_free = refs
     cut = shape.cut
 
-    def load(item: Item, tile: Any, nth: Any) -> None:
+    def load(item: Item, table_row: Any, nth: Any) -> None:
         buffer = lax.rem(nth, jnp.int32(tiles.query_buffers))
         for wg in range(tiles.warpgroups):
             nth_barrier = wg * tiles.query_buffers + buffer
@@ -177,7 +203,7 @@ def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
             for chunk in range(cut.chunks):
                 index = (rows, item.head, chunk, pl.ds(0, cut.width)) if cut.is_padded else (rows, item.head)
                 plgpu.copy_gmem_to_smem(q_g.at[index], q_s.at[wg, buffer, chunk], q_full.at[nth_barrier])
-            plgpu.copy_gmem_to_smem(table_g.at[tile], item_s.at[wg, buffer], q_full.at[nth_barrier])
+            plgpu.copy_gmem_to_smem(table_g.at[table_row], item_s.at[wg, buffer], q_full.at[nth_barrier])
 
     return load
 
@@ -196,13 +222,14 @@ class Warpgroup:
         shape: Shape,
         score: Score,
         dtype: Any,
+        mask: Callable[[Any, Any, Any], Any] | None,
         has_alibi: bool,
         interpret: Any,
     ):
         self.p_s, self.columns_s = p_s, columns_s
         self.k_s, self.v_s, self.k_full, self.v_full, self.k_free, self.v_free = ring
         self.tiles, self.shape, self.score, self.dtype = tiles, shape, score, dtype
-        self.has_alibi, self.interpret = has_alibi, interpret
+        self.mask, self.has_alibi, self.interpret = mask, has_alibi, interpret
         self.wg = lax.axis_index("warpgroup")
         self.s_shape = (M, tiles.tile_kv)
         # Scores without a bias are scaled inside the exponential.
@@ -227,27 +254,45 @@ class Warpgroup:
         return plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + first
 
     def columns(self) -> Any:
-        """Number of each key in its tile. Read, or the compiler keeps them all in registers."""
+        """Number of each key in its tile, f32. Read, or the compiler keeps them all in registers."""
         column = plgpu.load(self.columns_s.at[self.wg], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(column, self.s_shape, [1])
 
-    def visible(self, item: Item, first_key: Any, s: Any) -> Any:
+    def visible(self, item: Item, entry: Any, s: Any) -> Any:
         """-inf where a query does not see a key."""
-        score = self.score
-        low, high = 0 - first_key, item["seq_len"] - first_key
+        score, first_key = self.score, item.first_key(entry)
+        low, high = (x.astype(f32) for x in (0 - first_key, item["seq_len"] - first_key))
         has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
-        if has_high or self.has_window:
-            limits = key_range(score, self.positions(item), item["seq_len"])
-            row_low, row_high = (plgpu.layout_cast(x - first_key, ROW) for x in limits)
+        has_parts = self.shape.block_q is not None
+        if has_high or has_parts or self.has_window:
+            positions = self.positions(item)
+            row_low, row_high = (x - first_key for x in key_range(score, positions, item["seq_len"]))
+            if has_parts:
+                row_high = jnp.where(self.sees_tile(item, entry, positions), row_high, 0)
+            row_low, row_high = (plgpu.layout_cast(x, ROW).astype(f32) for x in (row_low, row_high))
             low = self.wide(row_low, s.shape) if self.has_window else low
-            high = self.wide(row_high, s.shape) if has_high else high
+            high = self.wide(row_high, s.shape) if has_high or has_parts else high
         keys = self.columns()
         sees = keys < high
         if self.has_low_edge:
             sees = sees & (keys >= low)
+        if self.mask is not None:
+            positions = self.wide(self.positions(item), s.shape)
+            sees = sees & self.mask(item.head, positions, keys.astype(jnp.int32) + first_key)
         return jnp.where(sees, s, -jnp.inf)
 
-    def modified(self, item: Item, first_key: Any, slope: Any, s: Any) -> tuple[Any, Any]:
+    def sees_tile(self, item: Item, entry: Any, positions: Any) -> Any:
+        """Whether the block of queries that a position is in sees any of the tile's keys."""
+        block, bits = self.shape.block_q, lax.shift_right_logical(entry, jnp.int32(PART_SHIFT))
+        assert block is not None
+        first = lax.div(jnp.maximum(item["position"] + item["begin"], 0), jnp.int32(block))
+        sees = positions * 0 + (bits & 1)
+        for part in range(1, num_parts(self.tiles.tile_q, block)):
+            bit = lax.shift_right_logical(bits, jnp.int32(part)) & 1
+            sees = jnp.where(positions >= (first + part) * block, bit, sees)
+        return sees > 0
+
+    def modified(self, item: Item, entry: Any, slope: Any, s: Any) -> tuple[Any, Any]:
         """Soft-capped and biased but for a factor that comes later, and a term of each row."""
         score = self.score
         if score.soft_cap is not None:
@@ -256,18 +301,23 @@ class Warpgroup:
             s = s * ((score.soft_cap or score.scale) * LOG2E)
         if not self.has_alibi:
             return s, None
-        first = (self.positions(item) - first_key).astype(f32)
-        columns = self.columns().astype(f32)
+        first = (self.positions(item) - item.first_key(entry)).astype(f32)
+        columns = self.columns()
         if score.sqrt_alibi:
             return s - jnp.sqrt(jnp.maximum(self.wide(first, s.shape) - columns, 0.0)) * slope, None
         return s + columns * slope, first * -slope
 
-    def softmax(self, item: Item, i: Any, slope: Any, s: Any, top: Any, total: Any, *, masked: bool) -> Any:
-        """The online softmax's step on tile i: probabilities, new top and total, how much the old shrink."""
-        first_key = (item.first + i) * self.tiles.tile_kv - item.skew
-        s, row_term = self.modified(item, first_key, slope, s)
+    def entry(self, item: Item, i: Any, *, masked: bool) -> Any:
+        """Item.entry where the softmax needs it: read early, for it may come from global memory."""
+        return item.entry(i) if masked or self.has_alibi else None
+
+    def softmax(
+        self, item: Item, entry: Any, slope: Any, s: Any, top: Any, total: Any, *, masked: bool
+    ) -> Any:
+        """The online softmax's step on a tile: probabilities, new top and total, how much the old shrink."""
+        s, row_term = self.modified(item, entry, slope, s)
         if masked:
-            s = self.visible(item, first_key, s)
+            s = self.visible(item, entry, s)
         tile_top = s.max(axis=1) * self.factor
         new_top = jnp.maximum(top, tile_top if row_term is None else tile_top + row_term)
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # rows that have seen no key yet
@@ -294,16 +344,15 @@ class Warpgroup:
         plgpu.barrier_arrive(self.k_free.at[stage])
         return s
 
-    def clear_unseen_values(self, item: Item, i: Any, stage: Any, *, is_low: bool) -> None:
+    def clear_unseen_values(self, item: Item, entry: Any, stage: Any, *, is_low: bool) -> None:
         """Zeros for values that no query of the request sees: a probability of 0 does not hide a NaN.
 
         Warpgroups do it side by side in the same memory, so what one stores must be right at once: with both
         edges in a tile, a store of the low one that kept the high one's NaN undid another's zeros.
         """
         tile, cut, part = self.tiles.tile_kv, self.shape.cut, jnp.int32(64)
-        first_key = (item.first + i) * tile - item.skew
-        begin = item["seen"] - first_key if is_low else first_key * 0
-        end = item["seq_len"] - first_key
+        first_key = item.first_key(entry)
+        begin, end = item["seen"] - first_key, item["seq_len"] - first_key
         is_edge = begin > 0 if is_low else end < tile
 
         @pl.when(is_edge)
@@ -359,11 +408,13 @@ class Warpgroup:
     ) -> Any:
         """Scores of tile i and values of tile i - 1, in flight together; softmax meanwhile."""
         accs, top, total, p = carry
-        softmax = functools.partial(self.softmax, item, i, slope, masked=masked)
+        entry = self.entry(item, i, masked=masked)
+        softmax = functools.partial(self.softmax, item, entry, slope, masked=masked)
         if self.interpret:
             s = self.scores(q_s, step)
             accs = self.add_values(accs, p, step - 1)
             p, top, total, shrink = softmax(s, top, total)
+            self.await_values(step)
         else:
             k_stage, v_stage = self.stage(step), self.stage(step - 1)
             plgpu.barrier_wait(self.k_full.at[k_stage])
@@ -381,25 +432,27 @@ class Warpgroup:
                 s = lax.optimization_barrier(s)
                 plgpu.barrier_arrive(self.k_free.at[k_stage])
                 p_ref[...], top_ref[...], total_ref[...], shrink_ref[...] = softmax(s, top, total)
+                # Its branch keeps ptxas from awaiting P V before the softmax.
+                self.await_values(step)
 
             start = tuple(plgpu.ACC.init(acc) for acc in accs)
             room = plgpu.layout_cast(jnp.zeros(self.s_shape, f32), W)
             accs, top, total, shrink, p = pl.run_state(products)((start, top, total, total, room))
             plgpu.barrier_arrive(self.v_free.at[v_stage])
-        self.await_values(step)
         accs = tuple(acc * self.wide(shrink, acc.shape) for acc in accs)
         return accs, top, total, p.astype(self.dtype)
 
     # -------------------------------------------------------------------------- an item
-    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, between: Callable) -> Any:
-        """Unnormalised output, top and total of an item with keys, whose first keys are those of `step`."""
+    def edges(self, item: Item) -> tuple[Any, Any, Any]:
+        """Of the tiles [0, low_edge) and [high_edge, num) need a mask; from num on no row needs them."""
+        if item.entries_g is not None:
+            return jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1), item.num, item.num
         tile = jnp.int32(self.tiles.tile_kv)
         live = item["position"] + jnp.clip(self.wg * M, item["begin"], item["end"] - 1)
         last = item["position"] + jnp.clip(self.wg * M + (M - 1), item["begin"], item["end"] - 1)
         full_low, _ = key_range(self.score, last, item["seq_len"])
         _, full_high = key_range(self.score, live, item["seq_len"])
         full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, item["seq_len"])
-        # Tiles [0, low_edge) and [high_edge, num) need a mask.
         low_edge = jnp.int32(1)
         if self.has_window:
             low_edge = jnp.maximum(lax.div(full_low + item.skew + (tile - 1), tile) - item.first, 1)
@@ -410,18 +463,25 @@ class Warpgroup:
         num = jnp.where(is_live, jnp.clip(num, 1, item.num), 1)
         low_edge = jnp.minimum(low_edge, num)
         high_edge = lax.div(jnp.maximum(full_high, 0) + item.skew, tile) - item.first
-        high_edge = jnp.clip(high_edge, low_edge, num)
+        return low_edge, jnp.clip(high_edge, low_edge, num), num
 
+    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, between: Callable) -> Any:
+        """Unnormalised output, top and total of an item with keys, whose first keys are those of `step`."""
+        has_lists = item.entries_g is not None
+        low_edge, high_edge, num = self.edges(item)
         zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
         row = lambda value: plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
+        entry = self.entry(item, jnp.int32(0), masked=True)
         s = self.scores(q_s, step)
         between()
-        p, top, total, _ = self.softmax(item, jnp.int32(0), slope, s, row(-jnp.inf), row(0.0), masked=True)
+        p, top, total, _ = self.softmax(item, entry, slope, s, row(-jnp.inf), row(0.0), masked=True)
         accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
         carry = accs, top, total, p.astype(self.dtype)
         self.await_values(step)
-        if self.has_low_edge:
-            self.clear_unseen_values(item, jnp.int32(0), self.stage(step), is_low=True)
+        if has_lists:  # a list begins with the tile in which the request ends, if that is in it
+            self.clear_unseen_values(item, entry, self.stage(step), is_low=False)
+        elif self.has_low_edge:
+            self.clear_unseen_values(item, entry, self.stage(step), is_low=True)
 
         def loop(begin: Any, end: Any, carry: Any, *, masked: bool) -> Any:
             def one(i: Any, carry: Any) -> Any:
@@ -429,13 +489,18 @@ class Warpgroup:
 
             return lax.fori_loop(begin, end, one, carry)
 
-        if self.has_window:
+        if self.has_window or has_lists:
             carry = loop(jnp.int32(1), low_edge, carry, masked=True)
         carry = loop(low_edge, high_edge, carry, masked=False)
-        carry = loop(high_edge, num, carry, masked=True)
+        if not has_lists:
+            carry = loop(high_edge, num, carry, masked=True)
         accs, top, total, p = carry
-        self.clear_unseen_values(item, num - 1, self.stage(step + num - 1), is_low=False)
+        if not has_lists:
+            last = self.entry(item, num - 1, masked=True)
+            self.clear_unseen_values(item, last, self.stage(step + num - 1), is_low=False)
         accs = self.add_values(accs, p, step + num - 1)
+        if has_lists:
+            return accs, top, total
 
         @pl.loop(num, item.num)
         def skip(i: Any) -> None:
@@ -494,9 +559,11 @@ def prefill(
     slopes: Any,
     sinks: Any,
     schedule: Schedule,
+    lists: TileLists | None,
     *,
     shape: Shape,
     score: Score,
+    mask: Callable[[Any, Any, Any], Any] | None,
     tiles: Tiles,
     return_lse: bool,
     interpret: Any = None,
@@ -512,8 +579,10 @@ def prefill(
         slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
         sinks: Times log2(e), [q_heads] f32, or None.
         schedule: The tiles.
+        lists: The items and their tiles of keys; None = every tile that the score's mask leaves.
         shape: The call's static sizes.
         score: The layer.
+        mask: Which keys a query sees besides, in tiles that need a mask: of head and positions, elementwise.
         tiles: The kernel's static sizes.
         return_lse: Whether the second result is wanted.
         interpret: Interpret-mode parameters, or None for a GPU.
@@ -526,9 +595,12 @@ def prefill(
     per_stage = (1 if size is None else max(tiles.tile_kv // size, 1)) * cut.chunks
     # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
     is_light = per_stage > BLOCKS_AT_ONCE or cut.padded_dim <= 64
-    load_registers, compute_registers = (40, 232) if is_light else (24, 240)
+    load_registers, compute_registers = (40, 232) if is_light or lists else (24, 240)
     if wgs == 3:
         load_registers, compute_registers = 32, 160
+    # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
+    at_start = 65536 // (128 * (wgs + 1)) // 8 * 8
+    assert load_registers + wgs * compute_registers <= (wgs + 1) * at_start
 
     def body(  # type: ignore[no-untyped-def]
         q_g,  # [tokens, q_heads, head_dim]
@@ -537,8 +609,9 @@ def prefill(
         blocks_g,  # [reqs, max_blocks] or None
         slopes_g,  # [q_heads] or None
         sinks_g,  # [q_heads] or None
-        table_g,  # [tiles, columns]
+        table_g,  # [tiles, columns], with lists [items, columns]
         live_g,  # [1]
+        entries_g,  # [items, max_list] or None
         o_g,  # [tokens, q_heads, head_dim]
         lse_g,  # [tiles, q_heads, tile_q] or None
         q_s,  # [warpgroups, query_buffers, chunks, 64, width] in SMEM: swizzled, and plain for few rows
@@ -557,25 +630,28 @@ def prefill(
         wg = lax.axis_index("warpgroup")
         ring = (k_s, v_s, k_full, v_full, k_free, v_free)
         (q_s,), (o_plain,) = q_s
-        rounds, item_at = rounds_of(live_g, tiles, shape)
-        make_item = functools.partial(Item, score=score, tiles=tiles, shape=shape)
+        items_per_row = 1 if lists is not None else shape.q_heads
+        rounds, number_of = rounds_of(live_g[0] * items_per_row, tiles)
+        make_item = functools.partial(Item, entries_g=entries_g, score=score, tiles=tiles, shape=shape)
+        names = COLUMNS if lists is None else (*COLUMNS, *ITEM_COLUMNS)
 
         def load_share() -> None:
             load_kv = make_kv_loader(k_g, v_g, blocks_g, ring, tiles, shape)
             load_query = make_query_loader((q_g, table_g, q_s, item_s, q_full, q_free), tiles, shape)
 
             def load_item(nth: Any, step: Any) -> Any:
-                tile, head = item_at(nth)
-                columns = {name: table_g[tile, i] for i, name in enumerate(COLUMNS)}
-                item = make_item(head, columns.__getitem__)
+                number = number_of(nth)
+                table_row = lax.div(number, jnp.int32(items_per_row))
+                columns = {name: table_g[table_row, i] for i, name in enumerate(names)}
+                item = make_item(number, columns.__getitem__)
 
                 @pl.when(item.num > 0)
                 def _() -> None:
                     # Keys before queries: the ring has room while the queries of the item before are in use.
-                    load_kv(item, jnp.int32(0), step, lambda: load_query(item, tile, nth))
+                    load_kv(item, jnp.int32(0), step, lambda: load_query(item, table_row, nth))
                     pl.loop(1, item.num)(lambda i: load_kv(item, i, step + i))
 
-                pl.when(item.num == 0)(lambda: load_query(item, tile, nth))
+                pl.when(item.num == 0)(lambda: load_query(item, table_row, nth))
                 return step + item.num
 
             steps = lax.fori_loop(0, rounds, load_item, rounds * 0)
@@ -601,10 +677,11 @@ def prefill(
                 shape=shape,
                 score=score,
                 dtype=dtype,
+                mask=mask,
                 has_alibi=slopes_g is not None,
                 interpret=interpret,
             )
-            columns_s[wg] = plgpu.broadcasted_iota(jnp.int32, (tiles.tile_kv,), 0, layout=COLUMN)
+            columns_s[wg] = plgpu.broadcasted_iota(jnp.int32, (tiles.tile_kv,), 0, layout=COLUMN).astype(f32)
             plgpu.commit_smem()
 
             def release(nth: Any) -> None:
@@ -616,7 +693,7 @@ def prefill(
                 buffer = lax.rem(nth, jnp.int32(buffers))
                 plgpu.barrier_wait(q_full.at[wg * buffers + buffer])
                 mine = item_s.at[wg, buffer]
-                item = make_item(item_at(nth)[1], lambda name: mine[COLUMNS.index(name)])
+                item = make_item(number_of(nth), lambda name: mine[names.index(name)])
                 slope = None if slopes_g is None else slopes_g[item.head]
                 row = lambda value: plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
                 zeros = lambda: plgpu.layout_cast(jnp.zeros((M, cut.width), f32), W)
@@ -680,7 +757,7 @@ def prefill(
             swizzled(keys, dtype),
             swizzled(keys, dtype),
             swizzled((wgs, M, tiles.tile_kv), dtype) if interpret else None,
-            plgpu.SMEM((wgs, tiles.tile_kv), jnp.int32),
+            plgpu.SMEM((wgs, tiles.tile_kv), f32),
             plgpu.Barrier(num_arrivals=cut.chunks + 1, num_barriers=wgs * buffers),
             plgpu.Barrier(num_barriers=wgs * buffers),
             plgpu.Barrier(num_arrivals=per_stage, num_barriers=stages),
@@ -696,7 +773,8 @@ def prefill(
         kernel_name="varlen_prefill",
         interpret=interpret,
     )
-    return kernel(query, key, value, block_table, slopes, sinks, schedule.table, schedule.num_live)
+    items = (schedule.table, schedule.num_live, None) if lists is None else lists
+    return kernel(query, key, value, block_table, slopes, sinks, *items)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:

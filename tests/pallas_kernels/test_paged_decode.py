@@ -272,7 +272,6 @@ class TestRefusals:
             ({"decode_query_len": 9}, "decode_query_len 9 .at most 8"),
             ({"layout": "packed"}, "the packed layout .NHD, HND"),
             ({"is_scaled": True}, "with scales"),
-            ({"is_sparse": True}, "block-sparse"),
         ],
     )
     def test_what_has_no_kernel_is_named(self, change, message):

@@ -281,7 +281,6 @@ class TestRefusals:
             ({"head_dim": 72}, "head_dim 72 .*80"),
             ({"block_size": 4}, "block_size 4 .*16"),
             ({"layout": "packed"}, "the packed layout .NHD, HND"),
-            ({"is_sparse": True}, "block-sparse"),
         ],
     )
     def test_what_has_no_kernel_is_named(self, change, message):

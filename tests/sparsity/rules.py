@@ -111,20 +111,20 @@ def vertical_slash(draw):
 def block_masks(draw):
     heads, block_q = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([None, 1, 4, 16]))
     block_kv, has_rows = draw(st.sampled_from([1, 5, 16])), draw(st.booleans())
-    first = draw(st.none() | st.lists(st.integers(0, 12), min_size=2, max_size=2)) if block_q else None
+    first = draw(st.none() | st.lists(st.integers(0, 3), min_size=2, max_size=2)) if block_q else None
     shape = (2, heads, 1 if block_q is None else 40 // block_q, 36 // block_kv)
     blocks = np.random.default_rng(draw(st.integers(0, 99))).random(shape) < draw(
         st.sampled_from([0.1, 0.5, 0.9])
     )
     mask = lambda: masks.BlockMask(
         blocks=blocks if has_rows else blocks[0],
-        first_query=None if first is None else np.asarray(first, np.int32),
+        first_q_block=None if first is None else np.asarray(first, np.int32),
         block_q=block_q,
         block_kv=block_kv,
     )
 
     def sees(r, h, i, j):
-        a = 0 if block_q is None else (i - (first[r] if first else 0)) // block_q
+        a = 0 if block_q is None else i // block_q - (first[r] if first else 0)
         b = j // block_kv
         inside = 0 <= a < shape[2] and b < shape[3]
         return inside and blocks[r if has_rows else 0, h * heads // Q_HEADS, a, b]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jattn
 from jattn import masks
 from tests.contract import FACTORS, AttentionContract, Problem
 from tests.covering import covering_array
@@ -82,3 +83,20 @@ def test_gradients_flow_through_the_reference_under_a_mask():
     gradient = jax.grad(loss)(jnp.asarray(problem.query))
     assert np.isfinite(gradient).all()
     assert (np.asarray(gradient) != 0).any()
+
+
+def test_a_kernel_that_has_not_run_on_a_gpu_is_taken_only_when_asked_for(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.support.why_not", lambda platform: None)  # as on a Hopper GPU
+    asked = []
+    monkeypatch.setattr(
+        "jattn.implementations.mosaic_gpu.attend", lambda query, *_, **__: asked.append(1) or (query, None)
+    )
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, sparsity=masks.FirstKeys(2))
+    metadata = jattn.build_batch_metadata([3], [3], [[1]], block_size=16)
+    zeros = jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
+    cache = jattn.PagedCache(k=zeros, v=zeros)
+    query = jnp.zeros((3, 4, 64), jnp.bfloat16)
+    jattn.attend(query, cache, metadata, spec)
+    assert not asked
+    jattn.attend(query, cache, metadata, spec, implementation="mosaic_gpu")
+    assert asked

@@ -35,7 +35,7 @@ def test_masks_written_out():
     streaming = masks.Causal() & masks.streaming_heads([1], num_first=1, num_recent=2)
     assert drawn(streaming, 1, 5, num_q_heads=2) == [[[1, 0, 0, 1, 1]], [[1, 1, 1, 1, 1]]]
     blocks = jnp.asarray([[[True, False], [False, True]]])
-    mask = masks.BlockMask(blocks=blocks, block_q=1, block_kv=2, first_query=jnp.asarray([1]))
+    mask = masks.BlockMask(blocks=blocks, block_q=1, block_kv=2, first_q_block=jnp.asarray([1]))
     assert drawn(mask, 4, 4) == [[[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]]
 
 

@@ -78,7 +78,7 @@ def test_causal_blocks_are_exact_too(ruled, lens):
     lens = [(k, k) for _, k in lens]
     if (
         getattr(ruled.mask, "block_q", blocks) not in (blocks, None)
-        or getattr(ruled.mask, "first_query", None) is not None
+        or getattr(ruled.mask, "first_q_block", None) is not None
     ):
         return
     for partial, full, some, every in compared(both, lens, blocks, blocks):
@@ -95,7 +95,7 @@ def test_lists_hold_partial_tiles_first_and_the_longest_list_comes_first():
     made = make(masks.Causal() & (masks.Window(left=20) | masks.OnlyHeads((1,))), [64])
     np.testing.assert_array_equal(made.num_partial, [[1, 1], [2, 1], [3, 1], [3, 1]])
     np.testing.assert_array_equal(made.num_full, [[0, 0], [0, 1], [0, 2], [0, 3]])
-    np.testing.assert_array_equal(made.kv_tiles[3], [[1, 2, 3, 0], [3, 0, 1, 2]])
+    np.testing.assert_array_equal(made.kv_tiles[3], [[3, 2, 1, 0], [3, 0, 1, 2]])
     np.testing.assert_array_equal(made.order, [7, 4, 5, 6, 2, 3, 0, 1])
 
 

@@ -1,0 +1,181 @@
+"""Sparse attention: prefill over lists of tiles, lists made in the same call, against our dense kernel."""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from benchmarks.device_time import Rows, kernel_times
+from jattn import masks
+from jattn.implementations import mosaic_gpu
+from jattn.masks import Mask, Pairs
+
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
+TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
+CHECKED = 48  # queries, of every head
+TOKENS = {"16k": 16384, "64k": 65536, "128k": 131072}
+DENSITIES = (1.0, 0.5, 0.25, 0.1)
+SPEC = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `python -m benchmarks sparse` takes."""
+    parser.add_argument("cases", nargs="*", help="of prefill, local_strided; default all")
+    parser.add_argument("--tokens", nargs="+", default=list(TOKENS), choices=TOKENS)
+    parser.add_argument("--block", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--out", help="folder of the rows")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """The cases asked for."""
+    rows = Rows("sparse", arguments.out)
+    cases = {
+        "prefill": lambda: prefill(rows, arguments.tokens, arguments.block),
+        "local_strided": lambda: local_strided(rows),
+    }
+    for name in arguments.cases or cases:
+        cases[name]()
+
+
+def prefill(rows: Rows, tokens: list[str], blocks: list[int]) -> None:
+    """Causal attention under random block masks of each head's own."""
+    for name in tokens:
+        step = Step(TOKENS[name])
+        dense_us = step.measured(None)["us"]
+        rows.add(name=f"dense_{name}", tokens=step.tokens, us=dense_us)
+        for block in blocks:
+            for density in DENSITIES:
+                mask = random_blocks(step.tokens, block, density)
+                step.row(rows, f"blocks_{block}_{name}", mask, dense_us, wanted=density)
+
+
+def local_strided(rows: Rows) -> None:
+    """Phi-3-small's pattern."""
+    step = Step(32768)
+    dense_us = step.measured(None)["us"]
+    rows.add(name="dense_32k", tokens=step.tokens, us=dense_us)
+    mask = masks.LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
+    step.row(rows, "local_strided_32k", mask, dense_us)
+
+
+def random_blocks(tokens: int, block: int, density: float) -> masks.BlockMask:
+    """Each head's own blocks; the diagonal is always there."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def drawn(count: int, density: jax.Array) -> jax.Array:
+        # One key for each head: a draw of all heads at once would be a large one.
+        keys = jax.random.split(jax.random.key(0), Q_HEADS)
+        draw = lambda key: jax.random.uniform(key, (count, count)) < density
+        return jax.lax.map(draw, keys) | jnp.eye(count, dtype=bool)[None]
+
+    return masks.BlockMask(
+        blocks=drawn(-(-tokens // block), jnp.float32(density)), block_q=block, block_kv=block
+    )
+
+
+class Step:
+    """One request of so many tokens, all of them queries, over a paged cache."""
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+        draw = jax.jit(
+            lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), static_argnums=1
+        )
+        blocks = tokens // PAGE
+        table = np.random.default_rng(0).permutation(blocks) + 1
+        self.metadata = jattn.build_batch_metadata([tokens], [tokens], [table], block_size=PAGE).prefill_part
+        shape = (blocks + 1, PAGE, KV_HEADS, HEAD_DIM)
+        self.query = draw(0, (tokens, Q_HEADS, HEAD_DIM))
+        self.cache = jattn.PagedCache(k=draw(1, shape), v=draw(2, shape))
+        attend = functools.partial(
+            mosaic_gpu.attend, spec=SPEC, return_lse=False, sinks=None, alibi_slopes=None
+        )
+        self.run = jax.jit(lambda query, kv, metadata, mask: attend(query, kv, metadata, mask=mask)[0])
+
+    def measured(self, mask: Mask | None) -> dict[str, Any]:
+        """Times, the kernel's own apart; the result is checked."""
+        iterations = 15 if self.tokens <= 32768 else 5
+        out, times = kernel_times(
+            self.run, self.query, self.cache, self.metadata, mask, iterations=iterations
+        )
+        error = self.worst_error(out, mask)
+        assert error < TOLERANCE, f"{error=}"
+        kernel = sum(us for name, us in times["kernels_us"].items() if "varlen_prefill" in name)
+        del times["kernels_us"]
+        return times | {"kernel_us": kernel, "max_error": error}
+
+    def row(self, rows: Rows, name: str, mask: Mask, dense_us: float, *, wanted: float | None = None) -> None:
+        """One row: `of_ideal` is the dense time's share that the visible pairs are, over the time taken."""
+        try:
+            times = self.measured(mask)
+        except Exception as error:  # the other rows still count
+            print(f"{name} {wanted}: {type(error).__name__}: {error}"[:500], flush=True)
+            return
+        density = self.density(mask)
+        ideal = dense_us * density
+        rows.add(
+            name=name,
+            tokens=self.tokens,
+            wanted=wanted,
+            density=density,
+            **times,
+            lists_us=times["us"] - times["kernel_us"],
+            dense_us=dense_us,
+            of_ideal=ideal / times["us"],
+            kernel_of_ideal=ideal / times["kernel_us"],
+        )
+
+    def density(self, mask: Mask) -> float:
+        """Visible pairs over causal pairs, of a sample of the queries."""
+        queries = jnp.arange(0, self.tokens, max(self.tokens // 1024, 1), dtype=jnp.int32) + 3
+        queries = jnp.minimum(queries, self.tokens - 1)
+
+        seen = self.counted(mask, queries)
+        return float(seen.astype(jnp.float32).sum() / (queries + 1).astype(jnp.float32).sum() / Q_HEADS)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def counted(self, mask: Mask, queries: jax.Array) -> jax.Array:
+        """Keys that each of the queries sees, all heads together."""
+        return jax.lax.map(lambda query: self.sees(mask, query[None]).sum(dtype=jnp.int32), queries)
+
+    def sees(self, mask: Mask | None, queries: jax.Array) -> jax.Array:
+        """[q_heads, queries, tokens]: causal, and the mask."""
+        keys = jnp.arange(self.tokens, dtype=jnp.int32)[None, None, :]
+        heads = jnp.arange(Q_HEADS, dtype=jnp.int32)[:, None, None]
+        causal = jnp.broadcast_to(keys <= queries[None, :, None], (Q_HEADS, queries.size, self.tokens))
+        if mask is None:
+            return causal
+        pairs = Pairs(
+            heads, jnp.zeros((1, 1, 1), jnp.int32), queries[None, :, None], keys, (Q_HEADS, KV_HEADS)
+        )
+        return causal & mask.sees(pairs)
+
+    def worst_error(self, out: jax.Array, mask: Mask | None) -> float:
+        """Of a few queries, against plain attention in f32."""
+        picked = np.random.default_rng(1).integers(0, self.tokens, CHECKED)
+        picked[:4] = 0, 63, 64, self.tokens - 1
+
+        arrays = self.query, self.cache.k, self.cache.v
+        return float(self.errors(out, mask, jnp.asarray(picked, jnp.int32), *arrays).max())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def errors(self, out: jax.Array, mask: Mask | None, queries: jax.Array, *arrays: Any) -> jax.Array:
+        """Each query's largest error."""
+        query, *kv = arrays
+        ids = self.metadata.block_table[0]
+        k, v = (x[ids].reshape(self.tokens, KV_HEADS, HEAD_DIM) for x in kv)
+        q = query[queries].reshape(-1, KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM)
+
+        def one_query(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            q, place, got = inputs
+            s = jnp.einsum("hgd,khd->hgk", q, k, preferred_element_type=jnp.float32) * SPEC.softmax_scale
+            sees = self.sees(mask, place[None])[:, 0].reshape(s.shape)
+            p = jax.nn.softmax(jnp.where(sees, s, -jnp.inf), axis=-1)
+            want = jnp.einsum("hgk,khd->hgd", p, v.astype(jnp.float32), precision="highest")
+            return jnp.abs(got.reshape(want.shape).astype(jnp.float32) - want).max()
+
+        return jax.lax.map(one_query, (q, queries, out[queries]))

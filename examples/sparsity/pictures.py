@@ -1,0 +1,65 @@
+"""The bench's pictures: masks of each head, mass kept against density, speed against density."""
+
+import pathlib
+
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from examples.sparsity.measure import Result
+from jattn.sparsity.plot import COLORS, EMPTY, FULL, classes
+
+
+def draw(results: dict[str, Result], tokens: int, out: pathlib.Path) -> list[pathlib.Path]:
+    """Writes the pictures; their paths."""
+    written = []
+    for name, figure in (
+        ("masks", draw_masks(results, tokens)),
+        ("mass", draw_mass(results)),
+        ("speed", draw_speed(results)),
+    ):
+        written.append(out / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
+    return written
+
+
+def draw_masks(results: dict[str, Result], tokens: int) -> Figure:
+    """One row a pattern, one square a head: the middle layer's mask."""
+    shown = {name: result for name, result in results.items() if name != "dense"}
+    num_heads = next(iter(results.values())).mass.shape[1]
+    figure = Figure(figsize=(1.5 * num_heads, 1.6 * len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown), num_heads, squeeze=False)
+    for row, (name, result) in zip(axes, shown.items(), strict=True):
+        seen = classes(result.mask, tokens, num_heads=num_heads)
+        for axis, picture in zip(row, seen, strict=True):
+            axis.imshow(picture, cmap=ListedColormap(COLORS), vmin=EMPTY, vmax=FULL, interpolation="nearest")
+            axis.set_xticks([])
+            axis.set_yticks([])
+        row[0].set_title(name, fontsize=8, loc="left")
+    return figure
+
+
+def draw_mass(results: dict[str, Result]) -> Figure:
+    """Mass kept, and bits per byte, against density."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, result in results.items():
+        (line,) = left.plot(result.density.mean(axis=1), result.mass.mean(axis=1), ".", alpha=0.35)
+        left.plot(result.density.mean(), result.mass.mean(), "o", color=line.get_color())
+        right.plot(result.density.mean(), result.bits, "o", color=line.get_color(), label=name)
+    left.set(xlabel="density", ylabel="attention mass kept (small: layers)")
+    right.set(xlabel="density", ylabel="bits per byte, held out")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    return figure
+
+
+def draw_speed(results: dict[str, Result]) -> Figure:
+    """Time of a layer against density."""
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, result in results.items():
+        axis.plot(result.density.mean(), result.milliseconds, "o")
+        place = (result.density.mean(), result.milliseconds)
+        axis.annotate(name, place, fontsize=6, xytext=(4, 2), textcoords="offset points")
+    names = ", ".join(sorted({result.implementation for result in results.values()}))
+    axis.set(xlabel="density", ylabel=f"ms a layer ({names})", ylim=(0, None))
+    return figure

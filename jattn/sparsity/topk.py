@@ -1,0 +1,122 @@
+"""Decode over the blocks that matter: bounds of each block's keys, kept up to date, and the best blocks.
+
+One step, all in one jit: write_kv and write_key_bounds, select_blocks, attend(mask=).
+
+Source: Quest.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from jattn.masks import BlockMask
+from jattn.pytree import pytree
+from jattn.spec import CacheSpec
+from pallas_kernels.checks import require, require_shape
+
+
+@pytree
+class KeyBounds:
+    """Smallest and largest value that each element of a block's keys has: f32 or the keys' dtype.
+
+    Attributes:
+        low: Of every block of the cache; garbage where no key was written.
+        high: As low.
+    """
+
+    low: Float[Array, "blocks kv_heads head_dim"]
+    high: Float[Array, "blocks kv_heads head_dim"]
+
+    @classmethod
+    def create(cls, spec: CacheSpec) -> "KeyBounds":
+        """Bounds for an empty cache."""
+        zeros = lambda: jnp.zeros((spec.num_blocks, spec.num_kv_heads, spec.head_dim), spec.dtype)
+        return cls(low=zeros(), high=zeros())  # two arrays: both are donated
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="block_size")
+def write_key_bounds(
+    bounds: KeyBounds,
+    key: Float[Array, "kv_tokens kv_heads head_dim"],
+    slot_mapping: Int[Array, " tokens"],
+    *,
+    block_size: int,
+) -> KeyBounds:
+    """Widens the bounds of the blocks that a step writes. Call beside write_kv; the given bounds are donated.
+
+    A block begins anew when its first slot is written, so blocks may be freed and used again.
+
+    Args:
+        bounds: What to write into.
+        key: Keys of the step's tokens; may be padded longer than slot_mapping.
+        slot_mapping: As write_kv's; slots < 0 are not written.
+        block_size: Static: tokens of a cache block.
+    """
+    num_blocks = bounds.low.shape[0]
+    block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
+    begun = jnp.where(slot_mapping % block_size == 0, block, num_blocks)
+    key = key[: block.shape[0]].astype(bounds.low.dtype)
+    top = jnp.asarray(jnp.finfo(bounds.low.dtype).max, bounds.low.dtype)
+    low = bounds.low.at[begun].set(top, mode="drop").at[block].min(key, mode="drop")
+    high = bounds.high.at[begun].set(-top, mode="drop").at[block].max(key, mode="drop")
+    return KeyBounds(low=low, high=high)
+
+
+def block_scores(
+    query: Float[Array, "reqs q_heads head_dim"],
+    bounds: KeyBounds,
+    block_table: Int32[Array, "reqs max_blocks"],
+) -> Float[Array, "reqs kv_heads max_blocks"]:
+    """No query head of a kv head has a larger product with a key of the block; unscaled, f32."""
+    reqs, q_heads, head_dim = query.shape
+    kv_heads = bounds.low.shape[1]
+    q = query.reshape(reqs, kv_heads, q_heads // kv_heads, head_dim).astype(bounds.low.dtype)
+    blocks = jnp.clip(block_table, 0, bounds.low.shape[0] - 1)
+    product = functools.partial(jnp.einsum, "rhgd,rbhd->rhgb", preferred_element_type=jnp.float32)
+    positive = product(jnp.maximum(q, 0), bounds.high[blocks])
+    return (positive + product(jnp.minimum(q, 0), bounds.low[blocks])).max(axis=2)
+
+
+def select_blocks(
+    query: Float[Array, "reqs q_heads head_dim"],
+    bounds: KeyBounds,
+    block_table: Int32[Array, "reqs max_blocks"],
+    seq_lens: Int32[Array, " reqs"],
+    *,
+    num_selected: int,
+    block_size: int,
+    num_recent: int = 1,
+) -> BlockMask:
+    """The blocks of each request and kv head with the largest scores, for one query of each request.
+
+    Args:
+        query: The decode region's queries.
+        bounds: With the step's own keys in them.
+        block_table: Of the decode region.
+        seq_lens: Keys of each request; 0 marks a padding row.
+        num_selected: Static: blocks of each kv head, the recent ones included; all where there are no more.
+        block_size: Static: tokens of a cache block.
+        num_recent: Static: so many of the last blocks are always among them.
+
+    Returns:
+        A mask for `attend(mask=)` whose rows are the requests.
+
+    Raises:
+        ValueError: num_selected is not between 1 and max_blocks, or the shapes disagree.
+    """
+    max_blocks = block_table.shape[1]
+    require_shape("block_table", block_table.shape, (query.shape[0], max_blocks), "one row per request")
+    is_possible = 1 <= num_selected <= max_blocks
+    require(is_possible, "num_selected", f"lie in [1, max_blocks ({max_blocks})]", num_selected)
+    scores = block_scores(query, bounds, block_table)
+    number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
+    num_blocks = (seq_lens[:, None] + (block_size - 1)) // block_size
+    is_recent = (number >= num_blocks - num_recent)[:, None, :]
+    is_live = (number < num_blocks)[:, None, :]
+    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
+    _, best = jax.lax.top_k(scores, num_selected)
+    reqs, heads = (jnp.arange(n)[:, None, None] for n in scores.shape[:2])
+    chosen = jnp.zeros(scores.shape, bool).at[reqs, jnp.swapaxes(heads, 0, 1), best].set(True)
+    return BlockMask(blocks=(chosen & is_live)[:, :, None, :], block_q=None, block_kv=block_size)

@@ -1,0 +1,233 @@
+"""varlen_prefill over lists of tiles: every mask that has some, against the float64 oracle; on a GPU too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations import mosaic_gpu, tile_lists
+from jattn.implementations.tile_lists import parts_of, why_not_lists
+from pallas_kernels.support import JAX_BEFORE
+from pallas_kernels.varlen_prefill import Tiles, varlen_prefill
+from pallas_kernels.varlen_prefill.lists import PART_SHIFT, listed
+from tests import aot, contract
+from tests.contract import FACTORS, Problem
+from tests.covering import covering_array
+from tests.pallas_kernels.sparse_aot_cases import aot_cases
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ >= JAX_BEFORE, reason="this jax refuses slices past the end of an array"
+)
+# Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
+LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
+RNG = np.random.default_rng(0)
+WIDE, SMALL = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((4, 6, 6)) < 0.4
+narrow = masks.BlockMask(blocks=SMALL, block_q=64, block_kv=32)
+strided = masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3)
+strange = lambda head, query, key: (query * 3 + key + head) % 4 != 0
+
+
+def sees_strided(r, h, i, j):
+    a, b = i // 64, j // 64
+    return b <= a and (a - b < 1 or (b + h + 1) % 3 == 0)
+
+
+MASKS = {
+    "blocks_128": (
+        masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
+        lambda r, h, i, j: WIDE[r, h // 2, i // 128, j // 128],
+    ),
+    "blocks_64": (
+        masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64),
+        lambda r, h, i, j: SMALL[h, i // 64, j // 64],
+    ),
+    "blocks_of_all_queries": (
+        masks.BlockMask(blocks=SMALL[None, :, :1].repeat(4, 0), block_q=None, block_kv=64),
+        lambda r, h, i, j: SMALL[h, 0, j // 64],
+    ),
+    "local_strided": (strided, sees_strided),
+    "streaming": (
+        masks.streaming_heads([1], num_first=2, num_recent=75),
+        lambda r, h, i, j: h == 1 or j < 2 or i - j < 75,
+    ),
+    "blocks_and_formula": (
+        masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64) & masks.MaskFunction(strange),
+        lambda r, h, i, j: SMALL[h, i // 64, j // 64] and strange(h, i, j),
+    ),
+    "dilated": (
+        masks.Dilated(20, 5) | masks.FirstKeys(3),
+        lambda r, h, i, j: (abs(i - j) % 5 == 0 and abs(i - j) <= 100) or j < 3,
+    ),
+}
+CHOICES = {
+    "mask": list(MASKS),
+    "region": list(LONG),
+    "causal": [True, False],
+    "window": [None, (200, None)],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear"],
+    "sinks": [False, True],
+    "head_dim": [64, 128],
+    "kv": ["NHD", "HND", "no_cache"],
+    "block_size": [16, 64],
+}
+is_served = lambda case: not (case.get("kv") == "no_cache" and case.get("mask", "").startswith("blocks"))
+CASES = covering_array(CHOICES, is_served)
+
+
+@pytest.fixture(autouse=True)
+def _long_regions(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+
+
+def finite_below_the_end(problem):
+    """A tile of keys is read whole: only what is behind a request's end stays NaN."""
+    cache = jax.tree.map(lambda x: x if x.ndim < 3 else jnp.nan_to_num(x), problem.kv)
+    if isinstance(cache, jattn.PackedKV):
+        return cache
+    size, table = cache.block_size, np.asarray(problem.metadata.block_table)
+    k, v = np.array(cache.k), np.array(cache.v)
+    for row, seq_len in zip(table, np.asarray(problem.metadata.seq_lens), strict=True):
+        if seq_len % size:
+            behind = (
+                (slice(None), slice(seq_len % size, None))
+                if cache.layout == "HND"
+                else slice(seq_len % size, None)
+            )
+            k[row[seq_len // size]][behind] = v[row[seq_len // size]][behind] = np.nan
+    return jattn.PagedCache(k=jnp.asarray(k), v=jnp.asarray(v), layout=cache.layout)
+
+
+def solved(case, interpret=None):
+    """The problem's rule holds for every request; the region as attend gives it to the kernels."""
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    mask, rule = MASKS[case["mask"]]
+    case = plain | {"heads": (4, 2), "dtype": "bfloat16"} | case
+    problem = Problem(case, mask=rule)
+    cache = finite_below_the_end(problem)
+    as_jax = lambda x: None if x is None else jnp.asarray(x)
+    query = jnp.nan_to_num(jnp.asarray(problem.query))
+    assert mosaic_gpu.why_not(query, cache, problem.metadata, problem.spec, mask) is None
+    run = functools.partial(mosaic_gpu.attend, spec=problem.spec, interpret=interpret)
+    out, lse = jax.jit(run)(
+        query=query,
+        kv=cache,
+        metadata=problem.metadata.prefill_part,
+        mask=mask,
+        sinks=as_jax(problem.sinks),
+        alibi_slopes=as_jax(problem.slopes),
+    )
+    problem.check(out, lse)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_float64_under_any_mask(case):
+    solved(case, plgpu.InterpretGPUParams())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[3:], ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_float64_whatever_meets_whatever(case):
+    solved(case, plgpu.InterpretGPUParams())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_float64_on_a_gpu(case):
+    solved(case)
+
+
+def test_lists_name_tiles_seen_in_part_first():
+    some = jnp.asarray([[True, True, False, True], [False, False, False, False]])
+    every = jnp.asarray([[True, False, False, False], [False, False, False, False]])
+    entries, num_partial, num_full = listed(some, every)
+    np.testing.assert_array_equal(entries, [[3, 1, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal([num_partial, num_full], [[2, 0], [1, 0]])
+
+
+def test_an_entry_says_which_blocks_of_queries_see_the_tile():
+    blocks = jnp.asarray([[[True, False, False], [True, True, False], [False, False, True]]])
+    mask = masks.BlockMask(blocks=blocks, block_q=64, block_kv=64)
+    spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
+    tiles = Tiles(tile_kv=64)
+    schedule = mosaic_gpu.prefill_kernel.make_schedule(
+        jnp.asarray([0, 192]),
+        jnp.asarray([192]),
+        num_tokens=192,
+        score=mosaic_gpu.score_of(spec),
+        tiles=tiles,
+    )
+    lists = tile_lists.tile_lists(mask, spec, schedule, tiles, max_seq_len=192)
+    entries = np.asarray(lists.entries)[:2]
+    # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.
+    assert entries[0, :2].tolist() == [1 + (0b010 << PART_SHIFT), 0 + (0b011 << PART_SHIFT)]
+    assert entries[1, 0] == 2 + (0b001 << PART_SHIFT)
+    assert int(lists.num_live[0]) == int(schedule.num_live[0])
+
+
+@functools.cache
+def compiled():
+    aot.require_plugin()
+    return aot.compile_all("tests.pallas_kernels.sparse_aot_cases", list(aot_cases()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(aot_cases()))
+def test_what_ships_compiles_and_hardly_spills(name):
+    (kernel,) = compiled()[name]
+    assert kernel.spilled_bytes <= 16
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_packed", "message"),
+    [
+        (masks.Document(ids=np.zeros(4, np.int32)), False, "masks with arrays other than BlockMask"),
+        (
+            masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64) | masks.FirstKeys(1),
+            False,
+            "masks with arrays other than BlockMask",
+        ),
+        (narrow, False, "blocks of 32 keys .multiples of 64"),
+        (masks.BlockMask(blocks=SMALL, block_q=8, block_kv=64), False, "blocks of 8 queries"),
+        (masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64), True, "outside a paged cache"),
+        (
+            masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64)
+            & masks.BlockMask(blocks=SMALL, block_q=128, block_kv=64),
+            False,
+            "several block_q .*128.*64.* together",
+        ),
+    ],
+)
+def test_masks_without_lists_are_named(mask, is_packed, message):
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(why_not_lists(mask, Tiles(tile_kv=64), is_packed=is_packed))
+
+
+def test_a_mask_is_taken_apart():
+    block = masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64)
+    parts = parts_of(strided & block & masks.FirstKeys(9))
+    assert parts.formula == strided & masks.FirstKeys(9)
+    assert parts.blocks == (block,)
+    assert parts.block_q == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": strange}, "lists must be given with a mask, got None"),
+        ({"block_q": 4, "lists": ()}, "block_q must cut 128 queries into 10 at most, got 4"),
+    ],
+)
+def test_arguments_that_disagree_are_named(options, message):
+    x = jnp.zeros((8, 1, 64), jnp.bfloat16)
+    starts = jnp.asarray([0, 8]), jnp.asarray([8])
+    run = functools.partial(varlen_prefill, score=mosaic_gpu.Score(scale=1.0), tiles=Tiles())
+    if "lists" in options:
+        options["lists"] = mosaic_gpu.prefill_kernel.TileLists(*[jnp.zeros((1, 32), jnp.int32)] * 3)
+    with pytest.raises(Exception, match=f"{message}|Type-check"):
+        run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), **options)

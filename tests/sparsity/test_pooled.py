@@ -1,0 +1,79 @@
+"""Blocks chosen from pooled queries and keys: all mass is everything, little mass is what was planted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+from jattn.sparsity.pooled import largest, select_prefill_blocks
+
+SPEC = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
+
+
+def problem(seed=0, block_size=4):
+    """Two prompts, the second with 9 tokens in the cache, and one decode."""
+    metadata = jattn.build_batch_metadata(
+        [1, 20, 14], [6, 20, 23], [[1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]], block_size=block_size
+    )
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(seed + n), shape)
+    cache = jattn.PagedCache(k=draw(0, 14, block_size, 1, 8), v=draw(1, 14, block_size, 1, 8))
+    return draw(2, 35, 2, 8), cache, metadata
+
+
+def test_all_mass_is_every_block_up_to_one_s_own():
+    query, cache, metadata = problem()
+    mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=1.0, block_size=4)
+    got = jattn.attend(query, cache, metadata, SPEC, mask=mask)
+    np.testing.assert_allclose(got[1:], jattn.attend(query, cache, metadata, SPEC)[1:], atol=1e-5)
+
+
+def test_less_mass_is_fewer_blocks_but_never_none():
+    query, cache, metadata = problem()
+    counts = [
+        int(select_prefill_blocks(query, cache, metadata, SPEC, mass=m, block_size=4).blocks.sum())
+        for m in (1.0, 0.6, 0.2)
+    ]
+    assert counts[0] > counts[1] > counts[2] > 0
+
+
+def test_a_block_that_all_queries_point_at_is_found():
+    query, cache, metadata = problem()
+    direction = jnp.ones(8)
+    query, keys = jnp.broadcast_to(direction, query.shape), cache.k.at[:].set(0.0).at[9].set(direction * 3)
+    cache = jattn.PagedCache(k=keys, v=cache.v)
+    mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=0.9, block_size=4, num_first=0)
+    # Row 2's second block of keys is cache block 9; its queries begin in block 9 // 4 = 2.
+    seen = np.asarray(masks.dense(mask, 14, 23, num_q_heads=2, num_kv_heads=1, row=2))
+    for i, position in enumerate(range(9, 23)):
+        blocks = sorted({int(j) // 4 for j in np.flatnonzero(seen[0, i])})
+        assert blocks == [1, position // 4]
+
+
+def test_masks_change_without_a_recompile(traced_once):
+    run = lambda query, cache, metadata: (
+        select_prefill_blocks(query, cache, metadata, SPEC, mass=0.5, block_size=4).blocks
+    )
+    first, second = traced_once(run, problem(0), problem(7))
+    assert (first != second).any()
+
+
+def test_largest_takes_the_fewest_that_suffice():
+    weights = jnp.asarray([[0.1, 0.6, 0.0, 0.3], [0.25, 0.25, 0.25, 0.25]])
+    np.testing.assert_array_equal(largest(weights, 0.5)[0], [False, True, False, False])
+    np.testing.assert_array_equal(largest(weights, 0.85)[0], [False, True, False, True])
+    np.testing.assert_array_equal(largest(weights, 1.0)[0], [True, True, False, True])
+    assert largest(weights, 0.3)[1].all()  # equals are kept together
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mass": 0.0}, r"mass must lie in \(0, 1\], got 0.0"),
+        ({"block_size": 0}, "block_size must be positive"),
+    ],
+)
+def test_nonsense_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        select_prefill_blocks(*problem(), SPEC, **{"mass": 0.5} | change)

@@ -1,0 +1,99 @@
+"""Quest-type decode: bounds hold, the best blocks are chosen, the whole step is one trace."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.sparsity.topk import KeyBounds, block_scores, select_blocks, write_key_bounds
+
+SPEC = jattn.CacheSpec(num_blocks=9, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def test_bounds_are_those_of_the_keys_written_since_the_block_began():
+    bounds = KeyBounds.create(SPEC)
+    steps = [([0, 1, 2, 3, 8], 0), ([9, -1, 10], 1), ([4, 11, 5], 2), ([0, 1], 3)]  # block 0 is used again
+    kept = {}
+    for slots, seed in steps:
+        keys = normal(seed, len(slots) + 2, 2, 8)  # longer than the slots
+        bounds = write_key_bounds(bounds, keys, jnp.asarray(slots), block_size=4)
+        for slot, key in zip(slots, np.asarray(keys), strict=False):
+            if slot >= 0:
+                kept[slot // 4] = ([] if slot % 4 == 0 else kept[slot // 4]) + [key]
+    for block, keys in kept.items():
+        np.testing.assert_array_equal(bounds.low[block], np.min(keys, axis=0))
+        np.testing.assert_array_equal(bounds.high[block], np.max(keys, axis=0))
+
+
+def filled(reqs=3, blocks=3):
+    """Keys of whole blocks, their bounds, a block table, queries of 4 heads."""
+    keys = normal(0, 9, 4, 2, 8)
+    bounds = KeyBounds(low=keys.min(axis=1), high=keys.max(axis=1))
+    table = jnp.asarray([[1, 2, 3], [4, 5, 6], [7, 8, 0]], jnp.int32)[:reqs, :blocks]
+    return keys, bounds, table, normal(1, reqs, 4, 8)
+
+
+def test_no_key_of_a_block_scores_higher_than_the_block():
+    keys, bounds, table, query = filled()
+    scores = block_scores(query, bounds, table)
+    products = jnp.einsum("rgkd,rbtgd->rgbtk", query.reshape(3, 2, 2, 8), keys[table])
+    assert (scores >= products.max(axis=(3, 4)) - 1e-5).all()
+    assert (scores <= products.max(axis=(3, 4)) + 20).all()
+
+
+def test_the_best_blocks_and_the_recent_ones_are_chosen():
+    _, bounds, table, query = filled()
+    seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
+    mask = select_blocks(query, bounds, table, seq_lens, num_selected=2, block_size=4)
+    scores = np.asarray(block_scores(query, bounds, table))
+    chosen = np.asarray(mask.blocks)[:, :, 0]
+    for head in range(2):
+        best = int(scores[0, head, :2].argmax())
+        assert np.flatnonzero(chosen[0, head]).tolist() == [best, 2]
+        assert np.flatnonzero(chosen[1, head]).tolist() == [0, 1]
+    assert not chosen[2].any()
+
+
+def test_a_step_writes_selects_and_attends_in_one_trace():
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    traces = []
+
+    @jax.jit
+    def step(cache, bounds, query, key, metadata):
+        traces.append(1)
+        slots = metadata.slot_mapping
+        cache = jattn.write_kv(cache, key, key, slots)
+        bounds = write_key_bounds(bounds, key, slots, block_size=4)
+        mask = select_blocks(
+            query, bounds, metadata.block_table, metadata.seq_lens, num_selected=2, block_size=4
+        )
+        out = jattn.attend(query, cache, metadata, spec, mask=mask)
+        return cache, bounds, out, mask
+
+    keys, bounds, table, query = filled(reqs=2)
+    cache = jattn.PagedCache(k=keys, v=jnp.array(keys))
+    for lens in ([9, 12], [10, 8]):
+        metadata = jattn.build_batch_metadata([1, 1], lens, table, block_size=4)
+        cache, bounds, out, mask = step(cache, bounds, query, normal(sum(lens), 2, 2, 8), metadata)
+        want = jattn.attend(query, cache, metadata, spec, mask=mask, implementation="reference")
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        assert int(mask.blocks.sum()) == 2 * 2 * 2
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("num", [0, 4])
+def test_a_number_of_blocks_that_there_are_not_is_named(num):
+    _, bounds, table, query = filled()
+    with pytest.raises(ValueError, match=rf"num_selected must lie in \[1, max_blocks \(3\)\], got {num}"):
+        select_blocks(query, bounds, table, jnp.asarray([3, 3, 3]), num_selected=num, block_size=4)
+
+
+def test_a_table_of_another_batch_is_named():
+    _, bounds, table, query = filled()
+    with pytest.raises(Exception, match=r"block_table must have shape \(3, 3\)|Type-check error"):
+        select_blocks(query, bounds, table[:2], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
