@@ -2,12 +2,13 @@
 
 import argparse
 
-from benchmarks import decode, graphs, prefill, quantization, sparse, table
+from benchmarks import decode, graphs, prefill, quantization, sparse, table, tune
 
 SUITES = {
     "decode": decode,
     "prefill": prefill,
     "sparse": sparse,
+    "tune": tune,
     "graphs": graphs,
     "quantization": quantization,
     "table": table,

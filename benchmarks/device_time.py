@@ -16,8 +16,11 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 15) -> tuple[Any, dict[str, Any]]:
-    """The result of `f(*args)`, and its microseconds: median and spread of the sum, median of each kernel."""
-    result, runs = profiler.measure(jax.jit(f), aggregate=False, iterations=iterations)(*args)
+    """The result of `f(*args)`, and its microseconds: median and spread of the sum, median of each kernel.
+
+    `f` is compiled here if it is not yet.
+    """
+    result, runs = profiler.measure(f, aggregate=False, iterations=iterations)(*args)
     assert isinstance(runs, list)
     sums = [1e3 * sum(ms for _, ms in run) for run in runs]
     kernels: dict[str, float] = {}

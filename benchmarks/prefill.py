@@ -1,8 +1,11 @@
 """Varlen prefill: kernel time, the schedule's apart, over packed keys and over the paged cache."""
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -12,10 +15,10 @@ import numpy as np
 from benchmarks.device_time import Rows, kernel_times
 from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, varlen_prefill
-from pallas_kernels.varlen_prefill.reference import attend_request
+from pallas_kernels.varlen_prefill import Tiles, make_schedule, tiles_for, varlen_prefill
 
 TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
+CHECKED_TOKENS = 24
 MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"causal": False},
@@ -24,7 +27,38 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "alibi": {},
     "sinks": {},
 }
-CHECKED = ("plain", "full", "window")  # the tests check the others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one row measures: a case, its keys packed or in blocks, a modifier, tiles."""
+
+    case: PrefillCase
+    block_size: int | None
+    modifier: str
+    tiles: Tiles
+
+    @property
+    def score(self) -> Score:
+        """The layer's."""
+        return Score(scale=self.case.head_dim**-0.5, **MODIFIERS[self.modifier])
+
+    def run(self, arrays: dict[str, jax.Array], schedule: Any) -> jax.Array:
+        """The kernel."""
+        return varlen_prefill(**arrays, score=self.score, tiles=self.tiles, schedule=schedule)[0]
+
+    def schedule(self, arrays: dict[str, jax.Array]) -> Any:
+        """The schedule, which a step makes once."""
+        lens = arrays["query_start_loc"], arrays["seq_lens"], arrays.get("kv_start_loc")
+        return make_schedule(*lens, num_tokens=arrays["query"].shape[0], score=self.score, tiles=self.tiles)
+
+    def __str__(self) -> str:
+        return f"{self.case.name} {self.block_size} {self.modifier} {name_of(self.tiles)}"
+
+
+def name_of(tiles: Tiles) -> str:
+    """How rows name tiles."""
+    return f"q{tiles.tile_q} kv{tiles.tile_kv} stages{tiles.stages} buffers{tiles.query_buffers}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,41 +66,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(PREFILL)}; default all")
     parser.add_argument("--block-size", type=int, nargs="+", default=[0, 16], help="0: packed keys, no cache")
     parser.add_argument("--modifier", nargs="+", default=["plain"], choices=MODIFIERS)
-    parser.add_argument("--tile-kv", type=int, nargs="+", default=[None])
-    parser.add_argument("--stages", type=int, nargs="+", default=[None])
-    parser.add_argument("--warpgroups", type=int, nargs="+", default=[None])
-    parser.add_argument("--query-buffers", type=int, nargs="+", default=[None])
     parser.add_argument("--out", help="folder of the rows")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every case with every combination of the options."""
+    """Every case with every combination of the options, by the tiles that varlen_prefill picks for itself."""
     a, rows = arguments, Rows("prefill", arguments.out)
-    for name in a.cases or PREFILL:
-        options = (a.block_size, a.modifier, a.tile_kv, a.stages, a.warpgroups, a.query_buffers)
-        for block_size, modifier, *sizes in itertools.product(*options):
-            try:
-                measure(rows, PREFILL[name], block_size or None, modifier, tiles_of(PREFILL[name], *sizes))
-            except Exception as error:  # the other rows still count
-                print(
-                    f"{name} {block_size} {modifier} {sizes}: {type(error).__name__}: {error}"[:500],
-                    flush=True,
-                )
+    for name, block_size, modifier in itertools.product(a.cases or PREFILL, a.block_size, a.modifier):
+        work = default_work(PREFILL[name], block_size or None, modifier)
+        try:
+            rows.add(**measure(work))
+        except Exception as error:  # the other rows still count
+            print(f"{work}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
-def tiles_of(case: PrefillCase, tile_kv: Any, stages: Any, warpgroups: Any, query_buffers: Any) -> Tiles:
-    """The default tiles, changed where an option says so."""
-    changes = {
-        "tile_kv": tile_kv,
-        "stages": stages,
-        "warpgroups": warpgroups,
-        "query_buffers": query_buffers,
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(default_tiles(case.head_dim), **changes)
+def default_work(case: PrefillCase, block_size: int | None, modifier: str) -> Work:
+    """A row with the tiles that varlen_prefill picks for itself."""
+    score = Score(scale=1.0, **MODIFIERS[modifier])
+    has_per_head = modifier in ("alibi", "sinks")
+    tiles = tiles_for(case.head_dim, score=score, has_per_head=has_per_head, block_size=block_size)
+    return Work(case=case, block_size=block_size, modifier=modifier, tiles=tiles)
 
 
-def inputs(case: PrefillCase, block_size: int | None) -> dict[str, jax.Array]:
+def inputs(case: PrefillCase, block_size: int | None, modifier: str) -> dict[str, jax.Array]:
     """Random queries, keys and values; blocks in random order."""
     draw = jax.jit(
         lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), static_argnums=1
@@ -89,59 +111,69 @@ def inputs(case: PrefillCase, block_size: int | None) -> dict[str, jax.Array]:
             row[: len(blocks)] = blocks
         kv = (sum(needed) + 1, block_size, case.kv_heads, case.head_dim)
         arrays["block_table"] = jnp.asarray(table)
+    heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
+    if modifier == "alibi":
+        arrays["alibi_slopes"] = jnp.asarray(2.0 ** (-8 * heads / case.q_heads), jnp.float32)
+    if modifier == "sinks":
+        arrays["sinks"] = jnp.asarray(heads / 16)
     return arrays | {"key": draw(1, kv), "value": draw(2, kv)}
 
 
-def measure(rows: Rows, case: PrefillCase, block_size: int | None, modifier: str, tiles: Tiles) -> None:
-    """One row."""
-    arrays = inputs(case, block_size)
-    heads = jnp.arange(1, case.q_heads + 1, dtype=jnp.float32)
-    per_head = {"alibi": {"alibi_slopes": 2.0 ** (-8 * heads / case.q_heads)}, "sinks": {"sinks": heads / 16}}
-    arrays |= per_head.get(modifier, {})
-    score = Score(scale=case.head_dim**-0.5, **MODIFIERS[modifier])
-    schedule = make_schedule(
-        arrays["query_start_loc"],
-        arrays["seq_lens"],
-        arrays.get("kv_start_loc"),
-        num_tokens=arrays["query"].shape[0],
-        score=score,
-        tiles=tiles,
-    )
-    run = lambda arrays, schedule: varlen_prefill(**arrays, score=score, tiles=tiles, schedule=schedule)[0]
-    out, time = kernel_times(run, arrays, schedule)
-    error = worst_error(out, arrays, case, score) if modifier in CHECKED else None
-    assert error is None or error < TOLERANCE, f"{error=}"
-    flops = None if modifier == "window" else case.num_flops(score.causal)  # a window's pairs are not counted
-    rows.add(
-        name=case.name,
-        block_size=block_size,
-        modifier=modifier,
-        tiles=f"q{tiles.tile_q} kv{tiles.tile_kv} stages{tiles.stages} buffers{tiles.query_buffers}",
+def measure(work: Work, device: contextlib.AbstractContextManager[Any] | None = None) -> dict[str, Any]:
+    """One row, if the output is right; what needs the GPU to itself happens inside `device`."""
+    shapes = jax.eval_shape(lambda: inputs(work.case, work.block_size, work.modifier))
+    make = jax.jit(work.schedule)
+    run = jax.jit(work.run).lower(shapes, jax.eval_shape(make, shapes)).compile()
+    make = make.lower(shapes).compile()
+    with device or contextlib.nullcontext():
+        arrays = inputs(work.case, work.block_size, work.modifier)
+        schedule, schedule_time = kernel_times(make, arrays)
+        out, time = kernel_times(run, arrays, schedule)
+    error = worst_error(out, arrays, work)
+    assert error < TOLERANCE, f"{error=}"
+    flops = work.case.num_flops(work.score.causal, work.score.window[0])
+    return {
+        "name": work.case.name,
+        "block_size": work.block_size,
+        "modifier": work.modifier,
+        "tiles": name_of(work.tiles),
         **time,
-        tflop_per_s=flops and flops / time["us"] / 1e6,
-        max_error=error,
-    )
+        "tflop_per_s": flops / time["us"] / 1e6,
+        "schedule_us": schedule_time["us"],
+        "max_error": error,
+    }
 
 
-def worst_error(out: jax.Array, arrays: dict[str, jax.Array], case: PrefillCase, score: Score) -> float:
-    """Against the reference, for the first, the longest and the last request, and the outermost heads."""
-    lens, errors = case.seq_lens, []
+def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> float:
+    """Against float32 on the host: a few tokens, the first and the last of all among them, every q head."""
+    case, score = work.case, work.score
     starts = np.concatenate([[0], np.cumsum(case.query_lens)])
-    for r in {0, int(np.argmax(lens)), len(lens) - 1}:
-        tokens = slice(int(starts[r]), int(starts[r + 1]))
-        kv = []
-        for x in (arrays["key"], arrays["value"]):
-            if "block_table" in arrays:
-                rows = x[arrays["block_table"][r]].reshape(-1, *x.shape[2:])[: lens[r]]
-            else:
-                rows = x[int(arrays["kv_start_loc"][r]) :][: lens[r]]
-            kv.append(rows[:, np.array([0, case.kv_heads - 1])])
-        q_heads = np.array([0, case.q_heads - 1])
-        reference = jax.jit(
-            lambda q, k, v: attend_request(
-                q, k, v, scale=score.scale, causal=score.causal, window=score.window
-            )
-        )
-        want = reference(arrays["query"][tokens][:, q_heads], *kv)
-        errors.append(jnp.abs(out[tokens][:, q_heads].astype(jnp.float32) - want).max())
-    return float(max(errors))
+    tokens = np.random.default_rng(1).integers(0, starts[-1], CHECKED_TOKENS)
+    host = functools.cache(lambda name: np.asarray(arrays[name]))
+    result, errors = np.asarray(out), []
+    for token in {0, *map(int, tokens), int(starts[-1]) - 1}:
+        r = int(np.searchsorted(starts, token, side="right")) - 1
+        seq_len, position = case.seq_lens[r], token - starts[r] + case.context_lens[r]
+        high = position + 1 if score.causal else seq_len
+        low = 0 if score.window[0] is None else max(position - score.window[0], 0)
+        at = np.arange(low, high)
+        if work.block_size is None:
+            k, v = (host(name)[int(host("kv_start_loc")[r]) + at] for name in ("key", "value"))
+        else:
+            blocks = host("block_table")[r][at // work.block_size]
+            k, v = (host(name)[blocks, at % work.block_size] for name in ("key", "value"))
+        q = host("query")[token].astype(np.float32).reshape(case.kv_heads, -1, case.head_dim)
+        s = np.einsum("hgd,khd->hgk", q, k.astype(np.float32)) * score.scale
+        if score.soft_cap is not None:
+            s = np.tanh(s / score.soft_cap) * score.soft_cap
+        if "alibi_slopes" in arrays:
+            s += host("alibi_slopes").reshape(case.kv_heads, -1, 1) * (at - position)
+        top = s.max(axis=-1, keepdims=True)
+        p = np.exp(s - top)
+        total = p.sum(axis=-1, keepdims=True)
+        if "sinks" in arrays:
+            total += np.exp(host("sinks").reshape(case.kv_heads, -1, 1) - top)
+        want = np.einsum("hgk,khd->hgd", p / total, v.astype(np.float32))
+        error = np.abs(result[token].astype(np.float32).reshape(want.shape) - want).max()
+        errors.append(math.inf if np.isnan(error) else float(error))
+    return max(errors)

@@ -24,6 +24,8 @@ def filled(readme: str) -> str:
     """The README with each table made anew from the files that its marker names."""
     pattern = r"(<!-- decode: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
     readme = re.sub(pattern, lambda m: m[1] + decode_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
+    pattern = r"(<!-- prefill: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
+    readme = re.sub(pattern, lambda m: m[1] + prefill_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
     pattern = r"(<!-- quantization: (\S+) -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda m: m[1] + quantization_table(m[2]) + m[3], readme, flags=re.DOTALL)
 
@@ -44,6 +46,38 @@ def decode_table(file: str, beside: str) -> str:
         versus = ["-", "-"] if peer is None else [f"{peer:.1f}", f"{ours / peer:.2f}"]
         share = f"{100 * row['gb_per_s'] / speed:.0f} %"
         cells = [row["name"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share, *versus]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def prefill_table(file: str, beside: str) -> str:
+    """Rows of one run against the peers of another; none is left out."""
+    rows = _rows(file)
+    peers = {(row["workload"], row["peer"]): row["us"] for row in _rows(beside) if "us" in row}
+    (ceiling,) = [row["value"] for row in _rows(beside) if row.get("ceiling") == "bf16_matmul_TFLOPs"]
+    lines = [
+        f"TFLOP/s, {rows[0]['gpu']}, jax {rows[0]['jax']}; in the peers' run a matmul reached {ceiling:.0f}.",
+        "",
+        "| case | keys | ours, us | ours | FA3 | cuDNN | ours / best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    suffixes = {"plain": "", "window": "_window1024"}
+    for row in rows:
+        workload = row["name"] + suffixes.get(row["modifier"], "_" + row["modifier"])
+        is_packed = row["block_size"] is None
+        names = ("fa3_contig", "torch_cudnn_sdpa") if is_packed else ("fa3_page16", None)
+        rate = lambda us, row=row: row["tflop_per_s"] * row["us"] / us
+        found = [peers.get((workload, name)) for name in names]
+        rates = [None if us is None else rate(us) for us in found]
+        best = max((r for r in rates if r is not None), default=None)
+        cells = [
+            row["name"] + ("" if row["modifier"] == "plain" else f", {row['modifier']}"),
+            "packed" if is_packed else f"blocks of {row['block_size']}",
+            f"{row['us']:.0f}",
+            f"{row['tflop_per_s']:.0f}" + (" *" if row.get("kernel") == "older" else ""),
+            *("-" if r is None else f"{r:.0f}" for r in rates),
+            "-" if best is None else f"{row['tflop_per_s'] / best:.2f}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

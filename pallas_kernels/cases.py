@@ -66,13 +66,19 @@ class PrefillCase:
         """Keys of each request."""
         return tuple(q + c for q, c in zip(self.query_lens, self.context_lens, strict=True))
 
-    def num_flops(self, causal: bool = True) -> float:
-        """Operations of the two products, for the pairs of query and key that see each other."""
-        pairs = sum(
-            q * c + (q * (q + 1) / 2 if causal else q * q)
-            for q, c in zip(self.query_lens, self.context_lens, strict=True)
-        )
-        return 4 * self.q_heads * self.head_dim * pairs
+    def num_flops(self, causal: bool = True, left: int | None = None) -> float:
+        """Operations of the two products, for the pairs of query and key that see each other.
+
+        Args:
+            causal: Queries see no later key.
+            left: Keys before its own that a query sees; None: all of them.
+        """
+        pairs = 0
+        for q, c in zip(self.query_lens, self.context_lens, strict=True):
+            position = np.arange(c, c + q)
+            high = position + 1 if causal else np.full_like(position, c + q)
+            pairs += int((high - (0 if left is None else np.maximum(position - left, 0))).sum())
+        return 4.0 * self.q_heads * self.head_dim * pairs
 
 
 def _prefill(
@@ -100,6 +106,7 @@ PREFILL = {
         _prefill("p_ragged", LLAMA_8B, log_uniform(24, 32, 4096, 1)),
         _prefill("p_chunk_4x2k_ctx16k", LLAMA_8B, (2048,) * 4, context=14336),
         _prefill("p_d64_8x2k", GPT_OSS, (2048,) * 8),
+        _prefill("p_d192_1x8k", (16, 8, 192), (8192,)),
         _prefill("p_d256_1x8k", WIDE, (8192,)),
     )
 }

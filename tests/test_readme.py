@@ -39,4 +39,5 @@ def test_the_two_commands_stand_at_the_top():
 def test_the_tables_are_those_of_the_raw_rows():
     assert filled(README) == README
     assert "| d_64x4k |" in README
+    assert "| p_ragged |" in README
     assert "| int8_token_head |" in README

@@ -8,7 +8,7 @@ from pallas_kernels.shared.score import Score
 
 NUM_SMS = 132  # H100 SXM, H200
 WARPGROUP_ROWS = 64  # the tensor core's M
-SHARED_MEMORY = 227 * 1024 - 2048  # bytes a thread block may have, less barriers and reductions
+SHARED_MEMORY = 221 * 1024  # bytes a thread block may have, less columns, barriers and reductions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,21 +47,29 @@ class Tiles:
         return query + self.stages * 2 * 2 * self.tile_kv * width
 
 
+# (padded head_dim, is_plain) -> the fastest of the tiles that were measured on an H200 (prefill-variants in
+# benchmarks/results); `python -m benchmarks tune prefill` measures all that fit. Three warpgroups have the
+# registers for narrow heads with nothing but a causal mask, and no more.
+TABLE = {
+    (64, True): Tiles(tile_kv=128, stages=4, warpgroups=3),
+    (64, False): Tiles(tile_kv=128, stages=4),
+    (128, True): Tiles(tile_kv=128, stages=2),
+    (128, False): Tiles(tile_kv=128, stages=2),
+    (192, True): Tiles(tile_kv=64, stages=2),
+    (192, False): Tiles(tile_kv=64, stages=2),
+    (256, True): Tiles(tile_kv=64, stages=2, query_buffers=1),
+    (256, False): Tiles(tile_kv=64, stages=2, query_buffers=1),
+}
+
+
 def default_tiles(head_dim: int, *, is_plain: bool = True) -> Tiles:
-    """Tiles for a head_dim, measured on an H200 for 64, 128 and 256 (benchmarks/results).
+    """Tiles for a head_dim.
 
     Args:
         head_dim: Width of a head.
-        is_plain: Nothing but a causal mask: three warpgroups have the registers for that, and no more.
+        is_plain: Nothing but a causal mask.
     """
-    width = head_cut(head_dim).padded_dim
-    if width <= 64:
-        return Tiles(tile_kv=128, stages=4, warpgroups=3 if is_plain else 2)
-    if width <= 128:
-        return Tiles(tile_kv=128, stages=2)
-    if width <= 192:
-        return Tiles(tile_kv=64, stages=2)
-    return Tiles(tile_kv=64, stages=2, query_buffers=1)
+    return TABLE[head_cut(head_dim).padded_dim, is_plain]
 
 
 def tiles_for(head_dim: int, *, score: Score, has_per_head: bool, block_size: int | None) -> Tiles:

@@ -50,6 +50,17 @@ FAST = FACTORS | {
     "block_size": [8, 16, 128],
 }
 ALWAYS = {"stored": "plain", "sparsity": None, "padded": False}
+# Requests as (queries, keys): FlashAttention's awkward lengths, and mixes of them.
+AWKWARD = [
+    [(1, 1)],
+    [(239, 239)],
+    [(799, 3 + 799)],
+    [(113, 203)],
+    [(1023, 1024)],
+    [(4224, 4224)],
+    [(1, 1), (239, 239), (113, 203), (1, 4224), (7, 8), (799, 802)],
+    [(64, 1000), (1, 17), (1023, 1024), (3, 3), (128, 128), (129, 257), (2048, 2048), (5, 4000)],
+]
 PADDING = 5  # tokens of NaN behind the last request
 
 
@@ -171,23 +182,65 @@ class TestOnGpu:
         problem = Problem(case)
         problem.check(*attend(problem))
 
-    @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (239, 239), (799, 799), (113, 203), (1023, 1024)])
-    def test_awkward_lengths(self, tokens, keys):
-        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        q, k, v = draw(0, tokens, 4, 128), draw(1, keys, 4, 128), draw(2, keys, 4, 128)
-        out, _ = packed([tokens], [keys], q, k, v, score=Score(scale=0.1), interpret=None)
-        want = reference.attend_request(q, k, v, scale=0.1)
-        np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
+    @pytest.mark.parametrize("lens", AWKWARD, ids=str)
+    @pytest.mark.parametrize("block_size", [None, 16, 128])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_awkward_lengths(self, lens, block_size, head_dim):
+        """Against float32, and 20 runs give the same bits."""
+        query_lens, seq_lens = zip(*lens, strict=True)
+        tokens, keys = sum(query_lens), sum(seq_lens)
+        draw = lambda seed, rows, heads: jax.random.normal(
+            jax.random.key(seed), (rows, heads, head_dim), jnp.bfloat16
+        )
+        q, k, v = draw(0, tokens, 4), draw(1, keys, 2), draw(2, keys, 2)
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        kv_starts = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
+        arrays = {"key": k, "value": v, "kv_start_loc": jnp.asarray(kv_starts[:-1])}
+        if block_size is not None:
+            arrays = paged(np.asarray(k), np.asarray(v), seq_lens, block_size)
+        run = jax.jit(functools.partial(varlen_prefill, score=Score(scale=0.1)))
+        args = {
+            "query": q,
+            "query_start_loc": jnp.asarray(starts),
+            "seq_lens": jnp.asarray(seq_lens),
+            **arrays,
+        }
+        out, _ = run(**args)
+        q, k, v, got = (np.asarray(x, np.float32) for x in (q, k, v, out))
+        for r, (first, last) in enumerate(itertools.pairwise(starts)):
+            mine = slice(kv_starts[r], kv_starts[r + 1])
+            want = in_float32(q[first:last], k[mine], v[mine], scale=0.1)
+            np.testing.assert_allclose(got[first:last], want, atol=2e-2)
+        for _ in range(20):
+            assert jnp.array_equal(run(**args)[0], out)
 
-    def test_many_runs_give_the_same_bits(self):
-        draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (4000, heads, 128), jnp.bfloat16)
-        lens = [1000, 1, 0, 1799, 1200]
-        run = functools.partial(packed, lens, lens, score=Score(scale=0.1), interpret=None)
-        args = draw(0, 8), draw(1, 2), draw(2, 2)
-        first, _ = run(*args)
-        for _ in range(200):
-            again, _ = run(*args)
-            assert jnp.array_equal(first, again)
+
+def paged(k, v, seq_lens, block_size):
+    """Packed keys and values of each request in blocks, in random order, with NaN in every other slot."""
+    counts = [-(-n // block_size) for n in seq_lens]
+    order = np.random.default_rng(0).permutation(sum(counts))
+    table = np.full((len(counts), max(counts)), -(2**30), np.int32)
+    caches = [np.full((sum(counts), block_size, *x.shape[1:]), np.nan, x.dtype) for x in (k, v)]
+    token = 0
+    for row, blocks, n in zip(table, np.split(order, np.cumsum(counts)[:-1]), seq_lens, strict=True):
+        row[: len(blocks)] = blocks
+        at = np.arange(n)
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[blocks[at // block_size], at % block_size] = x[token : token + n]
+        token += n
+    return {"key": jnp.asarray(caches[0]), "value": jnp.asarray(caches[1]), "block_table": jnp.asarray(table)}
+
+
+def in_float32(q, k, v, *, scale):
+    """Causal attention of one request on the host; q [tokens, heads, dim], k and v [keys, kv_heads, dim]."""
+    tokens, heads, dim = q.shape
+    q = q.reshape(tokens, k.shape[1], -1, dim)
+    s = np.einsum("qhgd,khd->hgqk", q, k, optimize=True) * scale
+    position = np.arange(tokens)[:, None] + (len(k) - tokens)
+    s = np.where(np.arange(len(k)) <= position, s, -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    out = np.einsum("hgqk,khd->qhgd", p / p.sum(axis=-1, keepdims=True), v, optimize=True)
+    return out.reshape(tokens, heads, dim)
 
 
 def packed(query_lens, seq_lens, query, key, value, *, interpret="cpu", detect_races=False, **options):

@@ -1,0 +1,37 @@
+"""The tuner's choice, from rows written by hand."""
+
+import json
+
+import pytest
+
+from benchmarks import tune
+from benchmarks.prefill import name_of
+from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
+
+
+@pytest.mark.parametrize("width", tune.WIDTHS)
+def test_candidates_fit_and_differ(width):
+    found = tune.candidates(width)
+    assert all(tiles.shared_memory(width) <= SHARED_MEMORY for tiles in found)
+    assert len(set(map(name_of, found))) == len(found) > 0
+
+
+def test_the_fastest_is_the_least_geometric_mean_of_complete_rows(tmp_path):
+    few, even, uneven, *_ = tune.candidates(64)
+    first, second = tune.PREFILL_ROWS[64, True]
+    times = [
+        (even, first, 4.0),
+        (even, second, 4.0),
+        (uneven, first, 1.0),
+        (uneven, second, 15.0),
+        (few, first, 9.0),
+    ]
+    keys = ("name", "block_size", "modifier")
+    rows = [dict(zip(keys, row, strict=True), tiles=name_of(tiles), us=us) for tiles, row, us in times]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tune.fastest(path) == {(64, True): name_of(uneven)}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert tune.fastest(path) == {(64, True): name_of(even)}
+    path.write_text(json.dumps(rows[-1]))
+    assert tune.fastest(path) == {}
