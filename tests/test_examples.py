@@ -34,6 +34,27 @@ def test_flax_layer_steps_to_what_it_computes_at_once(capsys):
     assert float(difference) < 1e-5
 
 
+def test_sparsity_compares_patterns_and_draws_them(model_dir, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from examples.sparsity.__main__ import main
+
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in "abcdefghijkl":
+        (sources / f"{name}.py").write_text(f"def {name}():\n    return 0\n" * 200)
+    patterns = ["dense", "window 128", "pooled blocks, mass 0.5"]
+    options = ["--windows", "1", "--tokens", "256", "--patterns", *patterns, "--data", str(sources)]
+    main(["--model", model_dir, "--out", str(tmp_path), *options])
+    rows = (tmp_path / "table.md").read_text().splitlines()[2:]
+    figures = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:4] for row in rows}
+    assert list(figures) == patterns
+    assert figures["dense"][:2] == ["1.00", "1.000"]
+    assert all(float(figures[name][0]) < 1 for name in patterns[1:])
+    for name in ("masks", "mass", "speed"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "speed.png" in capsys.readouterr().out
+
+
 def test_serve_a_batch_is_short_of_blocks_and_loses_nobody(model_dir, capsys):
     serve_a_batch.main([model_dir])
     out = capsys.readouterr().out

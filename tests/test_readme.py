@@ -3,6 +3,9 @@
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+
 import jattn
 from benchmarks.table import filled
 
@@ -16,6 +19,15 @@ def test_the_example_runs():
     exec(compile(example, "README.md", "exec"), names)
     assert names["out"].shape == (7, 8, 64)
     assert len(example.strip().splitlines()) <= 24
+
+
+def test_the_masks_example_runs():
+    (example,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
+    names = {"jax": jax, "jnp": jnp, "jattn": jattn}
+    exec(compile(example, "README.md", "exec"), names)
+    lists = names["tiles"].num_partial + names["tiles"].num_full
+    assert lists.shape == (16, 8)
+    assert int(lists.max()) <= 8
 
 
 def test_every_function_that_the_glossary_promises_exists():

@@ -30,7 +30,7 @@ class Result:
         bits: Bits per byte of the held-out windows.
         milliseconds: Time of one layer's attention over one window, on this machine.
         implementation: What computed it.
-        mask: The mask of the middle layer in the last window.
+        mask: What the middle layer sees of the last window.
     """
 
     density: np.ndarray
@@ -57,7 +57,7 @@ def measure(model: Decoder, windows: Int[np.ndarray, "windows tokens+1"], patter
         bits=statistics.mean(bits),
         milliseconds=milliseconds,
         implementation=name,
-        mask=layer[-1],
+        mask=masks.Causal() & layer[-1],
     )
 
 

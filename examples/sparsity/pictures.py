@@ -2,6 +2,7 @@
 
 import pathlib
 
+from matplotlib import colormaps
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
@@ -23,12 +24,16 @@ def draw(results: dict[str, Result], tokens: int, out: pathlib.Path) -> list[pat
 
 
 def draw_masks(results: dict[str, Result], tokens: int) -> Figure:
-    """One row a pattern, one square a head: the middle layer's mask."""
+    """Two patterns a row, one square a head: what the middle layer sees."""
     shown = {name: result for name, result in results.items() if name != "dense"}
     num_heads = next(iter(results.values())).mass.shape[1]
-    figure = Figure(figsize=(1.5 * num_heads, 1.6 * len(shown)), layout="constrained")
-    axes = figure.subplots(len(shown), num_heads, squeeze=False)
-    for row, (name, result) in zip(axes, shown.items(), strict=True):
+    num_rows = -(-len(shown) // 2)
+    figure = Figure(figsize=(2.4 * num_heads, 1.4 * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, 2 * num_heads, squeeze=False).reshape(-1, num_heads)
+    for row in axes[len(shown) :]:
+        for axis in row:
+            axis.set_axis_off()
+    for row, (name, result) in zip(axes, shown.items(), strict=False):
         seen = classes(result.mask, tokens, num_heads=num_heads)
         for axis, picture in zip(row, seen, strict=True):
             axis.imshow(picture, cmap=ListedColormap(COLORS), vmin=EMPTY, vmax=FULL, interpolation="nearest")
@@ -42,10 +47,11 @@ def draw_mass(results: dict[str, Result]) -> Figure:
     """Mass kept, and bits per byte, against density."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, result in results.items():
-        (line,) = left.plot(result.density.mean(axis=1), result.mass.mean(axis=1), ".", alpha=0.35)
-        left.plot(result.density.mean(), result.mass.mean(), "o", color=line.get_color())
-        right.plot(result.density.mean(), result.bits, "o", color=line.get_color(), label=name)
+    for nth, (name, result) in enumerate(results.items()):
+        color = colormaps["tab20"](nth % 20)
+        left.plot(result.density.mean(axis=1), result.mass.mean(axis=1), ".", alpha=0.35, color=color)
+        left.plot(result.density.mean(), result.mass.mean(), "o", color=color)
+        right.plot(result.density.mean(), result.bits, "o", color=color, label=name)
     left.set(xlabel="density", ylabel="attention mass kept (small: layers)")
     right.set(xlabel="density", ylabel="bits per byte, held out")
     figure.legend(loc="outside lower center", ncols=3, fontsize=7)
