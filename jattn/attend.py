@@ -142,7 +142,7 @@ def _attend_region(
         "mosaic_gpu": mosaic_gpu.why_not(query, kv, metadata, spec, mask),
         "reference": reference.why_not(spec),
     }
-    if implementation is None and mask is not None and reasons["mosaic_gpu"] is None:
+    if not isinstance(implementation, str) and mask is not None and reasons["mosaic_gpu"] is None:
         reasons["mosaic_gpu"] = mosaic_gpu.why_not_unasked()
     name = choose_implementation(implementation, reasons)
     if name == "mosaic_gpu":

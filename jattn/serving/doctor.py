@@ -70,7 +70,12 @@ def diagnose(feature: str, region: str) -> Diagnosis:
     reasons: list[str] = []
     for name in IMPLEMENTATIONS:
         call = lambda query, cache, metadata, values, name=name: attend(
-            query, cache, metadata, spec, implementation=name, **values
+            query,
+            cache,
+            metadata,
+            spec,
+            implementation=(name,),
+            **values,  # as one of several would be
         )
         try:
             jax.eval_shape(call, query, cache, metadata, head_values)

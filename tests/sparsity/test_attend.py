@@ -97,6 +97,7 @@ def test_a_kernel_that_has_not_run_on_a_gpu_is_taken_only_when_asked_for(monkeyp
     cache = jattn.PagedCache(k=zeros, v=zeros)
     query = jnp.zeros((3, 4, 64), jnp.bfloat16)
     jattn.attend(query, cache, metadata, spec)
+    jattn.attend(query, cache, metadata, spec, implementation=("mosaic_gpu", "xla"))
     assert not asked
     jattn.attend(query, cache, metadata, spec, implementation="mosaic_gpu")
     assert asked
