@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import decode, graphs, prefill, quantization, sparse, table, tune
+from benchmarks import decode, graphs, prefill, quantization, sparse, table, tune, write
 
 SUITES = {
     "decode": decode,
@@ -12,6 +12,7 @@ SUITES = {
     "graphs": graphs,
     "quantization": quantization,
     "table": table,
+    "write": write,
 }
 
 

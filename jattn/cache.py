@@ -237,25 +237,33 @@ def write_kv(
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
         require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
-    reason = support.why_not(platform=jax.default_backend()) or _why_not_write(cache)
+    reason = support.why_not(platform=jax.default_backend()) or _why_not_write(cache, key.dtype)
     if implementation is not None:
         require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
         if implementation == "mosaic_gpu" and reason is not None:
             raise unsupported("write_kv", f"mosaic_gpu: {reason}", "Leave implementation=None")
-    use_kernel = reason is None and implementation != "xla"
+    # The kernel that rounds on the way is compiled and interpreted, but has not run on a GPU yet.
+    is_proven = cache.k.dtype not in EIGHT_BIT and cache.v.dtype not in EIGHT_BIT
+    use_kernel = reason is None and (implementation == "mosaic_gpu" or (implementation is None and is_proven))
     written = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
     )
     return replace(cache, **written)
 
 
-def _why_not_write(cache: PagedCache) -> str | None:
+def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
+    """Why cache_write does not serve; what is no 8-bit cache gets its rows in its own dtype."""
+    is_rounded = cache.k.dtype in EIGHT_BIT or cache.v.dtype in EIGHT_BIT
+    ndim = lambda scale: None if scale is None or not is_rounded else jnp.ndim(scale)
     return support.why_not_write(
-        cache_dtype=cache.k.dtype,
+        dtype=dtype if is_rounded else cache.k.dtype,
+        k_dtype=cache.k.dtype,
+        v_dtype=cache.v.dtype,
+        k_scale_ndim=ndim(cache.stored_k_scale),
+        v_scale_ndim=ndim(cache.stored_v_scale),
         layout=cache.layout,
         kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim,
-        is_quantized=cache.k.dtype in EIGHT_BIT or cache.v.dtype in EIGHT_BIT,
     )
 
 
@@ -279,6 +287,9 @@ def _write_kv(
 ) -> dict[str, Array]:
     """The arrays of block_arrays, written."""
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+    is_rounded = any(arrays[name].dtype in EIGHT_BIT for name in ("k", "v"))
+    if use_kernel and is_rounded:
+        return _write_rounded(arrays, static_scales, key, value, slots, layout)
     new, scales = {}, {}
     for name, rows, scale in zip(("k", "v"), (key, value), static_scales, strict=True):
         if f"stored_{name}_scale" in arrays:
@@ -286,7 +297,7 @@ def _write_kv(
         else:
             new[name] = quantize_static(rows, scale, arrays[name].dtype)
     if use_kernel:
-        k, v = cache_write(new["k"], new["v"], arrays["k"], arrays["v"], slots, layout=layout)
+        k, v, *_ = cache_write(new["k"], new["v"], arrays["k"], arrays["v"], slots, layout=layout)
         return {"k": k, "v": v}
     num_blocks, block_size = (
         arrays["v"].shape[0],
@@ -305,6 +316,33 @@ def _write_kv(
     written = {name: put(arrays[name], index, rows) for name, rows in new.items()}
     by_head = (block, slice(None), offset)
     return written | {name: put(arrays[name], by_head, rows) for name, rows in scales.items()}
+
+
+def _write_rounded(
+    arrays: dict[str, Array],
+    static_scales: tuple[Any, Any],
+    key: Array,
+    value: Array,
+    slots: Array,
+    layout: str,
+) -> dict[str, Array]:
+    """By the kernel that rounds on the way."""
+    names = ("k", "v", "stored_k_scale", "stored_v_scale")
+    scales = [
+        arrays[name] if name in arrays else None if static is None else jnp.asarray(static, jnp.float32)
+        for name, static in zip(names[2:], static_scales, strict=True)
+    ]
+    written = cache_write(
+        key,
+        value,
+        arrays["k"],
+        arrays["v"],
+        slots,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        layout=layout,
+    )
+    return {name: _as_jax(array) for name, array in zip(names, written, strict=True) if name in arrays}
 
 
 def _as_jax(array: Any) -> Array:

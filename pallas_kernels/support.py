@@ -133,27 +133,51 @@ def why_not_read(
 
 
 def why_not_write(
-    *, cache_dtype: Any, layout: str, kv_heads: int, head_dim: int, is_quantized: bool = False
+    *,
+    dtype: Any,
+    k_dtype: Any,
+    v_dtype: Any,
+    layout: str,
+    kv_heads: int,
+    head_dim: int,
+    k_scale_ndim: int | None = None,
+    v_scale_ndim: int | None = None,
 ) -> str | None:
     """Why cache_write has no kernel for a cache; None if it has.
 
     Args:
-        cache_dtype: Of the cache, and of what is written.
-        is_quantized: What is written is made on the way.
+        dtype: Of what is written.
+        k_dtype: What keys are stored as.
+        v_dtype: What values are stored as.
         layout: Of the cache.
         kv_heads: Heads of a token.
         head_dim: Width of a head.
+        k_scale_ndim: Axes of the keys' scale: 3 per token and head, 0 for one number; None without one.
+        v_scale_ndim: The same of values.
     """
-    row = kv_heads * head_dim * jnp.dtype(cache_dtype).itemsize
-    head = head_dim * jnp.dtype(cache_dtype).itemsize
-    rules = (
-        (not is_quantized, f"a quantised cache of {jnp.dtype(cache_dtype).name}"),
-        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
+    dtype = jnp.dtype(dtype)
+    stored = {name: jnp.dtype(x) for name, x in (("keys", k_dtype), ("values", v_dtype))}
+    is_rounded = any(x != dtype for x in stored.values())
+    narrowest = min(x.itemsize for x in stored.values())
+    row, head = kv_heads * head_dim * narrowest, head_dim * narrowest
+    aligned = layout == "HND" or is_rounded
+    rules = [(layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)")]
+    for (name, held), ndim in zip(stored.items(), (k_scale_ndim, v_scale_ndim), strict=True):
+        can_round = dtype.name in DTYPES and held.name in ("int8", "float8_e4m3fn")
+        is_plain = held == dtype and ndim is None
+        what = f"{name} of {dtype.name} into a cache of {held.name}"
+        rules.append((held == dtype or can_round, what))
+        rules.append((is_plain or (held != dtype and ndim in (None, 0, 3)), f"{what} with this scale"))
+    rules += [
         (row % 16 == 0, f"keys of {row} bytes a token (a multiple of 16 has one)"),
-        (layout != "HND" or row % 128 == 0, f"HND keys of {row} bytes a token (a multiple of 128 has one)"),
-        (layout != "HND" or head % 16 == 0, f"HND heads of {head} bytes (a multiple of 16 has one)"),
+        (not aligned or row % 128 == 0, f"{layout} keys of {row} bytes a token (a multiple of 128 has one)"),
+        (not aligned or head % 16 == 0, f"{layout} heads of {head} bytes (a multiple of 16 has one)"),
+        (
+            not is_rounded or head_dim in HEAD_DIMS,
+            f"8-bit heads of {head_dim} ({_listed(HEAD_DIMS)} have one)",
+        ),
         (layout != "HND" or kv_heads <= 256, f"HND keys of {kv_heads} heads (at most 256)"),
-    )
+    ]
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
 
 

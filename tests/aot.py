@@ -65,7 +65,10 @@ def require_plugin() -> None:
 
 
 def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
-    """Compiles `module.aot_cases()[name]`, each a function and its abstract arguments; the kernels of each.
+    """Compiles `module.aot_cases()[name]`; the kernels of each.
+
+    A case is a function, its abstract arguments and, if it has some, the numbers of those that are donated:
+    they must be aliased and not copied.
 
     In a process of its own: the compiler prints its report to the process's standard output, and JAX must not
     have started a GPU.
@@ -113,9 +116,14 @@ def main(module: str, names: list[str]) -> None:
     cases = importlib.import_module(module).aot_cases()
     for name in names:
         print(f"== {name}", flush=True)
-        function, arguments = cases[name]
+        function, arguments, *numbers = cases[name]
+        donated = numbers[0] if numbers else ()
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-        jax.jit(function).lower(*placed).compile()
+        compiled = jax.jit(function, donate_argnums=donated).lower(*placed).compile()
+        memory = compiled.memory_analysis()
+        num_bytes = sum(arguments[i].size * arguments[i].dtype.itemsize for i in donated)
+        assert memory.alias_size_in_bytes >= num_bytes, f"{name}: {memory} of {num_bytes} donated bytes"
+        assert not donated or memory.temp_size_in_bytes < num_bytes / 16, f"{name}: {memory}"
 
 
 if __name__ == "__main__":

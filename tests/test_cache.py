@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.cache import blocks_of
+from pallas_kernels.cache_write import cache_write
 
 LAYOUTS = ["NHD", "HND", "packed"]
 QUANTIZATIONS = list(jattn.spec.QUANTIZATIONS)
@@ -190,6 +192,48 @@ class TestQuantizedWrites:
         cache = jattn.PagedCache(k=zeros[0], v=zeros[1], k_scale=scale, v_scale=scale)
         cache = jattn.write_kv(cache, *(jnp.full((1, 2, 16), 5.0) for _ in range(2)), jnp.asarray([0]))
         assert cache.k[0, 0, 0, 0] == 2  # 2.5 rounds half to even
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """As on a GPU with kernels, which are interpreted; the caches' dtypes of each call."""
+    calls = []
+
+    def write(key, value, k, v, *args, **options):
+        calls.append((k.dtype, v.dtype))
+        return cache_write(key, value, k, v, *args, **options, interpret=plgpu.InterpretGPUParams())
+
+    monkeypatch.setattr("pallas_kernels.support.why_not", lambda platform: None)
+    monkeypatch.setattr("jattn.cache.cache_write", write)
+    return calls
+
+
+class TestKernel:
+    @pytest.mark.parametrize("quantization", ["fp8_e4m3", "int8_token_head", "int8_k_only"])
+    def test_rounds_on_the_way_where_it_is_asked_for(self, quantization, kernel_calls):
+        write = lambda implementation: jattn.write_kv(
+            jattn.PagedCache.create(spec(head_dim=64, dtype=jnp.bfloat16, quantization=quantization)),
+            *random_kv(3, dtype=jnp.bfloat16, dim=64),
+            jnp.asarray([7, -1, 12]),
+            implementation=implementation,
+        )
+        want = write(None)
+        assert kernel_calls == []  # not yet by itself
+        got = write("mosaic_gpu")
+        assert len(kernel_calls) == 1
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *map(as_floats, (got, want)))
+
+    def test_declines_scales_per_channel_by_name(self, kernel_calls):
+        cache = create(head_dim=64, dtype=jnp.bfloat16, quantization="int8_static_v")
+        rows = random_kv(1, dtype=jnp.bfloat16, dim=64)
+        with pytest.raises(
+            NotImplementedError, match="values of bfloat16 into a cache of int8 with this scale"
+        ):
+            jattn.write_kv(cache, *rows, jnp.asarray([3]), implementation="mosaic_gpu")
+
+
+def as_floats(cache):
+    return [x.astype(jnp.float32) for x in jax.tree.leaves(cache)]
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_token_head", "int8_static_v", "int8_k_only"])

@@ -1,12 +1,12 @@
-"""cache_write: new keys and values into their slots, in place."""
+"""cache_write: new keys and values into their slots, in place, rounded to 8 bits where the cache is."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.cache_write.kernel import write_rows
+from pallas_kernels.cache_write.kernel import Side, write_rows
 from pallas_kernels.cache_write.tiles import Tiles, default_tiles
 from pallas_kernels.checks import require_one_of, require_shape, unsupported
 from pallas_kernels.support import why_not_write
@@ -19,30 +19,35 @@ def cache_write(
     v_cache: Shaped[Array, "..."],
     slot_mapping: Int[Array, " tokens"],
     *,
+    k_scale: Float32[Array, "..."] | None = None,
+    v_scale: Float32[Array, "..."] | None = None,
     layout: str = "NHD",
     tiles: Tiles | None = None,
     interpret: Any = None,
-) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."]]:
+) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."], Array | None, Array | None]:
     """Writes each token's key and value to its slot; the caches are changed in place where they are donated.
 
     Args:
-        key: New keys, in the caches' dtype.
-        value: New values.
+        key: New keys, in the cache's dtype, or in 16 bits for a cache of int8 or fp8.
+        value: New values, of key's dtype.
         k_cache: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim].
-        v_cache: As k_cache.
+        v_cache: As k_cache; may be of another dtype.
         slot_mapping: `block * block_size + offset` of each token; tokens of slots < 0 are not written.
+        k_scale: Of an 8-bit k_cache: per token and head [blocks, kv_heads, block_size], made here and written
+            in place; or a scalar that keys are divided by; None = 1.
+        v_scale: As k_scale.
         layout: Static: "NHD" or "HND".
         tiles: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        The caches, written.
+        The caches, written, and the scales, written where they are per token and head.
 
     Raises:
         ValueError: Shapes or dtypes disagree.
         NotImplementedError: There is no kernel for this request; the message says why.
 
-    Source: vLLM `reshape_and_cache_flash`.
+    Source: vLLM `reshape_and_cache_flash`; rounding as in `int8_per_token_head` and `fp8_per_token_head`.
     """
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
@@ -53,25 +58,59 @@ def cache_write(
     require_shape("v_cache", v_cache.shape, wanted, "as k_cache")
     require_shape("value", value.shape, key.shape, "as key")
     require_shape("slot_mapping", slot_mapping.shape, (tokens,), "tokens of key")
-    for name, array in (("key", key), ("value", value), ("v_cache", v_cache)):
-        require_one_of(f"{name}.dtype", array.dtype, (k_cache.dtype,))
-    reason = why_not_write(cache_dtype=k_cache.dtype, layout=layout, kv_heads=kv_heads, head_dim=head_dim)
+    require_one_of("value.dtype", value.dtype, (key.dtype,))
+    reason = why_not_write(
+        dtype=key.dtype,
+        k_dtype=k_cache.dtype,
+        v_dtype=v_cache.dtype,
+        k_scale_ndim=None if k_scale is None else k_scale.ndim,
+        v_scale_ndim=None if v_scale is None else v_scale.ndim,
+        layout=layout,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
     if reason is not None:
         raise unsupported("cache_write", reason, "Use another implementation")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and scale.ndim:
+            require_shape(name, scale.shape, (blocks, kv_heads, size), "blocks, kv_heads, block_size")
     if tokens == 0:
-        return k_cache, v_cache
+        return k_cache, v_cache, k_scale, v_scale
+    is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
+    flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
+    as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
     row_bytes = kv_heads * head_dim * key.dtype.itemsize
-    as_rows = lambda x: x if is_hnd else x.reshape(-1, kv_heads * head_dim)
+    if tiles is None:
+        tiles = default_tiles(tokens, row_bytes, heads=kv_heads if is_rounded else None)
     k_ref, v_ref = (jax.new_ref(as_rows(cache)) for cache in (k_cache, v_cache))
+    k_scale_ref, v_scale_ref = (_scale_ref(scale) for scale in (k_scale, v_scale))
     write_rows(
-        as_rows(key),
-        as_rows(value),
+        key.reshape(tokens, *flat),
+        value.reshape(tokens, *flat),
         slot_mapping.astype(jnp.int32),
-        k_ref,
-        v_ref,
+        (k_ref, v_ref),
+        (k_scale_ref, v_scale_ref),
+        sides=(_side(key, k_cache, k_scale), _side(value, v_cache, v_scale)),
         is_hnd=is_hnd,
         block_size=size,
-        tiles=default_tiles(tokens, row_bytes) if tiles is None else tiles,
+        tiles=tiles,
         interpret=interpret,
     )
-    return jax.freeze(k_ref).reshape(wanted), jax.freeze(v_ref).reshape(wanted)
+    written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
+    k, v = (jax.freeze(ref).reshape(wanted) for ref in (k_ref, v_ref))
+    return k, v, written(k_scale, k_scale_ref), written(v_scale, v_scale_ref)
+
+
+def _side(new: Array, cache: Array, scale: Array | None) -> Side:
+    return Side(
+        heads=new.shape[1],
+        dtype=None if cache.dtype == new.dtype else cache.dtype,
+        has_token_scales=scale is not None and scale.ndim == 3,
+    )
+
+
+def _scale_ref(scale: Array | None) -> Any:
+    """Scales per token and head to write in place, or one number to read."""
+    if scale is None:
+        return None
+    return jax.new_ref(scale) if scale.ndim else scale.reshape(1)

@@ -1,5 +1,6 @@
-"""One thread block moves a few tokens: each row of keys and of values is a bulk copy in and one out."""
+"""One thread block moves a few tokens: bulk copies in, 8-bit rows rounded on the way, bulk copies out."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,29 +13,62 @@ from pallas_kernels.cache_write.tiles import Tiles
 
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+MIN_SCALE = 1e-6
+TILE_ROWS = 64  # rows of the register layout in which rounding works: a row is a token's head
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """How keys, or values, are written.
+
+    Attributes:
+        heads: Heads of a token.
+        dtype: Of what is stored, where it is rounded on the way; None = stored as it comes.
+        has_token_scales: The scale of each token and head is made here.
+    """
+
+    heads: int
+    dtype: Any = None
+    has_token_scales: bool = False
+
+    def scratch(self, rows: int, array: jax.Array) -> tuple[Any, Any, Any]:
+        """SMEM for what comes in, what goes out and the scales; None for what is not needed."""
+        if self.dtype is None:
+            return plgpu.SMEM((rows, *array.shape[1:]), array.dtype), None, None
+        tile = -(-rows * self.heads // TILE_ROWS) * TILE_ROWS
+        shape = (tile, array.shape[-1])
+        scales = plgpu.SMEM((tile,), jnp.float32) if self.has_token_scales else None
+        return plgpu.SMEM(shape, array.dtype), plgpu.SMEM(shape, self.dtype), scales
+
+    def token(self, ref: Any, j: int) -> Any:
+        """Token j of an SMEM buffer."""
+        return ref.at[j] if self.dtype is None else ref.at[pl.ds(j * self.heads, self.heads)]
 
 
 def write_rows(
     key: jax.Array,
     value: jax.Array,
     slot_mapping: jax.Array,
-    k_ref: Any,
-    v_ref: Any,
+    refs: tuple[Any, Any],
+    scales: tuple[Any, Any],
     *,
+    sides: tuple[Side, Side],
     is_hnd: bool,
     block_size: int,
     tiles: Tiles,
     interpret: Any = None,
 ) -> None:
-    """Writes into the caches behind k_ref and v_ref.
+    """Writes into the caches behind refs, and into the scales per token and head.
 
     Args:
-        key: [tokens, kv_heads * head_dim], or [tokens, kv_heads, head_dim] for HND.
+        key: [tokens, kv_heads, head_dim], or [tokens, kv_heads * head_dim] where nothing needs the heads.
         value: As key.
         slot_mapping: int32 [tokens]; tokens of slots < 0 are not written.
-        k_ref: jax.Ref: [slots, kv_heads * head_dim], or HND [blocks, kv_heads, block_size, head_dim].
-        v_ref: As k_ref.
-        is_hnd: Which of the two.
+        refs: jax.Ref of keys and of values: [slots, *key.shape[1:]], or HND [blocks, kv_heads, block_size,
+            head_dim].
+        scales: For each side None, a static scale [1], or jax.Ref [blocks, kv_heads, block_size].
+        sides: How each is written.
+        is_hnd: The layout.
         block_size: Tokens of a block.
         tiles: Static sizes.
         interpret: Interpret-mode parameters, or None for a GPU.
@@ -47,28 +81,46 @@ def write_rows(
         slots_g,  # [tokens]
         k_g,  # the caches, written in place
         v_g,
+        k_scale_g,  # None, [1], or [blocks, kv_heads, block_size], written in place
+        v_scale_g,
         unused_g,
-        key_s,  # [rows, ...] in SMEM
+        key_s,  # [rows, ...] or [tile, head_dim] in SMEM
+        key_q,  # [tile, head_dim] of the cache's dtype
+        key_scale_s,  # [tile]
         value_s,
+        value_q,
+        value_scale_s,
         loaded,
     ):
         first = lax.axis_index("tile") * rows
         # The last tile loads its last token again rather than reading past the end.
         index = [jnp.minimum(first + j, tokens - 1) for j in range(rows)]
         for j, token in enumerate(index):
-            plgpu.copy_gmem_to_smem(key_g.at[token], key_s.at[j], loaded, oob_mode=BULK)
-            plgpu.copy_gmem_to_smem(value_g.at[token], value_s.at[j], loaded, oob_mode=BULK)
+            for side, rows_g, rows_s in ((sides[0], key_g, key_s), (sides[1], value_g, value_s)):
+                plgpu.copy_gmem_to_smem(rows_g.at[token], side.token(rows_s, j), loaded, oob_mode=BULK)
         slots = [slots_g[token] for token in index]
         plgpu.barrier_wait(loaded)
+        writes = (
+            (sides[0], key_s, key_q, key_scale_s, k_g, k_scale_g),
+            (sides[1], value_s, value_q, value_scale_s, v_g, v_scale_g),
+        )
+        for side, rows_s, rows_q, scale_s, _, scale_g in writes:
+            if side.dtype is not None:
+                round_rows(side, rows_s, rows_q, scale_s, scale_g)
+        if any(side.dtype is not None for side in sides):
+            plgpu.commit_smem()
         for j, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (first + j < tokens))
             def _store(j: int = j, slot: Any = slot) -> None:
-                for rows_s, cache_g in ((key_s, k_g), (value_s, v_g)):
-                    target = slot
-                    if is_hnd:
-                        target = (lax.div(slot, block_size), slice(None), lax.rem(slot, block_size))
-                    plgpu.copy_smem_to_gmem(rows_s.at[j], cache_g.at[target], commit_group=False)
+                block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
+                for side, rows_s, rows_q, scale_s, cache_g, scale_g in writes:
+                    source = side.token(rows_s if side.dtype is None else rows_q, j)
+                    target = cache_g.at[(block, slice(None), offset) if is_hnd else slot]
+                    plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+                    if side.has_token_scales:
+                        for head in range(side.heads):
+                            scale_g[block, head, offset] = scale_s[j * side.heads + head]
 
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
@@ -77,12 +129,30 @@ def write_rows(
         body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output
         scratch_types=[
-            plgpu.SMEM((rows, *key.shape[1:]), key.dtype),
-            plgpu.SMEM((rows, *value.shape[1:]), value.dtype),
+            *sides[0].scratch(rows, key),
+            *sides[1].scratch(rows, value),
             plgpu.Barrier(num_arrivals=2 * rows),
         ],
         grid=(-(-tokens // rows),),
         grid_names=("tile",),
         interpret=interpret,
         kernel_name="cache_write",
-    )(key, value, slot_mapping, k_ref, v_ref)
+    )(key, value, slot_mapping, *refs, *scales)
+
+
+def round_rows(side: Side, rows_s: Any, rows_q: Any, scale_s: Any, scale_g: Any) -> None:
+    """A tile of rows to the cache's dtype. Rows without a token hold garbage, which nothing reads."""
+    layout = plgpu.Layout.WGMMA
+    is_int = side.dtype == jnp.int8
+    largest = 127.0 if is_int else float(jnp.finfo(side.dtype).max)
+    for start in range(0, rows_s.shape[0], TILE_ROWS):
+        here = pl.ds(start, TILE_ROWS)
+        x = plgpu.load(rows_s.at[here], layout=layout, optimized=False).astype(jnp.float32)
+        if side.has_token_scales:
+            scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
+            scale_s[here] = scale
+            x = x / lax.broadcast_in_dim(scale, x.shape, [0])
+        elif scale_g is not None:
+            x = x / scale_g[0]
+        x = jnp.clip(jnp.round(x), -128.0, 127.0) if is_int else jnp.clip(x, -largest, largest)
+        rows_q[here] = x.astype(side.dtype)

@@ -14,3 +14,13 @@ def cache_write(key, value, k_cache, v_cache, slot_mapping, *, layout):  # type:
             k_cache = k_cache.at[where].set(key[token])
             v_cache = v_cache.at[where].set(value[token])
     return k_cache, v_cache
+
+
+def scale_write(new, scales, slot_mapping):  # type: ignore[no-untyped-def]
+    """New scales [tokens, kv_heads] in their slots of [blocks, kv_heads, block_size]."""
+    scales = jnp.array(scales)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, scales.shape[2])
+            scales = scales.at[block, :, offset].set(new[token])
+    return scales

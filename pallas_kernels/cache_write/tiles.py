@@ -22,12 +22,15 @@ class Tiles:
         require_positive(rows=self.rows)
 
 
-def default_tiles(tokens: int, row_bytes: int) -> Tiles:
+def default_tiles(tokens: int, row_bytes: int, heads: int | None = None) -> Tiles:
     """One token a thread block while that fills the SMs, then up to 8.
 
     Args:
         tokens: Tokens to write.
         row_bytes: Bytes of one token's keys, all heads.
+        heads: Heads of a token where they are rounded on the way: 64 rows of heads are what registers hold.
     """
     most = max(min(SHARED_MEMORY // (2 * row_bytes), 8), 1)
+    if heads is not None:
+        most = max(min(most, 64 // heads), 1)
     return Tiles(rows=min(-(-tokens // NUM_SMS), most))

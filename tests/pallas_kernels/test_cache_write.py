@@ -1,6 +1,7 @@
 """cache_write: each token in its slot and nowhere else, in place; interpret mode, compiled, and on a GPU."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels.cache_write import Tiles, cache_write, reference
 from pallas_kernels.support import why_not_write
 from tests import aot
@@ -29,8 +31,69 @@ def problem(layout, tokens=9, heads=2, dim=64, blocks=8, size=8, dtype=jnp.bfloa
 def check(arguments, layout, **options):
     want = reference.cache_write(*arguments, layout=layout)
     write = jax.jit(functools.partial(cache_write, layout=layout, **options), donate_argnums=(2, 3))
-    for got, array in zip(write(*arguments), want, strict=True):
+    for got, array in zip(write(*arguments)[:2], want, strict=True):
         np.testing.assert_array_equal(got, array)
+
+
+# What keys and values become in a cache of 16 bits and narrower ones, and their scales.
+FORMATS = {
+    "int8_token_head": (jnp.int8, 3, jnp.int8, 3),
+    "fp8_token_head": (jnp.float8_e4m3fn, 3, jnp.float8_e4m3fn, 3),
+    "fp8_static": (jnp.float8_e4m3fn, 0, jnp.float8_e4m3fn, None),
+    "int8_k_only": (jnp.int8, 3, jnp.bfloat16, None),
+}
+
+
+def rounding_problem(layout, name, **sizes):
+    """Arguments as problem's with 8-bit caches, and their scales."""
+    key, value, k, v, slots = problem(layout, **sizes)
+    k_dtype, k_ndim, v_dtype, v_ndim = FORMATS[name]
+    key = key.at[:, 0].multiply(jnp.exp2(jnp.arange(len(key)) % 30 - 15).astype(key.dtype)[:, None])
+    key = key.at[2, 1].set(0)
+    heads, size = k.shape[1:3] if layout == "HND" else k.shape[2:0:-1]
+    scale = lambda ndim: {
+        None: None,
+        0: jnp.float32(0.02),
+        3: jnp.full((k.shape[0], heads, size), 7, jnp.float32),
+    }[ndim]
+    small = lambda x, dtype: jnp.clip(x.astype(jnp.float32), -3, 3).astype(dtype)
+    scales = {"k_scale": scale(k_ndim), "v_scale": scale(v_ndim)}
+    return (key, value, small(k, k_dtype), small(v, v_dtype), slots), scales
+
+
+def check_rounding(arguments, scales, layout, **options):
+    """Against the XLA path's arithmetic, in float32: a tie may fall to either side, nothing more."""
+    key, value, *caches, slots = arguments
+    rounded = []
+    for x, cache, scale in zip((key, value), caches, scales.values(), strict=True):
+        if scale is not None and scale.ndim == 3:
+            rounded.append(quantize_token_head(x, cache.dtype))
+        else:
+            rounded.append((quantize_static(x, scale, cache.dtype), None))
+    want = reference.cache_write(*(x for x, _ in rounded), *caches, slots, layout=layout)
+    want_scales = [
+        old if new is None else reference.scale_write(new, old, slots)
+        for (_, new), old in zip(rounded, scales.values(), strict=True)
+    ]
+    write = jax.jit(functools.partial(cache_write, layout=layout, **options), donate_argnums=(2, 3))
+    *got, k_scale, v_scale = write(*arguments, **scales)
+    for array, wanted in zip(got, want, strict=True):
+        assert array.dtype == wanted.dtype
+        array, wanted = (np.asarray(x.astype(jnp.float32)) for x in (array, wanted))
+        unit = 1 if jnp.dtype(got[0].dtype) == jnp.int8 else np.maximum(np.abs(wanted), 2**-6) / 8
+        assert (np.abs(array - wanted) <= unit).all()
+        assert (array != wanted).mean() < 0.01
+    for scale, wanted in zip((k_scale, v_scale), want_scales, strict=True):
+        assert (scale is None) == (wanted is None)
+        if scale is not None:
+            np.testing.assert_allclose(scale, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_8_bit_rows_are_rounded_on_the_way(layout, name):
+    arguments, scales = rounding_problem(layout, name, heads=2, dim=64)
+    check_rounding(arguments, scales, layout, tiles=Tiles(rows=4), interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -42,22 +105,32 @@ def test_each_token_lands_in_its_slot_and_nowhere_else(layout, rows, dtype):
 
 
 def aot_cases():
-    """The writes that ship: both layouts, models' widths, one token and a long prompt."""
+    """The writes that ship: both layouts, models' widths, one token and a long prompt; caches are donated."""
     shape = jax.ShapeDtypeStruct
     cases = {}
-    for layout in ("NHD", "HND"):
-        for tokens, heads, dim in ((1, 8, 128), (64, 8, 64), (64, 32, 128), (8192, 8, 128), (33, 2, 256)):
-            per_block = (16, heads) if layout == "NHD" else (heads, 16)
-            new, cache = (shape(s, jnp.bfloat16) for s in ((tokens, heads, dim), (100_000, *per_block, dim)))
-            run = functools.partial(cache_write, layout=layout)
-            cases[f"{layout}-{tokens}-{heads}-{dim}"] = (
-                run,
-                (new, new, cache, cache, shape((tokens,), jnp.int32)),
-            )
+    sizes = ((1, 8, 128), (64, 8, 64), (64, 32, 128), (8192, 8, 128), (33, 2, 256))
+    for layout, (tokens, heads, dim) in itertools.product(("NHD", "HND"), sizes):
+        per_block = (16, heads) if layout == "NHD" else (heads, 16)
+        new, cache = (shape(s, jnp.bfloat16) for s in ((tokens, heads, dim), (100_000, *per_block, dim)))
+        slots, name = shape((tokens,), jnp.int32), f"{layout}-{tokens}-{heads}-{dim}"
+        write = functools.partial(_write_with_scales, layout=layout)
+        cases[name] = (write, (new, new, cache, cache, slots, None, None), (2, 3))
+        if (layout == "NHD") == (tokens == 64):
+            continue  # 8-bit writes of half of them
+        for how, (k_dtype, k_ndim, v_dtype, v_ndim) in FORMATS.items():
+            by_head = {None: None, 0: shape((), jnp.float32), 3: shape((100_000, heads, 16), jnp.float32)}
+            arguments = (shape(cache.shape, k_dtype), shape(cache.shape, v_dtype), slots)
+            donated = (2, 3, *(5 + i for i, ndim in enumerate((k_ndim, v_ndim)) if ndim == 3))
+            arguments = (new, new, *arguments, by_head[k_ndim], by_head[v_ndim])
+            cases[f"{name}-{how}"] = (write, arguments, donated)
     return cases
 
 
-def test_the_writes_that_ship_compile_without_spills():
+def _write_with_scales(key, value, k, v, slots, k_scale, v_scale, *, layout):
+    return cache_write(key, value, k, v, slots, k_scale=k_scale, v_scale=v_scale, layout=layout)
+
+
+def test_the_writes_that_ship_compile_without_spills_or_copies():
     aot.require_plugin()
     kernels = aot.compile_all("tests.pallas_kernels.test_cache_write", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
@@ -65,20 +138,30 @@ def test_the_writes_that_ship_compile_without_spills():
         assert kernel.spilled_bytes == 0, name
 
 
+INT8 = {"k_dtype": jnp.int8, "v_dtype": jnp.int8, "k_scale_ndim": 3, "v_scale_ndim": 3}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is_quantized": True, "cache_dtype": jnp.int8}, "a quantised cache of int8"),
         ({"layout": "packed"}, "the packed layout .NHD, HND have one"),
         ({"head_dim": 4, "kv_heads": 1}, "keys of 8 bytes a token"),
         ({"layout": "HND", "head_dim": 32, "kv_heads": 1}, "HND keys of 64 bytes a token"),
         ({"layout": "HND", "head_dim": 4, "kv_heads": 16}, "HND heads of 8 bytes"),
         ({"layout": "HND", "kv_heads": 512}, r"HND keys of 512 heads \(at most 256\)"),
+        (INT8 | {"dtype": jnp.float32}, "keys of float32 into a cache of int8"),
+        ({"v_dtype": jnp.float8_e5m2}, "values of bfloat16 into a cache of float8_e5m2"),
+        (INT8 | {"v_scale_ndim": 2}, "values of bfloat16 into a cache of int8 with this scale"),
+        ({"k_scale_ndim": 0}, "keys of bfloat16 into a cache of bfloat16 with this scale"),
+        (INT8 | {"kv_heads": 1}, "NHD keys of 64 bytes a token"),
+        (INT8 | {"head_dim": 48, "kv_heads": 8}, "8-bit heads of 48 "),
     ],
 )
 def test_what_has_no_kernel_is_named(change, message):
-    good = {"cache_dtype": jnp.bfloat16, "layout": "NHD", "kv_heads": 2, "head_dim": 64}
+    good = {"dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "layout": "NHD"}
+    good |= {"kv_heads": 2, "head_dim": 64}
     assert why_not_write(**good) is None
+    assert why_not_write(**(good | INT8)) is None
     assert re.search(message, why_not_write(**(good | change)))
 
 
@@ -90,6 +173,9 @@ def test_arguments_that_disagree_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             cache_write(*arguments)
+    arguments, _ = rounding_problem("NHD", "int8_token_head")
+    with pytest.raises(ValueError, match=r"k_scale must have shape \(8, 2, 8\).*got \(8, 8, 2\)"):
+        cache_write(*arguments, k_scale=jnp.ones((8, 8, 2)), v_scale=jnp.ones((8, 2, 8)))
     with pytest.raises(NotImplementedError, match="cache_write: there is no kernel for HND keys of 64 bytes"):
         cache_write(*problem("HND", heads=1, dim=32), layout="HND")
 
@@ -100,3 +186,15 @@ def test_arguments_that_disagree_are_named():
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 64), (32, 128), (2, 256), (4, 80)])
 def test_on_a_gpu(layout, tokens, heads, dim):
     check(problem(layout, tokens=tokens, heads=heads, dim=dim, blocks=200, size=16), layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 133, 1000])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (2, 64), (32, 128), (2, 256), (8, 80)])
+def test_8_bit_rows_on_a_gpu(layout, name, tokens, heads, dim):
+    arguments, scales = rounding_problem(
+        layout, name, tokens=tokens, heads=heads, dim=dim, blocks=200, size=16
+    )
+    check_rounding(arguments, scales, layout)
