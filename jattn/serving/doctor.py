@@ -33,6 +33,12 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "fp8 cache": ({}, {"quantization": "fp8_e4m3"}, ()),
     "fp8 cache, scales per token and head": ({}, {"quantization": "fp8_e4m3_token_head"}, ()),
     "int8 cache, scales per token and head": ({}, {"quantization": "int8_token_head"}, ()),
+    "int8 keys, 16-bit values": ({}, {"quantization": "int8_k_only"}, ()),
+    "int8 keys and queries": (
+        {"query_quantization": "int8"},
+        {"quantization": "int8_token_head"},
+        (),
+    ),
     "layout HND": ({}, {"layout": "HND"}, ()),
     "layout packed": ({}, {"layout": "packed"}, ()),
     "float32": ({}, {"dtype": jnp.float32}, ()),
