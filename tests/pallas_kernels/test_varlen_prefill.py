@@ -162,11 +162,10 @@ class TestAheadOfTime:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(aot_cases()))
     def test_what_ships_compiles_and_hardly_spills(self, name):
-        """Narrow plain heads (three warpgroups) and heads of 256 go a few registers past the limit."""
+        """Heads of 256 leave a few addresses of the output in memory while they loop; no loop reads them."""
         (kernel,) = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
-        is_tight = name.startswith(("d32-plain", "d32-cross-", "d64-plain", "d64-cross-", "d256"))
-        assert kernel.spilled_bytes <= (400 if is_tight else 16)
+        assert kernel.spilled_bytes <= (120 if name.startswith("d256") else 16)
 
     @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16"])
     def test_plain_attention_spills_nothing(self, name):
