@@ -231,3 +231,20 @@ def test_arguments_that_disagree_are_named(options, message):
         options["lists"] = mosaic_gpu.prefill_kernel.TileLists(*[jnp.zeros((1, 32), jnp.int32)] * 3)
     with pytest.raises(Exception, match=f"{message}|Type-check"):
         run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), **options)
+
+
+@pytest.mark.slow
+def test_warpgroups_do_not_race_over_lists():
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+    metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_part
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
+    mask = masks.BlockMask(blocks=SMALL[:2, :4, :4] | np.eye(4, dtype=bool), block_q=64, block_kv=64)
+    run = functools.partial(
+        mosaic_gpu.attend, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    out, _ = jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask, sinks=None, alibi_slopes=None)
+    out.block_until_ready()
+    assert not interpret_pallas_call.get_races().races_found
