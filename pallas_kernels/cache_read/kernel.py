@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem, widened
 from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.tma import window
 
 TILE = 64  # keys of a thread block
 W = plgpu.Layout.WGMMA
@@ -84,6 +85,7 @@ def read_tiles(
         loaded,
     ):
         row, tile, head = (lax.axis_index(name) for name in ("row", "tile", "head"))
+        columns = window(cut.width, cut.chunk, row * 0)
         first_key, low, high = tile * TILE, first_g[row], lens_g[row]
 
         def load() -> None:
@@ -96,8 +98,8 @@ def read_tiles(
                 tokens, to = pl.ds(0, part), pl.ds(j * part, part)
                 at = (block, head, nth, tokens) if shape.is_hnd else (block, nth, tokens, head)
                 for chunk in range(cut.chunks):
-                    window = cache_g.at[(*at, chunk, pl.ds(0, cut.width))]
-                    plgpu.copy_gmem_to_smem(window, stored_s.at[chunk, to], loaded)
+                    stored = cache_g.at[(*at, chunk, columns)]
+                    plgpu.copy_gmem_to_smem(stored, stored_s.at[chunk, to], loaded)
                 if token_g is not None:
                     scales = token_g.at[block, head, nth]
                     plgpu.copy_gmem_to_smem(scales, token_s.at[to], loaded, oob_mode=BULK)
@@ -121,7 +123,7 @@ def read_tiles(
                 out_s[chunk] = scaled(x, chunk).astype(shape.dtype)
             plgpu.commit_smem()
             for chunk in range(cut.chunks):  # TMA drops what is past the end of a chunk
-                to = out_g.at[row, pl.ds(first_key, TILE), head, chunk, pl.ds(0, cut.width)]
+                to = out_g.at[row, pl.ds(first_key, TILE), head, chunk, columns]
                 plgpu.copy_smem_to_gmem(out_s.at[chunk], to)
             plgpu.wait_smem_to_gmem(0)
 

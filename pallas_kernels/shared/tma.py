@@ -1,0 +1,22 @@
+"""Windows of global memory that TMA copies."""
+
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+
+def window(size: int, length: int, zero: Any) -> Any:
+    """The first `size` of `length` elements of an axis; past the end TMA reads zeros and writes nothing.
+
+    JAX refuses a slice that is known to reach past the end, so such a one begins at a zero that it does not
+    know; the division tells the compiler that tiles of shared memory divide it.
+
+    Args:
+        size: Static.
+        length: Static.
+        zero: A traced int32 0.
+    """
+    if size <= length:
+        return pl.ds(0, size)
+    return pl.ds(lax.div(zero, 64) * 64, size)
