@@ -1,6 +1,7 @@
 """Paged decode: kernel time, schedule and merge included, against the read ceiling of the same run."""
 
 import argparse
+import functools
 import itertools
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.device_time import Rows, kernel_times, read_ceiling, wall_time
+from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels.cases import DECODE, DecodeCase
 from pallas_kernels.paged_decode import Tiles, default_tiles, paged_decode
 from pallas_kernels.paged_decode import reference as references
@@ -16,6 +18,17 @@ from pallas_kernels.shared.score import Score
 
 CHECKED_REQUESTS = 4
 TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
+STATIC_SCALE = 6.0  # the largest key or value that a static scale keeps
+# How keys and values are stored: a dtype, and what has a scale of its own.
+QUANTIZATIONS: dict[str, tuple[tuple[Any, str | None], tuple[Any, str | None]]] = {
+    "none": ((jnp.bfloat16, None), (jnp.bfloat16, None)),
+    "fp8_e4m3": ((jnp.float8_e4m3fn, "head"), (jnp.float8_e4m3fn, "head")),
+    "fp8_e5m2": ((jnp.float8_e5m2, "head"), (jnp.float8_e5m2, "head")),
+    "fp8_e4m3_token_head": ((jnp.float8_e4m3fn, "token"), (jnp.float8_e4m3fn, "token")),
+    "int8_token_head": ((jnp.int8, "token"), (jnp.int8, "token")),
+    "int8_static_v": ((jnp.int8, "token"), (jnp.int8, "channel")),
+    "int8_k_only": ((jnp.int8, "token"), (jnp.bfloat16, None)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(DECODE)}; default all")
     parser.add_argument("--block-size", type=int, nargs="+", default=[16])
     parser.add_argument("--layout", nargs="+", default=["NHD"])
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=QUANTIZATIONS)
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=("bfloat16", "float16"))
     parser.add_argument("--tile-kv", type=int, nargs="+", default=[None])
     parser.add_argument("--stages", type=int, nargs="+", default=[None])
     parser.add_argument("--ctas-per-sm", type=int, nargs="+", default=[None])
@@ -37,20 +52,21 @@ def main(arguments: argparse.Namespace) -> None:
     ceiling = read_ceiling()
     rows.add(name="read_ceiling", gb_per_s=ceiling)
     a = arguments
-    options = (a.block_size, a.layout, a.tile_kv, a.stages, a.ctas_per_sm, a.split_kv)
-    for name in a.cases or DECODE:
-        for block_size, layout, *sizes in itertools.product(*options):
+    sizes = (a.tile_kv, a.stages, a.ctas_per_sm, a.split_kv)
+    for name, *cache in itertools.product(a.cases or DECODE, a.block_size, a.layout, a.dtype, a.quantization):
+        problem = inputs(DECODE[name], *cache)
+        for size in itertools.product(*sizes):
             try:
-                measure(rows, DECODE[name], ceiling, block_size, layout, *sizes, has_wall_time=a.wall)
+                measure(rows, DECODE[name], ceiling, *cache, problem, size, has_wall_time=a.wall)
             except Exception as error:  # the other rows still count
-                print(
-                    f"{name} {block_size} {layout} {sizes}: {type(error).__name__}: {error}"[:500], flush=True
-                )
+                print(f"{name} {cache} {size}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
-def tiles_of(case: DecodeCase, tile_kv: Any, stages: Any, ctas_per_sm: Any, split_kv: Any) -> Tiles:
+def tiles_of(
+    case: DecodeCase, kv_dtypes: Any, tile_kv: Any, stages: Any, ctas_per_sm: Any, split_kv: Any
+) -> Tiles:
     """The default tiles, changed where an option says so."""
-    tiles = default_tiles(case.head_dim, rows=case.q_heads // case.kv_heads)
+    tiles = default_tiles(case.head_dim, rows=case.q_heads // case.kv_heads, kv_dtypes=kv_dtypes)
     return Tiles(
         tile_kv=tile_kv or tiles.tile_kv,
         stages=stages or tiles.stages,
@@ -60,20 +76,39 @@ def tiles_of(case: DecodeCase, tile_kv: Any, stages: Any, ctas_per_sm: Any, spli
     )
 
 
-def inputs(case: DecodeCase, block_size: int, layout: str) -> tuple[jax.Array, ...]:
-    """Random queries, keys and values; blocks in random order."""
+def inputs(
+    case: DecodeCase, block_size: int, layout: str, dtype: str, quantization: str
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Random queries, keys and values, and scales; blocks in random order."""
     needed = [-(-n // block_size) for n in case.kv_lens]
     order = np.random.default_rng(0).permutation(sum(needed)) + 1
     table = np.zeros((len(needed), max(needed)), np.int32)
     for row, blocks in zip(table, np.split(order, np.cumsum(needed)[:-1]), strict=True):
         row[: len(blocks)] = blocks
-    heads = (block_size, case.kv_heads) if layout == "NHD" else (case.kv_heads, block_size)
-    draw = jax.jit(
-        lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), static_argnums=1
-    )
-    cache = (sum(needed) + 1, *heads, case.head_dim)
-    query = draw(0, (len(needed), case.q_heads, case.head_dim))
-    return query, draw(1, cache), draw(2, cache), jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
+    cache = sum(needed) + 1, block_size, case.kv_heads, case.head_dim
+
+    def draw(seed: int, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def stored(seed: int, kind: Any, scale: str | None) -> tuple[jax.Array, jax.Array | None]:
+        values, scales = draw(seed, cache).reshape(-1, *cache[2:]), None
+        if scale == "token":
+            values, scales = quantize_token_head(values, kind)
+            scales = jnp.swapaxes(scales.reshape(cache[:3]), 1, 2)
+        elif scale is not None:
+            top = 127.0 if kind == jnp.int8 else float(jnp.finfo(kind).max)
+            scales = jnp.full(cache[2:] if scale == "channel" else cache[2:3], STATIC_SCALE / top)
+            values = quantize_static(values, scales[:, 0] if scale == "channel" else scales, kind)
+        values = values.reshape(cache)
+        return (values if layout == "NHD" else jnp.swapaxes(values, 1, 2)), scales
+
+    (kind_k, scale_k), (kind_v, scale_v) = QUANTIZATIONS[quantization]
+    k, k_scale = stored(1, kind_k if scale_k else dtype, scale_k)
+    v, v_scale = stored(2, kind_v if scale_v else dtype, scale_v)
+    query = jax.jit(draw, static_argnums=1)(0, (len(needed), case.q_heads, case.head_dim))
+    arrays = query, k, v, jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
+    return arrays, {"k_scale": k_scale, "v_scale": v_scale}
 
 
 def measure(
@@ -82,40 +117,56 @@ def measure(
     ceiling: float,
     block_size: int,
     layout: str,
-    *sizes: Any,
+    dtype: str,
+    quantization: str,
+    problem: tuple[tuple[jax.Array, ...], dict[str, Any]],
+    sizes: tuple[Any, ...],
+    *,
     has_wall_time: bool,
 ) -> None:
     """One row."""
-    tiles = tiles_of(case, *sizes)
-    args = inputs(case, block_size, layout)
+    args, scales = problem
+    stored = args[1:3]
+    tiles = tiles_of(case, tuple(x.dtype for x in stored), *sizes)
     scale = case.head_dim**-0.5
     score = Score(scale=scale)
-    run = lambda *args: paged_decode(*args, score=score, layout=layout, tiles=tiles)[0]
-    out, time = kernel_times(run, *args)
-    error = worst_error(out, args, scale, layout)
+
+    def run(query: Any, k: Any, v: Any, table: Any, lens: Any, scales: Any) -> jax.Array:
+        return paged_decode(query, k, v, table, lens, **scales, score=score, layout=layout, tiles=tiles)[0]
+
+    out, time = kernel_times(run, *args, scales)
+    error = worst_error(out, args, scales, scale, layout)
     assert error < TOLERANCE, f"{error=}"
-    speed = case.num_bytes / time["us"] / 1e3
+    per_token = sum(x is not None and x.ndim == 3 for x in scales.values())
+    per_key = case.head_dim * sum(x.dtype.itemsize for x in stored) + 4 * per_token
+    speed = case.num_bytes(per_key) / time["us"] / 1e3
     rows.add(
         name=case.name,
         block_size=block_size,
         layout=layout,
+        dtype=dtype,
+        quantization=quantization,
         tiles=f"kv{tiles.tile_kv} stages{tiles.stages} ctas{tiles.ctas} split{tiles.split_kv}",
         **time,
-        **({"wall_us": wall_time(run, *args)} if has_wall_time else {}),
+        **({"wall_us": wall_time(run, *args, scales)} if has_wall_time else {}),
         gb_per_s=speed,
         of_ceiling=speed / ceiling,
         max_error=error,
     )
 
 
-def worst_error(out: jax.Array, args: tuple[jax.Array, ...], scale: float, layout: str) -> float:
+def worst_error(
+    out: jax.Array, args: tuple[jax.Array, ...], scales: dict[str, Any], scale: float, layout: str
+) -> float:
     """Against the reference, for a few requests, the longest among them."""
     query, k, v, table, lens = args
     picked = np.argsort(np.asarray(lens), kind="stable")[:: -max(len(lens) // CHECKED_REQUESTS, 1)]
-    reference = jax.jit(lambda *a: references.paged_decode(*a, scale=scale, layout=layout)[0])
+    reference = jax.jit(
+        lambda *a, scales: references.paged_decode(*a, **scales, scale=scale, layout=layout)[0]
+    )
     errors = []
     for row in picked:
         one = np.s_[row : row + 1]
-        want = reference(query[one], k, v, table[one], lens[one])
+        want = reference(query[one], k, v, table[one], lens[one], scales=scales)
         errors.append(jnp.abs(out[one].astype(jnp.float32) - want.astype(jnp.float32)).max())
     return float(max(errors))

@@ -57,9 +57,8 @@ def plan(
     prefill: dict[object, PrefillPlan] = {}
     if support.why_not(platform=jax.default_backend()) is None:
         for one in specs if bucket.max_decodes else ():
-            made = plan_decode(metadata.decode_part, one)
-            if made is not None:
-                decode.setdefault((made.layer, made.tiles), made)
+            for made in plan_decode(metadata.decode_part, one):
+                decode.setdefault((made.layer, made.spans), made)
         for one in specs if bucket.max_prefill_tokens else ():
             for each in plan_prefill(metadata.prefill_part, one):
                 prefill.setdefault((each.mask, each.tiles), each)

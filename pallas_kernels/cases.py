@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCase:
-    """A decode step: one new token of each request over `kv_lens` cached keys, 16-bit."""
+    """A decode step: one new token of each request over `kv_lens` cached keys; queries and outputs 16-bit."""
 
     name: str
     q_heads: int
@@ -15,11 +15,14 @@ class DecodeCase:
     head_dim: int
     kv_lens: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the step must move: every key and value once, queries in, outputs out."""
-        kv = 2 * sum(self.kv_lens) * self.kv_heads * self.head_dim
-        return 2 * (kv + 2 * len(self.kv_lens) * self.q_heads * self.head_dim)
+    def num_bytes(self, bytes_per_key: int) -> int:
+        """Bytes that the step must move: every key and value once, queries in, outputs out.
+
+        Args:
+            bytes_per_key: Of a token's key and value in one head, scales per token included.
+        """
+        kv = sum(self.kv_lens) * self.kv_heads * bytes_per_key
+        return kv + 4 * len(self.kv_lens) * self.q_heads * self.head_dim
 
 
 def log_uniform(count: int, low: int, high: int, seed: int) -> tuple[int, ...]:

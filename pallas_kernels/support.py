@@ -1,11 +1,12 @@
 """Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -35,33 +36,45 @@ def why_not(*, platform: str) -> str | None:
 def why_not_decode(
     *,
     dtype: Any,
-    cache_dtype: Any,
+    k_dtype: Any,
+    v_dtype: Any,
     head_dim: int,
     block_size: int,
     group: int,
     decode_query_len: int,
     layout: str = "NHD",
-    is_scaled: bool = False,
+    has_token_scales: tuple[bool, bool] = (False, False),
 ) -> str | None:
     """Why paged_decode has no kernel for a request; None if it has.
 
     Args:
         dtype: Of the queries.
-        cache_dtype: Of the keys and values.
+        k_dtype: Of the keys.
+        v_dtype: Of the values.
         head_dim: Width of a head.
         block_size: Tokens of a cache block.
         group: Query heads of a kv head.
         decode_query_len: Queries of a request.
         layout: Of the cache.
-        is_scaled: The cache has scales.
+        has_token_scales: Whether keys, and whether values, have a scale per token and head.
     """
-    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    dtype, stored = jnp.dtype(dtype), {"keys": jnp.dtype(k_dtype), "values": jnp.dtype(v_dtype)}
+    stored_ok = (
+        rule
+        for (what, got), has_scales in zip(stored.items(), has_token_scales, strict=True)
+        for rule in (
+            (
+                got == dtype or got.name in EIGHT_BIT_DTYPES,
+                f"{what} of {got.name} with queries of {dtype.name}",
+            ),
+            (got.itemsize == 1 or not has_scales, f"{what} of {got.name} with a scale per token and head"),
+        )
+    )
     rules = (
         (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
         (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
-        (not is_scaled, f"a cache of {cache_dtype.name} with scales"),
-        (cache_dtype == dtype, f"a cache of {cache_dtype.name} with queries of {dtype.name}"),
-        (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
+        *stored_ok,
+        *_head_rules(head_dim, tuple(stored.values())),
         (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
         (group <= MAX_GROUP, f"{group} query heads a kv head (at most {MAX_GROUP})"),
         (
@@ -69,7 +82,19 @@ def why_not_decode(
             f"decode_query_len {decode_query_len} (at most {MAX_DECODE_QUERY_LEN})",
         ),
     )
-    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+    return _first_broken(rules)
+
+
+def why_not_head(head_dim: int, kv_dtypes: tuple[Any, Any]) -> str | None:
+    """Why paged_decode has no kernel for heads of a width, stored as these dtypes; None if it has."""
+    return _first_broken(_head_rules(head_dim, kv_dtypes))
+
+
+def _head_rules(head_dim: int, kv_dtypes: tuple[Any, Any]) -> tuple[tuple[bool, str], ...]:
+    is_wide = all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes)
+    served = HEAD_DIMS if is_wide else EIGHT_BIT_HEAD_DIMS
+    kind = "" if is_wide else " in 8 bits"
+    return ((head_dim in served, f"head_dim {head_dim}{kind} ({_listed(served)} have one)"),)
 
 
 def why_not_prefill(
@@ -100,7 +125,7 @@ def why_not_prefill(
             f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)",
         ),
     )
-    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+    return _first_broken(rules)
 
 
 def why_not_read(
@@ -129,7 +154,7 @@ def why_not_read(
         ),
         (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
     )
-    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+    return _first_broken(rules)
 
 
 def why_not_write(
@@ -178,8 +203,12 @@ def why_not_write(
         ),
         (layout != "HND" or kv_heads <= 256, f"HND keys of {kv_heads} heads (at most 256)"),
     ]
-    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+    return _first_broken(rules)
 
 
 def _listed(values: tuple[Any, ...]) -> str:
     return ", ".join(map(str, values))
+
+
+def _first_broken(rules: Iterable[tuple[bool, str]]) -> str | None:
+    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)

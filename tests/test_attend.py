@@ -54,8 +54,8 @@ class TestDispatch:
         assert reason == "there is no kernel for queries rounded to int8"
 
     def test_a_jax_that_the_kernels_were_not_written_for_is_a_reason(self, monkeypatch):
-        monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-        assert "the kernels need jax before 0.12" in support.why_not(platform="gpu")
+        monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
+        assert "the kernels need jax before 0.13" in support.why_not(platform="gpu")
 
     def test_unknown_name_is_refused(self):
         with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
@@ -206,6 +206,30 @@ class TestKernels:
         monkeypatch.setattr(mosaic_gpu, "MAX_READ_BYTES", 2**10)
         with pytest.raises(AssertionError, match=r"positions of an 8-bit cache would take .* limit"):
             raise AssertionError(mosaic_gpu.why_not(*region))
+
+    def test_decode_under_a_mask_of_whole_blocks_walks_through_lists_of_them(self, monkeypatch):
+        sparsity = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2, homo_head=True)
+        problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
+        problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
+        listed, decode = [], mosaic_gpu.paged_decode
+
+        def spy(*args, **kwargs):
+            listed.append(kwargs.get("list_block_size"))
+            return decode(*args, **kwargs)
+
+        monkeypatch.setattr(mosaic_gpu, "paged_decode", spy)
+        problem.check(*self.run(problem))
+        assert listed == [16]
+
+    def test_what_has_not_run_on_a_gpu_is_taken_only_by_name(self):
+        problem = Problem(self.case | {"stored": "int8_token_head"})
+        arguments = jnp.asarray(problem.query), problem.kv
+        whys = [
+            mosaic_gpu.why_not_unasked(*arguments, part, problem.spec)
+            for part in (problem.metadata.decode_part, problem.metadata.prefill_part)
+        ]
+        assert whys[0] is None
+        assert "reads of 8-bit caches" in whys[1]
 
     def test_layers_of_one_mask_share_a_schedule(self):
         problem = Problem(self.case)

@@ -62,7 +62,7 @@ PATTERNS: dict[str, Pattern] = {
     "dense": fixed(masks.Causal()),
     "window 512": fixed(masks.Window(left=511)),
     "window 128": fixed(masks.Window(left=127)),
-    "first 16 + window 128": fixed(masks.FirstKeys(16) | masks.Window(left=127)),
+    "first 16 + window 128": fixed(masks.Sinks(16) | masks.Window(left=127)),
     "heads 0, 2 dense, others 16 + 128": fixed(masks.streaming_heads((0, 2), num_first=16, num_recent=128)),
     "local-strided 32, 4 + 1/4": fixed(masks.LocalStrided(block_size=32, local_blocks=4, vert_stride=4)),
     "local-strided 32, 4 + 1/8": fixed(masks.LocalStrided(block_size=32, local_blocks=4, vert_stride=8)),

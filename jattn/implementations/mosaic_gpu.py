@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jattn.cache import PackedKV, PagedCache
-from jattn.implementations import tile_lists
+from jattn.cache import PackedKV, PagedCache, has_token_axis
+from jattn.implementations import block_lists, tile_lists
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
@@ -33,12 +33,12 @@ class DecodePlan:
     Attributes:
         schedule: Who computes what.
         layer: Static: heads, and the mask that shortens the requests' ranges of keys.
-        tiles: Static: the kernel's sizes.
+        spans: Static: what of the kernel's sizes the schedule depends on.
     """
 
     schedule: decode_kernel.Schedule
     layer: tuple[Any, ...] = static()
-    tiles: decode_kernel.Tiles = static()
+    spans: tuple[int, ...] = static()
 
 
 @pytree
@@ -79,6 +79,8 @@ def why_not(
         return f"there is no kernel for queries rounded to {spec.query_quantization}"
     if mask is not None:
         is_packed = isinstance(kv, PackedKV)
+        if isinstance(kv, PagedCache) and _listed_block_size(metadata, spec, mask) is not None:
+            return _why_not_decode(query.dtype, kv, metadata, spec)
         reason = _why_not_prefill(query.dtype, kv, metadata, spec)
         return reason or tile_lists.why_not_lists(mask, sparse_tiles(spec, mask), is_packed=is_packed)
     prefill_reason = _why_not_prefill(query.dtype, kv, metadata, spec)
@@ -87,41 +89,47 @@ def why_not(
     return _why_not_decode(query.dtype, kv, metadata, spec)
 
 
-def why_not_unasked() -> str:
-    """Why a mask's kernel is not taken unless it is asked for by name."""
-    return "the prefill kernel's lists of tiles are compiled and interpreted, but have not run on a GPU yet"
+def why_not_unasked(
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    mask: Mask | None = None,
+) -> str | None:
+    """Why kernels that could serve a region are not taken unless asked for by name; arguments as why_not."""
+    untried = "compiled and interpreted, but have not run on a GPU yet"
+    cache = kv if isinstance(kv, PagedCache) else None
+    if mask is not None:
+        has_lists = cache is not None and _listed_block_size(metadata, spec, mask) is not None
+        return None if has_lists else f"the prefill kernel's lists of tiles are {untried}"
+    if cache is None or not _is_stored_otherwise(cache, query.dtype):
+        return None
+    if metadata.bucket.max_decodes and _why_not_decode(query.dtype, cache, metadata, spec) is None:
+        return None
+    return f"reads of 8-bit caches for the prefill kernel are {untried}"
 
 
-def plan_decode(
-    metadata: BatchMetadata, spec: AttentionSpec, tiles: decode_kernel.Tiles | None = None
-) -> DecodePlan | None:
-    """Schedules the decode region of a step; None where no layer of this spec can use it. Traced.
+def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[DecodePlan, ...]:
+    """Schedules the decode region of a step, once for each of the tiles that a layer of this spec may want.
+
+    Which it wants depends on how its cache is stored; inside a jit the others cost nothing. Traced.
 
     Args:
         metadata: The region as a step of its own.
         spec: The layer, or one with the same heads and mask.
-        tiles: The kernel's sizes; None = the default.
     """
-    decodes, query_len = metadata.bucket.max_decodes, metadata.bucket.decode_query_len
     if (
-        not decodes
+        not metadata.bucket.max_decodes
         or spec.sparsity is not None
         or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None
     ):
-        return None
-    group, score = spec.q_heads_per_kv_head, score_of(spec)
-    if tiles is None:
-        rows = group * query_len
-        tiles = decode_kernel.default_tiles(spec.head_dim, rows=rows, batch_invariant=spec.batch_invariant)
-    schedule = decode_kernel.schedule_for(
-        metadata.seq_lens,
-        score=score,
-        tiles=tiles,
-        kv_heads=spec.num_kv_heads,
-        group=group,
-        decode_query_len=query_len,
-    )
-    return DecodePlan(schedule=schedule, layer=_layer(spec), tiles=tiles)
+        return ()
+    plans: dict[object, DecodePlan] = {}
+    for dtypes in ((jnp.bfloat16, jnp.bfloat16), (jnp.int8, jnp.bfloat16), (jnp.int8, jnp.int8)):
+        if support.why_not_head(spec.head_dim, dtypes) is None:
+            tiles = _decode_tiles(metadata, spec, dtypes)
+            plans.setdefault(tiles.spans, _decode_plan(metadata, spec, tiles))
+    return tuple(plans.values())
 
 
 def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillPlan, ...]:
@@ -179,6 +187,12 @@ def attend(
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
     per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    if mask is not None and isinstance(kv, PagedCache):
+        size = _listed_block_size(metadata, spec, mask)
+        if size is not None:
+            blocks = block_lists.block_list(mask, spec, metadata, size)
+            options = {"block_list": blocks, "list_block_size": size, "interpret": interpret}
+            return _decode(query, kv, metadata, spec, **options, **per_head)
     if mask is not None:
         return _attend_sparsely(
             query, kv, metadata, spec, mask, return_lse=return_lse, interpret=interpret, **per_head
@@ -198,23 +212,9 @@ def attend(
         )
     k, v = jnp.asarray(kv.k), jnp.asarray(kv.v)
     if metadata.bucket.max_decodes and _why_not_decode(query.dtype, kv, metadata, spec) is None:
-        fitting = (p for p in plans if isinstance(p, DecodePlan) and p.layer == _layer(spec))
-        decode_plan = next(fitting, None) or plan_decode(metadata, spec)
-        assert decode_plan is not None
-        return paged_decode(
-            query,
-            k,
-            v,
-            metadata.block_table,
-            metadata.seq_lens,
-            score=score_of(spec),
-            layout=kv.layout,
-            decode_query_len=metadata.bucket.decode_query_len,
-            schedule=decode_plan.schedule,
-            tiles=decode_plan.tiles,
-            interpret=interpret,
-            **per_head,
-        )
+        tiles = _decode_tiles(metadata, spec, (k.dtype, v.dtype))
+        options = {"schedule": _decode_plan(metadata, spec, tiles, plans).schedule, "interpret": interpret}
+        return _decode(query, kv, metadata, spec, **options, **per_head)
     if _is_stored_otherwise(kv, query.dtype):
         packed = _read(kv, metadata, spec, query.dtype, interpret)
         options = {"return_lse": return_lse, "interpret": interpret}
@@ -238,6 +238,35 @@ def attend(
         interpret=interpret,
         **per_head,
     )
+
+
+def _decode(
+    query: Array, kv: PagedCache, metadata: BatchMetadata, spec: AttentionSpec, **options: Any
+) -> tuple[Array, Array]:
+    """A decode region by paged_decode."""
+    k, v = jnp.asarray(kv.k), jnp.asarray(kv.v)
+    return paged_decode(
+        query,
+        k,
+        v,
+        metadata.block_table,
+        metadata.seq_lens,
+        score=score_of(spec),
+        layout=kv.layout,
+        decode_query_len=metadata.bucket.decode_query_len,
+        k_scale=_as_jax(kv.stored_k_scale),
+        v_scale=_as_jax(kv.stored_v_scale),
+        tiles=_decode_tiles(metadata, spec, (k.dtype, v.dtype)),
+        **options,
+    )
+
+
+def _listed_block_size(metadata: BatchMetadata, spec: AttentionSpec, mask: Mask) -> int | None:
+    """Keys of a block where paged_decode walks through lists of a mask's blocks; None where it does not."""
+    if not metadata.bucket.max_decodes:
+        return None
+    size = block_lists.list_block_size(mask, spec, metadata)
+    return size if isinstance(size, int) else None
 
 
 def _attend_sparsely(
@@ -294,6 +323,38 @@ def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
     return tiles
 
 
+def _decode_tiles(
+    metadata: BatchMetadata, spec: AttentionSpec, kv_dtypes: tuple[DTypeLike, DTypeLike]
+) -> decode_kernel.Tiles:
+    return decode_kernel.default_tiles(
+        spec.head_dim,
+        rows=spec.q_heads_per_kv_head * metadata.bucket.decode_query_len,
+        kv_dtypes=kv_dtypes,
+        batch_invariant=spec.batch_invariant,
+    )
+
+
+def _decode_plan(
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    tiles: decode_kernel.Tiles,
+    plans: Sequence[RegionPlan] = (),
+) -> DecodePlan:
+    """The plan for these tiles and this kind of layer among `plans`, or a new one."""
+    for plan in plans:
+        if isinstance(plan, DecodePlan) and (plan.layer, plan.spans) == (_layer(spec), tiles.spans):
+            return plan
+    schedule = decode_kernel.schedule_for(
+        metadata.seq_lens,
+        score=score_of(spec),
+        tiles=tiles,
+        kv_heads=spec.num_kv_heads,
+        group=spec.q_heads_per_kv_head,
+        decode_query_len=metadata.bucket.decode_query_len,
+    )
+    return DecodePlan(schedule=schedule, layer=_layer(spec), spans=tiles.spans)
+
+
 def _prefill_plan(
     metadata: BatchMetadata,
     spec: AttentionSpec,
@@ -330,9 +391,8 @@ def _read(
     first_keys, _ = prefill_kernel.key_range(score_of(spec), positions, metadata.seq_lens)
     read = functools.partial(cache_read, dtype=dtype, layout=cache.layout, interpret=interpret)
     where = metadata.block_table, jnp.maximum(first_keys, 0), metadata.seq_lens
-    as_jax = lambda scale: None if scale is None else jnp.asarray(scale)
-    k = read(jnp.asarray(cache.k), *where, scale=as_jax(cache.stored_k_scale))
-    v = read(jnp.asarray(cache.v), *where, scale=as_jax(cache.stored_v_scale))
+    k = read(jnp.asarray(cache.k), *where, scale=_as_jax(cache.stored_k_scale))
+    v = read(jnp.asarray(cache.v), *where, scale=_as_jax(cache.stored_v_scale))
     rows = padded_len(metadata.block_table.shape[1], cache.block_size)
     starts = jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32) * rows
     return PackedKV(k=k, v=v, kv_start_loc=starts)
@@ -372,13 +432,17 @@ def _why_not_decode(
     """Why paged_decode does not serve a layer; with cache=None: whatever its dtype and its layout."""
     return support.why_not_decode(
         dtype=dtype,
-        cache_dtype=dtype if cache is None else cache.k.dtype,
+        k_dtype=dtype if cache is None else cache.k.dtype,
+        v_dtype=dtype if cache is None else cache.v.dtype,
         head_dim=spec.head_dim,
         block_size=metadata.block_size,
         group=spec.q_heads_per_kv_head,
         decode_query_len=metadata.bucket.decode_query_len,
         layout="NHD" if cache is None else cache.layout,
-        is_scaled=_is_scaled(cache),
+        has_token_scales=(
+            cache is not None and has_token_axis(cache.stored_k_scale),
+            cache is not None and has_token_axis(cache.stored_v_scale),
+        ),
     )
 
 
@@ -410,3 +474,7 @@ def _is_stored_otherwise(cache: PagedCache, dtype: DTypeLike) -> bool:
 
 def _is_scaled(cache: PagedCache | None) -> bool:
     return cache is not None and (cache.stored_k_scale is not None or cache.stored_v_scale is not None)
+
+
+def _as_jax(scale: Any) -> Array | None:
+    return None if scale is None else jnp.asarray(scale)

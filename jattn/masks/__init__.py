@@ -1,4 +1,4 @@
-"""Masks as values: `Causal() & (FirstKeys(4) | Window(left=255))` says which keys each query sees.
+"""Masks as values: `Causal() & (Sinks(4) | Window(left=255))` says which keys each query sees.
 
 A mask says it twice: of pairs of a query and a key (`sees`), and of tiles of them (`coverage`), from which
 `jattn.sparsity.schedule` makes the lists of tiles that a kernel works through. Masks without arrays are
@@ -10,7 +10,7 @@ from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Tiles, dense, densi
 from jattn.masks.blocks import BigBird, BlockMask
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.local_strided import LocalStrided
-from jattn.masks.positions import Causal, Chunked, Dilated, FirstKeys, MaskFunction, Window
+from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
 from jattn.masks.traced import Document, Prefix, VerticalSlash
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Coverage",
     "Dilated",
     "Document",
-    "FirstKeys",
     "LocalStrided",
     "Mask",
     "MaskFunction",
@@ -30,6 +29,7 @@ __all__ = [
     "Or",
     "Pairs",
     "Prefix",
+    "Sinks",
     "Tiles",
     "VerticalSlash",
     "Window",

@@ -7,7 +7,7 @@ from typing import Any, override
 import jax
 
 from jattn.masks.base import Coverage, Mask, Pairs, Tiles
-from jattn.masks.positions import FirstKeys, Window
+from jattn.masks.positions import Sinks, Window
 
 
 @jax.tree_util.register_static
@@ -45,4 +45,4 @@ def streaming_heads(retrieval_heads: Sequence[int], *, num_first: int, num_recen
 
     Source: DuoAttention.
     """
-    return OnlyHeads(tuple(retrieval_heads)) | FirstKeys(num_first) | Window(left=num_recent - 1)
+    return OnlyHeads(tuple(retrieval_heads)) | Sinks(num_first) | Window(left=num_recent - 1)

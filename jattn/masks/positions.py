@@ -66,7 +66,7 @@ class Window(Mask):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class FirstKeys(Mask):
+class Sinks(Mask):
     """The request's first `num` keys: StreamingLLM's attention sinks, not the scores of `attend(sinks=)`."""
 
     num: int

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem, widened
 from pallas_kernels.shared.head_dims import HeadCut
-from pallas_kernels.shared.tma import window
+from pallas_kernels.shared.tma import padded_slice
 
 TILE = 64  # keys of a thread block
 W = plgpu.Layout.WGMMA
@@ -85,7 +85,7 @@ def read_tiles(
         loaded,
     ):
         row, tile, head = (lax.axis_index(name) for name in ("row", "tile", "head"))
-        columns = window(cut.width, cut.chunk, row * 0)
+        columns = padded_slice(cut.width, cut.chunk, row * 0)
         first_key, low, high = tile * TILE, first_g[row], lens_g[row]
 
         def load() -> None:

@@ -7,13 +7,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
-from pallas_kernels.paged_decode.kernel import LOG2E, Shape, decode_partials
+from pallas_kernels.paged_decode.kernel import decode_partials
+from pallas_kernels.paged_decode.loader import copied_rows
 from pallas_kernels.paged_decode.merge import merge_partials
-from pallas_kernels.paged_decode.schedule import Schedule, make_schedule
+from pallas_kernels.paged_decode.schedule import BlockList, Schedule, make_schedule
+from pallas_kernels.paged_decode.step import LOG2E
 from pallas_kernels.paged_decode.tiles import Tiles, default_tiles
+from pallas_kernels.paged_decode.walk import Shape
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode
+
+LIST_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def paged_decode(
@@ -26,8 +31,12 @@ def paged_decode(
     score: Score,
     layout: str = "NHD",
     decode_query_len: int = 1,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    block_list: BlockList | None = None,
+    list_block_size: int | None = None,
     schedule: Schedule | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
@@ -37,17 +46,23 @@ def paged_decode(
     Args:
         query: `decode_query_len` tokens of each request, one request after the other.
         k_cache: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim].
-            Keys and values that no query sees may be anything.
-        v_cache: As k_cache.
+            Keys and values that no query sees may be anything, and so may their scales. 8 bits, or as query.
+        v_cache: As k_cache; may be of another dtype.
         block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
             that no query sees are never used.
         seq_lens: Keys of each request. 0 marks a padding row.
         score: Static: scale, mask, soft cap.
         layout: Static: "NHD" or "HND".
         decode_query_len: Static: tokens of each request, 1 to 8.
+        k_scale: key = stored * k_scale: [], [kv_heads], or of 8-bit keys per token and head [blocks,
+            kv_heads, block_size], so that a block's scales are one copy; None = 1.
+        v_scale: The same for values, or per channel [kv_heads, head_dim].
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
-        schedule: make_schedule's for the same seq_lens, score and tiles; made here when None.
+        block_list: The sparse blocks to visit, all queries of a request the same; the score's mask holds
+            inside them. None = all keys.
+        list_block_size: Static: keys of a sparse block.
+        schedule: schedule_for's for the same seq_lens, score, tiles and list; made here when None.
         tiles: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -68,27 +83,52 @@ def paged_decode(
         "query", query.shape, (reqs * decode_query_len, q_heads, k_cache.shape[3]), "tokens, q_heads"
     )
     require_shape("v_cache", v_cache.shape, k_cache.shape, "as k_cache")
+    scale_shapes = ((), (kv_heads,), (k_cache.shape[0], kv_heads, block_size))
+    if k_scale is not None:
+        require_one_of("k_scale's shape", k_scale.shape, scale_shapes)
+    if v_scale is not None:
+        require_one_of("v_scale's shape", v_scale.shape, (*scale_shapes, (kv_heads, head_dim)))
     require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
+    if block_list is None:
+        require(list_block_size is None, "list_block_size", "be None without block_list", list_block_size)
+    else:
+        max_listed = block_list.ids.shape[2]
+        require_shape("block_list.ids", block_list.ids.shape, (reqs, kv_heads, max_listed), "reqs, kv_heads")
+        require_shape("block_list.counts", block_list.counts.shape, (reqs, kv_heads), "reqs, kv_heads")
+        require_one_of("list_block_size", list_block_size, LIST_BLOCK_SIZES)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
     reason = why_not_decode(
         dtype=query.dtype,
-        cache_dtype=k_cache.dtype,
+        k_dtype=k_cache.dtype,
+        v_dtype=v_cache.dtype,
         head_dim=head_dim,
         block_size=block_size,
         group=q_heads // kv_heads,
         decode_query_len=decode_query_len,
+        has_token_scales=(
+            k_scale is not None and k_scale.ndim == 3,
+            v_scale is not None and v_scale.ndim == 3,
+        ),
     )
     if reason is not None:
         raise unsupported("paged_decode", reason, "Use another implementation")
 
     group = q_heads // kv_heads
     rows = group * decode_query_len
-    tiles = default_tiles(head_dim, rows=rows) if tiles is None else tiles
-    cut, n, row_tiles = head_cut(head_dim), tiles.row_tile(rows), tiles.row_tiles(rows)
-    slots = tiles.slots(kv_heads, rows)
+    kv_dtypes = k_cache.dtype, v_cache.dtype
+    tiles = default_tiles(head_dim, rows=rows, kv_dtypes=kv_dtypes) if tiles is None else tiles
+    cut = head_cut(head_dim, itemsize=min(dtype.itemsize for dtype in kv_dtypes))
+    n, row_tiles = tiles.row_tile(rows), tiles.row_tiles(rows)
     if schedule is None:
-        schedule = make_schedule(
-            seq_lens, score=score, tiles=tiles, decode_query_len=decode_query_len, slots=slots
+        schedule = schedule_for(
+            seq_lens,
+            score=score,
+            tiles=tiles,
+            kv_heads=kv_heads,
+            group=group,
+            decode_query_len=decode_query_len,
+            block_list=block_list,
+            list_block_size=list_block_size,
         )
     # TMA fills up a single tile of rows with zeros; several tiles, or one of odd size, are padded here.
     needs_padding = row_tiles > 1 or (rows > 8 and rows % 8 != 0)
@@ -102,17 +142,18 @@ def paged_decode(
         is_hnd=is_hnd,
         cut=cut,
         tile_q=n,
+        listed=list_block_size,
     )
     padding = row_tiles * n - rows if needs_padding else 0
 
     def packed(x: Array) -> Array:
-        """[reqs, decode_query_len, kv_heads, group, ...] to [reqs, head_tiles, rows, ...]."""
+        """[reqs, decode_query_len, kv_heads, group, ...] to [reqs, kv_heads * row_tiles, rows, ...]."""
         if decode_query_len > 1:
             x = jnp.swapaxes(x, 1, 2)
         x = x.reshape(x.shape[0], kv_heads, rows, *x.shape[4:])
         if padding:
             x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), *[(0, 0)] * (x.ndim - 3)))
-        return x.reshape(x.shape[0], shape.head_tiles, shape.rows, *x.shape[3:])
+        return x.reshape(x.shape[0], kv_heads * row_tiles, shape.rows, *x.shape[3:])
 
     def unpacked(x: Array) -> Array:
         x = x.reshape(reqs, kv_heads, -1, *x.shape[3:])[:, :, :rows]
@@ -122,29 +163,48 @@ def paged_decode(
         return x.reshape(tokens, q_heads, *x.shape[4:])
 
     def per_query(x: Array | None) -> Array | None:
-        """[q_heads] to [head_tiles, tile_q], times log2(e)."""
+        """[q_heads] to [kv_heads * row_tiles, tile_q], times log2(e)."""
         if x is None:
             return None
         x = (x.astype(jnp.float32) * LOG2E).reshape(1, 1, kv_heads, group)
         x = packed(jnp.broadcast_to(x, (1, decode_query_len, kv_heads, group)))[0]
         return jnp.pad(x, ((0, 0), (0, n - shape.rows)))
 
+    part = copied_rows(tiles, shape)
+
+    def cut_scale(scale: Array | None) -> Array | None:
+        if scale is None or scale.ndim == 1:
+            return scale
+        if scale.ndim == 3:
+            return scale.reshape(*scale.shape[:2], -1, part)
+        if scale.ndim == 0:
+            return scale.reshape(1)
+        scale = scale.reshape(kv_heads, cut.chunks, cut.chunk)
+        return jnp.pad(scale, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+
     def cut_cache(cache: Array) -> Array:
         token_axis = 2 if is_hnd else 1
-        part = min(block_size, tiles.tile_kv)
         return cut_head(cache.reshape(*cache.shape[:token_axis], -1, part, *cache.shape[token_axis + 1 :]))
 
     cut_head = lambda x: x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
     sinks_of_query = per_query(sinks)
+    queries = packed(query.reshape(reqs, decode_query_len, kv_heads, group, head_dim))
+    lists: tuple[Any, Any] = (None, None)
+    if block_list is not None:  # a kv head of a request is a request of its own
+        queries = queries.reshape(reqs * kv_heads, row_tiles, *queries.shape[2:])
+        lists = block_list.ids.reshape(reqs * kv_heads, -1), block_list.counts.reshape(-1)
     results = decode_partials(
-        cut_head(packed(query.reshape(reqs, decode_query_len, kv_heads, group, head_dim))),
+        cut_head(queries),
         cut_cache(k_cache),
         cut_cache(v_cache),
         block_table,
         seq_lens,
+        cut_scale(k_scale),
+        cut_scale(v_scale),
         per_query(alibi_slopes),
         sinks_of_query,
         schedule,
+        lists,
         shape=shape,
         score=score,
         tiles=tiles,
@@ -157,8 +217,24 @@ def paged_decode(
 
 
 def schedule_for(
-    seq_lens: jax.Array, *, score: Score, tiles: Tiles, kv_heads: int, group: int, decode_query_len: int
+    seq_lens: jax.Array,
+    *,
+    score: Score,
+    tiles: Tiles,
+    kv_heads: int,
+    group: int,
+    decode_query_len: int,
+    block_list: BlockList | None = None,
+    list_block_size: int | None = None,
 ) -> Schedule:
     """The schedule that paged_decode makes for itself: make it once for all layers of a step."""
-    slots = tiles.slots(kv_heads, group * decode_query_len)
-    return make_schedule(seq_lens, score=score, tiles=tiles, decode_query_len=decode_query_len, slots=slots)
+    slots = tiles.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
+    return make_schedule(
+        seq_lens,
+        score=score,
+        tiles=tiles,
+        decode_query_len=decode_query_len,
+        slots=slots,
+        block_list=block_list,
+        list_block_size=list_block_size,
+    )

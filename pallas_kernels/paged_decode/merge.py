@@ -8,9 +8,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.kernel import Shape, normalized, swizzled_smem
 from pallas_kernels.paged_decode.schedule import Schedule, span_units
+from pallas_kernels.paged_decode.step import normalized
 from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.paged_decode.walk import Shape
+from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.tma import padded_slice
 
 W = plgpu.Layout.WGMMA
 f32 = jnp.float32
@@ -89,7 +92,8 @@ def merge_partials(
             zeros = plgpu.layout_cast(jnp.zeros((PART, n), f32), W)
             rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
             acc, top, total = lax.fori_loop(0, rounds, add, (zeros, full(-jnp.inf), full(0.0)))
-            sink = None if sinks_g is None else vector(sinks_g.at[head_tile])
+            _, heads = shape.request_of(row, head_tile)
+            sink = None if sinks_g is None else vector(sinks_g.at[heads])
             factor, natural_lse = normalized(top, total, sink)
 
             @pl.when(part == 0)
@@ -100,9 +104,10 @@ def merge_partials(
             out_s.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
             # TMA drops the rows past the last and the columns past the end of a chunk.
-            to = out_g.at[row, head_tile, pl.ds(0, n), pl.ds(pl.multiple_of(part * PART, PART), PART)]
+            rows = padded_slice(n, shape.rows, row * 0)
+            to = out_g.at[row, head_tile, rows, pl.ds(pl.multiple_of(part * PART, PART), PART)]
             if cut.is_padded:
-                to = out_g.at[row, head_tile, pl.ds(0, n), part, pl.ds(0, PART)]
+                to = out_g.at[row, head_tile, rows, part, padded_slice(PART, cut.chunk, row * 0)]
             plgpu.copy_smem_to_gmem(out_s, to)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

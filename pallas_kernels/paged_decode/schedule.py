@@ -15,6 +15,18 @@ from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.shared.score import Score
 
 
+class BlockList(NamedTuple):
+    """The sparse blocks that each request's kv heads visit; the group's query heads share them.
+
+    Attributes:
+        ids: Ascending; block i is keys `i * list_block_size` onward. What is past the end is harmless.
+        counts: How many of the ids are live; the others are never used.
+    """
+
+    ids: Int32[Array, "reqs kv_heads max_listed"]
+    counts: Int32[Array, "reqs kv_heads"]
+
+
 class Schedule(NamedTuple):
     """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
 
@@ -33,11 +45,26 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(
-    seq_lens: Int32[Array, " reqs"], *, score: Score, tiles: Tiles, decode_query_len: int, slots: int
+    seq_lens: Int32[Array, " reqs"],
+    *,
+    score: Score,
+    tiles: Tiles,
+    decode_query_len: int,
+    slots: int,
+    block_list: BlockList | None = None,
+    list_block_size: int | None = None,
 ) -> Schedule:
-    """Cuts a step's keys into `slots` equal spans. Traced: made once a step, on the device."""
+    """Cuts a step's keys into `slots` equal spans. Traced: made once a step, on the device.
+
+    With lists, "a request" of the schedule is a request's kv head.
+    """
     unit = tiles.split_kv or tiles.tile_kv
     low, high = score.row_range(seq_lens, decode_query_len)
+    if block_list is not None:
+        assert list_block_size is not None
+        listed = block_list.counts.reshape(-1) * list_block_size
+        high = jnp.where(jnp.repeat(high > low, block_list.counts.shape[1]), listed, 0)
+        low, seq_lens = jnp.zeros_like(high), high
     # A request that sees nothing has a unit too: whoever meets it writes its zeros.
     units = jnp.where(high > low, (high + (unit - 1)) // unit - low // unit, 1)
     reqs = seq_lens.shape[0]

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.head_dims import head_cut
 
@@ -36,6 +39,11 @@ class Tiles:
         split_ok = self.split_kv is None or (self.split_kv > 0 and self.split_kv % self.tile_kv == 0)
         require(split_ok, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
 
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """What a schedule depends on: calls that agree in it may share one."""
+        return self.tile_kv, self.split_kv or 0, self.ctas, self.max_rows
+
     def row_tile(self, rows: int) -> int:
         """Rows of a tile, rounded up to what the tensor core takes."""
         return min(-(-rows // 8) * 8, self.max_rows)
@@ -49,17 +57,39 @@ class Tiles:
         return max(self.ctas // (kv_heads * self.row_tiles(rows)), 1)
 
 
+# Query rows worked on together, for heads up to a width.
+WIDEST_AT = ((64, MAX_ROWS), (256, 32))
+EIGHT_BIT_WIDEST_AT = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
 IN_FLIGHT = 96 * 1024  # bytes that an SM should have under way: more was slower (benchmarks/results)
 
 
-def default_tiles(head_dim: int, *, rows: int, batch_invariant: bool = False) -> Tiles:
-    """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results)."""
-    width = head_cut(head_dim).padded_dim
-    max_rows = MAX_ROWS if width <= 64 else 32  # more rows of wider heads spill with every feature on
-    # Narrow heads need two thread blocks an SM, or memory waits for softmax; wide rows fit but one.
-    ctas_per_sm = 2 if width <= 64 and rows <= 32 else 1
+def default_tiles(
+    head_dim: int,
+    *,
+    rows: int,
+    kv_dtypes: tuple[DTypeLike, DTypeLike] = ("bfloat16", "bfloat16"),
+    batch_invariant: bool = False,
+) -> Tiles:
+    """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results).
+
+    Args:
+        head_dim: Width of a head.
+        rows: Query rows of a kv head.
+        kv_dtypes: Of the keys and of the values.
+        batch_invariant: A request's bits must not depend on its batch.
+    """
+    itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
+    is_narrow = min(itemsizes) == 1
+    width = head_cut(head_dim, itemsize=min(itemsizes)).padded_dim
+    # More rows of wider heads spill with every feature on.
+    widest_at = EIGHT_BIT_WIDEST_AT if is_narrow else WIDEST_AT
+    max_rows = next(count for widest, count in widest_at if width <= widest)
+    # Tiles of few bytes need two thread blocks an SM, or memory waits for softmax and for the widening of 8
+    # bits; more rows, or wider heads in 8 bits, fit but one: their registers are over 128 a thread.
+    fits_two = width * max(rows, 8) <= 1024 if is_narrow else width <= 64 and rows <= 32
+    ctas_per_sm = 2 if fits_two else 1
     tile_kv = 64
-    stage = 2 * tile_kv * width * 2
+    stage = tile_kv * width * sum(itemsizes)
     return Tiles(
         tile_kv=tile_kv,
         stages=max(IN_FLIGHT // ctas_per_sm // stage, 2),

@@ -20,6 +20,11 @@ def widened(ref: Any, dtype: Any) -> Any:
 def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory that TMA fills and the tensor core reads."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 128 if itemsize == 2 else 64
+    swizzle = swizzle_of(itemsize)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
+
+
+def swizzle_of(itemsize: int) -> int:
+    """Bytes of a row of the swizzle."""
+    return 128 if itemsize == 2 else 64

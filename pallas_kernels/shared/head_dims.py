@@ -9,6 +9,8 @@ from typing import NamedTuple
 from pallas_kernels.checks import require
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+# In 8 bits 120 has no rows of 16 bytes, which TMA wants, and 112 would be cut into 7 chunks.
+EIGHT_BIT_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 UNIT = 64
 
 
@@ -35,17 +37,16 @@ def head_cut(head_dim: int, *, itemsize: int = 2) -> HeadCut:
 
     Args:
         head_dim: Width of a head.
-        itemsize: Bytes of an element.
+        itemsize: Bytes of an element: 2, or 1 for 8-bit keys or values.
 
     Raises:
-        ValueError: There is none, of any head of this width or of 8-bit elements.
+        ValueError: There is none of this width.
     """
-    require(head_dim in HEAD_DIMS, "head_dim", f"be one of {HEAD_DIMS}", head_dim)
-    aligned = 16 // itemsize  # TMA wants strides of 16 bytes
-    require(head_dim % aligned == 0, "head_dim", f"be a multiple of {aligned} of {itemsize} bytes", head_dim)
+    served = HEAD_DIMS if itemsize == 2 else EIGHT_BIT_HEAD_DIMS
+    require(head_dim in served, "head_dim", f"be one of {served}", head_dim)
     if head_dim % UNIT == 0:
         return HeadCut(1, head_dim, head_dim)
     count = -(-head_dim // UNIT)
-    while head_dim % (aligned * count):
+    while head_dim % (16 // itemsize * count):  # TMA wants strides of 16 bytes
         count += 1
     return HeadCut(count, head_dim // count, UNIT)

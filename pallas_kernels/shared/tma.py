@@ -1,4 +1,4 @@
-"""Windows of global memory that TMA copies."""
+"""Slices of global memory that TMA copies."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 
-def window(size: int, length: int, zero: Any) -> Any:
+def padded_slice(size: int, length: int, zero: Any) -> Any:
     """The first `size` of `length` elements of an axis; past the end TMA reads zeros and writes nothing.
 
     JAX refuses a slice that is known to reach past the end, so such a one begins at a zero that it does not

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, PART_SHIFT, TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
@@ -159,6 +160,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
     def load(item: Item, i: Any, step: Any, between: Callable | None = None) -> None:
         stage = lax.rem(step, jnp.int32(tiles.stages))
         kv_head = lax.div(item.head, jnp.int32(shape.group))
+        columns = padded_slice(cut.width, cut.chunk, stage * 0)
         # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
         at_once = min(num_windows, BLOCKS_AT_ONCE)
         for kv_g, smem, full, free in ((k_g, k_s, k_full, k_free), (v_g, v_s, v_full, v_free)):
@@ -167,7 +169,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
             def copy(windows: Any, kv_g: Any = kv_g, smem: Any = smem, full: Any = full) -> None:
                 for index, rows in windows:
                     for chunk in range(cut.chunks):
-                        source = kv_g.at[(*index, chunk, pl.ds(0, cut.width)) if cut.is_padded else index]
+                        source = kv_g.at[(*index, chunk, columns) if cut.is_padded else index]
                         plgpu.copy_gmem_to_smem(source, smem.at[stage, chunk, rows], full.at[stage])
 
             if num_windows == at_once:
@@ -196,12 +198,13 @@ def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
 
     def load(item: Item, table_row: Any, nth: Any) -> None:
         buffer = lax.rem(nth, jnp.int32(tiles.query_buffers))
+        columns = padded_slice(cut.width, cut.chunk, nth * 0)
         for wg in range(tiles.warpgroups):
             nth_barrier = wg * tiles.query_buffers + buffer
             pl.when(nth >= tiles.query_buffers)(functools.partial(plgpu.barrier_wait, q_free.at[nth_barrier]))
             rows = pl.ds(aligned(item["first_row"] + wg * M), M)
             for chunk in range(cut.chunks):
-                index = (rows, item.head, chunk, pl.ds(0, cut.width)) if cut.is_padded else (rows, item.head)
+                index = (rows, item.head, chunk, columns) if cut.is_padded else (rows, item.head)
                 plgpu.copy_gmem_to_smem(q_g.at[index], q_s.at[wg, buffer, chunk], q_full.at[nth_barrier])
             plgpu.copy_gmem_to_smem(table_g.at[table_row], item_s.at[wg, buffer], q_full.at[nth_barrier])
 
@@ -518,9 +521,10 @@ def store_rows(item: Item, wg: Any, o_tiled: Any, o_plain: Any, o_g: Any, accs: 
     first = item["first_row"] + wg * M
     begin, end = (jnp.clip(row - wg * M, 0, M) for row in (item["begin"], item["end"]))
     num = jnp.maximum(end - begin, 0)
+    columns = padded_slice(cut.width, cut.chunk, first * 0)
 
     def target(rows: Any, chunk: int) -> Any:
-        index = (rows, item.head, chunk, pl.ds(0, cut.width)) if cut.is_padded else (rows, item.head)
+        index = (rows, item.head, chunk, columns) if cut.is_padded else (rows, item.head)
         return o_g.at[index]
 
     @pl.when(num == M)

@@ -6,8 +6,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_decode import default_tiles, paged_decode
-from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.paged_decode import BlockList, default_tiles, paged_decode
+from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from pallas_kernels.shared.score import Score
 
 FEATURES = {
@@ -26,30 +26,53 @@ HEADS = {
     "speculative": (32, 8, 8),
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+# Keys and values: a dtype (None = the queries'), and what has a scale of its own.
+PLAIN = ((None, None), (None, None))
+STORED = {
+    "fp8": (("float8_e4m3fn", "tensor"), ("float8_e4m3fn", "head")),
+    "fp8_token_head": (("float8_e4m3fn", "token"), ("float8_e4m3fn", "token")),
+    "fp8e5": (("float8_e5m2", None), ("float8_e5m2", "head")),
+    "int8_token_head": (("int8", "token"), ("int8", "token")),
+    "int8_static_v": (("int8", "token"), ("int8", "channel")),
+    "int8_k_only": (("int8", "token"), (None, None)),
+    "fp8_v_only": ((None, "head"), ("float8_e4m3fn", "token")),
+}
 
 
-def case(heads, head_dim, block_size, layout, dtype, *, has_sinks=False, has_alibi=False,
-         is_batch_invariant=False, **score):  # fmt: skip
+def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=False, has_alibi=False,
+         is_batch_invariant=False, list_block_size=None, **score):  # fmt: skip
     q_heads, kv_heads, query_len = heads
-    shape = jax.ShapeDtypeStruct
+    shape, blocks = jax.ShapeDtypeStruct, 100_000
     per_block = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
-    cache = shape((100_000, *per_block, head_dim), dtype)
+    per_token = blocks, kv_heads, block_size
+    scale_shapes = {"tensor": (), "head": (kv_heads,), "channel": (kv_heads, head_dim), "token": per_token}
+    kv_dtypes = tuple(jnp.dtype(stored_dtype or dtype) for stored_dtype, _ in stored)
+    k_cache, v_cache = (shape((blocks, *per_block, head_dim), kv_dtype) for kv_dtype in kv_dtypes)
+    k_scale, v_scale = (kind and shape(scale_shapes[kind], jnp.float32) for _, kind in stored)
     run = functools.partial(
         paged_decode,
         score=Score(scale=0.1, **score),
         layout=layout,
         decode_query_len=query_len,
+        list_block_size=list_block_size,
         tiles=default_tiles(
-            head_dim, rows=q_heads // kv_heads * query_len, batch_invariant=is_batch_invariant
+            head_dim,
+            rows=q_heads // kv_heads * query_len,
+            kv_dtypes=kv_dtypes,
+            batch_invariant=is_batch_invariant,
         ),
     )
     per_head = shape((q_heads,), jnp.float32)
-    modifiers = {"sinks": per_head} if has_sinks else {}
+    modifiers = {"k_scale": k_scale, "v_scale": v_scale}
+    modifiers |= {"sinks": per_head} if has_sinks else {}
     modifiers |= {"alibi_slopes": per_head} if has_alibi else {}
+    if list_block_size is not None:
+        ids = shape((32, kv_heads, 8192 // list_block_size), jnp.int32)
+        modifiers["block_list"] = BlockList(ids, shape((32, kv_heads), jnp.int32))
     arguments = (
         shape((32 * query_len, q_heads, head_dim), dtype),
-        cache,
-        cache,
+        k_cache,
+        v_cache,
         shape((32, 8192 // block_size), jnp.int32),
         shape((32,), jnp.int32),
     )
@@ -65,4 +88,28 @@ def aot_cases():
         layout, dtype = ("NHD", "HND")[nth // 3 % 2], ("bfloat16", "float16")[nth // 2 % 2]
         name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}"
         found[name] = case(HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), **FEATURES[feature])
+    for nth, (heads, head_dim) in enumerate(itertools.product(HEADS, EIGHT_BIT_HEAD_DIMS)):
+        for stored in (list(STORED)[nth % 7], list(STORED)[(nth + 3) % 7]):
+            nth += len(found)
+            feature, block_size = list(FEATURES)[nth % 6], BLOCK_SIZES[nth % 5]
+            layout, dtype = ("NHD", "HND")[nth % 2], ("bfloat16", "float16")[nth // 2 % 2]
+            name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}"
+            found[name] = case(
+                HEADS[heads],
+                head_dim,
+                block_size,
+                layout,
+                jnp.dtype(dtype),
+                STORED[stored],
+                **FEATURES[feature],
+            )
+    for nth, (heads, size) in enumerate(itertools.product(HEADS, (16, 32, 64, 128, 256))):
+        feature, block_size, head_dim = list(FEATURES)[nth % 6], BLOCK_SIZES[nth % 5], (64, 128, 256)[nth % 3]
+        layout, dtype = ("NHD", "HND")[nth % 2], ("bfloat16", "float16")[nth // 2 % 2]
+        stored, kind = (("plain", PLAIN), *STORED.items())[nth % 8]
+        name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}-listed{size}"
+        found[name] = case(
+            HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), kind,
+            list_block_size=size, **FEATURES[feature],
+        )  # fmt: skip
     return found

@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.implementations import mosaic_gpu, xla
-from pallas_kernels.paged_decode import Tiles, paged_decode, reference, schedule_for
-from pallas_kernels.shared.head_dims import HEAD_DIMS, head_cut
+from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
+from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import JAX_BEFORE, why_not, why_not_decode
 from tests import aot
@@ -38,7 +38,11 @@ FACTORS = {
     "block_size": [8, 16, 32, 64, 128, 256],
     "padded": [False, True],
     "split_kv": [None, 64],
-}
+    "stored": [
+        "plain", "plain_scalar", "fp8_scalar", "fp8_head", "fp8_token_head", "fp8e5_scalar", "int8_scalar",
+        "int8_token_head", "int8_static_v", "int8_k_only",
+    ],
+}  # fmt: skip
 FAST = FACTORS | {
     "region": ["decode", "speculative"],
     "window": [None, (4, 0), (70, 2)],
@@ -48,12 +52,19 @@ FAST = FACTORS | {
     "head_dim": [64, 80],
     "block_size": [16, 128],
     "padded": [True],
+    "stored": ["plain", "fp8_head", "fp8_token_head", "int8_static_v"],
 }
-ALWAYS = {"stored": "plain", "sparsity": None}
+ALWAYS = {"sparsity": None}
 
 
 def cases(factors):
-    return [case | ALWAYS for case in covering_array(factors, lambda case: True)]
+    return [case | ALWAYS for case in covering_array(factors, has_kernel)]
+
+
+def has_kernel(case):
+    """True of what is not chosen yet."""
+    is_wide = case.get("stored", "plain").startswith("plain")
+    return is_wide or case.get("head_dim", 64) in EIGHT_BIT_HEAD_DIMS
 
 
 def tiles_of(case):
@@ -64,21 +75,22 @@ def tiles_of(case):
 def attend(problem: Problem, interpret=None, tiles=None):
     """The decode region by the kernel, the prefill region by XLA."""
 
-    @jax.jit
     def run(query, kv, metadata, per_head):
         decode, prefill, spec = metadata.decode_part, metadata.prefill_part, problem.spec
-        plans = (mosaic_gpu.plan_decode(decode, spec, tiles),) if tiles else ()
         first = decode.bucket.max_tokens
         results = [
-            mosaic_gpu.attend(query[:first], kv, decode, spec, plans=plans, interpret=interpret, **per_head),
-            xla.attend(query[first:], kv, prefill, spec, tiles=None, **per_head),
+            mosaic_gpu.attend(query[:first], kv, decode, spec, interpret=interpret, **per_head),
+            xla.attend(query[first:], kv, prefill, spec, tiles=None, mask=None, **per_head),
         ]
         outs, lses = zip(*results, strict=True)
         return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
 
     per_head = {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
     per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
-    return run(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
+    with pytest.MonkeyPatch.context() as patched:
+        if tiles is not None:
+            patched.setattr(mosaic_gpu.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+        return jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 
 class TestContract:
@@ -102,9 +114,10 @@ class TestContract:
         problem = Problem(plain_case(window=(4, 0), region="decode"))
         tiles = tiles_of(problem.case)
         monkeypatch.setattr(mosaic_gpu.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
-        other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec, tiles)
+        other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec)
+        assert other
         run = functools.partial(mosaic_gpu.attend, spec=problem.spec, sinks=None, alibi_slopes=None)
-        run = functools.partial(run, interpret=plgpu.InterpretGPUParams(), plans=(other,))
+        run = functools.partial(run, interpret=plgpu.InterpretGPUParams(), plans=other)
         problem.check(*jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata))
 
 
@@ -185,6 +198,66 @@ def interpreted(*args, schedule=None, sinks=None, detect_races=False, **kwargs):
     return jax.jit(run)(*args, schedule=schedule, sinks=sinks)
 
 
+def random_lists(lens, kv_heads, size, seed=0):
+    """Some of each request's blocks, another choice for each kv head; ids past the counts are garbage."""
+    rng = np.random.default_rng(seed)
+    most = -(-max(lens) // size) + 1
+    ids = np.full((len(lens), kv_heads, most), 2**24, np.int32)
+    counts = np.zeros((len(lens), kv_heads), np.int32)
+    for r, h in np.ndindex(counts.shape):
+        blocks = -(-lens[r] // size)
+        chosen = np.flatnonzero(rng.random(blocks + 1) < 0.5)  # one past the end is harmless
+        ids[r, h, : len(chosen)], counts[r, h] = chosen, len(chosen)
+    return BlockList(jnp.asarray(ids), jnp.asarray(counts))
+
+
+LISTED = [
+    (16, 16, 1, {}, {}, "NHD"),
+    (16, 64, 2, {"window": (90, 0)}, {}, "NHD"),
+    (32, 8, 1, {"soft_cap": 3.0}, {"split_kv": 128}, "NHD"),
+    (64, 128, 1, {}, {"max_rows": 8}, "HND"),
+    (128, 64, 3, {}, {"split_kv": 64}, "NHD"),
+    (256, 16, 1, {"chunk_size": 100}, {}, "NHD"),
+]
+
+
+def check_listed(listed, interpret=None):
+    list_block_size, block_size, query_len, score, sizes, layout = listed
+    lens = [330, 0, 70, 5, 200]
+    (query, k, v, *rest), kwargs = random_step(lens, 6, 2, 64, block_size, query_len, **score)
+    lists = random_lists(lens, 2, list_block_size)
+    sinks = jnp.linspace(-1.0, 2.0, 6)
+    one = {"layout": layout, "sinks": sinks, "decode_query_len": query_len}
+    one |= {"block_list": lists, "list_block_size": list_block_size}
+    if layout == "HND":
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    tiles = Tiles(stages=2, ctas=6, **sizes)
+    run = functools.partial(paged_decode, score=kwargs["score"], tiles=tiles, interpret=interpret)
+    static = ("layout", "decode_query_len", "list_block_size")
+    out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **one)
+    want, want_lse = reference.paged_decode(
+        query.astype(jnp.float32), k, v, *rest, scale=kwargs["score"].scale, **score, **one
+    )
+    np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-2)
+
+
+class TestBlockLists:
+    @pytest.mark.parametrize("listed", LISTED[:3], ids=str)
+    def test_only_listed_blocks_count(self, listed):
+        check_listed(listed, plgpu.InterpretGPUParams())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("listed", LISTED[3:], ids=str)
+    def test_only_listed_blocks_count_with_other_sizes(self, listed):
+        check_listed(listed, plgpu.InterpretGPUParams())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("listed", LISTED, ids=str)
+    def test_on_gpu(self, listed):
+        check_listed(listed)
+
+
 class TestRaces:
     @pytest.mark.parametrize(("query_len", "score"), [(1, {}), (2, {"window": (70, 0)})])
     def test_there_are_none(self, query_len, score):
@@ -257,21 +330,23 @@ class TestHeadCut:
 
 class TestRefusals:
     served = {  # noqa: RUF012
-        "dtype": jnp.bfloat16, "cache_dtype": jnp.bfloat16, "head_dim": 128, "block_size": 16, "group": 4,
-        "decode_query_len": 1,
+        "dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "head_dim": 128,
+        "block_size": 16, "group": 4, "decode_query_len": 1,
     }  # fmt: skip
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             ({"dtype": jnp.float32}, "queries of float32"),
-            ({"cache_dtype": jnp.int8}, "cache of int8 with queries of bfloat16"),
+            ({"v_dtype": jnp.float16}, "values of float16 with queries of bfloat16"),
+            ({"k_dtype": jnp.uint8}, "keys of uint8 with queries of bfloat16"),
+            ({"has_token_scales": (False, True)}, "values of bfloat16 with a scale per token and head"),
+            ({"k_dtype": jnp.int8, "head_dim": 120}, "head_dim 120 in 8 bits .32, 64, 80"),
             ({"head_dim": 72}, "head_dim 72 .*80"),
             ({"block_size": 4}, "block_size 4 .*16"),
             ({"group": 65}, "65 query heads a kv head .at most 64"),
             ({"decode_query_len": 9}, "decode_query_len 9 .at most 8"),
             ({"layout": "packed"}, "the packed layout .NHD, HND"),
-            ({"is_scaled": True}, "with scales"),
         ],
     )
     def test_what_has_no_kernel_is_named(self, change, message):
@@ -294,6 +369,37 @@ class TestRefusals:
             paged_decode(*args, **kwargs | {"decode_query_len": 3})
         with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', got 'packed'"):
             paged_decode(*args, **kwargs, layout="packed")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"k_scale": (3,)}, r"k_scale's shape must be one of .*got \(3,\)"),
+            ({"k_scale": (2, 64)}, r"k_scale's shape must be one of .*got \(2, 64\)"),
+            ({"v_scale": (2, 63)}, r"v_scale's shape must be one of .*got \(2, 63\)"),
+            ({"list_block_size": 16}, "list_block_size must be None without block_list, got 16"),
+            ({"block_list": ((2, 1, 3), (2, 2)), "list_block_size": 16}, r"block_list.ids must"),
+            (
+                {"block_list": ((2, 2, 3), (2, 1)), "list_block_size": 16},
+                r"block_list.counts must",
+            ),
+            (
+                {"block_list": ((2, 2, 3), (2, 2)), "list_block_size": 24},
+                "list_block_size must be .*24",
+            ),
+        ],
+    )
+    def test_scales_and_lists_that_disagree_are_named(self, change, message):
+        args, kwargs = random_step([5, 6], 2, 2, 64, 16)
+        made = {
+            name: BlockList(*(jnp.zeros(shape, jnp.int32) for shape in value))
+            if name == "block_list"
+            else jnp.zeros(value)
+            if name.endswith("_scale")
+            else value
+            for name, value in change.items()
+        }
+        with pytest.raises(ValueError, match=message):
+            paged_decode(*args, **kwargs, **made)
 
     @pytest.mark.parametrize(
         ("change", "message"),

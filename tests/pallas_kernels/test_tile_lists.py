@@ -60,7 +60,7 @@ MASKS = {
         lambda r, h, i, j: SMALL[h, i // 64, j // 64] and strange(h, i, j),
     ),
     "dilated": (
-        masks.Dilated(20, 5) | masks.FirstKeys(3),
+        masks.Dilated(20, 5) | masks.Sinks(3),
         lambda r, h, i, j: (abs(i - j) % 5 == 0 and abs(i - j) <= 100) or j < 3,
     ),
 }
@@ -188,7 +188,7 @@ def test_what_ships_compiles_and_hardly_spills(name):
     [
         (masks.Document(ids=np.zeros(4, np.int32)), False, "masks with arrays other than BlockMask"),
         (
-            masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64) | masks.FirstKeys(1),
+            masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64) | masks.Sinks(1),
             False,
             "masks with arrays other than BlockMask",
         ),
@@ -210,8 +210,8 @@ def test_masks_without_lists_are_named(mask, is_packed, message):
 
 def test_a_mask_is_taken_apart():
     block = masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64)
-    parts = parts_of(strided & block & masks.FirstKeys(9))
-    assert parts.formula == strided & masks.FirstKeys(9)
+    parts = parts_of(strided & block & masks.Sinks(9))
+    assert parts.formula == strided & masks.Sinks(9)
     assert parts.blocks == (block,)
     assert parts.block_q == 64
 

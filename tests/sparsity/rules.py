@@ -49,7 +49,7 @@ def windows(draw):
 @st.composite
 def first_keys(draw):
     num = draw(st.integers(1, 20))
-    return Ruled(lambda: masks.FirstKeys(num), lambda r, h, i, j: j < num)
+    return Ruled(lambda: masks.Sinks(num), lambda r, h, i, j: j < num)
 
 
 @st.composite

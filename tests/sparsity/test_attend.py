@@ -77,7 +77,7 @@ def test_gradients_flow_through_the_reference_under_a_mask():
     problem = Problem(AttentionContract().plain_case(region="chunked"))
     contract = AttentionContract()
     contract.implementation = "reference"
-    mask = masks.FirstKeys(1) | masks.Window(left=4)
+    mask = masks.Sinks(1) | masks.Window(left=4)
     cache = jax.tree.map(jnp.nan_to_num, problem.kv)
     loss = lambda q: contract.attend(problem, query=q, cache=cache, mask=mask)[0].sum()
     gradient = jax.grad(loss)(jnp.asarray(problem.query))
@@ -91,7 +91,7 @@ def test_a_kernel_that_has_not_run_on_a_gpu_is_taken_only_when_asked_for(monkeyp
     monkeypatch.setattr(
         "jattn.implementations.mosaic_gpu.attend", lambda query, *_, **__: asked.append(1) or (query, None)
     )
-    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, sparsity=masks.FirstKeys(2))
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, sparsity=masks.Sinks(2))
     metadata = jattn.build_batch_metadata([3], [3], [[1]], block_size=16)
     zeros = jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
     cache = jattn.PagedCache(k=zeros, v=zeros)

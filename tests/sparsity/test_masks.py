@@ -21,9 +21,7 @@ def drawn(mask, query_len, seq_len, **options):
 
 def test_masks_written_out():
     assert drawn(masks.Causal(), 2, 4) == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
-    assert drawn(masks.Window(1, 0) | masks.FirstKeys(1), 3, 4) == [
-        [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
-    ]
+    assert drawn(masks.Window(1, 0) | masks.Sinks(1), 3, 4) == [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]]
     assert drawn(masks.Causal() & masks.Dilated(2, 2), 1, 6) == [[[0, 1, 0, 1, 0, 1]]]
     assert drawn(masks.Causal() | masks.Prefix(length=jnp.int32(2)), 3, 3) == [
         [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
@@ -68,13 +66,13 @@ def test_density_is_counted_against_causality():
 
 
 def test_masks_without_arrays_are_values():
-    one = masks.Causal() & (masks.FirstKeys(4) | masks.Window(left=8))
-    assert one == masks.Causal() & (masks.FirstKeys(4) | masks.Window(left=8))
-    assert len({one, masks.Causal() & (masks.FirstKeys(5) | masks.Window(left=8))}) == 2
+    one = masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
+    assert one == masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
+    assert len({one, masks.Causal() & (masks.Sinks(5) | masks.Window(left=8))}) == 2
     assert one.is_static
     assert jax.tree.leaves(one) == []
-    assert (masks.Causal() & masks.FirstKeys(1)) & masks.FirstKeys(2) == masks.And(
-        (masks.Causal(), masks.FirstKeys(1), masks.FirstKeys(2))
+    assert (masks.Causal() & masks.Sinks(1)) & masks.Sinks(2) == masks.And(
+        (masks.Causal(), masks.Sinks(1), masks.Sinks(2))
     )
     assert masks.OnlyHeads((3, 1, 3)) == masks.OnlyHeads((1, 3))
 
@@ -103,7 +101,7 @@ def test_masks_with_arrays_change_without_a_recompile():
     ("make", "message"),
     [
         (lambda: masks.Window(left=-1), "left must be None or at least 0, got -1"),
-        (lambda: masks.FirstKeys(0), "num must be positive, got 0"),
+        (lambda: masks.Sinks(0), "num must be positive, got 0"),
         (lambda: masks.Chunked(0), "size must be positive, got 0"),
         (lambda: masks.Dilated(-1, 2), "num must be at least 0, got -1"),
         (lambda: masks.Dilated(1, 0), "step must be positive, got 0"),

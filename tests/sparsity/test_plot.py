@@ -8,7 +8,7 @@ from jattn import masks
 from jattn.sparsity.plot import classes, plot
 from jattn.sparsity.schedule import schedule
 
-MASK = masks.Causal() & (masks.OnlyHeads((1,)) | masks.FirstKeys(16))
+MASK = masks.Causal() & (masks.OnlyHeads((1,)) | masks.Sinks(16))
 
 
 def made():

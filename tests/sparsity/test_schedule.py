@@ -100,7 +100,7 @@ def test_lists_hold_partial_tiles_first_and_the_longest_list_comes_first():
 
 
 def test_padding_and_what_is_behind_the_end_are_in_no_list():
-    made = make(masks.FirstKeys(64), [0, 17], query_lens=jnp.asarray([0, 3]))
+    made = make(masks.Sinks(64), [0, 17], query_lens=jnp.asarray([0, 3]))
     np.testing.assert_array_equal(made.num_queries, [0, 0, 0, 0, 3, 0, 0, 0])
     np.testing.assert_array_equal((made.num_partial + made.num_full)[:, 0], [0, 0, 0, 0, 2, 0, 0, 0])
 

@@ -1,0 +1,65 @@
+"""From a mask to the lists of blocks that paged_decode walks through, and which masks have such lists."""
+
+import math
+
+import jax.numpy as jnp
+
+from jattn.masks import And, BlockMask, LocalStrided, Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.sparsity.schedule import coverage_of_tiles
+from jattn.spec import AttentionSpec
+from pallas_kernels.paged_decode import BlockList
+from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
+from pallas_kernels.varlen_prefill.lists import listed
+
+
+def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) -> int | str:
+    """Keys of a listed block, or why paged_decode cannot walk through lists of this mask.
+
+    A list serves all query heads of a kv head, so they must see the same blocks, and whole ones.
+
+    Args:
+        mask: Beyond the spec's numbers.
+        spec: The layer.
+        metadata: The decode region as a step of its own.
+    """
+    if metadata.bucket.decode_query_len > 1:
+        return "block lists are for one query of each request"
+    sizes = []
+    for factor in mask.masks if isinstance(mask, And) else (mask,):
+        if isinstance(factor, BlockMask) and spec.num_kv_heads % factor.blocks.shape[-3] == 0:
+            sizes.append(factor.block_kv)
+        elif isinstance(factor, LocalStrided) and _is_alike_in_groups(factor, spec):
+            sizes.append(factor.block_size)
+        else:
+            return "block lists are for whole blocks that all query heads of a kv head see"
+    size = math.gcd(*sizes)
+    fits = size % metadata.block_size == 0 or metadata.block_size % size == 0
+    if size not in LIST_BLOCK_SIZES or not fits:
+        return (
+            f"there are no block lists for blocks of {size} keys over cache blocks of {metadata.block_size}"
+        )
+    return size
+
+
+def _is_alike_in_groups(mask: LocalStrided, spec: AttentionSpec) -> bool:
+    return mask.homo_head or mask.homo_head_group or spec.q_heads_per_kv_head == 1
+
+
+def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:
+    """The blocks of `size` keys that each request's query sees, for each kv head. Traced."""
+    seq_lens, group = metadata.seq_lens, spec.q_heads_per_kv_head
+    coverage = coverage_of_tiles(
+        mask,
+        rows=jnp.arange(seq_lens.shape[0], dtype=jnp.int32),
+        first_query=jnp.maximum(seq_lens - 1, 0),
+        num_queries=jnp.minimum(seq_lens, 1),
+        seq_lens=seq_lens,
+        num_heads=(spec.num_q_heads, spec.num_kv_heads),
+        size=(1, size),
+        max_kv_tiles=-(-metadata.block_table.shape[1] * metadata.block_size // size),
+        is_prefill=False,
+    )
+    some = coverage.some[:, ::group]  # neighbours see the same
+    ids, _, counts = listed(some, some)
+    return BlockList(ids=ids, counts=counts)

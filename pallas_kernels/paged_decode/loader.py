@@ -1,0 +1,93 @@
+"""The loading warp: blocks of the cache into the stages of shared memory, one TMA copy a block and chunk."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.paged_decode.walk import Segment, Shape, place_of
+from pallas_kernels.shared.tma import padded_slice
+
+
+class Stream(NamedTuple):
+    """Keys or values on their way from the cache to the stages.
+
+    Attributes:
+        cache_g: The cache.
+        scale_g: [blocks, kv_heads, parts, block_size / parts] f32: a scale per token and head, or None.
+        tile_s: [stages, chunks, tile_kv, width] in SMEM.
+        scale_s: [stages, tile_kv] f32 in SMEM, or None.
+        full: Barriers that a stage's copies arrive at.
+        free: Barriers that a stage's reader arrives at.
+    """
+
+    cache_g: Any
+    scale_g: Any
+    tile_s: Any
+    scale_s: Any
+    full: Any
+    free: Any
+
+
+def make_loader(
+    streams: tuple[Stream, Stream], table_g: Any, ids_g: Any, tiles: Tiles, shape: Shape
+) -> Callable:
+    """The function that fills one stage of shared memory from the cache's blocks."""
+    size, cut = shape.block_size, shape.cut
+    rows = copied_rows(tiles, shape)
+
+    def window(cache_g: Any, segment: Segment, block: Any, part: Any, chunk: int) -> Any:
+        """Keys of one kv head: a block, or the part of a block that is copied at once."""
+        tokens = pl.ds(0, rows)
+        if shape.is_hnd:
+            at = block, segment.kv_head, part, tokens
+        else:
+            at = block, part, tokens, segment.kv_head
+        return cache_g.at[(*at, chunk, padded_slice(cut.width, cut.chunk, part * 0)) if cut.is_padded else at]
+
+    def load(segment: Segment, tile_index: Any, step: Any) -> None:
+        stage = lax.rem(step, jnp.int32(tiles.stages))
+        place = place_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
+        # Every id before the first wait, so that their latencies overlap. What a query cannot see may have no
+        # block: the nearest that one can see stands in, and the softmax and the values mask it.
+        low = lax.div(segment.low, jnp.int32(size))
+        high = lax.div(segment.high - 1, jnp.int32(size))
+        sources = []
+        for first in place.firsts:
+            column = lax.div(first, jnp.int32(size))
+            part = lax.div(lax.rem(first, jnp.int32(size)), jnp.int32(rows))
+            for j in range(place.piece // rows):
+                block = table_g[segment.request, jnp.clip(column + j, low, high)]
+                sources.append((block, part))
+        for stream in streams:
+            pl.when(step >= tiles.stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            full = stream.full.at[stage]
+            for j, (block, part) in enumerate(sources):
+                to = pl.ds(j * rows, rows)
+                for chunk in range(cut.chunks):
+                    keys = window(stream.cache_g, segment, block, part, chunk)
+                    plgpu.copy_gmem_to_smem(keys, stream.tile_s.at[stage, chunk, to], full)
+                if stream.scale_g is not None:
+                    plgpu.copy_gmem_to_smem(
+                        stream.scale_g.at[block, segment.kv_head, part],
+                        stream.scale_s.at[stage, to],
+                        full,
+                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # no tensor map, so no alignment to 128
+                    )
+
+    return load
+
+
+def copied_rows(tiles: Tiles, shape: Shape) -> int:
+    """Keys of a copy: a block, or what of it is needed together."""
+    return min(shape.piece(tiles.tile_kv), shape.block_size)
+
+
+def copies_per_stage(tiles: Tiles, shape: Shape, *, has_token_scale: bool) -> int:
+    """Copies that arrive at a stage's barrier."""
+    return tiles.tile_kv // copied_rows(tiles, shape) * (shape.cut.chunks + has_token_scale)

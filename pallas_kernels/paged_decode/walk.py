@@ -1,0 +1,183 @@
+"""A thread block's way over its span of the work: the requests in it, and what of each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_decode.schedule import span_units
+from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.score import Score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is static about a call besides the tiles.
+
+    Attributes:
+        kv_heads: Key/value heads.
+        row_tiles: Tiles that one kv head's query rows are cut into.
+        rows: Live query rows of a tile: decode token major, then query head; the last tile may hold fewer.
+        group: Query heads of a kv head.
+        query_len: Queries of a request.
+        block_size: Tokens of a cache block.
+        is_hnd: Blocks are [kv_heads, block_size, head_dim].
+        cut: The cut of head_dim.
+        tile_q: `rows` rounded up for the tensor core.
+        listed: Keys of a sparse block, where each request and kv head has its own list of them; None = every
+            key is visited. With lists, "a request" of the schedule, the queries and the results is a kv head
+            of a request, so that lists of any lengths keep all thread blocks busy.
+    """
+
+    kv_heads: int
+    row_tiles: int
+    rows: int
+    group: int
+    query_len: int
+    block_size: int
+    is_hnd: bool
+    cut: HeadCut
+    tile_q: int
+    listed: int | None
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles of query rows of a request of the schedule."""
+        return self.row_tiles if self.listed else self.kv_heads * self.row_tiles
+
+    def piece(self, tile_kv: int) -> int:
+        """Keys of a tile that are neighbours in the request."""
+        return min(self.listed or tile_kv, tile_kv)
+
+    def request_of(self, row: Any, head_tile: Any) -> tuple[Any, Any]:
+        """The request, and the tile of query rows in it, of a row of the schedule."""
+        if not self.listed:
+            return row, head_tile
+        request = lax.div(row, jnp.int32(self.kv_heads))
+        return request, (row - request * self.kv_heads) * self.row_tiles + head_tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """The part of one span that lies in one request; traced scalars."""
+
+    row: Any  # of the schedule, the queries and the results
+    request: Any  # of the block table
+    heads: Any  # tile of query rows in the request
+    kv_head: Any
+    seq_len: Any
+    low: Any  # first key that some query sees
+    high: Any  # one past the last
+    first_tile: Any
+    num_tiles: Any
+    partial: Any  # where a partial result goes
+    num_units: Any  # 0: nothing of the request is in this span
+    is_whole: Any  # nothing of it is in another span
+    num_listed: Any  # sparse blocks of its list, or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which keys a tile holds: `piece` neighbours from each of `firsts`, which ascend."""
+
+    firsts: tuple[Any, ...]
+    piece: int
+
+    def keys(self, rows: Any) -> Any:
+        """The key of each row of the tile."""
+        before = self.firsts[0]
+        for i, first in enumerate(self.firsts[1:], 1):
+            before = jnp.where(rows >= i * self.piece, first - i * self.piece, before)
+        return rows + before
+
+    def reaches_out(self, low: Any, high: Any) -> Any:
+        """Whether a key is not in [low, high)."""
+        return (self.firsts[0] < low) | (self.firsts[-1] + self.piece > high)
+
+
+NOWHERE = 1 << 30  # a key past every request's end
+
+
+def place_of(segment: Segment, tile_index: Any, ids_g: Any, tile_kv: int, shape: Shape) -> Place:
+    """The keys of a tile of a segment.
+
+    Args:
+        segment: The segment.
+        tile_index: Counts its tiles; may be past the last.
+        ids_g: [reqs * kv_heads, max_listed]: sparse blocks, or None.
+        tile_kv: Keys of a tile.
+        shape: The call's static sizes.
+    """
+    nth, piece = segment.first_tile + tile_index, shape.piece(tile_kv)
+    if shape.listed is None:
+        return Place((nth * tile_kv,), piece)
+    tiles_per_block, blocks_per_tile = max(shape.listed // tile_kv, 1), tile_kv // piece
+    block = lax.div(nth, jnp.int32(tiles_per_block))
+    inside = lax.rem(nth, jnp.int32(tiles_per_block)) * piece
+    firsts = []
+    for i in range(blocks_per_tile):
+        entry = block * blocks_per_tile + i
+        last = jnp.maximum(segment.num_listed - 1, 0)
+        first = ids_g[segment.row, jnp.minimum(entry, last)] * shape.listed + inside
+        firsts.append(jnp.where(entry < segment.num_listed, first, NOWHERE))
+    return Place(tuple(firsts), piece)
+
+
+def walk(
+    refs: Any, tiles: Tiles, shape: Shape, score: Score, slot: Any, head_tile: Any, visit: Callable
+) -> Any:
+    """Calls `state = visit(segment, state)` for each request of a span; `state` starts as two zeros."""
+    len_g, ends_g, first_g, counts_g = refs
+    reqs, slots = ends_g.shape[0], first_g.shape[0] - 1
+    total = ends_g[reqs - 1]
+    per_span = span_units(total, slots)
+    stop = jnp.minimum((slot + 1) * per_span, total)
+    tiles_per_unit = (tiles.split_kv or tiles.tile_kv) // tiles.tile_kv
+    zero = slot * 0
+
+    def visit_row(_: Any, carry: Any) -> Any:
+        unit, row, *state = carry
+        request, heads = shape.request_of(row, head_tile)
+        seq_len, end = len_g[request], ends_g[row]
+        start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
+        low, high = score.row_range(seq_len, shape.query_len)
+        left = jnp.maximum(jnp.minimum(end, stop) - unit, 0)
+        units = left if tiles.split_kv is None else jnp.minimum(left, 1)
+        num_listed = None if counts_g is None else counts_g[row]
+        low_tile = zero if shape.listed else lax.div(low, jnp.int32(tiles.tile_kv))
+        end_key = high if num_listed is None else num_listed * shape.listed
+        high_tile = lax.div(end_key + (tiles.tile_kv - 1), jnp.int32(tiles.tile_kv))
+        first_unit = lax.div(low_tile, jnp.int32(tiles_per_unit)) + (unit - start)
+        first = jnp.maximum(first_unit * tiles_per_unit, low_tile)
+        last = jnp.minimum((first_unit + units) * tiles_per_unit, high_tile)
+        partial = row + slot if tiles.split_kv is None else unit
+        num_tiles = jnp.where(high > low, last - first, 0)
+        is_whole = units == end - start
+        segment = Segment(
+            row=row,
+            request=request,
+            heads=heads,
+            kv_head=lax.div(heads, jnp.int32(shape.row_tiles)),
+            seq_len=seq_len,
+            low=low,
+            high=high,
+            first_tile=first,
+            num_tiles=num_tiles,
+            partial=partial,
+            num_units=units,
+            is_whole=is_whole,
+            num_listed=num_listed,
+        )
+        state = visit(segment, state)
+        next_row = jnp.where(unit + units >= end, jnp.minimum(row + 1, reqs - 1), row)
+        return unit + units, next_row, *state
+
+    first_row, next_first_row = (jnp.minimum(first_g[slot + i], reqs - 1) for i in (0, 1))
+    start = slot * per_span
+    visits = next_first_row - first_row + 1  # a count known ahead: warps have no while
+    if tiles.split_kv is not None:
+        visits = visits + jnp.maximum(stop - start, 0)
+    return lax.fori_loop(0, visits, visit_row, (start, first_row, zero, zero))[2:]
