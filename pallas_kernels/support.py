@@ -15,8 +15,8 @@ LAYOUTS = ("NHD", "HND")
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
 COMPUTE_CAPABILITY = "9.0"
-# jax 0.12 refuses slices that reach past the end of an array; the kernels use them to have TMA fill in zeros.
-JAX_BEFORE = (0, 13)
+# On jax 0.12 not all of the kernels' own tests pass yet.
+JAX_BEFORE = (0, 12)
 
 
 def why_not(*, platform: str) -> str | None:

@@ -1,6 +1,57 @@
-"""Block-sparse attention: patterns as arrays of blocks, and schedules of the tiles that a mask leaves."""
+"""Block-sparse attention: masks (those of `jattn.masks`), the tiles that they leave, blocks that are chosen."""
 
+from jattn.masks import (
+    And,
+    BigBird,
+    BlockMask,
+    Causal,
+    Chunked,
+    Dilated,
+    Document,
+    LocalStrided,
+    Mask,
+    MaskFunction,
+    OnlyHeads,
+    Or,
+    Prefix,
+    Sinks,
+    VerticalSlash,
+    Window,
+    dense,
+    density,
+    streaming_heads,
+)
 from jattn.sparsity.plot import plot
 from jattn.sparsity.pooled import select_prefill_blocks
 from jattn.sparsity.schedule import TileSchedule, schedule, tile_classes
 from jattn.sparsity.topk import KeyBounds, select_blocks, write_key_bounds
+
+__all__ = [
+    "And",
+    "BigBird",
+    "BlockMask",
+    "Causal",
+    "Chunked",
+    "Dilated",
+    "Document",
+    "KeyBounds",
+    "LocalStrided",
+    "Mask",
+    "MaskFunction",
+    "OnlyHeads",
+    "Or",
+    "Prefix",
+    "Sinks",
+    "TileSchedule",
+    "VerticalSlash",
+    "Window",
+    "dense",
+    "density",
+    "plot",
+    "schedule",
+    "select_blocks",
+    "select_prefill_blocks",
+    "streaming_heads",
+    "tile_classes",
+    "write_key_bounds",
+]
