@@ -1,4 +1,4 @@
-"""Block-sparse attention: masks (those of `jattn.masks`), the tiles that they leave, blocks that are chosen."""
+"""Block-sparse attention: masks (those of `jattn.masks`), the tiles they leave, blocks chosen by scores."""
 
 from jattn.masks import (
     And,
