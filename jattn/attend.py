@@ -142,8 +142,6 @@ def _attend_region(
         "mosaic_gpu": mosaic_gpu.why_not(query, kv, metadata, spec, mask),
         "reference": reference.why_not(spec),
     }
-    if not isinstance(implementation, str) and reasons["mosaic_gpu"] is None:
-        reasons["mosaic_gpu"] = mosaic_gpu.why_not_unasked(query, kv, metadata, spec, mask)
     name = choose_implementation(implementation, reasons)
     if name == "mosaic_gpu":
         plans: tuple[mosaic_gpu.RegionPlan, ...] = () if plan is None else (*plan.decode, *plan.prefill)

@@ -242,9 +242,7 @@ def write_kv(
         require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
         if implementation == "mosaic_gpu" and reason is not None:
             raise unsupported("write_kv", f"mosaic_gpu: {reason}", "Leave implementation=None")
-    # The kernel that rounds on the way is compiled and interpreted, but has not run on a GPU yet.
-    is_proven = cache.k.dtype not in EIGHT_BIT and cache.v.dtype not in EIGHT_BIT
-    use_kernel = reason is None and (implementation == "mosaic_gpu" or (implementation is None and is_proven))
+    use_kernel = reason is None and implementation in (None, "mosaic_gpu")
     written = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
     )

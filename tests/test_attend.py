@@ -221,16 +221,6 @@ class TestKernels:
         problem.check(*self.run(problem))
         assert listed == [16]
 
-    def test_what_has_not_run_on_a_gpu_is_taken_only_by_name(self):
-        problem = Problem(self.case | {"stored": "int8_token_head"})
-        arguments = jnp.asarray(problem.query), problem.kv
-        whys = [
-            mosaic_gpu.why_not_unasked(*arguments, part, problem.spec)
-            for part in (problem.metadata.decode_part, problem.metadata.prefill_part)
-        ]
-        assert whys[0] is None
-        assert "reads of 8-bit caches" in whys[1]
-
     def test_layers_of_one_mask_share_a_schedule(self):
         problem = Problem(self.case)
         capped = dataclasses.replace(problem.spec, soft_cap=5.0)

@@ -89,26 +89,6 @@ def why_not(
     return _why_not_decode(query.dtype, kv, metadata, spec)
 
 
-def why_not_unasked(
-    query: Array,
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    mask: Mask | None = None,
-) -> str | None:
-    """Why kernels that could serve a region are not taken unless asked for by name; arguments as why_not."""
-    untried = "compiled and interpreted, but have not run on a GPU yet"
-    cache = kv if isinstance(kv, PagedCache) else None
-    if mask is not None:
-        has_lists = cache is not None and _listed_block_size(metadata, spec, mask) is not None
-        return None if has_lists else f"the prefill kernel's lists of tiles are {untried}"
-    if cache is None or not _is_stored_otherwise(cache, query.dtype):
-        return None
-    if metadata.bucket.max_decodes and _why_not_decode(query.dtype, cache, metadata, spec) is None:
-        return None
-    return f"reads of 8-bit caches for the prefill kernel are {untried}"
-
-
 def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[DecodePlan, ...]:
     """Schedules the decode region of a step, once for each of the tiles that a layer of this spec may want.
 

@@ -76,12 +76,7 @@ def diagnose(feature: str, region: str) -> Diagnosis:
     reasons: list[str] = []
     for name in IMPLEMENTATIONS:
         call = lambda query, cache, metadata, values, name=name: attend(
-            query,
-            cache,
-            metadata,
-            spec,
-            implementation=(name,),
-            **values,  # as one of several would be
+            query, cache, metadata, spec, implementation=name, **values
         )
         try:
             jax.eval_shape(call, query, cache, metadata, head_values)
