@@ -132,7 +132,7 @@ class TestDoctor:
 
     def test_says_none_where_nothing_serves(self, monkeypatch):
         def refuse(*args, implementation, **kwargs):
-            raise NotImplementedError(f"{implementation[0]} is on holiday")
+            raise NotImplementedError(f"{implementation} is on holiday")
 
         monkeypatch.setattr(doctor, "attend", refuse)
         out = doctor.report()
