@@ -53,10 +53,6 @@ class TestDispatch:
         reason = mosaic_gpu.why_not(jnp.asarray(problem.query), problem.kv, metadata, problem.spec)
         assert reason == "there is no kernel for queries rounded to int8"
 
-    def test_a_jax_that_the_kernels_were_not_written_for_is_a_reason(self, monkeypatch):
-        monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-        assert "the kernels need jax before 0.12" in support.why_not(platform="gpu")
-
     def test_unknown_name_is_refused(self):
         with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
             choose_implementation("triton")
@@ -151,8 +147,6 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
-        if jax.__version_info__ >= support.JAX_BEFORE:
-            pytest.skip("a jax that the kernels were not written for")
         kernels = mosaic_gpu.decode_kernel, mosaic_gpu.prefill_kernel
         decode, prefill = (kernel.Tiles(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_tiles", lambda *args, **kwargs: decode)

@@ -22,6 +22,7 @@ from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Segment, Shape, place_of, walk
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.store import store_short
 from pallas_kernels.shared.tma import padded_slice
 
 
@@ -200,15 +201,16 @@ def decode_partials(
             def store_partial(segment: Segment, accs: Any, top: Any, total: Any) -> None:
                 for chunk, acc in enumerate(accs):
                     o_g[segment.partial, head_tile, chunk] = acc
-                top_g[segment.partial, head_tile] = top
-                total_g[segment.partial, head_tile] = total
+                store_short(top_g.at[segment.partial, head_tile], top)
+                store_short(total_g.at[segment.partial, head_tile], total)
 
             def store_whole(segment: Segment, accs: Any, top: Any, total: Any, buffer: Any) -> None:
                 sink = None
                 if sinks_g is not None:
                     sink = plgpu.load(sinks_g.at[segment.heads], layout=W.reduce(0), optimized=False)
                     sink = sink + jnp.where(segment.seq_len > 0, 0.0, -jnp.inf)
-                factor, lse_g[segment.row, head_tile] = normalized(top, total, sink)
+                factor, lse = normalized(top, total, sink)
+                store_short(lse_g.at[segment.row, head_tile], lse)
                 for chunk, acc in enumerate(accs):
                     # The queries are done with: their place takes the output.
                     out_s = q_s.at[buffer, chunk]

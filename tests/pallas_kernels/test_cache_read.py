@@ -9,13 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_read import cache_read, padded_len
-from pallas_kernels.support import JAX_BEFORE, why_not_read
+from pallas_kernels.support import why_not_read
 from tests import aot
 from tests.covering import covering_array
-
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ >= JAX_BEFORE, reason="a jax that the kernels were not written for"
-)
 
 FACTORS = {
     "stored": ["int8", "float8_e4m3fn", "float8_e5m2", "same"],

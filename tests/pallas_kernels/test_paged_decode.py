@@ -13,15 +13,11 @@ from jattn.implementations import mosaic_gpu, xla
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import JAX_BEFORE, why_not, why_not_decode
+from pallas_kernels.support import why_not, why_not_decode
 from tests import aot
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
 from tests.pallas_kernels.decode_aot_cases import aot_cases
-
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ >= JAX_BEFORE, reason="a jax that the kernels were not written for"
-)
 
 FACTORS = {
     "region": ["decode", "speculative", "mixed"],

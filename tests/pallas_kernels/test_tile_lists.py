@@ -12,7 +12,6 @@ import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu, tile_lists
 from jattn.implementations.tile_lists import parts_of, why_not_lists
-from pallas_kernels.support import JAX_BEFORE
 from pallas_kernels.varlen_prefill import Tiles, varlen_prefill
 from pallas_kernels.varlen_prefill.lists import PART_SHIFT, listed
 from tests import aot, contract
@@ -20,9 +19,6 @@ from tests.contract import FACTORS, Problem
 from tests.covering import covering_array
 from tests.pallas_kernels.sparse_aot_cases import aot_cases
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ >= JAX_BEFORE, reason="a jax that the kernels were not written for"
-)
 # Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
 LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
 RNG = np.random.default_rng(0)

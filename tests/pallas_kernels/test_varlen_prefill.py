@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import JAX_BEFORE, why_not_prefill
+from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, reference, varlen_prefill
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, contract
@@ -22,9 +22,6 @@ from tests.pallas_kernels.prefill_aot_cases import aot_cases
 
 # Query and sequence lengths: several tiles, tiles with one live row, rows that 8 does not divide, nothing.
 LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ >= JAX_BEFORE, reason="a jax that the kernels were not written for"
-)
 
 FACTORS = {
     "region": ["prompts", "behind", "prefill", "chunked"],
