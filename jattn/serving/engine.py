@@ -1,10 +1,17 @@
-"""The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
+"""The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow.
 
+A step's tokens stay on the device and feed the next one, which is started before they are read: the host
+prepares a step while the device runs the last. So it learns one step late that a request has stopped; the
+token made in between is dropped, and the request's blocks may be given away at once, since the device takes
+steps in order.
+"""
+
+import collections
 import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +28,7 @@ from jattn.serving.prompts import Prompt, PromptLimits, build_generations
 from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
 from jattn.serving.scheduler import Scheduler, Step
 from jattn.serving.sizes import num_blocks_in, prefill_sizes
-from jattn.serving.step import make_step, with_implementation
+from jattn.serving.step import StepTokens, make_step, next_tokens, with_implementation
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
 
@@ -43,6 +50,14 @@ class EngineStats:
     num_preemptions: int
     num_blocks: int
     peak_blocks: int
+
+
+class _InFlight(NamedTuple):
+    """A step whose tokens the host has not read: its requests' rows, and the device's array of tokens."""
+
+    step: Step
+    rows: np.ndarray
+    tokens: jax.Array
 
 
 class Engine:
@@ -127,6 +142,9 @@ class Engine:
         self._generations: dict[int, Generation] = {}
         self._new_ids = itertools.count()
         self._num_steps = 0
+        self._in_flight: collections.deque[_InFlight] = collections.deque()  # two at most
+        self._max_rows = max(bucket.max_reqs for bucket in self.graphs.buckets)
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         self._last_sampling: tuple[tuple[Any, ...], SamplingMetadata] | None = None
 
     @property
@@ -143,14 +161,20 @@ class Engine:
 
     def precompile(self, *, progress: bool = True) -> None:
         """Compiles every bucket now, not when a step first needs it. `progress` shows a bar."""
-        inputs = lambda bucket: (
-            jax.ShapeDtypeStruct((bucket.max_tokens,), jnp.int32),
-            build_sampling_metadata([], num_rows=bucket.max_reqs),
-            jax.ShapeDtypeStruct((bucket.max_reqs,), jnp.int32),
-        )
+
+        def inputs(bucket: Bucket) -> list[StepTokens]:
+            shapes = (bucket.max_tokens,), (bucket.max_tokens,), (self._max_rows,)
+            return [StepTokens._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
+
         self.graphs.precompile(
             self._params, self._caches, block_size=self.block_size, inputs=inputs, progress=progress
         )
+        greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
+        for rows in {bucket.max_reqs for bucket in self.graphs.buckets}:
+            logits = jnp.zeros((rows, self.model.config.vocab_size))
+            for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
+                sampling = build_sampling_metadata([params], num_rows=rows)
+                next_tokens(logits, sampling, jnp.zeros(rows, jnp.int32), max_rows=self._max_rows)
 
     def generate(
         self,
@@ -241,42 +265,83 @@ class Engine:
                 self._run_step()
         finally:
             for request_id in ids:
-                if self._generations.pop(request_id, None):
-                    self.scheduler.abort(request_id)
+                if request_id in self._generations:
+                    self._drop(request_id)
 
     def _run_step(self) -> None:
-        """Runs one step of whatever is scheduled, whoever's stream it is. Waits for the device once."""
+        """Starts a step of whatever is scheduled, whoever's stream it is, and reads the one before."""
+        self._read(keep=1)  # more are left where a reading was interrupted
         step = self.scheduler.schedule()
-        assert step is not None
+        if step is not None:
+            self._start(step)
+        self._read(keep=0 if step is None else 1)
+
+    def _start(self, step: Step) -> None:
+        """Starts a step; waits for nothing."""
         bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
         metadata = build_batch_metadata(
             step.query_lens, step.seq_lens, step.block_tables, block_size=self.block_size, bucket=bucket
         )
         rows = row_indices(np.asarray(step.query_lens), bucket)
-        inputs = self._inputs(step, bucket, rows)
-        tokens, self._caches = self.graphs(self._params, self._caches, metadata, *inputs)
-        new_tokens = jax.device_get(tokens)[rows].tolist()
+        tokens, sampling, num_generated = self._inputs(step, bucket, rows)
+        logits, self._caches = self.graphs(self._params, self._caches, metadata, tokens)
+        self._last_tokens = next_tokens(logits, sampling, num_generated, max_rows=self._max_rows)
+        self._last_tokens.copy_to_host_async()
+        self._in_flight.append(_InFlight(step, rows, self._last_tokens))
         self._num_steps += 1
-        finished = []
-        for request_id, token_id, samples in zip(step.request_ids, new_tokens, step.samples, strict=True):
-            if samples:
-                self._generations[request_id].append(token_id)
-                if self._generations[request_id].finish_reason is not None:
-                    finished.append(request_id)
-                    del self._generations[request_id]
-        self.scheduler.complete(step, finished)
+        ended = []  # no step more, whatever its tokens are
+        for request_id, samples in zip(step.request_ids, step.samples, strict=True):
+            generation = self._generations[request_id]
+            generation.num_pending += samples
+            if samples and generation.num_asked_for == generation.max_tokens:
+                ended.append(request_id)
+        self.scheduler.complete(step, ended)
 
-    def _inputs(self, step: Step, bucket: Bucket, rows: np.ndarray) -> tuple[Any, ...]:
-        """Token ids, sampling parameters and generated tokens, laid out in the bucket's rows."""
+    def _read(self, *, keep: int) -> None:
+        """Hands out the tokens of all steps but the newest ones; waits for them."""
+        while len(self._in_flight) > keep:
+            step, rows, tokens = self._in_flight[0]
+            new_tokens = jax.device_get(tokens)[rows].tolist()
+            self._in_flight.popleft()
+            for request_id, token_id, samples in zip(step.request_ids, new_tokens, step.samples, strict=True):
+                generation = self._generations.get(request_id)
+                if samples and generation is not None:  # None: stopped a step ago, or nobody wants it now
+                    generation.num_pending -= 1
+                    generation.append(token_id)
+                    if generation.finish_reason is not None:
+                        self._drop(request_id)
+
+    def _drop(self, request_id: int) -> None:
+        """Forgets a request; what is on its way for it will not be read."""
+        generation = self._generations.pop(request_id)
+        if generation.num_asked_for < generation.max_tokens:
+            self.scheduler.abort(request_id)
+
+    def _inputs(
+        self, step: Step, bucket: Bucket, rows: np.ndarray
+    ) -> tuple[StepTokens, SamplingMetadata, jax.Array]:
+        """Tokens, sampling parameters and counts of generated tokens, laid out in the bucket's rows."""
         generations = [self._generations[request_id] for request_id in step.request_ids]
-        ends = zip(generations, step.query_lens, step.seq_lens, strict=True)
-        token_ids = pack_tokens([g.token_ids[end - count : end] for g, count, end in ends], bucket)
+        row_before = {  # in the step in flight, if there is one
+            request_id: row
+            for step_before, rows_before, _ in self._in_flight
+            for request_id, row in zip(step_before.request_ids, rows_before.tolist(), strict=True)
+        }
+        ids, sources = [], []
+        ends = zip(generations, step.request_ids, step.query_lens, step.seq_lens, strict=True)
+        for generation, request_id, count, end in ends:
+            known = generation.token_ids[end - count : end]
+            last = [] if len(known) == count else [row_before[request_id]]  # only the device knows it
+            ids.append(known + [0] * len(last))
+            sources.append([-1] * len(known) + last)
+        token_ids, token_rows = pack_tokens(ids, bucket), pack_tokens(sources, bucket, pad=-1)
         num_generated = np.zeros(bucket.max_reqs, np.int32)
-        num_generated[rows] = [generation.num_generated for generation in generations]
+        num_generated[rows] = [generation.num_asked_for for generation in generations]
         key = (step.request_ids, bucket, rows.tobytes())
         if self._last_sampling is None or self._last_sampling[0] != key:
             params = [generation.sampling_params for generation in generations]
             sampling = build_sampling_metadata(params, num_rows=bucket.max_reqs, rows=rows)
             self._last_sampling = (key, sampling)
-        token_ids, num_generated = jax.device_put((token_ids, num_generated))
-        return token_ids, self._last_sampling[1], num_generated
+        token_ids, token_rows, num_generated = jax.device_put((token_ids, token_rows, num_generated))
+        tokens = StepTokens(token_ids, token_rows, self._last_tokens)
+        return tokens, self._last_sampling[1], num_generated

@@ -62,7 +62,10 @@ class GenerationResult:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Generation:
-    """A prompt under way. The engine's: `token_ids` is the prompt and what is generated so far."""
+    """A prompt under way. The engine's: `token_ids` is the prompt and what is generated and read so far.
+
+    `num_pending` counts the tokens that the device makes and the host has not read.
+    """
 
     index: int
     token_ids: list[int]
@@ -72,6 +75,7 @@ class Generation:
     stop_ids: frozenset[int]
     text: TextStream
     finish_reason: str | None = None
+    num_pending: int = 0
     unread: collections.deque[StreamedToken] = dataclasses.field(default_factory=collections.deque)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     times: list[float] = dataclasses.field(default_factory=list)
@@ -80,6 +84,11 @@ class Generation:
     def num_generated(self) -> int:
         """New tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_asked_for(self) -> int:
+        """New tokens so far, and those that are on their way."""
+        return self.num_generated + self.num_pending
 
     def append(self, token_id: int) -> None:
         """Takes the next token, and finishes where it is the last one."""

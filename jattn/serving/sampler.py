@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
-from jattn.pytree import pytree
+from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
 
 GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
@@ -49,6 +49,11 @@ class SamplingParams:
         """True if the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the likeliest tokens alone may be drawn: finding them takes a sort."""
+        return bool(self.top_k) or self.top_p < 1
+
     def with_seed(self) -> "SamplingParams":
         """These values with a random seed where there was none. Call it once a request, not once a step."""
         return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(32))
@@ -56,7 +61,10 @@ class SamplingParams:
 
 @pytree
 class SamplingMetadata:
-    """SamplingParams of a step's rows: arrays, so other values do not recompile. Padding rows are greedy.
+    """SamplingParams of a step's rows. Padding rows are greedy.
+
+    The values are arrays, so others do not recompile. What the rows need of the sampler is static, three
+    programs in all: a branch that the data decide would have the host ask the device in every step.
 
     Attributes:
         temperature: Below 1e-5 = greedy.
@@ -64,6 +72,8 @@ class SamplingMetadata:
         top_p: 1 = off.
         min_p: 0 = off.
         seed: Seed of the row's request.
+        draws: Static: some row samples. If not, all are greedy, whatever the arrays say.
+        cuts: Static: some row that samples has a top_k or top_p. If not, these are ignored.
     """
 
     temperature: Float32[Array, " reqs"]
@@ -71,6 +81,8 @@ class SamplingMetadata:
     top_p: Float32[Array, " reqs"]
     min_p: Float32[Array, " reqs"]
     seed: UInt32[Array, " reqs"]
+    draws: bool = static()
+    cuts: bool = static()
 
 
 def build_sampling_metadata(
@@ -105,7 +117,9 @@ def build_sampling_metadata(
         "min_p": column([one.min_p for one in params], np.float32, 0),
         "seed": column([one.seed or 0 for one in params], np.uint32, 0),
     }
-    return SamplingMetadata(**jax.device_put(arrays))
+    drawn = [one for one in params if not one.is_greedy]
+    cuts = any(one.is_cut for one in drawn)
+    return SamplingMetadata(**jax.device_put(arrays), draws=bool(drawn), cuts=cuts)
 
 
 def _column(values: list, rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
@@ -122,7 +136,7 @@ def sample(
 
     Filters in vLLM's order: temperature, min_p, top_k, top_p. Of equal logits the lower token id is the
     likelier one, for greedy rows and at the edge of top_p. A batch without sampling rows costs one argmax;
-    one without top_k and top_p is not sorted.
+    one without top_k and top_p is not sorted. Nothing branches on the data.
 
     Args:
         logits: Of each row's last token; -inf bans a token. Padding rows may hold anything.
@@ -136,13 +150,12 @@ def sample(
     samples = params.temperature >= GREEDY_BELOW
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw() -> Array:
-        z = _filtered(logits, params, samples)
-        noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
-        drawn = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
-        return jnp.where(samples, drawn, greedy)
-
-    return jax.lax.cond(jnp.any(samples), draw, lambda: greedy)
+    if not params.draws:
+        return greedy
+    z = _filtered(logits, params, samples)
+    noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
+    drawn = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
+    return jnp.where(samples, drawn, greedy)
 
 
 def make_sampler(
@@ -171,8 +184,7 @@ def _filtered(
     z = logits / jnp.where(samples, params.temperature, 1)[:, None]
     share_of_best = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
     z = jnp.where(share_of_best >= params.min_p[:, None], z, -jnp.inf)
-    is_cut = samples & ((params.top_k > 0) | (params.top_p < 1))
-    return jax.lax.cond(jnp.any(is_cut), lambda: _top_k_top_p(z, params.top_k, params.top_p), lambda: z)
+    return _top_k_top_p(z, params.top_k, params.top_p) if params.cuts else z
 
 
 def _top_k_top_p(

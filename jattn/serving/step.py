@@ -1,34 +1,66 @@
-"""What the engine compiles: a batch through the model, to the next token of each row."""
+"""What the engine compiles: a batch through the model to logits, and logits to the next token of each row."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int32
 
 from jattn.attend import choose_implementation
 from jattn.graphs import GraphStep
 from jattn.module import PagedAttention
 from jattn.plan import plan
-from jattn.serving.sampler import sample
+from jattn.serving.sampler import SamplingMetadata, sample
+
+
+class StepTokens(NamedTuple):
+    """A step's tokens; some of them only the device knows yet.
+
+    Attributes:
+        ids: Tokens as the host knows them.
+        rows: Row of the step before whose new token stands here; -1 where `ids` has it.
+        last: New tokens of the step before, by its rows.
+    """
+
+    ids: Int32[Array, " tokens"]
+    rows: Int32[Array, " tokens"]
+    last: Int32[Array, " max_rows"]
 
 
 def make_step(graphdef: Any) -> GraphStep:
-    """The step that is compiled: from a batch to the next token of each row, and the caches.
+    """The step that is compiled for each bucket: a batch to the logits of each row's last token, and caches.
 
     Args:
         graphdef: Of the model, from `nnx.split`; the params are its state.
     """
 
-    def step(
-        params: Any, caches: Any, metadata: Any, token_ids: Any, sampling: Any, num_generated: Any
-    ) -> tuple[Any, Any]:
+    def step(params: Any, caches: Any, metadata: Any, tokens: StepTokens) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
         shared = plan(metadata, model.config.attention_specs)
+        token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        logits = model.logits(hidden[metadata.last_token_indices])
-        return sample(logits, sampling, num_generated), caches
+        return model.logits(hidden[metadata.last_token_indices]), caches
 
     return step
+
+
+@functools.partial(jax.jit, static_argnames="max_rows")
+def next_tokens(
+    logits: Float[Array, "reqs vocab"],
+    sampling: SamplingMetadata,
+    num_generated: Int32[Array, " reqs"],
+    *,
+    max_rows: int,
+) -> Int32[Array, " max_rows"]:
+    """`sample`, padded to the rows of the largest bucket: a step's tokens feed a step of any bucket.
+
+    Not part of the step: a model would have to be compiled for each thing that rows may want of a sampler.
+    """
+    tokens = sample(logits, sampling, num_generated)
+    return jnp.pad(tokens, (0, max_rows - tokens.shape[0]))
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:

@@ -22,7 +22,7 @@ from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Segment, Shape, place_of, walk
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.store import store_short
+from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 
 
@@ -201,8 +201,8 @@ def decode_partials(
             def store_partial(segment: Segment, accs: Any, top: Any, total: Any) -> None:
                 for chunk, acc in enumerate(accs):
                     o_g[segment.partial, head_tile, chunk] = acc
-                store_short(top_g.at[segment.partial, head_tile], top)
-                store_short(total_g.at[segment.partial, head_tile], total)
+                store_unoptimized(top_g.at[segment.partial, head_tile], top)
+                store_unoptimized(total_g.at[segment.partial, head_tile], total)
 
             def store_whole(segment: Segment, accs: Any, top: Any, total: Any, buffer: Any) -> None:
                 sink = None
@@ -210,7 +210,7 @@ def decode_partials(
                     sink = plgpu.load(sinks_g.at[segment.heads], layout=W.reduce(0), optimized=False)
                     sink = sink + jnp.where(segment.seq_len > 0, 0.0, -jnp.inf)
                 factor, lse = normalized(top, total, sink)
-                store_short(lse_g.at[segment.row, head_tile], lse)
+                store_unoptimized(lse_g.at[segment.row, head_tile], lse)
                 for chunk, acc in enumerate(accs):
                     # The queries are done with: their place takes the output.
                     out_s = q_s.at[buffer, chunk]

@@ -13,7 +13,7 @@ from pallas_kernels.paged_decode.step import normalized
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Shape
 from pallas_kernels.shared.dequant import swizzled_smem
-from pallas_kernels.shared.store import store_short
+from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 
 W = plgpu.Layout.WGMMA
@@ -99,7 +99,7 @@ def merge_partials(
 
             @pl.when(part == 0)
             def store_lse() -> None:
-                store_short(lse_g.at[row, head_tile], natural_lse)
+                store_unoptimized(lse_g.at[row, head_tile], natural_lse)
 
             acc = (acc * column(factor)).astype(out_s.dtype)
             out_s.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, PART_SHIFT, TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import (
@@ -539,7 +540,7 @@ def store_rows(item: Item, wg: Any, o_tiled: Any, o_plain: Any, o_g: Any, accs: 
     @pl.when((num > 0) & (num < M))
     def _() -> None:
         for chunk, acc in enumerate(accs):
-            o_plain[chunk] = acc
+            store_unoptimized(o_plain.at[chunk], acc)
         plgpu.commit_smem()
         offset, size = begin, M // 2
         while size:

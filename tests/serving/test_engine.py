@@ -11,6 +11,7 @@ import jattn.models
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampler import SamplingParams
+from jattn.serving.step import next_tokens
 from jattn.spec import Bucket
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
@@ -204,31 +205,49 @@ class TestSampling:
         assert drawn[0][0].token_ids != drawn[1][0].token_ids
 
 
-class FetchedOnce:
-    """Stands for a step's tokens and counts how often the host asks for them."""
-
-    def __init__(self, tokens, fetches):
-        self.tokens, self.fetches = tokens, fetches
-
-    def __array__(self, *args, **kwargs):
-        self.fetches.append(1)
-        return np.asarray(self.tokens)
+@pytest.fixture
+def events(engine, monkeypatch):
+    """What the engine does, in order: "start" a step, "read" a step's tokens."""
+    events, start, device_get = [], engine._start, jax.device_get
+    monkeypatch.setattr(engine, "_start", lambda step: (events.append("start"), start(step)))
+    monkeypatch.setattr(jax, "device_get", lambda x: (events.append("read"), device_get(x))[1])
+    return events
 
 
 class TestSteps:
-    def test_the_host_waits_once_a_step(self, golden, engine, monkeypatch):
-        graphs, fetches = engine.graphs, []
-
-        class Spied:
-            choose = staticmethod(graphs.choose)
-
-            def __call__(self, *args):
-                tokens, caches = graphs(*args)
-                return FetchedOnce(tokens, fetches), caches
-
-        monkeypatch.setattr(engine, "graphs", Spied())
+    def test_a_step_is_read_once_and_after_the_next_one_was_started(self, golden, engine, events):
         engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True)
-        assert len(fetches) == NUM_TOKENS
+        assert events == ["start", *["start", "read"] * (NUM_TOKENS - 1), "read"]
+
+    def test_a_stop_token_ends_a_request_one_step_later_and_what_came_after_is_dropped(
+        self, golden, engine, events
+    ):
+        stop = golden.greedy[1][5]
+        (result,) = engine.generate([golden.prompts[1]], NUM_TOKENS, stop_ids=[stop])
+        num_tokens = golden.greedy[1].index(stop) + 1
+        assert result.token_ids == golden.greedy[1][:num_tokens]
+        assert events.count("start") == num_tokens + 1
+        # The step in flight is nobody's; who comes next is not disturbed by it.
+        golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+
+    def test_a_reading_that_was_interrupted_loses_no_token(self, golden, engine, monkeypatch):
+        stream = engine.stream([golden.prompts[1]], NUM_TOKENS, ignore_eos=True)
+        other = engine.stream([golden.prompts[2]], NUM_TOKENS, ignore_eos=True)
+        first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
+
+        def interrupted(x):
+            monkeypatch.setattr(jax, "device_get", device_get)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(jax, "device_get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(other)
+        assert first + [token.token_id for token in stream] == golden.greedy[1]
+
+    def test_no_step_branches_on_what_the_device_knows(self, engine, golden):
+        engine.generate(golden.prompts[:1], 1)
+        for executable in engine.graphs.executables.values():
+            assert " conditional(" not in executable.as_text()
 
     @pytest.mark.parametrize("max_num_seqs", [1, 3])
     def test_no_step_has_a_single_row(self, golden, max_num_seqs):
@@ -247,8 +266,13 @@ class TestSteps:
         )
         engine.precompile(progress=False)
         assert engine.stats.num_compiles == 2
+        num_samplers = next_tokens._cache_size()
         engine.generate([[3, 1, 4], [1] * 33], 8)
         assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
+        for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}):
+            params = [SamplingParams(temperature=0.7, **hot), SamplingParams()]
+            engine.generate([[3, 1, 4], [5]], 3, sampling_params=params)
+        assert next_tokens._cache_size() == num_samplers
 
     def test_metrics_count_from_the_call(self, golden, engine):
         results = engine.generate(golden.prompts, [1, 2, 3, 4], ignore_eos=True)

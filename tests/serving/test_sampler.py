@@ -1,5 +1,8 @@
 """The sampler against a loop over tokens, and its random numbers against who else is there."""
 
+import dataclasses
+import re
+
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -176,31 +179,43 @@ def test_a_sampler_counts_on_from_num_generated():
     np.testing.assert_array_equal(drawn, sample(logits, rows, counts + 3))
 
 
-def test_other_values_do_not_trace_again():
+DRAWN = SamplingParams(temperature=0.7, min_p=0.1, seed=9)
+CUT = [dataclasses.replace(DRAWN, top_k=2), dataclasses.replace(DRAWN, top_p=0.5)]
+
+
+def test_other_values_trace_again_only_where_rows_need_more_of_the_sampler():
     traces = []
 
     @jax.jit
     def counted(logits, params, num_generated):
-        traces.append(1)
+        traces.append((params.draws, params.cuts))
         return sample(logits, params, num_generated)
 
+    greedy = [SamplingParams(), SamplingParams(top_k=3, top_p=0.5)]
     logits, counts = jnp.zeros((2, VOCAB)), jnp.zeros(2, jnp.int32)
-    for one in (SamplingParams(), SamplingParams(temperature=0.7, top_k=2, top_p=0.5, min_p=0.1, seed=9)):
+    for one in (*greedy, DRAWN, dataclasses.replace(DRAWN, temperature=2.0, seed=1), *CUT):
         counted(logits, build_sampling_metadata([one, SamplingParams()]), counts)
-    assert len(traces) == 1
+    assert traces == [(False, False), (True, False), (True, True)]
 
 
-def test_only_a_sampling_batch_draws_and_only_a_filtered_one_sorts():
-    jaxpr = jax.make_jaxpr(sample)(
-        jnp.zeros((2, VOCAB)), build_sampling_metadata([SamplingParams()] * 2), jnp.zeros(2, jnp.int32)
-    )
-    names = lambda eqns: {eqn.primitive.name for eqn in eqns}
-    assert not names(jaxpr.eqns) & {"sort", "random_bits", "exp"}
-    [draws_or_not] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
-    greedy, drawn = draws_or_not.params["branches"]
-    assert not greedy.eqns
-    assert "sort" in str(drawn)
-    assert "sort" not in names(drawn.eqns)
+@pytest.mark.parametrize(
+    ("params", "sorts", "draws"), [(SamplingParams(), 0, 0), (DRAWN, 0, 1), (CUT[0], 1, 1), (CUT[1], 1, 1)]
+)
+def test_what_is_compiled_does_what_its_rows_need_and_never_asks_the_data_for_a_branch(params, sorts, draws):
+    rows = build_sampling_metadata([params, SamplingParams()])
+    compiled = sample_jit.lower(jnp.zeros((2, VOCAB)), rows, jnp.zeros(2, jnp.int32)).compile().as_text()
+    assert " conditional(" not in compiled
+    assert bool(re.search(r"\bsort\(", compiled)) == sorts
+    assert ("threefry" in compiled) == draws
+
+
+def test_a_row_draws_the_same_bits_whatever_the_others_need():
+    logits = jnp.tile(jnp.asarray(LOGITS), (2, 1))
+    for n in range(20):
+        counts = jnp.full(2, n, jnp.int32)
+        alone = sample_jit(logits, build_sampling_metadata([DRAWN, SamplingParams()]), counts)
+        beside = sample_jit(logits, build_sampling_metadata([DRAWN, CUT[0]]), counts)
+        assert alone[0] == beside[0]
 
 
 def test_16_bit_logits_are_drawn_from_in_f32():
