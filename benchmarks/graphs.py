@@ -6,6 +6,7 @@ XLA_FLAGS=--xla_gpu_enable_command_buffer= to have none.
 
 import argparse
 import collections
+import concurrent.futures
 import functools
 import os
 import pathlib
@@ -25,8 +26,9 @@ from benchmarks.device_time import Rows
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.layers import RMSNorm
+from jattn.serving import Engine
 from jattn.serving.sampler import SamplingParams, build_sampling_metadata
-from jattn.serving.step import make_step
+from jattn.serving.step import StepTokens, make_step, next_tokens
 
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
 LLAMA_8B = {
@@ -44,7 +46,13 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 CONTEXT, BLOCK_SIZE, LOOP_STEPS, ROUNDS = 1024, 16, 64, 20
-SUITES = ("nothing", "chain", "tiny", "llama8b")
+PROMPT, ENGINE_STEPS = 64, 128
+MODELS = {
+    "tiny": lambda: jattn.models.load(TINY, progress=False),
+    "llama8b": lambda: random_llama(),
+}
+MEASURES = ("graphs", "loop", "engine")
+SUITES = ("nothing", "chain", *(f"{measure}_{model}" for model in MODELS for measure in MEASURES))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +70,12 @@ def main(arguments: argparse.Namespace) -> None:
         if name == "nothing":
             measure_nothing(rows)
         elif name == "chain":
-            chain = nnx.split(Chain(nnx.Rngs(0)))
-            for batch in arguments.batch:
-                measure_chain(rows, *chain, batch, arguments.trace)
+            measure_chain(rows, arguments.batch, arguments.trace)
         else:
-            model = jattn.models.load(TINY, progress=False) if name == "tiny" else random_llama()
-            for batch in arguments.batch:
-                measure_model(rows, name, model, batch)
+            measure, _, model = name.partition("_")
+            {"graphs": measure_graphs, "loop": measure_loop, "engine": measure_engine}[measure](
+                rows, model, MODELS[model](), arguments.batch
+            )
 
 
 class Chain(nnx.Module):
@@ -132,26 +139,41 @@ def measure_nothing(rows: Rows) -> None:
         rows.add(name=f"nothing_{count}_arrays", **flags(), **walls(Call(add, arrays)))
 
 
-def measure_chain(rows: Rows, graphdef: Any, params: Any, batch: int, trace: str | None) -> None:
-    """One row, with the parameters as DecodeGraphs passes them."""
+def measure_chain(rows: Rows, batches: list[int], trace: str | None) -> None:
+    """A row a batch size, with the parameters as DecodeGraphs passes them."""
+    graphdef, params = nnx.split(Chain(nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
-    metadata = batch_metadata(batch)
-    spec = jattn.CacheSpec(
-        num_blocks=metadata.block_table.size + 1, block_size=BLOCK_SIZE, num_kv_heads=8, head_dim=128
-    )
-    caches = tuple(jattn.PagedCache.create(spec) for _ in range(LLAMA_8B["num_hidden_layers"]))
-    x = jax.random.normal(jax.random.key(0), (batch, 4096), jnp.bfloat16)
+    layers = LLAMA_8B["num_hidden_layers"]
 
     def step(leaves: Any, caches: Any, metadata: Any, x: Any) -> tuple[Any, Any]:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))(x, caches, metadata)
 
-    compiled = jax.jit(step, donate_argnums=1).lower(leaves, caches, metadata, x).compile()
-    call = Call(lambda caches: compiled(leaves, caches, metadata, x), caches)
-    rows.add(name=f"chain_{batch}x{CONTEXT}", **flags(), **walls(call), **kernels(call, layers=32))
-    if trace:
-        with jax.profiler.trace(trace, create_perfetto_trace=False):
-            for _ in range(3):
-                jax.block_until_ready(call())
+    metadata = {batch: batch_metadata(batch) for batch in batches}
+    spec = jattn.CacheSpec(
+        num_blocks=max(one.block_table.size for one in metadata.values()) + 1,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    caches = tuple(jattn.PagedCache.create(spec) for _ in range(layers))
+    inputs = {batch: jax.random.normal(jax.random.key(0), (batch, 4096), jnp.bfloat16) for batch in batches}
+    jitted = jax.jit(step, donate_argnums=1)
+    lowered = [jitted.lower(leaves, caches, metadata[batch], inputs[batch]) for batch in batches]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        executables = list(pool.map(lambda one: one.compile(), lowered))
+    for batch, executable in zip(batches, executables, strict=True):
+        run = functools.partial(_call_chain, executable, leaves, metadata[batch], inputs[batch])
+        call = Call(run, caches)
+        rows.add(name=f"chain_{batch}x{CONTEXT}", **flags(), **walls(call), **kernels(call, layers=layers))
+        if trace:
+            with jax.profiler.trace(trace, create_perfetto_trace=False):
+                for _ in range(3):
+                    jax.block_until_ready(call())
+        caches = call.caches
+
+
+def _call_chain(executable: Any, leaves: Any, metadata: Any, x: Any, caches: Any) -> tuple[Any, Any]:
+    return executable(leaves, caches, metadata, x)
 
 
 def random_llama() -> Decoder:
@@ -170,22 +192,41 @@ def random_llama() -> Decoder:
     return nnx.merge(graphdef, jax.tree.unflatten(tree, weights))
 
 
-def measure_model(rows: Rows, name: str, model: Decoder, batch: int) -> None:
-    """A row of decode graphs, and one of decode_loop."""
+def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
+    """A row a batch size: a step of decode graphs and its greedy tokens, as the engine calls them."""
     graphdef, params = nnx.split(model)
-    layers = model.config.num_hidden_layers
-    metadata = batch_metadata(batch, LOOP_STEPS)
-    caches = model.create_caches(metadata.block_table.size + 1, block_size=BLOCK_SIZE)
-    sampling = build_sampling_metadata([SamplingParams()] * batch)
-    inputs = (jnp.ones(batch, jnp.int32), sampling, jnp.zeros(batch, jnp.int32))
-    graphs = jattn.DecodeGraphs(make_step(graphdef), [metadata.bucket])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=lambda bucket: abstract, progress=False)
-    compiled = graphs.num_compiles
-    call = Call(lambda caches: graphs(params, caches, metadata, *inputs), caches)
-    row = walls(call) | kernels(call, layers=layers)
-    row["compiles_after"] = graphs.num_compiles - compiled
-    rows.add(name=f"graphs_{name}_{batch}x{CONTEXT}", **flags(), **row)
+    metadata = {batch: batch_metadata(batch) for batch in batches}
+    num_blocks = max(one.block_table.size for one in metadata.values()) + 1
+    caches = model.create_caches(num_blocks, block_size=BLOCK_SIZE)
+    graphs = jattn.DecodeGraphs(make_step(graphdef), [one.bucket for one in metadata.values()])
+    most = max(batches)
+
+    def inputs(batch: int) -> StepTokens:
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return StepTokens(ids=zeros(batch), rows=zeros(batch), last=zeros(most))
+
+    abstract = lambda bucket: [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
+    start = time.perf_counter()
+    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=abstract, progress=False)
+    precompiled = {"num_compiles": graphs.num_compiles, "compile_s": time.perf_counter() - start}
+    for batch in batches:
+        sampling = build_sampling_metadata([SamplingParams()] * batch)
+        counts, tokens = jnp.zeros(batch, jnp.int32), inputs(batch)
+
+        def step(caches: Any, batch=batch, sampling=sampling, counts=counts, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
+            logits, caches = graphs(params, caches, metadata[batch], tokens)
+            return next_tokens(logits, sampling, counts, max_rows=most), caches
+
+        call = Call(step, caches)
+        row = walls(call) | kernels(call, layers=model.config.num_hidden_layers) | precompiled
+        row["compiles_after"] = graphs.num_compiles - precompiled["num_compiles"]
+        rows.add(name=f"graphs_{name}_{batch}x{CONTEXT}", **flags(), **row)
+        caches = call.caches
+
+
+def measure_loop(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
+    """A row a batch size: a step of decode_loop."""
+    graphdef, params = nnx.split(model)
 
     def step(params: Any, caches: Any, metadata: Any, tokens: Any) -> tuple[Any, Any]:
         module = nnx.merge(graphdef, params)
@@ -198,18 +239,50 @@ def measure_model(rows: Rows, name: str, model: Decoder, batch: int) -> None:
         jattn.decode_loop,
         jax.tree_util.Partial(step),
         params,
-        metadata=metadata,
-        tokens=inputs[0],
         num_steps=LOOP_STEPS,
         sample=jax.tree_util.Partial(sample),
     )
+    for batch in batches:
+        metadata = batch_metadata(batch, LOOP_STEPS)
+        caches = model.create_caches(metadata.block_table.size + 1, block_size=BLOCK_SIZE)
 
-    def run(caches: Any) -> tuple[Any, Any]:
-        done = loop(caches=caches)
-        return done.tokens, done.caches
+        def run(caches: Any, metadata=metadata, batch=batch) -> tuple[Any, Any]:  # type: ignore[no-untyped-def]
+            done = loop(caches=caches, metadata=metadata, tokens=jnp.ones(batch, jnp.int32))
+            return done.tokens, done.caches
 
-    per_step = {key: value / LOOP_STEPS for key, value in walls(Call(run, call.caches), rounds=3).items()}
-    rows.add(name=f"loop_{name}_{batch}x{CONTEXT}", **flags(), **per_step, kernel_sum_us=row["kernel_sum_us"])
+        call = Call(run, caches)
+        row = walls(call, rounds=3) | kernels(call, layers=LOOP_STEPS * model.config.num_hidden_layers)
+        per_step = {key: x / LOOP_STEPS if key.endswith("_us") else x for key, x in row.items()}
+        rows.add(name=f"loop_{name}_{batch}x{CONTEXT}", **flags(), **per_step)
+
+
+def measure_engine(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
+    """A row a batch size: an engine's decode step, its host's work included."""
+    for batch in batches:
+        num_blocks = max(batch, 2) * -(-(PROMPT + ENGINE_STEPS + 8) // BLOCK_SIZE) + 1
+        columns = min(model.config.max_position_embeddings // BLOCK_SIZE, num_blocks - 1)
+        bucket = functools.partial(jattn.Bucket, max_decodes=max(batch, 2), max_blocks=columns)
+        engine = Engine(
+            model,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=batch,
+            max_num_batched_tokens=batch * PROMPT,
+            buckets=[bucket(), bucket(max_prefills=batch, max_prefill_tokens=batch * PROMPT)],
+        )
+        engine.precompile(progress=False)
+        prompts = np.random.default_rng(0).integers(1, 200, (batch, PROMPT)).tolist()
+
+        def seconds(max_tokens: int, engine=engine, prompts=prompts) -> float:  # type: ignore[no-untyped-def]
+            start = time.perf_counter()
+            engine.generate(prompts, max_tokens, ignore_eos=True)
+            return time.perf_counter() - start
+
+        seconds(8)
+        runs = [seconds(8 + ENGINE_STEPS) - seconds(8) for _ in range(5)]
+        step_us = [1e6 * run / ENGINE_STEPS for run in runs]
+        row = {"step_us": statistics.median(step_us), "spread_us": [min(step_us), max(step_us)]}
+        rows.add(name=f"engine_{name}_{batch}x{PROMPT}", **flags(), **row)
 
 
 def walls(call: Call, rounds: int = ROUNDS) -> dict[str, float]:
