@@ -1,7 +1,8 @@
 """The decode kernel: S^T = K Q^T, softmax along the keys, O^T = V^T P^T, over one span of the work.
 
 Keys are the tensor core's M and queries its N (swap-AB), so that a group of 4 query heads costs 8 columns,
-not 64 rows. One warp loads, one TMA copy a block and chunk; one warpgroup computes. Thread blocks walk over
+not 64 rows. One warp loads, one TMA copy a block and chunk; one warpgroup computes, together or each warp for
+itself. Thread blocks walk over
 their span of requests: a request that lies in one span is finished here; of others remain partial results,
 which merge.py adds up.
 """
@@ -17,9 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.loader import Stream, copies_per_stage, make_loader
 from pallas_kernels.paged_decode.schedule import Schedule, num_partials
-from pallas_kernels.paged_decode.step import Stages, W, attention_step, f32, normalized
+from pallas_kernels.paged_decode.stages import Stages
+from pallas_kernels.paged_decode.step import W, attention_step, f32, normalized
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Segment, Shape, place_of, walk
+from pallas_kernels.paged_decode.warpgroup import Warpgroup
+from pallas_kernels.paged_decode.warps import Warps, merge_smem
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.store import store_unoptimized
@@ -103,7 +107,8 @@ def decode_partials(
         k_scale_s,  # [stages, tile_kv] in SMEM or None
         v_scale_s,
         wide_s,  # [chunks, tile_kv, width] in SMEM or None
-        p_s,  # [tile_q, tile_kv] in SMEM
+        p_s,  # [tile_q, tile_kv] in SMEM or None
+        merge_s,  # [warps, head_dim, tile_q] in SMEM or None
         q_full,
         q_free,
         k_full,
@@ -140,7 +145,7 @@ def decode_partials(
                 is_live = segment.num_units > 0
                 pl.when(is_live)(lambda: load_query(segment, nth))
                 num_tiles = jnp.where(is_live, segment.num_tiles, 0)
-                pl.loop(0, num_tiles)(lambda i: load(segment, i, step + i))
+                load(segment, num_tiles, step)
                 return step + num_tiles, nth + is_live.astype(jnp.int32)
 
             steps, queries = walk_span(visit)
@@ -156,13 +161,12 @@ def decode_partials(
                 plgpu.barrier_wait(q_free.at[lax.rem(i, jnp.int32(2))])
 
         def compute_span() -> None:
-            refs = Stages(k_s, v_s, k_scale_s, v_scale_s, wide_s, p_s, k_full, v_full, k_free, v_free)
-            step = attention_step(
-                refs, ids_g, tiles, shape, score, dtype=dtype, is_interpreted=bool(interpret)
-            )
+            barriers = k_full, v_full, k_free, v_free
+            refs = Stages(k_s, v_s, k_scale_s, v_scale_s, wide_s, p_s, merge_s, *barriers)
+            how = {"dtype": dtype, "is_interpreted": bool(interpret)}
+            products = Warps(refs, shape, **how) if tiles.by_warp else Warpgroup(refs, tiles, shape, **how)
+            step = attention_step(refs, ids_g, tiles, shape, score, products)
             first_row = lax.rem(head_tile, jnp.int32(shape.row_tiles)) * n
-            zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
-            row = lambda value: plgpu.layout_cast(jnp.full((n,), value, f32), W.reduce(0))
 
             def attend(segment: Segment, count: Any, nth: Any) -> Any:
                 buffer = lax.rem(nth, jnp.int32(2))
@@ -172,16 +176,12 @@ def decode_partials(
                 if k_scale_g is not None and not has_k_scales:
                     k_factor = of_head(k_scale_g, segment)
                 plgpu.barrier_wait(q_full.at[buffer])
-                start = (
-                    tuple(zeros(cut.width, n) for _ in range(cut.chunks)),
-                    row(-jnp.inf),
-                    zeros(tiles.tile_kv, n),
-                    place_of(segment, 0, ids_g, tiles.tile_kv, shape).firsts,
-                    count,
-                )
-                one = functools.partial(step, segment, q_s.at[buffer], k_factor, slopes_r, first_row)
-                accs, top, total, *_ = lax.fori_loop(0, segment.num_tiles, one, start)
-                total = total.sum(axis=0)
+                firsts = place_of(segment, 0, ids_g, tiles.tile_kv, shape).firsts
+                start = *products.start(), firsts, count
+                query = products.query(q_s.at[buffer])
+                one = functools.partial(step, segment, query, k_factor, slopes_r, first_row)
+                state = lax.fori_loop(0, segment.num_tiles, one, start)
+                accs, top, total = products.merged(*state[:3])
                 accs = tuple(scaled(acc, chunk, segment) for chunk, acc in enumerate(accs))
                 pl.when(segment.is_whole)(lambda: store_whole(segment, accs, top, total, buffer))
                 pl.when(jnp.logical_not(segment.is_whole))(lambda: store_partial(segment, accs, top, total))
@@ -245,7 +245,9 @@ def decode_partials(
     stage = cut.chunks, tiles.tile_kv, cut.width
     # Interpret mode takes no operand from registers, so widened keys pass through shared memory there.
     has_wide = v_cache.dtype != dtype or (bool(interpret) and k_cache.dtype != dtype)
+    has_wide = has_wide and not tiles.by_warp
     scale_smem = plgpu.SMEM((stages, tiles.tile_kv), f32)
+    together = cut.width if tiles.by_warp else 64
     per_query = jax.ShapeDtypeStruct((partials, shape.head_tiles, n), f32)
     kernel = plgpu.kernel(
         body,
@@ -258,12 +260,13 @@ def decode_partials(
         ),
         scratch_types=[
             swizzled_smem((2, cut.chunks, n, cut.width), dtype),
-            swizzled_smem((stages, *stage), k_cache.dtype),
-            swizzled_smem((stages, *stage), v_cache.dtype),
+            swizzled_smem((stages, *stage), k_cache.dtype, width=together),
+            swizzled_smem((stages, *stage), v_cache.dtype, width=together),
             scale_smem if has_k_scales else None,
             scale_smem if has_v_scales else None,
             swizzled_smem(stage, dtype) if has_wide else None,
-            swizzled_smem((n, tiles.tile_kv), dtype),
+            None if tiles.by_warp else swizzled_smem((n, tiles.tile_kv), dtype),
+            merge_smem(shape) if tiles.by_warp else None,
             plgpu.Barrier(num_arrivals=cut.chunks, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_arrivals=copies(has_token_scale=has_k_scales), num_barriers=stages),

@@ -37,7 +37,7 @@ class Stream(NamedTuple):
 def make_loader(
     streams: tuple[Stream, Stream], table_g: Any, ids_g: Any, tiles: Tiles, shape: Shape
 ) -> Callable:
-    """The function that fills one stage of shared memory from the cache's blocks."""
+    """The function that fills stages of shared memory from the blocks of a segment's tiles."""
     size, cut = shape.block_size, shape.cut
     rows = copied_rows(tiles, shape)
 
@@ -50,24 +50,28 @@ def make_loader(
             at = block, part, tokens, segment.kv_head
         return cache_g.at[(*at, chunk, padded_slice(cut.width, cut.chunk, part * 0)) if cut.is_padded else at]
 
-    def load(segment: Segment, tile_index: Any, step: Any) -> None:
-        stage = lax.rem(step, jnp.int32(tiles.stages))
+    def sources(segment: Segment, tile_index: Any) -> list[Any]:
+        """The block of each copy of a tile, and the part of it; the tile may be past the last."""
         place = place_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
-        # Every id before the first wait, so that their latencies overlap. What a query cannot see may have no
-        # block: the nearest that one can see stands in, and the softmax and the values mask it.
+        # What a query cannot see may have no block: the nearest that one can see stands in, and the softmax and
+        # the values mask it.
         low = lax.div(segment.low, jnp.int32(size))
-        high = lax.div(segment.high - 1, jnp.int32(size))
-        sources = []
+        high = jnp.maximum(lax.div(segment.high - 1, jnp.int32(size)), low)
+        found = []
         for first in place.firsts:
             column = lax.div(first, jnp.int32(size))
             part = lax.div(lax.rem(first, jnp.int32(size)), jnp.int32(rows))
             for j in range(place.piece // rows):
                 block = table_g[segment.request, jnp.clip(column + j, low, high)]
-                sources.append((block, part))
+                found.append((block, part))
+        return found
+
+    def copy(segment: Segment, step: Any, blocks: list[Any]) -> None:
+        stage = lax.rem(step, jnp.int32(tiles.stages))
         for stream in streams:
             pl.when(step >= tiles.stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             full = stream.full.at[stage]
-            for j, (block, part) in enumerate(sources):
+            for j, (block, part) in enumerate(blocks):
                 to = pl.ds(j * rows, rows)
                 for chunk in range(cut.chunks):
                     keys = window(stream.cache_g, segment, block, part, chunk)
@@ -79,6 +83,15 @@ def make_loader(
                         full,
                         oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # no tensor map, so no alignment to 128
                     )
+
+    def load(segment: Segment, num_tiles: Any, step: Any) -> None:
+        def one(i: Any, blocks: list[Any]) -> list[Any]:
+            # The table is read a tile ahead: its latency passes while a stage is waited for.
+            following = sources(segment, i + 1)
+            copy(segment, step + i, blocks)
+            return following
+
+        lax.fori_loop(0, num_tiles, one, sources(segment, jnp.int32(0)))
 
     return load
 

@@ -23,6 +23,8 @@ class Tiles:
         max_rows: Query rows (query heads of a kv head x decode_query_len) worked on together; more are cut.
         split_kv: Keys of a split where it is fixed, so that a request's bits do not depend on its batch; a
             multiple of tile_kv. None = splits follow the load.
+        by_warp: Each warp multiplies for itself (warps.py), not the warpgroup together (warpgroup.py);
+            tile_kv is 64 then.
     """
 
     tile_kv: int = 64
@@ -30,6 +32,7 @@ class Tiles:
     ctas: int = NUM_SMS
     max_rows: int = MAX_ROWS
     split_kv: int | None = None
+    by_warp: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
@@ -37,6 +40,7 @@ class Tiles:
         rows_ok = self.max_rows % 8 == 0 and 0 < self.max_rows <= MAX_ROWS
         require(rows_ok, "max_rows", f"be a multiple of 8 up to {MAX_ROWS}", self.max_rows)
         split_ok = self.split_kv is None or (self.split_kv > 0 and self.split_kv % self.tile_kv == 0)
+        require(not self.by_warp or self.tile_kv == 64, "tile_kv", "be 64 with by_warp", self.tile_kv)
         require(split_ok, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
 
     @property
@@ -60,6 +64,7 @@ class Tiles:
 # Query rows worked on together, for heads up to a width.
 WIDEST_AT = ((64, MAX_ROWS), (256, 32))
 EIGHT_BIT_WIDEST_AT = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
+MOST_BY_WARP = 2048  # elements of an accumulator that each warp has room for, head_dim times rows
 IN_FLIGHT = 96 * 1024  # bytes that an SM should have under way: more was slower (benchmarks/results)
 
 
@@ -84,6 +89,8 @@ def default_tiles(
     # More rows of wider heads spill with every feature on.
     widest_at = EIGHT_BIT_WIDEST_AT if is_narrow else WIDEST_AT
     max_rows = next(count for widest, count in widest_at if width <= widest)
+    tile_rows = min(-(-rows // 8) * 8, max_rows)
+    by_warp = is_narrow and width * tile_rows <= MOST_BY_WARP
     # Tiles of few bytes need two thread blocks an SM, or memory waits for softmax and for the widening of 8
     # bits; more rows, or wider heads in 8 bits, fit but one: their registers are over 128 a thread.
     fits_two = width * max(rows, 8) <= 1024 if is_narrow else width <= 64 and rows <= 32
@@ -96,4 +103,5 @@ def default_tiles(
         ctas=ctas_per_sm * NUM_SMS,
         max_rows=max_rows,
         split_kv=2048 if batch_invariant else None,
+        by_warp=by_warp,
     )

@@ -17,14 +17,14 @@ def widened(ref: Any, dtype: Any) -> Any:
     return plgpu.layout_cast(x.astype(dtype), plgpu.Layout.WGMMA)
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory that TMA fills and the tensor core reads."""
+def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, width: int = 64) -> Any:
+    """Shared memory that TMA fills and the tensor core reads; for `width`, see swizzle_of."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = swizzle_of(itemsize)
+    swizzle = swizzle_of(itemsize, width)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
 
 
-def swizzle_of(itemsize: int) -> int:
-    """Bytes of a row of the swizzle."""
-    return 128 if itemsize == 2 else 64
+def swizzle_of(itemsize: int, width: int = 64) -> int:
+    """Bytes of a row of the swizzle; `width` columns stay together, up to 128 bytes of them."""
+    return 64 if itemsize * width % 128 else 128

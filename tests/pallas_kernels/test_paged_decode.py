@@ -34,6 +34,7 @@ FACTORS = {
     "block_size": [8, 16, 32, 64, 128, 256],
     "padded": [False, True],
     "split_kv": [None, 64],
+    "by_warp": [True, False],
     "stored": [
         "plain", "plain_scalar", "fp8_scalar", "fp8_head", "fp8_token_head", "fp8e5_scalar", "int8_scalar",
         "int8_token_head", "int8_static_v", "int8_k_only",
@@ -65,7 +66,9 @@ def has_kernel(case):
 
 def tiles_of(case):
     """Few thread blocks, so that spans cut requests and interpret mode stays fast."""
-    return Tiles(tile_kv=64, stages=2, ctas=6, max_rows=16, split_kv=case.get("split_kv"))
+    by_warp = case.get("by_warp", False)
+    max_rows = 8 if by_warp and case["head_dim"] > 128 else 16
+    return Tiles(stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), by_warp=by_warp)
 
 
 def attend(problem: Problem, interpret=None, tiles=None):
