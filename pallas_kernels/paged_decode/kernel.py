@@ -90,8 +90,7 @@ def decode_partials(
         len_g,  # [reqs]
         k_scale_g,  # [1], [kv_heads], [blocks, kv_heads, parts, block_size / parts] or None
         v_scale_g,  # the same or [kv_heads, chunks, width]
-        ends_g,  # [reqs]
-        first_g,  # [slots + 1]
+        spans_g,  # [reqs + slots + 1]: the schedule's table
         slopes_g,  # [head_tiles, tile_q] or None
         sinks_g,  # [head_tiles, tile_q] or None
         ids_g,  # [reqs, max_listed] or None
@@ -119,7 +118,7 @@ def decode_partials(
         slot, head_tile = lax.axis_index("slot"), lax.axis_index("head_tile")
         rows = padded_slice(n, shape.rows, slot * 0)
         columns = padded_slice(cut.width, cut.chunk, slot * 0)
-        span_refs = len_g, ends_g, first_g, counts_g
+        span_refs = len_g, *schedule.views(spans_g), counts_g
         walk_span = functools.partial(walk, span_refs, tiles, shape, score, slot, head_tile)
 
         def of_head(scale_g: Any, segment: Segment) -> Any:
@@ -290,7 +289,7 @@ def decode_partials(
         seq_lens,
         k_scale,
         v_scale,
-        *schedule,
+        schedule.table,
         slopes,
         sinks,
         ids,

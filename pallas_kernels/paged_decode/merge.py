@@ -51,14 +51,14 @@ def merge_partials(
         o_g,  # [partials, head_tiles, padded_dim, tile_q]
         top_g,  # [partials, head_tiles, tile_q]
         total_g,
-        ends_g,  # [reqs]
-        first_g,  # [slots + 1]
+        spans_g,  # [reqs + slots + 1]: the schedule's table
         sinks_g,  # [head_tiles, tile_q] or None
         out_g,  # [reqs, head_tiles, rows, head_dim]
         lse_g,  # [reqs, head_tiles, tile_q]
         unused_g,
         out_s,  # [tile_q, PART] in SMEM
     ):
+        ends_g, first_g = schedule.views(spans_g)
         nth, head_tile, part = (lax.axis_index(name) for name in ("candidate", "head_tile", "part"))
         row = nth if by_request else jnp.minimum(first_g[nth + 1], reqs - 1)
         first, count, first_span = _partials_of(row, ends_g, slots, tiles)
@@ -123,7 +123,7 @@ def merge_partials(
         interpret=interpret,
     )
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    kernel(o.reshape(*o.shape[:2], cut.padded_dim, n), top, total, *schedule, sinks, out_ref, lse_ref)
+    kernel(o.reshape(*o.shape[:2], cut.padded_dim, n), top, total, schedule.table, sinks, out_ref, lse_ref)
     return jax.freeze(out_ref), jax.freeze(lse_ref)
 
 

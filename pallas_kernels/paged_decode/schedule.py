@@ -5,10 +5,15 @@ and no request is cut more often than that takes. Every (request, span) that mee
 along the line of keys request + span grows with each such meeting, so that sum numbers them without a table.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.tiles import Tiles
@@ -27,21 +32,41 @@ class BlockList(NamedTuple):
     counts: Int32[Array, "reqs kv_heads"]
 
 
-class Schedule(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["reqs"])
+@dataclasses.dataclass(frozen=True)
+class Schedule:
     """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
 
     Attributes:
-        unit_ends: One past each request's last unit, when the requests' units are laid end to end.
-        first_rows: The request in which each span begins, and one more span would; `reqs` past the end.
+        table: `unit_ends`, then `first_rows`: one array, so that one small kernel makes it.
+        reqs: Requests.
     """
 
-    unit_ends: Int32[Array, " reqs"]
-    first_rows: Int32[Array, " starts"]
+    table: Int32[Array, " reqs_and_starts"]
+    reqs: int
+
+    @property
+    def unit_ends(self) -> Int32[Array, " reqs"]:
+        """One past each request's last unit, when the requests' units are laid end to end."""
+        return self.table[: self.reqs]
+
+    @property
+    def first_rows(self) -> Int32[Array, " starts"]:
+        """The request in which each span begins, and one more span would; `reqs` past the end."""
+        return self.table[self.reqs :]
 
     @property
     def slots(self) -> int:
         """Number of spans."""
-        return self.first_rows.shape[0] - 1
+        return self.table.shape[0] - self.reqs - 1
+
+    def views(self, table_g: Any) -> tuple[Any, Any]:
+        """`unit_ends` and `first_rows` in a kernel's reference to the table."""
+        return table_g.at[pl.ds(0, self.reqs)], table_g.at[pl.ds(self.reqs, self.slots + 1)]
+
+
+# Requests whose units are added up one by one, in one kernel of 0.9 us; of more XLA makes two.
+ADDED_ONE_BY_ONE = 6
 
 
 def make_schedule(
@@ -59,21 +84,38 @@ def make_schedule(
     With lists, "a request" of the schedule is a request's kv head.
     """
     unit = tiles.split_kv or tiles.tile_kv
-    low, high = score.row_range(seq_lens, decode_query_len)
+
+    def units(low: Any, high: Any) -> Any:
+        """A request that sees nothing has a unit too: whoever meets it writes its zeros."""
+        units = lax.div(high + (unit - 1), jnp.full_like(high, unit)) - lax.div(low, jnp.full_like(low, unit))
+        return jnp.maximum(units, 1)
+
     if block_list is not None:
         assert list_block_size is not None
+        low, high = score.row_range(seq_lens, decode_query_len)
         listed = block_list.counts.reshape(-1) * list_block_size
         high = jnp.where(jnp.repeat(high > low, block_list.counts.shape[1]), listed, 0)
-        low, seq_lens = jnp.zeros_like(high), high
-    # A request that sees nothing has a unit too: whoever meets it writes its zeros.
-    units = jnp.where(high > low, (high + (unit - 1)) // unit - low // unit, 1)
-    reqs = seq_lens.shape[0]
-    before = jnp.arange(reqs)[None, :] <= jnp.arange(reqs)[:, None]
+        per_row = units(jnp.zeros_like(high), high)
+    else:
+        per_row = units(*score.row_range(seq_lens, decode_query_len))
+    reqs = per_row.shape[0]
+    at = jnp.arange(reqs + slots + 1, dtype=jnp.int32)
+
+    def entries(row: Any, end: Any, total: Any, at: Any) -> Any:
+        """What a request adds to each entry of the table; no span starts below 0."""
+        start = (at - reqs) * span_units(total, slots)
+        return jnp.where(at == row, end, (end <= start).astype(jnp.int32))
+
+    if reqs <= ADDED_ONE_BY_ONE and block_list is None:
+        each = [units(*score.row_range(seq_lens[row], decode_query_len)) for row in range(reqs)]
+        ends = list(itertools.accumulate(each))
+        parts = [entries(row, end, ends[-1], at) for row, end in enumerate(ends)]
+        return Schedule(functools.reduce(jnp.add, parts), reqs)
+    rows = jnp.arange(reqs, dtype=jnp.int32)
     # Sums over a mask, not cumsum and searchsorted: XLA makes one small kernel of each.
-    ends = jnp.where(before, units[None, :], 0).sum(axis=1)
-    starts = jnp.arange(slots + 1, dtype=jnp.int32) * span_units(ends[-1], slots)
-    rows = (ends[None, :] <= starts[:, None]).sum(axis=1)
-    return Schedule(ends.astype(jnp.int32), rows.astype(jnp.int32))
+    ends = jnp.where(rows[None, :] <= rows[:, None], per_row[None, :], 0).sum(axis=1)
+    table = entries(rows[None, :], ends[None, :], ends[-1], at[:, None]).sum(axis=1)
+    return Schedule(table.astype(jnp.int32), reqs)
 
 
 def span_units(total: Array, slots: int) -> Array:
