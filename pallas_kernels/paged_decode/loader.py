@@ -53,8 +53,8 @@ def make_loader(
     def sources(segment: Segment, tile_index: Any) -> list[Any]:
         """The block of each copy of a tile, and the part of it; the tile may be past the last."""
         place = place_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
-        # What a query cannot see may have no block: the nearest that one can see stands in, and the softmax and
-        # the values mask it.
+        # What a query cannot see may have no block: the nearest that one can see stands in, and the softmax
+        # and the values mask it.
         low = lax.div(segment.low, jnp.int32(size))
         high = jnp.maximum(lax.div(segment.high - 1, jnp.int32(size)), low)
         found = []

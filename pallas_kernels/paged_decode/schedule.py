@@ -108,8 +108,8 @@ def make_schedule(
 
     if reqs <= ADDED_ONE_BY_ONE and block_list is None:
         each = [units(*score.row_range(seq_lens[row], decode_query_len)) for row in range(reqs)]
-        ends = list(itertools.accumulate(each))
-        parts = [entries(row, end, ends[-1], at) for row, end in enumerate(ends)]
+        *_, total = ends_of = tuple(itertools.accumulate(each))
+        parts = [entries(row, end, total, at) for row, end in enumerate(ends_of)]
         return Schedule(functools.reduce(jnp.add, parts), reqs)
     rows = jnp.arange(reqs, dtype=jnp.int32)
     # Sums over a mask, not cumsum and searchsorted: XLA makes one small kernel of each.

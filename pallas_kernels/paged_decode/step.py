@@ -43,6 +43,7 @@ def attention_step(
     keys = plgpu.broadcasted_iota(jnp.int32, s_shape, 0, layout=W)
     has_v_scales = refs.v_scale_s is not None
     headroom = products.headroom
+    widener = products if isinstance(products, Warpgroup) and products.widens_values else None
 
     def query_positions(segment: Segment, first_row: Any) -> Any:
         """Positions of the queries: a scalar where all rows are one token."""
@@ -98,19 +99,19 @@ def attention_step(
         plgpu.barrier_wait(refs.k_full.at[stage])
         s = scores(stage, query, k_factor)
         plgpu.barrier_arrive(refs.k_free.at[stage])
-        if products.widens_values:
+        if widener:
             plgpu.barrier_wait(refs.v_full.at[stage])
-            products.widen_values(stage, segment, place)
+            widener.widen_values(stage, segment, place)
         position = query_positions(segment, first_row)
         if slopes is not None:
             s = biased(s, slopes, position, place)
         s = masked(s, segment, position, place)
         weight = None  # of each key's value
         if has_v_scales:
-            if not products.widens_values:
+            if not widener:
                 plgpu.barrier_wait(refs.v_full.at[stage])
             weight = value_weights(stage, segment, place)
-        if products.widens_values:
+        if widener:
             plgpu.barrier_arrive(refs.v_free.at[stage])
         heavy = s
         if weight is not None and headroom:

@@ -138,15 +138,20 @@ def walk(
     tiles_per_unit = (tiles.split_kv or tiles.tile_kv) // tiles.tile_kv
     zero = slot * 0
 
+    def read(row: Any) -> tuple[Any, ...]:
+        """Where a request ends, its keys and the length of its list."""
+        counts = () if counts_g is None else (counts_g[row],)
+        return ends_g[row], len_g[shape.request_of(row, head_tile)[0]], *counts
+
     def visit_row(_: Any, carry: Any) -> Any:
-        unit, row, *state = carry
+        unit, row, start, (end, seq_len, *counts), state = carry
+        following_row = jnp.minimum(row + 1, reqs - 1)
+        following = read(following_row)  # a request ahead: its latency passes during the visit
         request, heads = shape.request_of(row, head_tile)
-        seq_len, end = len_g[request], ends_g[row]
-        start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
         low, high = score.row_range(seq_len, shape.query_len)
         left = jnp.maximum(jnp.minimum(end, stop) - unit, 0)
         units = left if tiles.split_kv is None else jnp.minimum(left, 1)
-        num_listed = None if counts_g is None else counts_g[row]
+        num_listed = counts[0] if counts else None
         low_tile = zero if shape.listed else lax.div(low, jnp.int32(tiles.tile_kv))
         end_key = high if num_listed is None else num_listed * shape.listed
         high_tile = lax.div(end_key + (tiles.tile_kv - 1), jnp.int32(tiles.tile_kv))
@@ -172,12 +177,17 @@ def walk(
             num_listed=num_listed,
         )
         state = visit(segment, state)
-        next_row = jnp.where(unit + units >= end, jnp.minimum(row + 1, reqs - 1), row)
-        return unit + units, next_row, *state
+        unit = unit + units
+        goes_on = (unit >= end) & (following_row > row)
+        pick = lambda new, old: jnp.where(goes_on, new, old)
+        ahead = tuple(pick(*both) for both in zip(following, (end, seq_len, *counts), strict=True))
+        return unit, pick(following_row, row), pick(end, start), ahead, state
 
     first_row, next_first_row = (jnp.minimum(first_g[slot + i], reqs - 1) for i in (0, 1))
-    start = slot * per_span
+    unit = slot * per_span
+    start = jnp.where(first_row > 0, ends_g[jnp.maximum(first_row - 1, 0)], 0)
     visits = next_first_row - first_row + 1  # a count known ahead: warps have no while
     if tiles.split_kv is not None:
-        visits = visits + jnp.maximum(stop - start, 0)
-    return lax.fori_loop(0, visits, visit_row, (start, first_row, zero, zero))[2:]
+        visits = visits + jnp.maximum(stop - unit, 0)
+    carry = unit, first_row, start, read(first_row), (zero, zero)
+    return lax.fori_loop(0, visits, visit_row, carry)[-1]

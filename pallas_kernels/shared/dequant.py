@@ -19,10 +19,14 @@ def widened(ref: Any, dtype: Any) -> Any:
 
 def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, width: int = 64) -> Any:
     """Shared memory that TMA fills and the tensor core reads; for `width`, see swizzle_of."""
-    itemsize = jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(jnp.dtype(dtype).itemsize, width))
+
+
+def swizzle_transforms(itemsize: int, width: int = 64) -> tuple[Any, Any]:
+    """How swizzled_smem lies in memory."""
     swizzle = swizzle_of(itemsize, width)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def swizzle_of(itemsize: int, width: int = 64) -> int:

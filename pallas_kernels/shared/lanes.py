@@ -1,8 +1,8 @@
-"""What a lane of a warp does, in PTX: matrices out of shared memory, 8 bits into 16, one warp's matrix product.
+"""What a lane of a warp does, in PTX: matrices out of shared memory, 8 bits into 16, one warp's product.
 
-Pallas speaks of warpgroups; here a warp works alone. These functions build code inside `plgpu.inline_mgpu`, and
-take and give 32-bit registers. A fragment is what mma.m16n8k16 calls one (PTX ISA, "Matrix Fragments"): lane 4 g
-+ t holds rows g and g + 8, columns 2 t and 2 t + 1 of an accumulator.
+Pallas speaks of warpgroups; here a warp works alone. These functions build code inside `plgpu.inline_mgpu`,
+and take and give 32-bit registers. A fragment is what mma.m16n8k16 calls one (PTX ISA, "Matrix Fragments"):
+lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1 of an accumulator.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,11 @@ def f32() -> Any:
 def const(value: int) -> Any:
     """A constant register."""
     return utils.c(value - (1 << 32) if value >= 1 << 31 else value, i32())
+
+
+def number(value: float) -> Any:
+    """A constant f32."""
+    return utils.c(value, f32())
 
 
 def ptx(code: str, *args: Any, results: int = 1, of: Any = None, touches_memory: bool = False) -> Any:
@@ -74,7 +79,7 @@ def times(x: Any, factor: int) -> Any:
 class Matrices:
     """Where a warp's 16 rows of a swizzled tile lie: `chunks` tiles of [rows, width], as TMA fills them.
 
-    ldmatrix reads four 8x8 matrices of 16-bit units at once: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
+    ldmatrix reads four 8x8 matrices of 16-bit units: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
     """
 
     def __init__(self, ref: Any, *, rows: int, row_bytes: int, swizzle: int):

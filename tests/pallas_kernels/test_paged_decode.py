@@ -258,12 +258,15 @@ class TestBlockLists:
 
 
 class TestRaces:
-    @pytest.mark.parametrize(("query_len", "score"), [(1, {}), (2, {"window": (70, 0)})])
-    def test_there_are_none(self, query_len, score):
+    @pytest.mark.parametrize(
+        ("query_len", "score", "by_warp"), [(1, {}, True), (2, {"window": (70, 0)}, False)]
+    )
+    def test_there_are_none(self, query_len, score, by_warp):
         from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
-        out, _ = interpreted(*args, **kwargs, tiles=Tiles(stages=2, ctas=6), detect_races=True)
+        tiles = Tiles(stages=2, ctas=6, by_warp=by_warp)
+        out, _ = interpreted(*args, **kwargs, tiles=tiles, detect_races=True)
         out.block_until_ready()
         assert not interpret_pallas_call.get_races().races_found
 
@@ -402,7 +405,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("change", "message"),
-        [({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"), ({"split_kv": 100}, "multiple of tile_kv.*100"),
+        [({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"),
+         ({"tile_kv": 128, "by_warp": True}, "tile_kv must be 64 with by_warp, got 128"),
+         ({"split_kv": 100}, "multiple of tile_kv.*100"),
          ({"max_rows": 12}, "max_rows must .*12"), ({"stages": 0}, "stages must be positive")],
     )  # fmt: skip
     def test_tiles_that_cannot_be_are_named(self, change, message):
