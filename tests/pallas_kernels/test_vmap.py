@@ -1,0 +1,108 @@
+"""jax.vmap of the kernels: what is mapped becomes one more axis of the grid."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import cache_write as write
+from pallas_kernels import paged_decode as decode
+from pallas_kernels import varlen_prefill as prefill
+from pallas_kernels.shared.score import Score
+from tests import aot
+from tests.pallas_kernels import decode_aot_cases, prefill_aot_cases, test_cache_read, test_cache_write
+
+SIZE, HEADS, DIM, BLOCKS = 16, 2, 64, 12
+KEY, VALUE = 1, 2
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def decode_problem(is_interpreted):
+    """Queries, tables and lengths of two steps over one cache; requests are cut, so the merge runs too."""
+    cache = (BLOCKS, SIZE, HEADS, DIM)
+    table = jnp.asarray([np.arange(12).reshape(2, 6), np.arange(12)[::-1].reshape(2, 6)], jnp.int32)
+    lens = jnp.asarray([[90, 7], [0, 70]], jnp.int32)
+    tiles = decode.Tiles(tile_kv=64, stages=2, ctas=2 * HEADS, max_rows=16)
+    run = functools.partial(decode.paged_decode, score=Score(scale=0.1), tiles=tiles)
+    run = functools.partial(run, interpret=plgpu.InterpretGPUParams() if is_interpreted else None)
+    arguments = normal(0, 2, 2, 4, DIM), normal(KEY, *cache), normal(VALUE, *cache), table, lens
+    return run, arguments, (0, None, None, 0, 0)
+
+
+def prefill_problem(is_interpreted):
+    """The queries of two steps over the same packed keys."""
+    tiles = prefill.Tiles(tile_kv=64, stages=2, ctas=3)
+    starts = jnp.asarray([0, 20, 30], jnp.int32)
+
+    def run(query, key, value):
+        return prefill.varlen_prefill(
+            query,
+            key,
+            value,
+            query_start_loc=starts,
+            seq_lens=jnp.asarray([20, 10], jnp.int32),
+            kv_start_loc=starts[:-1],
+            score=Score(scale=0.1),
+            tiles=tiles,
+            interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
+        )[0]
+
+    keys_and_values = (normal(seed, 30, HEADS, DIM) for seed in (KEY, VALUE))
+    return run, (normal(0, 2, 30, 2, DIM), *keys_and_values), (0, None, None)
+
+
+def write_problem(is_interpreted):
+    """Two steps' tokens into one cache: of each becomes a cache of its own."""
+    interpret = plgpu.InterpretGPUParams() if is_interpreted else None
+    new, cache = (2, 3, HEADS, DIM), (BLOCKS, SIZE, HEADS, DIM)
+    slots = jnp.asarray([[1, 9, -1], [2, -1, 20]], jnp.int32)
+    run = lambda *arguments: write.cache_write(*arguments, interpret=interpret)[:2]
+    arguments = *(normal(s, *new) for s in (0, 1)), *(normal(s, *cache) for s in (2, 3)), slots
+    return run, arguments, (0, 0, None, None, 0)
+
+
+PROBLEMS = [decode_problem, prefill_problem, write_problem]
+
+
+def check(problem, is_interpreted):
+    run, arguments, axes = problem(is_interpreted)
+    together = jax.jit(jax.vmap(run, in_axes=axes))(*arguments)
+    one = jax.jit(run)
+    for i in range(2):
+        alone = one(*(x if axis is None else x[i] for x, axis in zip(arguments, axes, strict=True)))
+        for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(got[i], want)
+
+
+@pytest.mark.parametrize(
+    "problem", [decode_problem, pytest.param(prefill_problem, marks=pytest.mark.slow), write_problem]
+)
+def test_each_gets_the_bits_that_it_gets_alone(problem):
+    check(problem, is_interpreted=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_each_gets_the_bits_that_it_gets_alone_on_a_gpu(problem):
+    check(problem, is_interpreted=False)
+
+
+def aot_cases():
+    """A kernel of each kind, all of its arguments mapped."""
+    cases = {}
+    for module in (decode_aot_cases, prefill_aot_cases, test_cache_write, test_cache_read):
+        name, (run, arguments, *_) = next(iter(module.aot_cases().items()))
+        twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), arguments)
+        cases[f"{module.__name__}-{name}"] = (jax.vmap(run), twice)
+    return cases
+
+
+def test_all_kinds_compile():
+    aot.require_plugin()
+    assert list(aot.compile_all("tests.pallas_kernels.test_vmap", list(aot_cases()))) == list(aot_cases())
