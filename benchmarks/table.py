@@ -24,6 +24,8 @@ def filled(readme: str) -> str:
     """The README with each table made anew from the files that its marker names."""
     pattern = r"(<!-- decode: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
     readme = re.sub(pattern, lambda m: m[1] + decode_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
+    pattern = r"(<!-- decode in 8 bits: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
+    readme = re.sub(pattern, lambda m: m[1] + eight_bit_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
     pattern = r"(<!-- prefill: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
     readme = re.sub(pattern, lambda m: m[1] + prefill_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
     pattern = r"(<!-- quantization: (\S+) -->\n).*?(<!-- end -->)"
@@ -33,6 +35,7 @@ def filled(readme: str) -> str:
 def decode_table(file: str, beside: str) -> str:
     """Rows of one run against its read ceiling and FlashAttention-3 of the same run; none is left out."""
     ceiling, *rows = _rows(file)
+    rows = [row for row in rows if row.get("quantization", "none") == "none"]
     peers = {row["workload"]: row["us"] for row in _rows(beside) if row.get("peer") == "fa3_page16"}
     speed = ceiling["gb_per_s"]
     lines = [
@@ -47,6 +50,26 @@ def decode_table(file: str, beside: str) -> str:
         share = f"{100 * row['gb_per_s'] / speed:.0f} %"
         cells = [row["name"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share, *versus]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def eight_bit_table(file: str, beside: str) -> str:
+    """Rows over 8-bit caches of one run, beside its rows over 16 bits and FlashAttention-3 in fp8."""
+    ceiling, *rows = _rows(file)
+    wide = {row["name"]: row["us"] for row in rows if row["quantization"] == "none"}
+    peers = {row["workload"]: row["us"] for row in _rows(beside) if row.get("peer") == "fa3_fp8_page16"}
+    lines = [
+        "| case | cache | us | GB/s | of the read ceiling | bf16 / ours | FA3 fp8, us | ours / FA3 fp8 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["quantization"] == "none":
+            continue
+        name, ours, peer = row["name"], row["us"], peers.get(row["name"])
+        versus = ["-", "-"] if peer is None else [f"{peer:.1f}", f"{ours / peer:.2f}"]
+        share = f"{100 * row['gb_per_s'] / ceiling['gb_per_s']:.0f} %"
+        cells = [name, row["quantization"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share]
+        lines.append("| " + " | ".join([*cells, f"{wide[name] / ours:.2f}", *versus]) + " |")
     return "\n".join(lines) + "\n"
 
 
