@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.shared import lanes
 from pallas_kernels.shared.dequant import swizzle_of

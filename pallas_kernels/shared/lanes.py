@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
 ELEMENTS_16 = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -59,7 +59,7 @@ def lane_row_and_pair() -> tuple[Any, Any]:
 
 def address(ref: Any) -> Any:
     """Of shared memory."""
-    return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+    return ptx("mov.b32 $0, $1;", utils.memref_ptr(ref))
 
 
 def add(*terms: Any) -> Any:
