@@ -10,7 +10,7 @@ from jattn.sparsity.schedule import coverage_of_tiles
 from jattn.spec import AttentionSpec
 from pallas_kernels.paged_decode import BlockList
 from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
-from pallas_kernels.varlen_prefill.lists import listed
+from pallas_kernels.varlen_prefill.lists import Words
 
 
 def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) -> int | str:
@@ -59,7 +59,9 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
         size=(1, size),
         max_kv_tiles=-(-metadata.block_table.shape[1] * metadata.block_size // size),
         is_prefill=False,
+        is_inside_blocks=True,
     )
     some = coverage.some[:, ::group]  # neighbours see the same
-    ids, _, counts = listed(some, some)
-    return BlockList(ids=ids, counts=counts)
+    words = Words.of(some, some)
+    _, counts = words.counts()
+    return BlockList(ids=words.written().reshape(some.shape), counts=counts)

@@ -278,7 +278,15 @@ def _attend_sparsely(
         tiles=tiles,
     )
     is_prefill = metadata.bucket.max_decodes == 0
-    lists = tile_lists.tile_lists(mask, spec, schedule, tiles, max_seq_len=max_seq_len, is_prefill=is_prefill)
+    lists = tile_lists.tile_lists(
+        mask,
+        spec,
+        schedule,
+        tiles,
+        max_seq_len=max_seq_len,
+        is_packed=isinstance(kv, PackedKV),
+        is_prefill=is_prefill,
+    )
     return varlen_prefill(
         query,
         jnp.asarray(kv.k),
@@ -296,10 +304,14 @@ def _attend_sparsely(
 
 
 def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
-    """The prefill kernel's tiles under a mask: tiles of keys as narrow as the mask's blocks."""
+    """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
     tiles = prefill_kernel.default_tiles(spec.head_dim, is_plain=False)
-    if tiles.tile_kv > 64 and tile_lists.has_narrow_blocks(mask, tiles.tile_kv):
-        return dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
+    if tiles.tile_kv == 128:
+        narrow = dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
+        if tile_lists.has_narrow_queries(mask, tiles.tile_q):
+            return dataclasses.replace(narrow, teams=narrow.warpgroups, stages=tiles.stages)
+        if tile_lists.has_narrow_blocks(mask, tiles.tile_kv):
+            return narrow
     return tiles
 
 

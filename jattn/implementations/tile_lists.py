@@ -26,6 +26,8 @@ from pallas_kernels.varlen_prefill import Schedule, TileLists, Tiles, make_lists
 from pallas_kernels.varlen_prefill.lists import MAX_PARTS, num_parts
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS
 
+MAX_POSITION = 2**30
+
 
 class Parts(NamedTuple):
     """A mask as the kernel takes it.
@@ -85,6 +87,12 @@ def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
     return size is not None and getattr(mask, size) % tile_kv != 0
 
 
+def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
+    """Whether blocks of fewer queries than a tile has each see tiles of keys of their own."""
+    parts = parts_of(mask)
+    return isinstance(parts, Parts) and parts.block_q is not None and parts.block_q % tile_q != 0
+
+
 def kernel_mask(mask: Mask, spec: AttentionSpec, *, is_prefill: bool) -> dict[str, Any]:
     """What varlen_prefill wants to know of a mask besides its lists."""
     parts = parts_of(mask)
@@ -104,6 +112,7 @@ def tile_lists(
     tiles: Tiles,
     *,
     max_seq_len: int,
+    is_packed: bool = False,
     is_prefill: bool = True,
 ) -> TileLists:
     """The lists of a step's tiles of queries under a mask and the spec's numbers. Traced.
@@ -114,17 +123,18 @@ def tile_lists(
         schedule: The tiles of queries.
         tiles: The kernel's sizes.
         max_seq_len: Static bound of the requests' lengths.
+        is_packed: Static: whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
         is_prefill: Static: whether the queries stand in the prefill region.
     """
     parts = parts_of(mask)
     assert isinstance(parts, Parts)
     column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
-    skew = column["kv_start"] % ALIGN
+    skew = column["kv_start"] % ALIGN if is_packed else None
     first = jnp.maximum(column["position"] + column["begin"], 0)
     last = column["position"] + column["end"] - 1
-    max_kv_tiles = -(-(max_seq_len + ALIGN - 1) // tiles.tile_kv)
+    max_kv_tiles = -(-(max_seq_len + (ALIGN - 1) * is_packed) // tiles.tile_kv)
 
-    def coverage(mask: Mask, first: Any, last: Any) -> Coverage:
+    def coverage(mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         return coverage_of_tiles(
             mask,
             rows=column["req"],
@@ -136,29 +146,31 @@ def tile_lists(
             max_kv_tiles=max_kv_tiles,
             skew=skew,
             is_prefill=is_prefill,
+            is_inside_blocks=is_inside_blocks,
         )
 
     numbers = _of_spec(spec) if parts.formula is None else _of_spec(spec) & parts.formula
     some, every = coverage(numbers, first, last)
-    first_key = jnp.arange(max_kv_tiles, dtype=jnp.int32)[None, :] * tiles.tile_kv - skew[:, None]
+    first_key = jnp.arange(max_kv_tiles, dtype=jnp.int32)[None, :] * tiles.tile_kv
+    if skew is not None:
+        first_key = first_key - skew[:, None]
     is_inside = (first_key >= 0) & (first_key + tiles.tile_kv <= column["seq_len"][:, None])
     every &= is_inside[:, None, :]
-    if not parts.blocks:
-        return make_lists(schedule, some, every)
-    blocks = functools.reduce(operator.and_, parts.blocks)
-    if parts.block_q is None:
-        some &= coverage(blocks, first, last).some
-        return make_lists(schedule, some, every & some)
-    bits = jnp.zeros(some.shape, jnp.int32)
-    begin = first // parts.block_q * parts.block_q
-    for part in range(num_parts(tiles.tile_q, parts.block_q)):
-        part_first = jnp.maximum(begin + part * parts.block_q, first)
-        part_last = jnp.minimum(begin + (part + 1) * parts.block_q - 1, last)
-        seen = coverage(blocks, part_first, part_last).some
-        every &= seen | (part_last < part_first)[:, None, None]
-        bits += seen.astype(jnp.int32) << part
-    some &= bits > 0
-    return make_lists(schedule, some, every & some, bits)
+    seen_by_part = []
+    if parts.blocks:
+        blocks = functools.reduce(operator.and_, parts.blocks)
+        size = parts.block_q or MAX_POSITION
+        for part in range(num_parts(tiles.tile_q, size) if parts.block_q else 1):
+            begin = (first // size + part) * size
+            ends = jnp.maximum(begin, first), jnp.minimum(begin + (size - 1), last)
+            seen = coverage(blocks, *ends, is_inside_blocks=True).some
+            every &= seen | (ends[1] < ends[0])[:, None, None]
+            seen_by_part.append(seen)
+        some &= functools.reduce(operator.or_, seen_by_part)
+    # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
+    per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
+    sets = spec.num_kv_heads if per_kv_head >= 2 * tiles.workers else 1
+    return make_lists(schedule, some, every & some, seen_by_part, sets=sets)
 
 
 def _of_spec(spec: AttentionSpec) -> Mask:

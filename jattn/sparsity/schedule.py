@@ -6,7 +6,8 @@ from jaxtyping import Array, Bool, Int, Int32
 from jattn.masks import Coverage, Mask, Tiles
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require_positive, require_shape
-from pallas_kernels.varlen_prefill.lists import listed, longest_first
+from pallas_kernels.varlen_prefill.lists import Words
+from pallas_kernels.varlen_prefill.schedule import sorted_places
 
 
 @pytree
@@ -89,12 +90,14 @@ def schedule(
         max_kv_tiles=-(-max_seq_len // tile_kv),
         is_prefill=is_prefill,
     )
-    kv_tiles, num_partial, num_full = listed(coverage.some, coverage.every)
+    words = Words.of(coverage.some, coverage.every)
+    num_partial, num_full = words.counts()
+    places = sorted_places(-(num_partial + num_full).reshape(1, -1))[0]
     return TileSchedule(
-        kv_tiles=kv_tiles,
+        kv_tiles=words.written().reshape(coverage.some.shape),
         num_partial=num_partial,
         num_full=num_full,
-        order=longest_first((num_partial + num_full).reshape(-1)),
+        order=jnp.zeros_like(places).at[places].set(jnp.arange(places.size, dtype=jnp.int32)),
         rows=rows,
         first_query=first_query,
         num_queries=num_queries,
@@ -115,6 +118,7 @@ def coverage_of_tiles(
     max_kv_tiles: int,
     skew: Int32[Array, " q_tiles"] | None = None,
     is_prefill: bool = True,
+    is_inside_blocks: bool = False,
 ) -> Coverage:
     """How much of each tile each head sees: Bool [q_tiles, q_heads, max_kv_tiles]. Empty tiles: nothing.
 
@@ -129,6 +133,7 @@ def coverage_of_tiles(
         max_kv_tiles: Static: tiles of keys of the longest request.
         skew: By how many positions the first tile of keys begins before the first key; 0 when None.
         is_prefill: Static: whether the queries stand in the prefill region.
+        is_inside_blocks: Static: whether no tile crosses an edge of the mask's blocks.
     """
     shape = rows.shape[0], num_heads[0], max_kv_tiles
     per_tile = lambda x: x[:, None, None]
@@ -146,7 +151,7 @@ def coverage_of_tiles(
         first_key=first_key,
         last_key=jnp.maximum(last_key, first_key),
         num_heads=num_heads,
-        size=size,
+        size=(1, 1) if is_inside_blocks else size,
         is_prefill=is_prefill,
     )
     some, every = mask.coverage(tiles)

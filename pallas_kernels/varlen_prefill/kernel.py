@@ -115,15 +115,15 @@ class Item:
         return self.column(name)
 
 
-def rounds_of(num_items: Any, tiles: Tiles) -> tuple[Any, Callable]:
-    """How many items this thread block has, and the function from their place among these to their number.
+def rounds_of(num_items: Any, tiles: Tiles, team: Any) -> tuple[Any, Callable]:
+    """How many items this team has, and the function from their place among these to their number.
 
-    Heads of a tile follow each other, so that thread blocks at work share keys in L2. Thread blocks take
-    items in turn, every other round in the opposite order, so that their shares are equal.
+    Heads of a tile follow each other, so that thread blocks at work share keys in L2. Teams take items in
+    turn, every other round in the opposite order, so that their shares are equal.
     """
-    cta, ctas = lax.axis_index("cta"), jnp.int32(tiles.ctas)
-    full_rounds = lax.div(num_items, ctas)
-    place = lambda r: r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
+    worker, workers = lax.axis_index("cta") * tiles.teams + team, jnp.int32(tiles.workers)
+    full_rounds = lax.div(num_items, workers)
+    place = lambda r: r * workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, workers - 1 - worker)
     rounds = full_rounds + (place(full_rounds) < num_items).astype(jnp.int32)
     return rounds, place
 
@@ -134,8 +134,16 @@ def aligned(row: Any) -> Any:
     return lax.div(row, jnp.int32(ALIGN)) * ALIGN
 
 
-def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, shape: Shape) -> Callable:
-    """The function that fills the next stage: `load(item, i, step, between)`; `between` follows the keys."""
+def stage_of(step: Any, tiles: Tiles, team: Any) -> Any:
+    """Where a team has the keys and values of a step."""
+    stage = lax.rem(step, jnp.int32(tiles.stages))
+    return stage if tiles.teams == 1 else stage + team * tiles.stages
+
+
+def make_kv_loader(
+    k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, shape: Shape, team: int
+) -> Callable:
+    """The function that fills the next stage: `load(item, tile, step, between)`; between follows the keys."""
     k_s, v_s, k_full, v_full, k_free, v_free = ring
     tile, cut, size = tiles.tile_kv, shape.cut, shape.block_size
 
@@ -158,8 +166,8 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
     windows_of = packed_windows if size is None else paged_windows
     num_windows = 1 if size is None else max(tile // size, 1)
 
-    def load(item: Item, i: Any, step: Any, between: Callable | None = None) -> None:
-        stage = lax.rem(step, jnp.int32(tiles.stages))
+    def load(item: Item, index: Any, step: Any, between: Callable | None = None) -> None:
+        stage = stage_of(step, tiles, team)
         kv_head = lax.div(item.head, jnp.int32(shape.group))
         columns = padded_slice(cut.width, cut.chunk, stage * 0)
         # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
@@ -175,7 +183,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
 
             if num_windows == at_once:
                 if kv_g is k_g:
-                    windows = windows_of(item, item.tile_of(item.entry(i)), kv_head, 0, at_once)
+                    windows = windows_of(item, index, kv_head, 0, at_once)
                 pl.when(step >= tiles.stages)(wait)
                 copy(windows)
             else:
@@ -184,7 +192,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
                 # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
                 @pl.loop(0, num_windows // at_once + jnp.minimum(step, 0))
                 def _(n: Any, copy: Any = copy) -> None:
-                    copy(windows_of(item, item.tile_of(item.entry(i)), kv_head, n * at_once, at_once))
+                    copy(windows_of(item, index, kv_head, n * at_once, at_once))
 
             if between is not None and kv_g is k_g:
                 between()
@@ -192,7 +200,7 @@ def make_kv_loader(k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, sh
     return load
 
 
-def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
+def make_query_loader(refs: Any, tiles: Tiles, shape: Shape, team: int) -> Callable:
     """The function that loads an item's queries and columns, `load(item, row of the table, nth)`."""
     q_g, table_g, q_s, item_s, q_full, q_free = refs
     cut = shape.cut
@@ -200,10 +208,11 @@ def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
     def load(item: Item, table_row: Any, nth: Any) -> None:
         buffer = lax.rem(nth, jnp.int32(tiles.query_buffers))
         columns = padded_slice(cut.width, cut.chunk, nth * 0)
-        for wg in range(tiles.warpgroups):
+        for rank in range(tiles.team_size):
+            wg = team * tiles.team_size + rank
             nth_barrier = wg * tiles.query_buffers + buffer
             pl.when(nth >= tiles.query_buffers)(functools.partial(plgpu.barrier_wait, q_free.at[nth_barrier]))
-            rows = pl.ds(aligned(item["first_row"] + wg * M), M)
+            rows = pl.ds(aligned(item["first_row"] + rank * M), M)
             for chunk in range(cut.chunks):
                 index = (rows, item.head, chunk, columns) if cut.is_padded else (rows, item.head)
                 plgpu.copy_gmem_to_smem(q_g.at[index], q_s.at[wg, buffer, chunk], q_full.at[nth_barrier])
@@ -213,6 +222,11 @@ def make_query_loader(refs: Any, tiles: Tiles, shape: Shape) -> Callable:
 
 
 # ------------------------------------------------------------------------------------------ computing
+def team_and_rank(wg: Any, tiles: Tiles) -> tuple[Any, Any]:
+    """Which team a warpgroup is in, and which of the item's rows are its: 64 from rank * 64 on."""
+    return (wg * 0, wg) if tiles.teams == 1 else (wg, wg * 0)
+
+
 class Warpgroup:
     """What one warpgroup computes: 64 query rows of an item."""
 
@@ -235,6 +249,7 @@ class Warpgroup:
         self.tiles, self.shape, self.score, self.dtype = tiles, shape, score, dtype
         self.mask, self.has_alibi, self.interpret = mask, has_alibi, interpret
         self.wg = lax.axis_index("warpgroup")
+        self.team, self.rank = team_and_rank(self.wg, tiles)
         self.s_shape = (M, tiles.tile_kv)
         # Scores without a bias are scaled inside the exponential.
         self.factor = 1.0
@@ -249,12 +264,12 @@ class Warpgroup:
 
     def stage(self, step: Any) -> Any:
         """Where the keys and values of a step are."""
-        return lax.rem(step, jnp.int32(self.tiles.stages))
+        return stage_of(step, self.tiles, self.team)
 
     # -------------------------------------------------------------------------- scores
     def positions(self, item: Item) -> Any:
         """Position of each row."""
-        first = item["position"] + self.wg * M
+        first = item["position"] + self.rank * M
         return plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + first
 
     def columns(self) -> Any:
@@ -452,8 +467,8 @@ class Warpgroup:
         if item.entries_g is not None:
             return jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1), item.num, item.num
         tile = jnp.int32(self.tiles.tile_kv)
-        live = item["position"] + jnp.clip(self.wg * M, item["begin"], item["end"] - 1)
-        last = item["position"] + jnp.clip(self.wg * M + (M - 1), item["begin"], item["end"] - 1)
+        live = item["position"] + jnp.clip(self.rank * M, item["begin"], item["end"] - 1)
+        last = item["position"] + jnp.clip(self.rank * M + (M - 1), item["begin"], item["end"] - 1)
         full_low, _ = key_range(self.score, last, item["seq_len"])
         _, full_high = key_range(self.score, live, item["seq_len"])
         full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, item["seq_len"])
@@ -463,7 +478,7 @@ class Warpgroup:
         # Later tiles are for the rows of later warpgroups.
         _, high = key_range(self.score, last, item["seq_len"])
         num = lax.div(jnp.clip(high, 0, item["seq_len"]) + item.skew + (tile - 1), tile) - item.first
-        is_live = (self.wg * M < item["end"]) & (self.wg * M + M > item["begin"])
+        is_live = (self.rank * M < item["end"]) & (self.rank * M + M > item["begin"])
         num = jnp.where(is_live, jnp.clip(num, 1, item.num), 1)
         low_edge = jnp.minimum(low_edge, num)
         high_edge = lax.div(jnp.maximum(full_high, 0) + item.skew, tile) - item.first
@@ -516,11 +531,11 @@ class Warpgroup:
         return accs, top, total
 
 
-def store_rows(item: Item, wg: Any, o_tiled: Any, o_plain: Any, o_g: Any, accs: Any, shape: Shape) -> None:
+def store_rows(item: Item, rank: Any, o_tiled: Any, o_plain: Any, o_g: Any, accs: Any, shape: Shape) -> None:
     """Writes a warpgroup's live rows: in one piece if all are, else in powers of two."""
     cut = shape.cut
-    first = item["first_row"] + wg * M
-    begin, end = (jnp.clip(row - wg * M, 0, M) for row in (item["begin"], item["end"]))
+    first = item["first_row"] + rank * M
+    begin, end = (jnp.clip(row - rank * M, 0, M) for row in (item["begin"], item["end"]))
     num = jnp.maximum(end - begin, 0)
     columns = padded_slice(cut.width, cut.chunk, first * 0)
 
@@ -621,7 +636,7 @@ def prefill(
         lse_g,  # [tiles, q_heads, tile_q] or None
         q_s,  # [warpgroups, query_buffers, chunks, 64, width] in SMEM: swizzled, and plain for few rows
         item_s,  # [warpgroups, query_buffers, columns] in SMEM
-        k_s,  # [stages, chunks, tile_kv, width] in SMEM
+        k_s,  # [teams * stages, chunks, tile_kv, width] in SMEM
         v_s,
         p_s,  # [warpgroups, 64, tile_kv] in SMEM, or None
         columns_s,  # [warpgroups, tile_kv] in SMEM: 0, 1, 2...
@@ -636,13 +651,13 @@ def prefill(
         ring = (k_s, v_s, k_full, v_full, k_free, v_free)
         (q_s,), (o_plain,) = q_s
         items_per_row = 1 if lists is not None else shape.q_heads
-        rounds, number_of = rounds_of(live_g[0] * items_per_row, tiles)
         make_item = functools.partial(Item, entries_g=entries_g, score=score, tiles=tiles, shape=shape)
         names = COLUMNS if lists is None else (*COLUMNS, *ITEM_COLUMNS)
 
-        def load_share() -> None:
-            load_kv = make_kv_loader(k_g, v_g, blocks_g, ring, tiles, shape)
-            load_query = make_query_loader((q_g, table_g, q_s, item_s, q_full, q_free), tiles, shape)
+        def load_share(team: int) -> None:
+            rounds, number_of = rounds_of(live_g[0] * items_per_row, tiles, team)
+            load_kv = make_kv_loader(k_g, v_g, blocks_g, ring, tiles, shape, team)
+            load_query = make_query_loader((q_g, table_g, q_s, item_s, q_full, q_free), tiles, shape, team)
 
             def load_item(nth: Any, step: Any) -> Any:
                 number = number_of(nth)
@@ -650,11 +665,20 @@ def prefill(
                 columns = {name: table_g[table_row, i] for i, name in enumerate(names)}
                 item = make_item(number, columns.__getitem__)
 
+                def tile(i: Any) -> Any:
+                    return item.tile_of(item.entry(jnp.minimum(i, item.num - 1)))
+
+                def load_next(i: Any, index: Any) -> Any:
+                    following = tile(i + 1)  # read a step ahead: a list is in global memory
+                    load_kv(item, index, step + i)
+                    return following
+
                 @pl.when(item.num > 0)
                 def _() -> None:
+                    second = tile(jnp.int32(1))
                     # Keys before queries: the ring has room while the queries of the item before are in use.
-                    load_kv(item, jnp.int32(0), step, lambda: load_query(item, table_row, nth))
-                    pl.loop(1, item.num)(lambda i: load_kv(item, i, step + i))
+                    load_kv(item, tile(jnp.int32(0)), step, lambda: load_query(item, table_row, nth))
+                    lax.fori_loop(1, item.num, load_next, second)
 
                 pl.when(item.num == 0)(lambda: load_query(item, table_row, nth))
                 return step + item.num
@@ -665,12 +689,13 @@ def prefill(
 
                 @pl.loop(jnp.maximum(steps - stages, 0), steps)
                 def _(i: Any) -> None:
-                    plgpu.barrier_wait(k_free.at[lax.rem(i, jnp.int32(stages))])
-                    plgpu.barrier_wait(v_free.at[lax.rem(i, jnp.int32(stages))])
+                    plgpu.barrier_wait(k_free.at[stage_of(i, tiles, team)])
+                    plgpu.barrier_wait(v_free.at[stage_of(i, tiles, team)])
 
                 @pl.loop(jnp.maximum(rounds - buffers, 0), jnp.maximum(rounds - (buffers - 1), 0))
                 def _(nth: Any) -> None:
-                    for w in range(wgs):
+                    for rank in range(tiles.team_size):
+                        w = team * tiles.team_size + rank
                         plgpu.barrier_wait(q_free.at[w * buffers + lax.rem(nth, jnp.int32(buffers))])
 
         def compute_share() -> None:
@@ -686,6 +711,7 @@ def prefill(
                 has_alibi=slopes_g is not None,
                 interpret=interpret,
             )
+            rounds, number_of = rounds_of(live_g[0] * items_per_row, tiles, group.team)
             columns_s[wg] = plgpu.broadcasted_iota(jnp.int32, (tiles.tile_kv,), 0, layout=COLUMN).astype(f32)
             plgpu.commit_smem()
 
@@ -726,9 +752,9 @@ def prefill(
                 inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
                 if lse_g is not None:
                     lse = (top + jnp.log2(total)) * math.log(2)
-                    lse_g[item["number"], item.head, pl.ds(pl.multiple_of(wg * M, M), M)] = lse
+                    lse_g[item["number"], item.head, pl.ds(pl.multiple_of(group.rank * M, M), M)] = lse
                 out = tuple((acc * group.wide(inverse, acc.shape)).astype(dtype) for acc in accs)
-                store_rows(item, wg, q_s.at[wg, buffer], o_plain.at[wg, buffer], o_g, out, shape)
+                store_rows(item, group.rank, q_s.at[wg, buffer], o_plain.at[wg, buffer], o_g, out, shape)
                 if buffers == 1:
                     release(nth)
                 return step + item.num
@@ -742,7 +768,8 @@ def prefill(
 
             @plgpu.warp_map
             def _(warp: Any) -> None:
-                pl.when(warp == 0)(load_share)
+                for team in range(tiles.teams):
+                    pl.when(warp == team)(functools.partial(load_share, team))
 
         @pl.when(wg < wgs)
         def _() -> None:
@@ -750,7 +777,8 @@ def prefill(
             compute_share()
 
     tokens = (wgs, buffers, cut.chunks, M, cut.width)
-    keys = (stages, cut.chunks, tiles.tile_kv, cut.width)
+    all_stages = tiles.teams * stages
+    keys = (all_stages, cut.chunks, tiles.tile_kv, cut.width)
     num_tiles = schedule.table.shape[0]
     lse_type = jax.ShapeDtypeStruct((num_tiles, shape.q_heads, tiles.tile_q), f32) if return_lse else None
     kernel = plgpu.kernel(
@@ -765,10 +793,10 @@ def prefill(
             plgpu.SMEM((wgs, tiles.tile_kv), f32),
             plgpu.Barrier(num_arrivals=cut.chunks + 1, num_barriers=wgs * buffers),
             plgpu.Barrier(num_barriers=wgs * buffers),
-            plgpu.Barrier(num_arrivals=per_stage, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=per_stage, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=per_stage, num_barriers=all_stages),
+            plgpu.Barrier(num_arrivals=per_stage, num_barriers=all_stages),
+            plgpu.Barrier(num_arrivals=tiles.team_size, num_barriers=all_stages),
+            plgpu.Barrier(num_arrivals=tiles.team_size, num_barriers=all_stages),
         ],
         grid=(tiles.ctas,),
         grid_names=("cta",),

@@ -4,12 +4,15 @@ Without lists an item (a tile of queries of one head) walks from its first key t
 through its list, first the tiles that need a mask, then those that every query sees whole.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, UInt32
 
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, Schedule
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, Schedule, sorted_places
 
 # What a kernel reads of an item, after the columns of its tile of queries:
 ITEM_COLUMNS = (
@@ -19,6 +22,7 @@ ITEM_COLUMNS = (
 )
 PART_SHIFT = 20  # an entry: the tile's number below, above it one bit for each part of the queries
 MAX_PARTS = 10
+WORD = 32  # tiles whose bits are counted together
 
 
 def num_parts(tile_q: int, block_q: int) -> int:
@@ -27,7 +31,7 @@ def num_parts(tile_q: int, block_q: int) -> int:
 
 
 class TileLists(NamedTuple):
-    """The items of a step, those with the longest lists first.
+    """The items of a step in the order in which thread blocks take them.
 
     Attributes:
         table: One row an item: COLUMNS of its tile of queries, then ITEM_COLUMNS. Rows from num_live on are
@@ -43,64 +47,116 @@ class TileLists(NamedTuple):
     entries: Int32[Array, "items max_list"]
 
 
-def listed(
-    some: Bool[Array, "*lists tiles"],
-    every: Bool[Array, "*lists tiles"],
-    entries: Int32[Array, "*lists tiles"] | None = None,
-) -> tuple[Int32[Array, "*lists tiles"], Int32[Array, "*lists"], Int32[Array, "*lists"]]:
-    """Lists of the tiles seen in part, the last one first, then of those seen whole; how many of each.
+class Words(NamedTuple):
+    """Which tiles each list names: a bit a tile, 32 tiles a word, the first in the lowest bit.
 
-    Args:
-        some: Whether some pair of a tile is seen.
-        every: Whether all are; implies some.
-        entries: What stands for each tile; its number when None.
+    A tile's place in its list is a count of bits. XLA makes one kernel each of packing, counting and writing;
+    a cumulative sum over the tiles takes it a dozen.
+
+    Attributes:
+        bits: Which tiles are seen at all, which are seen whole, and what an entry says from PART_SHIFT on.
+        before: Tiles of the first two kinds before each word, and in all.
+        num_tiles: Of a list at most.
     """
-    num_full, num_some = (x.sum(axis=-1, dtype=jnp.int32) for x in (every, some))
-    num_partial = num_some - num_full
-    full_before, some_before = (jnp.cumsum(x, axis=-1, dtype=jnp.int32) - 1 for x in (every, some))
-    partial_before = some_before - full_before - 1
-    place = jnp.where(every, full_before, -1 - partial_before) + num_partial[..., None]
-    tiles = some.shape[-1]
-    place = jnp.where(some, place, tiles).reshape(-1, tiles)
-    numbers = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32), place.shape)
-    numbers = numbers if entries is None else entries.reshape(place.shape)
-    lists = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-    out = jnp.zeros(place.shape, jnp.int32).at[lists, place].set(numbers, mode="drop")
-    return out.reshape(some.shape), num_partial, num_full
+
+    bits: UInt32[Array, "kinds *lists words"]
+    before: Int32[Array, "2 *lists words+1"]
+    num_tiles: int
+
+    @classmethod
+    def of(cls, some: Array, every: Array, parts: Sequence[Array] = ()) -> "Words":
+        """From Bool [*lists, tiles]: whether some pair of a tile is seen; whether all are (implies some)."""
+        bits = jnp.stack([_packed(kind) for kind in (some, every, *parts)])
+        words = bits.shape[-1]
+        is_before = jnp.arange(words + 1)[:, None] > jnp.arange(words)[None, :]
+        counts = _num_bits(bits[:2])[..., None, :]
+        before = jnp.where(_with_axes(is_before, counts.ndim), counts, 0).sum(axis=-1, dtype=jnp.int32)
+        return cls(bits, before, some.shape[-1])
+
+    def counts(self) -> tuple[Int32[Array, " *lists"], Int32[Array, " *lists"]]:
+        """Tiles of each list that are seen in part, and that are seen whole."""
+        num_some, num_full = self.before[..., -1]
+        return num_some - num_full, num_full
+
+    def written(self, rows: Int32[Array, " *lists"] | None = None) -> Int32[Array, "rows tiles"]:
+        """The lists: tiles seen in part, the last one first, then those seen whole, then zeros.
+
+        Args:
+            rows: Where each list goes, one past the last for lists that are not wanted; its number when None.
+        """
+        tiles, count = self.num_tiles, math.prod(self.bits.shape[1:-1])
+        each = _with_axes(jnp.arange(WORD, dtype=jnp.uint32), self.bits.ndim + 1)
+        flat = lambda x: x.reshape(x.shape[0], count, -1)[:, :, :tiles]
+        some, every, *parts = flat((self.bits[..., None] >> each) & 1 != 0)
+        below = self.bits[:2, ..., None] & ((jnp.uint32(1) << each) - 1)
+        some_before, full_before = flat(self.before[..., :-1, None] + _num_bits(below))
+        num_partial = self.counts()[0].reshape(count, 1)
+        place = num_partial + jnp.where(every, full_before, full_before - some_before - 1)
+        entries = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32)[None, :], (count, tiles))
+        for nth, part in enumerate(parts):
+            entries = entries + (part.astype(jnp.int32) << (PART_SHIFT + nth))
+        rows = jnp.arange(count, dtype=jnp.int32) if rows is None else rows.reshape(count)
+        where = rows[:, None], jnp.where(some, place, tiles)
+        return jnp.zeros((count, tiles), jnp.int32).at[where].set(entries, mode="drop")
 
 
-def longest_first(lens: Int32[Array, " lists"]) -> Int32[Array, " lists"]:
-    """The lists' numbers, the longest list's first; equally long ones in order."""
-    return jnp.argsort(-lens, stable=True).astype(jnp.int32)
+def _packed(bits: Bool[Array, "*lists tiles"]) -> UInt32[Array, "*lists words"]:
+    missing = -bits.shape[-1] % WORD
+    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, missing)])
+    bits = bits.reshape(*bits.shape[:-1], -1, WORD).astype(jnp.uint32)
+    each = _with_axes(jnp.arange(WORD, dtype=jnp.uint32), bits.ndim)
+    return (bits << each).sum(axis=-1, dtype=jnp.uint32)
+
+
+def _num_bits(words: UInt32[Array, "..."]) -> Int32[Array, "..."]:
+    return jax.lax.population_count(words).astype(jnp.int32)
+
+
+def _with_axes(x: Array, ndim: int) -> Array:
+    """Axes of 1 in front."""
+    return x.reshape(*(1,) * (ndim - x.ndim), *x.shape)
 
 
 def make_lists(
     schedule: Schedule,
     some: Bool[Array, "tiles q_heads kv_tiles"],
     every: Bool[Array, "tiles q_heads kv_tiles"],
-    parts: Int32[Array, "tiles q_heads kv_tiles"] | None = None,
+    parts: Sequence[Bool[Array, "tiles q_heads kv_tiles"]] = (),
+    *,
+    sets: int = 1,
 ) -> TileLists:
-    """Lists for the tiles of queries of a schedule, in its order.
+    """Lists for the tiles of queries of a schedule.
 
     Args:
         schedule: The tiles of queries.
         some: Whether some query of the tile sees some of the keys. Nothing where a tile of queries is not
             live or a tile of keys lies outside the request.
         every: Whether every live query sees every key; not where a tile reaches past the request's ends.
-        parts: Bits: which parts of the queries see the tile. All when None.
+        parts: Which parts of the queries see the tile; none where a tile is one part.
+        sets: Static: the heads are worked through in so many sets, one after the other.
     """
     tiles, heads, kv_tiles = some.shape
-    bits = jnp.full(some.shape, (1 << MAX_PARTS) - 1, jnp.int32) if parts is None else parts
-    entries = jnp.arange(kv_tiles, dtype=jnp.int32)[None, None, :] + (bits << PART_SHIFT)
-    entries, num_partial, num_full = listed(some, every, entries)
+    by_set = lambda x: jnp.swapaxes(x.reshape(tiles, sets, -1), 0, 1).reshape(sets, -1)
+    words = Words.of(some, every, parts)
+    num_partial, num_full = words.counts()
+    lens = by_set(num_partial + num_full)
     is_live = jnp.arange(tiles, dtype=jnp.int32)[:, None] < schedule.num_live[0]
-    lens = (num_partial + num_full).reshape(-1)
-    order = longest_first(jnp.where(jnp.broadcast_to(is_live, (tiles, heads)).reshape(-1), lens, -1))
-    columns = [order % heads, lens[order], num_partial.reshape(-1)[order]]
-    padding = jnp.zeros((order.shape[0], TABLE_WIDTH - len(COLUMNS) - len(ITEM_COLUMNS)), jnp.int32)
-    rows = schedule.table[order // heads, : len(COLUMNS)]
+    is_live = by_set(jnp.broadcast_to(is_live, (tiles, heads)))
+    # The longest first, in every other set last, so that lengths change little from one item to the next.
+    number = jnp.arange(sets, dtype=jnp.int32)[:, None]
+    keys = jnp.where((sets - 1 - number) % 2 == 0, -lens, lens)
+    per_set = schedule.num_live[0] * (heads // sets)
+    rows = sorted_places(jnp.where(is_live, keys, kv_tiles + 1)) + number * per_set
+    rows = jnp.where(is_live, rows, tiles * heads)
+    rows = jnp.swapaxes(rows.reshape(sets, tiles, -1), 0, 1).reshape(tiles, heads)
+    columns = [jnp.arange(heads, dtype=jnp.int32)[None, :], num_partial + num_full, num_partial]
+    columns = [jnp.broadcast_to(x, (tiles, heads))[..., None] for x in columns]
+    of_tile = jnp.broadcast_to(schedule.table[:, None, : len(COLUMNS)], (tiles, heads, len(COLUMNS)))
+    table = jnp.concatenate([of_tile, *columns], axis=-1)
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, TABLE_WIDTH - table.shape[-1])))
+    table = table.reshape(tiles * heads, TABLE_WIDTH)
     return TileLists(
-        table=jnp.concatenate([rows, jnp.stack(columns, axis=1), padding], axis=1),
+        table=jnp.zeros_like(table).at[rows.reshape(-1)].set(table, mode="drop"),
         num_live=schedule.num_live * heads,
-        entries=entries.reshape(tiles * heads, kv_tiles)[order],
+        entries=words.written(rows),
     )

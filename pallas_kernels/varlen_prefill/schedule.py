@@ -92,9 +92,20 @@ def make_schedule(
     _, kv_tiles = kv_tile_range(low, high, kv_start, tiles.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
-    order = jnp.argsort(jnp.where(is_live, -kv_tiles, 1), stable=True)
-    table = jnp.where(is_live[order][:, None], table[order], 0)
+    places = sorted_places(jnp.where(is_live, -kv_tiles, 1)[None])[0]
+    table = jnp.zeros_like(table).at[places].set(jnp.where(is_live[:, None], table, 0))
     return Schedule(table, last_tiles[-1:], first_tiles)
+
+
+def sorted_places(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:
+    """Where each list stands when those of its set are sorted by their keys, ties in order.
+
+    Every pair is compared, which XLA does in one small kernel; its sort takes several, each of them longer.
+    """
+    number = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    mine, other = keys[:, :, None], keys[:, None, :]
+    is_before = (other < mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))
+    return is_before.sum(axis=-1, dtype=jnp.int32)
 
 
 def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,8 +17,10 @@ class Tiles:
 
     Attributes:
         tile_kv: Keys of a step: 64 or 128.
-        stages: Steps in flight from global memory.
+        stages: Steps in flight from global memory, for each team.
         warpgroups: Warpgroups that compute, 64 query rows each: 2 or 3.
+        teams: The warpgroups form so many teams, each with items and stages of its own; 1 or as many as they
+            are.
         query_buffers: 1 or 2: items whose queries are in shared memory; the output leaves the same way.
         ctas: Thread blocks of the grid; each stays on its SM and works through its share of the tiles.
     """
@@ -26,25 +28,37 @@ class Tiles:
     tile_kv: int = 128
     stages: int = 2
     warpgroups: int = 2
+    teams: int = 1
     query_buffers: int = 2
     ctas: int = NUM_SMS
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
         require_one_of("warpgroups", self.warpgroups, (2, 3))
+        require_one_of("teams", self.teams, (1, self.warpgroups))
         require_one_of("query_buffers", self.query_buffers, (1, 2))
         require_positive(stages=self.stages, ctas=self.ctas)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
 
     @property
+    def team_size(self) -> int:
+        """Warpgroups that work on a tile."""
+        return self.warpgroups // self.teams
+
+    @property
     def tile_q(self) -> int:
         """Query rows of a tile."""
-        return self.warpgroups * WARPGROUP_ROWS
+        return self.team_size * WARPGROUP_ROWS
+
+    @property
+    def workers(self) -> int:
+        """Teams of the whole grid."""
+        return self.ctas * self.teams
 
     def shared_memory(self, width: int) -> int:
         """Bytes of shared memory with heads of `width` 16-bit elements."""
-        query = 2 * self.tile_q * width * self.query_buffers
-        return query + self.stages * 2 * 2 * self.tile_kv * width
+        query = 2 * self.warpgroups * WARPGROUP_ROWS * width * self.query_buffers
+        return query + self.teams * self.stages * 2 * 2 * self.tile_kv * width
 
 
 # (padded head_dim, is_plain) -> the fastest of the tiles that were measured on an H200 (prefill-variants in

@@ -13,7 +13,8 @@ from jattn import masks
 from jattn.implementations import mosaic_gpu, tile_lists
 from jattn.implementations.tile_lists import parts_of, why_not_lists
 from pallas_kernels.varlen_prefill import Tiles, varlen_prefill
-from pallas_kernels.varlen_prefill.lists import PART_SHIFT, listed
+from pallas_kernels.varlen_prefill.lists import PART_SHIFT, Words
+from pallas_kernels.varlen_prefill.schedule import sorted_places
 from tests import aot, contract
 from tests.contract import FACTORS, Problem
 from tests.covering import covering_array
@@ -141,9 +142,30 @@ def test_equals_float64_on_a_gpu(case):
 def test_lists_name_tiles_seen_in_part_first():
     some = jnp.asarray([[True, True, False, True], [False, False, False, False]])
     every = jnp.asarray([[True, False, False, False], [False, False, False, False]])
-    entries, num_partial, num_full = listed(some, every)
-    np.testing.assert_array_equal(entries, [[3, 1, 0, 0], [0, 0, 0, 0]])
-    np.testing.assert_array_equal([num_partial, num_full], [[2, 0], [1, 0]])
+    words = Words.of(some, every)
+    np.testing.assert_array_equal(words.written(), [[3, 1, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(words.counts(), [[2, 0], [1, 0]])
+
+
+def test_lists_of_several_words_of_bits():
+    some = RNG.random((3, 2, 70)) < 0.5
+    every = some & (RNG.random(some.shape) < 0.5)
+    part = RNG.random(some.shape) < 0.5
+    words = Words.of(*map(jnp.asarray, (some, every)), [jnp.asarray(part)])
+    rows = jnp.asarray([[3, 0], [6, 4], [1, 2]])  # 6: not wanted
+    written, counts = np.asarray(words.written(rows)), np.asarray(words.counts())
+    for (i, j), row in np.ndenumerate(rows):
+        wanted = [*np.flatnonzero(some[i, j] & ~every[i, j])[::-1], *np.flatnonzero(every[i, j])]
+        wanted = [tile + (part[i, j, tile] << PART_SHIFT) for tile in wanted]
+        assert counts[:, i, j].sum() == len(wanted)
+        assert counts[1, i, j] == every[i, j].sum()
+        if row < 6:
+            assert written[row].tolist() == wanted + [0] * (70 - len(wanted))
+
+
+def test_sorted_places_keep_the_order_of_equals():
+    places = sorted_places(jnp.asarray([[3, 1, 3, -2], [5, 5, 5, 4]]))
+    np.testing.assert_array_equal(places, [[2, 1, 3, 0], [1, 2, 3, 0]])
 
 
 def test_an_entry_says_which_blocks_of_queries_see_the_tile():
