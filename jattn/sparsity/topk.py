@@ -6,6 +6,7 @@ Source: Quest.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jaxtyping import Array, Float, Int, Int32
 from jattn.masks import BlockMask
 from jattn.pytree import pytree
 from jattn.spec import CacheSpec
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels import block_scores as kernels
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
 
 
 @pytree
@@ -74,9 +77,10 @@ def block_scores(
     kv_heads = bounds.low.shape[1]
     q = query.reshape(reqs, kv_heads, q_heads // kv_heads, head_dim).astype(bounds.low.dtype)
     blocks = jnp.clip(block_table, 0, bounds.low.shape[0] - 1)
-    product = functools.partial(jnp.einsum, "rhgd,rbhd->rhgb", preferred_element_type=jnp.float32)
-    positive = product(jnp.maximum(q, 0), bounds.high[blocks])
-    return (positive + product(jnp.minimum(q, 0), bounds.low[blocks])).max(axis=2)
+    # In f32: XLA for CPUs (jax 0.11.2) makes infinities of this product of bf16 inside jit.
+    q, low, high = (x.astype(jnp.float32) for x in (q, bounds.low[blocks], bounds.high[blocks]))
+    product = functools.partial(jnp.einsum, "rhgd,rbhd->rhgb")
+    return (product(jnp.maximum(q, 0), high) + product(jnp.minimum(q, 0), low)).max(axis=2)
 
 
 def select_blocks(
@@ -88,6 +92,8 @@ def select_blocks(
     num_selected: int,
     block_size: int,
     num_recent: int = 1,
+    implementation: str | None = None,
+    interpret: Any = None,
 ) -> BlockMask:
     """The blocks of each request and kv head with the largest scores, for one query of each request.
 
@@ -97,26 +103,54 @@ def select_blocks(
         block_table: Of the decode region.
         seq_lens: Keys of each request; 0 marks a padding row.
         num_selected: Static: blocks of each kv head, the recent ones included; all where there are no more.
+            What scores as the last of them is taken, too.
         block_size: Static: tokens of a cache block.
         num_recent: Static: so many of the last blocks are always among them.
+        implementation: "mosaic_gpu" or "xla"; None = the best that this machine and these sizes allow.
+        interpret: Static: plgpu.InterpretGPUParams to run the kernels on a CPU.
 
     Returns:
         A mask for `attend(mask=)` whose rows are the requests.
 
     Raises:
         ValueError: num_selected is not between 1 and max_blocks, or the shapes disagree.
+        NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
     max_blocks = block_table.shape[1]
     require_shape("block_table", block_table.shape, (query.shape[0], max_blocks), "one row per request")
     is_possible = 1 <= num_selected <= max_blocks
     require(is_possible, "num_selected", f"lie in [1, max_blocks ({max_blocks})]", num_selected)
-    scores = block_scores(query, bounds, block_table)
+    reason = None if interpret else support.why_not(platform=jax.default_backend())
+    reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
+    if implementation is not None:
+        require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
+        if implementation == "mosaic_gpu" and reason is not None:
+            raise unsupported("select_blocks", f"mosaic_gpu: {reason}", "Leave implementation=None")
+    use_kernel = reason is None and implementation != "xla"
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
-    num_blocks = (seq_lens[:, None] + (block_size - 1)) // block_size
-    is_recent = (number >= num_blocks - num_recent)[:, None, :]
-    is_live = (number < num_blocks)[:, None, :]
+    num_blocks = (seq_lens + (block_size - 1)) // block_size
+    if use_kernel:
+        where = block_table, num_blocks
+        scores = kernels.block_scores(query, bounds.low, bounds.high, *where, interpret=interpret)
+        scores = jnp.swapaxes(scores, 1, 2)
+    else:
+        scores = block_scores(query, bounds, block_table)
+    is_recent = (number >= num_blocks[:, None] - num_recent)[:, None, :]
+    is_live = (number < num_blocks[:, None])[:, None, :]
     scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
-    _, best = jax.lax.top_k(scores, num_selected)
-    reqs, heads = (jnp.arange(n)[:, None, None] for n in scores.shape[:2])
-    chosen = jnp.zeros(scores.shape, bool).at[reqs, jnp.swapaxes(heads, 0, 1), best].set(True)
-    return BlockMask(blocks=(chosen & is_live)[:, :, None, :], block_q=None, block_kv=block_size)
+    if use_kernel:
+        least = kernels.kth_largest(scores.reshape(-1, max_blocks), num_selected, interpret=interpret)
+        least = least.reshape(*scores.shape[:2], 1)
+    else:
+        least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected, None]
+    chosen = (scores >= least) & is_live
+    return BlockMask(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size)
+
+
+def _why_not_select(bounds: KeyBounds, *, num_q_heads: int, max_blocks: int) -> str | None:
+    """Why there is no kernel for a selection on a GPU that has some; None if there is."""
+    if max_blocks > kernels.MAX_LEN:
+        return f"there is no kernel to choose among {max_blocks} blocks (at most {kernels.MAX_LEN})"
+    _, kv_heads, head_dim = bounds.low.shape
+    sizes = {"q_heads": num_q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return kernels.why_not_scores(dtype=bounds.low.dtype, **sizes)
