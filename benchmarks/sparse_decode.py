@@ -60,6 +60,12 @@ class DecodeStep:
         ones = [1] * reqs
         made = jattn.build_batch_metadata(ones, np.asarray(lens), np.asarray(table), block_size=page)
         self.metadata, self.context, self.page = made.decode_part, context, page
+        self.run, self.choose = jax.jit(self.attend), jax.jit(self.select)
+        self.run_chosen = jax.jit(self.select_and_attend)
+
+    def select_and_attend(self, query: Any, cache: Any, metadata: Any, bounds: Any) -> jax.Array:
+        """Both, as a layer does."""
+        return self.attend(query, cache, metadata, self.select(query, bounds, metadata))
 
     def attend(self, query: Any, cache: Any, metadata: Any, mask: Mask | None) -> jax.Array:
         """As jattn.attend, on this GPU."""
@@ -81,13 +87,13 @@ class DecodeStep:
 
     def add_dense(self, rows: Rows, name: str, **names: Any) -> float:
         """The row without a mask; its time."""
-        times = self.measured(self.attend, self.query, self.cache, self.metadata, None, mask=None)
+        times = self.measured(self.run, self.query, self.cache, self.metadata, None, mask=None)
         rows.add(name=name, **names, **times)
         return times["us"]
 
     def add(self, rows: Rows, name: str, mask: Mask, dense_us: float, **names: Any) -> None:
         """A row: `of_ideal` is the dense time times the share of visible pairs, over the time taken."""
-        times = self.measured(self.attend, self.query, self.cache, self.metadata, mask, mask=mask)
+        times = self.measured(self.run, self.query, self.cache, self.metadata, mask, mask=mask)
         self.compare(rows, name, mask, dense_us, times, **names)
 
     def add_selected(self, rows: Rows, name: str, dense_us: float, **names: Any) -> None:
@@ -96,26 +102,22 @@ class DecodeStep:
         scale = 1.0 if self.cache.k_scale is None else self.cache.k_scale[:, None]
         low, high = ((x.astype(jnp.float32) * scale).astype(jnp.bfloat16) for x in (low, high))
         bounds = KeyBounds(low=low, high=high)
-        mask = jax.jit(self.select)(self.query, bounds, self.metadata)
+        mask = self.choose(self.query, bounds, self.metadata)
         self.check_selected(mask, bounds)
-
-        def run(query: Any, cache: Any, metadata: Any, bounds: Any) -> jax.Array:
-            return self.attend(query, cache, metadata, self.select(query, bounds, metadata))
-
-        times = self.measured(run, self.query, self.cache, self.metadata, bounds, mask=mask)
+        times = self.measured(self.run_chosen, self.query, self.cache, self.metadata, bounds, mask=mask)
         self.compare(rows, name, mask, dense_us, times, **names)
 
     def compare(
         self, rows: Rows, name: str, mask: Mask, dense_us: float, times: dict[str, Any], **names: Any
     ) -> None:
         """Adds a row with its ratios to the dense kernel's time."""
-        density = float(jax.jit(lambda mask: self.sees(mask, slice(None)).mean())(mask))
+        density = float(self.density(mask))
         ratios = {"speedup": dense_us / times["us"], "of_ideal": dense_us * density / times["us"]}
         rows.add(name=name, **names, density=density, **times, dense_us=dense_us, **ratios)
 
     def measured(self, run: Any, *arguments: Any, mask: Mask | None) -> dict[str, Any]:
         """Times, the kernel's own apart; the result is checked."""
-        out, times = kernel_times(jax.jit(run), *arguments)
+        out, times = kernel_times(run, *arguments)
         error = self.worst_error(out, mask)
         assert error < TOLERANCE, f"{error=}"
         kernel = sum(us for name, us in times["kernels_us"].items() if "paged_decode" in name)
@@ -144,6 +146,11 @@ class DecodeStep:
         want = want.reshape(Q_HEADS, HEAD_DIM)
         errors = jnp.abs(out[row].astype(jnp.float32) - want).max(axis=-1)
         return (errors / jnp.abs(want).max(axis=-1)).max()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def density(self, mask: Mask) -> jax.Array:
+        """Visible keys over all."""
+        return self.sees(mask, slice(None)).mean()
 
     def sees(self, mask: Mask, rows: Any) -> jax.Array:
         """[rows, q_heads, keys] of some rows: what the newest query sees."""
