@@ -8,12 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.sparsity.topk import KeyBounds, select_blocks
 from pallas_kernels.block_scores import MAX_LEN, block_scores, kth_largest, why_not_scores
-from pallas_kernels.support import JAX_BEFORE
 from tests import aot
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ >= JAX_BEFORE, reason="a jax that the kernels were not written for"
-)
 INTERPRET = plgpu.InterpretGPUParams()
 WAYS = [
     pytest.param(INTERPRET, id="interpreted"),
