@@ -1,5 +1,6 @@
 PYTHON ?= python3
 JAX ?= 0.11.2
+JOBS ?= 4
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-jax-$(JAX)
@@ -35,8 +36,8 @@ test: $(STAMP) $(PLUGIN)  ## the fast tests, on the CPU
 test-all: $(STAMP) $(PLUGIN)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
-test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax
-	JATTN_TEST_GPU=1 $(PYTHON) -m pytest -m gpu
+test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the time goes into compiling, so JOBS=14 helps
+	XLA_PYTHON_CLIENT_PREALLOCATE=false JATTN_TEST_GPU=1 $(PYTHON) -m pytest -m gpu -n $(JOBS) --dist worksteal
 
 test-latest:  ## the fast tests on the newest jax that is allowed
 	$(MAKE) test VENV=$(LATEST) JAX=latest
