@@ -31,9 +31,10 @@ def query_fragments(_: Any, q_s: Any, *, warps: Any, layout: Any, is_scaled: boo
     g, t = lanes.lane_row_and_pair()
     is_narrow, width = warps.k_dtype.itemsize == 1, warps.cut.width
     row_tiles, per_chunk = warps.shape.tile_q // 8, width // KEYS
-    unit, inside = (arith.shrui(t, lanes.const(1)), arith.andi(t, lanes.const(1))) if is_narrow else (0, t)
-    unit = arith.xori(unit, g) if is_narrow else g
-    inside = lanes.times(inside, 8 if is_narrow else 4)
+    unit, inside = g, lanes.times(t, 4)  # of 16 bytes, turned by the swizzle; bytes in it
+    if is_narrow:
+        unit = arith.xori(g, arith.shrui(t, lanes.const(1)))
+        inside = lanes.times(arith.andi(t, lanes.const(1)), 8)
     first = lanes.add(lanes.address(q_s), lanes.times(g, 128), lanes.times(unit, 16), inside)
 
     def read(chunk: int, tile: int, step: int) -> list[Any]:
@@ -56,10 +57,9 @@ def query_fragments(_: Any, q_s: Any, *, warps: Any, layout: Any, is_scaled: boo
     registers = [
         utils.bitcast(row[s][half], pair) for s in range(len(steps)) for row in rows for half in (0, 1)
     ]
-    layout = layout.to_mgpu()
     shape = warps.cut.padded_dim, warps.shape.tile_q
-    shaped = lanes.shaped(registers, layout, shape)
-    return shaped, lanes.array_of(factors, W.to_mgpu())
+    fragments = lanes.shaped(registers, layout.to_mgpu(), shape)
+    return fragments, lanes.array_of(factors, W.to_mgpu())
 
 
 def scaled_row(row: Any) -> Any:
