@@ -28,6 +28,9 @@ class Warps:
 
     Arrays of a tile are [64, rows]: row 16 w + i belongs to warp w. The accumulators are a tuple of them, one
     for every 16 columns of a head.
+
+    Interpreted, a fence follows what is read: jax 0.12 looks for one between a read and TMA's next write into
+    the same memory. On the device what was read is in registers before the barrier is released.
     """
 
     def __init__(self, refs: Stages, shape: Shape, *, dtype: Any, is_interpreted: bool):
@@ -62,6 +65,7 @@ class Warps:
         is_scaled = self.key_operand != self.dtype  # bf16 has a wider range than f16
         if self.is_interpreted:
             q = q_s[...].astype(f32)
+            plgpu.commit_smem()
             if not is_scaled:
                 return q, self.zeros() + 1.0
             largest = jnp.abs(q).max(axis=(0, 2))
@@ -79,6 +83,7 @@ class Warps:
         """K Q^T of a stage: [64, rows]."""
         if self.is_interpreted:
             k = self.refs.k_s[stage].astype(f32)
+            plgpu.commit_smem()
             return jnp.einsum("ckd,cqd->kq", k, fragments)
         k_s = self.refs.k_s.at[stage]
         types = (ref_type(self.k_dtype.itemsize, self.cut.width), fragments_layout(self.key_operand))
@@ -108,6 +113,7 @@ class Warps:
             at = place.keys(rows)
             is_seen = (at >= segment.low) & (at < segment.high)
             v = jnp.where(is_seen[:, None], self.refs.v_s[stage].astype(f32), 0.0)
+            plgpu.commit_smem()
             v = v.reshape(-1, WARPS, KEYS, self.cut.width)
             p = p.astype(self.value_operand).astype(f32).reshape(WARPS, KEYS, -1)
             new = jnp.einsum("cwkd,wkq->cdwq", v, p).reshape(self.num_accs, KEYS, WARPS, -1)
