@@ -126,7 +126,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, its blocks allocated; None if there is nothing to run.
 
-        Follow it with `complete` once it has run; without, the same rows are scheduled again.
+        Follow it with `complete` once it is on its way; without, the same rows are scheduled again.
         """
         chunks: list[tuple[_Progress, int]] = []
         preempted: list[int] = []
@@ -152,7 +152,9 @@ class Scheduler:
         return self._step(chunks, preempted) if chunks else None
 
     def complete(self, step: Step, finished: Collection[int] = ()) -> None:
-        """Notes that a step has run: each row that samples has one more token, unless it is finished.
+        """Notes that a step runs: each row that samples has one more token, unless it is finished.
+
+        The token need not be known yet; a request that turns out to have ended is aborted.
 
         Args:
             step: From `schedule`.
