@@ -28,6 +28,8 @@ def filled(readme: str) -> str:
     readme = re.sub(pattern, lambda m: m[1] + eight_bit_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
     pattern = r"(<!-- prefill: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
     readme = re.sub(pattern, lambda m: m[1] + prefill_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
+    pattern = r"(<!-- sparse: (\S+) -->\n).*?(<!-- end -->)"
+    readme = re.sub(pattern, lambda m: m[1] + sparse_table(m[2]) + m[3], readme, flags=re.DOTALL)
     pattern = r"(<!-- quantization: (\S+) -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda m: m[1] + quantization_table(m[2]) + m[3], readme, flags=re.DOTALL)
 
@@ -100,6 +102,31 @@ def prefill_table(file: str, beside: str) -> str:
             f"{row['tflop_per_s']:.0f}" + (" *" if row.get("kernel") == "older" else ""),
             *("-" if r is None else f"{r:.0f}" for r in rates),
             "-" if best is None else f"{row['tflop_per_s'] / best:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sparse_table(file: str) -> str:
+    """Rows of one run, each against the dense rows before it; none is left out."""
+    rows = _rows(file)
+    lines = [
+        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
+        "",
+        "| case | cache | density | us | lists and choice, us | dense / ours | of ideal |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "density" not in row:
+            continue
+        cells = [
+            row["name"],
+            f"{row['cache'].replace('none', 'bf16')}, blocks of {row['page']}" if "cache" in row else "bf16",
+            f"{row['density']:.3f}",
+            f"{row['us']:.0f}",
+            f"{row['us'] - row['kernel_us']:.0f}",
+            f"{row['dense_us'] / row['us']:.2f}",
+            f"{row['of_ideal']:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

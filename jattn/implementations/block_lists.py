@@ -62,6 +62,6 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
         is_inside_blocks=True,
     )
     some = coverage.some[:, ::group]  # neighbours see the same
-    words = Words.of(some, some)
+    words = Words.of(some)
     _, counts = words.counts()
     return BlockList(ids=words.written().reshape(some.shape), counts=counts)

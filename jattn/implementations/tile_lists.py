@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jattn.masks import (
@@ -156,6 +157,8 @@ def tile_lists(
         first_key = first_key - skew[:, None]
     is_inside = (first_key >= 0) & (first_key + tiles.tile_kv <= column["seq_len"][:, None])
     every &= is_inside[:, None, :]
+    if parts.formula is not None:  # XLA is slow to compute a pattern in the reduction that packs it
+        some, every = jax.lax.optimization_barrier((some, every))
     seen_by_part = []
     if parts.blocks:
         blocks = functools.reduce(operator.and_, parts.blocks)

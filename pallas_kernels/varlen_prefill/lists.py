@@ -54,29 +54,31 @@ class Words(NamedTuple):
     a cumulative sum over the tiles takes it a dozen.
 
     Attributes:
-        bits: Which tiles are seen at all, which are seen whole, and what an entry says from PART_SHIFT on.
-        before: Tiles of the first two kinds before each word, and in all.
+        bits: Which tiles are seen at all, which are seen whole where not all of these are, and what an entry
+            says from PART_SHIFT on.
+        before: Tiles of the one or two first kinds before each word, and in all.
         num_tiles: Of a list at most.
     """
 
     bits: UInt32[Array, "kinds *lists words"]
-    before: Int32[Array, "2 *lists words+1"]
+    before: Int32[Array, "seen *lists words+1"]
     num_tiles: int
 
     @classmethod
-    def of(cls, some: Array, every: Array, parts: Sequence[Array] = ()) -> "Words":
-        """From Bool [*lists, tiles]: whether some pair of a tile is seen; whether all are (implies some)."""
-        bits = jnp.stack([_packed(kind) for kind in (some, every, *parts)])
+    def of(cls, some: Array, every: Array | None = None, parts: Sequence[Array] = ()) -> "Words":
+        """From Bool [*lists, tiles]: whether some pair of a tile is seen; whether all are; None = as some."""
+        seen = (some,) if every is None else (some, every)
+        bits = jnp.stack([_packed(kind) for kind in (*seen, *parts)])
         words = bits.shape[-1]
         is_before = jnp.arange(words + 1)[:, None] > jnp.arange(words)[None, :]
-        counts = _num_bits(bits[:2])[..., None, :]
+        counts = _num_bits(bits[: len(seen)])[..., None, :]
         before = jnp.where(_with_axes(is_before, counts.ndim), counts, 0).sum(axis=-1, dtype=jnp.int32)
         return cls(bits, before, some.shape[-1])
 
     def counts(self) -> tuple[Int32[Array, " *lists"], Int32[Array, " *lists"]]:
         """Tiles of each list that are seen in part, and that are seen whole."""
-        num_some, num_full = self.before[..., -1]
-        return num_some - num_full, num_full
+        num_seen = self.before[..., -1]
+        return num_seen[0] - num_seen[-1], num_seen[-1]
 
     def written(self, rows: Int32[Array, " *lists"] | None = None) -> Int32[Array, "rows tiles"]:
         """The lists: tiles seen in part, the last one first, then those seen whole, then zeros.
@@ -87,11 +89,12 @@ class Words(NamedTuple):
         tiles, count = self.num_tiles, math.prod(self.bits.shape[1:-1])
         each = _with_axes(jnp.arange(WORD, dtype=jnp.uint32), self.bits.ndim + 1)
         flat = lambda x: x.reshape(x.shape[0], count, -1)[:, :, :tiles]
-        some, every, *parts = flat((self.bits[..., None] >> each) & 1 != 0)
-        below = self.bits[:2, ..., None] & ((jnp.uint32(1) << each) - 1)
-        some_before, full_before = flat(self.before[..., :-1, None] + _num_bits(below))
+        is_set, seen = flat((self.bits[..., None] >> each) & 1 != 0), self.before.shape[0]
+        below = self.bits[:seen, ..., None] & ((jnp.uint32(1) << each) - 1)
+        before = flat(self.before[..., :-1, None] + _num_bits(below))
+        some, every, parts = is_set[0], is_set[seen - 1], is_set[seen:]
         num_partial = self.counts()[0].reshape(count, 1)
-        place = num_partial + jnp.where(every, full_before, full_before - some_before - 1)
+        place = num_partial + jnp.where(every, before[-1], before[-1] - before[0] - 1)
         entries = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32)[None, :], (count, tiles))
         for nth, part in enumerate(parts):
             entries = entries + (part.astype(jnp.int32) << (PART_SHIFT + nth))
