@@ -12,9 +12,9 @@ import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu, tile_lists
 from jattn.implementations.tile_lists import parts_of, why_not_lists
-from pallas_kernels.varlen_prefill import Tiles, varlen_prefill
-from pallas_kernels.varlen_prefill.lists import PART_SHIFT, Words
-from pallas_kernels.varlen_prefill.schedule import sorted_places
+from pallas_kernels.varlen_prefill import Schedule, Tiles, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, PART_SHIFT, Words
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, sorted_places
 from tests import aot, contract
 from tests.contract import FACTORS, Problem
 from tests.covering import covering_array
@@ -186,6 +186,18 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
     assert entries[0, :2].tolist() == [1 + (0b010 << PART_SHIFT), 0 + (0b011 << PART_SHIFT)]
     assert entries[1, 0] == 2 + (0b001 << PART_SHIFT)
     assert int(lists.num_live[0]) == int(schedule.num_live[0])
+
+
+def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
+    lens = np.asarray([[1, 3, 2, 0], [2, 4, 4, 5], [5, 5, 5, 5]])  # of a tile and head; the last is not live
+    some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
+    table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
+    schedule = Schedule(table, jnp.asarray([2]), jnp.zeros(2, jnp.int32))
+    lists = make_lists(schedule, some, some, sets=2)
+    columns = [COLUMNS.index("req"), *(len(COLUMNS) + ITEM_COLUMNS.index(name) for name in ("head", "num"))]
+    items = np.asarray(lists.table)[: int(lists.num_live[0]), columns].tolist()
+    assert items == [[7, 0, 1], [8, 0, 2], [7, 1, 3], [8, 1, 4], [8, 3, 5], [8, 2, 4], [7, 2, 2], [7, 3, 0]]
+    np.testing.assert_array_equal(lists.entries[4], [0, 1, 2, 3, 4, 0])
 
 
 @functools.cache

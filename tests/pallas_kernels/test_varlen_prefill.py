@@ -355,6 +355,7 @@ class TestRefusals:
         [
             ({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"),
             ({"warpgroups": 1}, "warpgroups must .*2, 3, got 1"),
+            ({"teams": 3}, r"teams must be one of 1, 2, got 3"),
             ({"stages": 1}, "stages must be at least 2, got 1"),
             ({"query_buffers": 3}, "query_buffers must .*1, 2, got 3"),
         ],
