@@ -286,6 +286,39 @@ class TestSteps:
         assert engine.generate([]) == []
 
 
+def test_streams_that_stop_close_and_preempt_each_other_get_what_a_lone_prompt_gets():
+    model, rng = one_layer_model(), np.random.default_rng(0)
+    roomy, tight = (
+        Engine(model, block_size=size, **one_bucket(4, budget, num_blocks))
+        for size, budget, num_blocks in ((8, 64, 65), (4, 9, 12))
+    )
+    for _ in range(3):
+        prompts = [rng.integers(256, size=rng.integers(1, 21)).tolist() for _ in range(6)]
+        stop_ids = rng.integers(320, size=25).tolist()
+        params = [SamplingParams(temperature=i % 3, top_k=i % 2 * 5, seed=i) for i in range(6)]
+        options = [
+            {"max_tokens": int(rng.integers(1, 21)), "sampling_params": p, "stop_ids": stop_ids}
+            for p in params
+        ]
+        alone = [
+            roomy.generate([prompt], **how)[0].token_ids for prompt, how in zip(prompts, options, strict=True)
+        ]
+        streams = {i: tight.stream([prompts[i]], **options[i]) for i in range(6)}
+        got = {i: [] for i in streams}
+        while streams:
+            i = int(rng.choice(list(streams)))
+            if i == 5 and rng.random() < 0.1:
+                streams.pop(i).close()
+            elif (token := next(streams[i], None)) is not None:
+                got[i].append(token.token_id)
+            else:
+                del streams[i]
+        assert [got[i] for i in range(5)] == alone[:5]
+        assert got[5] == alone[5][: len(got[5])]
+        assert (tight.scheduler.num_unfinished, tight.scheduler.block_manager.num_used) == (0, 0)
+    assert tight.stats.num_preemptions > 0
+
+
 class TestCacheSize:
     def test_default_holds_max_num_seqs_contexts(self, golden):
         stats = Engine(golden.model, max_num_seqs=3).stats
