@@ -665,20 +665,22 @@ def prefill(
                 columns = {name: table_g[table_row, i] for i, name in enumerate(names)}
                 item = make_item(number, columns.__getitem__)
 
-                def tile(i: Any) -> Any:
-                    return item.tile_of(item.entry(jnp.minimum(i, item.num - 1)))
+                tile = lambda i: item.tile_of(item.entry(i))
 
                 def load_next(i: Any, index: Any) -> Any:
-                    following = tile(i + 1)  # read a step ahead: a list is in global memory
+                    following = tile(jnp.minimum(i + 1, item.num - 1))
                     load_kv(item, index, step + i)
                     return following
 
                 @pl.when(item.num > 0)
                 def _() -> None:
-                    second = tile(jnp.int32(1))
                     # Keys before queries: the ring has room while the queries of the item before are in use.
                     load_kv(item, tile(jnp.int32(0)), step, lambda: load_query(item, table_row, nth))
-                    lax.fori_loop(1, item.num, load_next, second)
+                    if lists is not None and per_stage < BLOCKS_AT_ONCE:
+                        # Read a step ahead, where registers allow it: a list is in global memory.
+                        lax.fori_loop(1, item.num, load_next, tile(jnp.minimum(1, item.num - 1)))
+                    else:
+                        pl.loop(1, item.num)(lambda i: load_kv(item, tile(i), step + i))
 
                 pl.when(item.num == 0)(lambda: load_query(item, table_row, nth))
                 return step + item.num
