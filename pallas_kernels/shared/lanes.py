@@ -23,6 +23,11 @@ def i32() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
+def i64() -> Any:
+    """The type of two registers."""
+    return ir.IntegerType.get_signless(64)
+
+
 def f32() -> Any:
     """The type of a number."""
     return ir.F32Type.get()

@@ -1,5 +1,6 @@
 """varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.kernel import LOG2E, Shape, prefill
 from pallas_kernels.varlen_prefill.lists import MAX_PARTS, TileLists, num_parts
-from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, make_schedule
+from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, heads_at_once, make_schedule
 from pallas_kernels.varlen_prefill.tiles import Tiles, tiles_for
 
 
@@ -119,6 +120,10 @@ def varlen_prefill(
         axis, part = 2 if is_hnd else 1, min(block_size, tiles.tile_kv)
         return cut_head(x.reshape(*x.shape[:axis], -1, part, *x.shape[axis + 1 :]))
 
+    kv_tokens = key.shape[0]
+    if block_size is not None:
+        assert block_table is not None
+        kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
     in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
     out, lse_tiles = prefill(
         cut_head(whole_rows(query)),
@@ -135,6 +140,13 @@ def varlen_prefill(
             cut=cut,
             block_size=block_size,
             is_hnd=is_hnd,
+            heads_at_once=heads_at_once(
+                q_heads,
+                kv_heads,
+                kv_bytes=4 * kv_tokens * head_dim,
+                rows=schedule.table.shape[0],
+                tiles=tiles,
+            ),
             block_q=block_q,
         ),
         score=score,

@@ -3,6 +3,9 @@
 One warp loads keys and values into a ring of stages; two or three warpgroups compute, 64 query rows each.
 Each issues S = Q K^T of a tile of keys together with O += P V of the tile before and does the softmax of S
 meanwhile. Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, so they do not.
+
+A row's probabilities are powers of 2 less its top, which is not the largest score so far but lies above it,
+and stays until a score reaches it: no maximum of a tile, nothing rescaled, but where a warp's vote says so.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.varlen_prefill import votes
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, PART_SHIFT, TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
@@ -39,6 +43,12 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 M = WARPGROUP_ROWS
 BLOCKS_AT_ONCE = 8
+LEAN_PARTS = 3  # 16-bit numbers that add up to f32
+LEAN_WIDTH = 16  # the tensor core's K
+LANE_COLUMNS = 8  # a thread holds two neighbours of each eight columns of a tile
+# A row's top lies so many powers of two above its largest score when it is chosen, and serves until a score
+# reaches it. bf16 has the exponents of f32; probabilities of f16 must not fall below its own.
+ROOM = {jnp.dtype(jnp.bfloat16): 40.0, jnp.dtype(jnp.float16): 4.0}
 f32 = jnp.float32
 
 
@@ -52,6 +62,7 @@ class Shape:
         cut: The cut of head_dim.
         block_size: Tokens of a cache block; None where keys are packed.
         is_hnd: Blocks are [kv_heads, block_size, head_dim].
+        heads_at_once: Query heads whose keys and values are read side by side, where there are no lists.
         block_q: Queries of a block of queries, where lists tell the blocks of an item apart.
     """
 
@@ -60,6 +71,7 @@ class Shape:
     cut: HeadCut
     block_size: int | None
     is_hnd: bool
+    heads_at_once: int
     block_q: int | None = None
 
 
@@ -81,6 +93,7 @@ class Item:
     def __init__(
         self,
         number: Any,
+        head: Any,
         column: Callable[[str], Any],
         entries_g: Any,
         score: Score,
@@ -89,7 +102,7 @@ class Item:
     ):
         self.number, self.column, self.entries_g, self.tile_kv = number, column, entries_g, tiles.tile_kv
         has_lists = entries_g is not None
-        self.head = column("head") if has_lists else lax.rem(number, jnp.int32(shape.q_heads))
+        self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
         self.low, self.high = tile_range(score, first, last, column("seq_len"))
@@ -118,14 +131,30 @@ class Item:
 def rounds_of(num_items: Any, tiles: Tiles, team: Any) -> tuple[Any, Callable]:
     """How many items this team has, and the function from their place among these to their number.
 
-    Heads of a tile follow each other, so that thread blocks at work share keys in L2. Teams take items in
-    turn, every other round in the opposite order, so that their shares are equal.
+    Teams take items in turn, every other round in the opposite order, so that their shares are equal.
     """
     worker, workers = lax.axis_index("cta") * tiles.teams + team, jnp.int32(tiles.workers)
     full_rounds = lax.div(num_items, workers)
     place = lambda r: r * workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, workers - 1 - worker)
     rounds = full_rounds + (place(full_rounds) < num_items).astype(jnp.int32)
     return rounds, place
+
+
+def row_and_head(number: Any, num_rows: Any, shape: Shape) -> tuple[Any, Any]:
+    """Which row of the schedule and which head an item is, where there are no lists.
+
+    Heads of a row follow each other, so that thread blocks at work share keys in L2: as many heads as fit it,
+    then all rows for the next ones, in the opposite order, so that lengths do not jump and shares stay equal.
+    The last heads end with the shortest row.
+    """
+    at_once = jnp.int32(shape.heads_at_once)
+    if shape.heads_at_once == shape.q_heads:
+        return lax.div(number, at_once), lax.rem(number, at_once)
+    per_part, parts = num_rows * at_once, shape.q_heads // shape.heads_at_once
+    part = sum((number >= n * per_part).astype(jnp.int32) for n in range(1, parts))
+    rest = number - part * per_part
+    row, is_turned = lax.div(rest, at_once), lax.rem(parts - 1 - part, jnp.int32(2)) == 1
+    return jnp.where(is_turned, num_rows - 1 - row, row), part * at_once + lax.rem(rest, at_once)
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -227,6 +256,11 @@ def team_and_rank(wg: Any, tiles: Tiles) -> tuple[Any, Any]:
     return (wg * 0, wg) if tiles.teams == 1 else (wg, wg * 0)
 
 
+def above_infinity(top: Any) -> Any:
+    """The top, or 0 for rows that have seen no key yet, whose top is -inf."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
 class Warpgroup:
     """What one warpgroup computes: 64 query rows of an item."""
 
@@ -234,6 +268,7 @@ class Warpgroup:
         self,
         p_s: Any,
         columns_s: Any,
+        lean_s: Any,
         ring: Any,
         *,
         tiles: Tiles,
@@ -244,17 +279,22 @@ class Warpgroup:
         has_alibi: bool,
         interpret: Any,
     ):
-        self.p_s, self.columns_s = p_s, columns_s
+        self.p_s, self.columns_s, self.lean_s = p_s, columns_s, lean_s
         self.k_s, self.v_s, self.k_full, self.v_full, self.k_free, self.v_free = ring
         self.tiles, self.shape, self.score, self.dtype = tiles, shape, score, dtype
         self.mask, self.has_alibi, self.interpret = mask, has_alibi, interpret
         self.wg = lax.axis_index("warpgroup")
         self.team, self.rank = team_and_rank(self.wg, tiles)
         self.s_shape = (M, tiles.tile_kv)
-        # Scores without a bias are scaled inside the exponential.
+        # Scores are scaled inside the exponential.
         self.factor = 1.0
-        if not has_alibi and (score.soft_cap is not None or score.scale > 0):
+        if score.soft_cap is not None or score.scale > 0:
             self.factor = (score.soft_cap or score.scale) * LOG2E
+        # Capped scores may be small enough to need no top at all. With a bias tops rise from tile to tile,
+        # so that keeping an old one loses: 545 -> 572 us.
+        is_small = score.soft_cap is not None and score.soft_cap * LOG2E <= 2 * ROOM[dtype]
+        self.has_top = has_alibi or not is_small
+        self.keeps_tops = self.has_top and not has_alibi
         self.has_window = score.window[0] is not None or score.chunk_size is not None
         self.has_low_edge = self.has_window or shape.block_size is None
 
@@ -320,35 +360,95 @@ class Warpgroup:
             s = s * ((score.soft_cap or score.scale) * LOG2E)
         if not self.has_alibi:
             return s, None
-        first = (self.positions(item) - item.first_key(entry)).astype(f32)
-        columns = self.columns()
+        first, lean = (self.positions(item) - item.first_key(entry)).astype(f32), slope * (1 / self.factor)
         if score.sqrt_alibi:
-            return s - jnp.sqrt(jnp.maximum(self.wide(first, s.shape) - columns, 0.0)) * slope, None
-        return s + columns * slope, first * -slope
+            distances = jnp.maximum(self.wide(first, s.shape) - self.columns(), 0.0)
+            return s - jnp.sqrt(distances) * lean, None
+        return s if self.lean_s is not None else s + self.columns() * lean, first * -slope
 
     def entry(self, item: Item, i: Any, *, masked: bool) -> Any:
         """Item.entry where the softmax needs it: read early, for it may come from global memory."""
         return item.entry(i) if masked or self.has_alibi else None
 
     def softmax(
-        self, item: Item, entry: Any, slope: Any, s: Any, top: Any, total: Any, *, masked: bool
-    ) -> Any:
-        """The online softmax's step on a tile: probabilities, new top and total, how much the old shrink."""
+        self, item: Item, entry: Any, slope: Any, s: Any, top: Any, *, masked: bool
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """The online softmax's step on a tile.
+
+        Args:
+            item: The item.
+            entry: What Item.entry said of the tile.
+            slope: ALiBi's, or None.
+            s: Q K^T.
+            top: Of each row; None for an item's first tile.
+            masked: Whether there are keys that some query does not see.
+
+        Returns:
+            Probabilities; their sums, as far as each thread can add them alone; the top; what sums from
+            before are to be multiplied by, and whether that is anything but 1 in the warp, if tops are kept.
+        """
         s, row_term = self.modified(item, entry, slope, s)
-        if masked:
-            s = self.visible(item, entry, s)
-        tile_top = s.max(axis=1) * self.factor
-        new_top = jnp.maximum(top, tile_top if row_term is None else tile_top + row_term)
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # rows that have seen no key yet
-        shrink = jnp.exp2(top - base)
-        p = jnp.exp2(s * self.factor - self.wide(base if row_term is None else base - row_term, s.shape))
-        return p, new_top, total * shrink + p.sum(axis=1), shrink
+        visible = lambda x: self.visible(item, entry, x) if masked else x
+        is_first = top is None
+        if is_first:
+            top = plgpu.layout_cast(jnp.full((M,), -jnp.inf if self.has_top else 0.0, f32), ROW)
+        is_due, shrink = jnp.bool_(True), top
+        if not self.has_top:
+            y = visible(s * self.factor)
+        elif not self.keeps_tops:
+            y, top, shrink = self.with_largest_top(visible(s), row_term, top)
+        else:
+            y = visible(s * self.factor - self.wide(above_infinity(top), s.shape))
+            if is_first or self.interpret:
+                y, top, shrink = self.with_new_tops(y, top)
+            else:
+                is_due = votes.is_due(y, top)
+                y, top, shrink = lax.cond(is_due, self.with_new_tops, lambda y, top: (y, top, top), y, top)
+        p = jnp.exp2(y)
+        sums = p[:, :LANE_COLUMNS]
+        for at in range(LANE_COLUMNS, p.shape[1], LANE_COLUMNS):
+            sums = sums + p[:, at : at + LANE_COLUMNS]
+        if self.keeps_tops and not is_first and not self.interpret:
+            is_due = votes.after_sums(is_due, sums)
+        return p, sums, top, shrink, is_due
+
+    def with_largest_top(self, s: Any, row_term: Any, top: Any) -> tuple[Any, Any, Any]:
+        """Scores less the largest that a row has seen, that, and by what sums from before shrink."""
+        new_top = jnp.maximum(top, s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term))
+        base = above_infinity(new_top)
+        y = s * self.factor - self.wide(base if row_term is None else base - row_term, s.shape)
+        return y, new_top, jnp.exp2(top - base)
+
+    def with_new_tops(self, y: Any, top: Any) -> tuple[Any, Any, Any]:
+        """Scores less a new top for rows that need one, the tops, by what sums from before shrink.
+
+        Which rows do is for each to say: a row's numbers do not depend on the others of its tile.
+        """
+        tile_top, base = y.max(axis=1), above_infinity(top)
+        is_due = (tile_top >= 0) | (top == -jnp.inf)
+        new_top = jnp.where(is_due, tile_top + base + ROOM[self.dtype], top)
+        new_base = above_infinity(new_top)
+        return y - self.wide(new_base - base, y.shape), new_top, jnp.exp2(top - new_base)
 
     # -------------------------------------------------------------------------- products
+    def lean(self, slope: Any) -> None:
+        """Makes the tensor core add a head's slope times the column to scores; the slope as 16-bit parts."""
+        leans = self.lean_s[0].at[self.wg]
+        rest, tile = slope * (1 / self.factor), plgpu.layout_cast(jnp.zeros(leans.shape, f32), W)
+        at = plgpu.broadcasted_iota(jnp.int32, leans.shape, 1, layout=W)
+        for part in range(LEAN_PARTS):
+            rounded = rest.astype(self.dtype).astype(f32)
+            rest, tile = rest - rounded, jnp.where(at == part, rounded, tile)
+        leans[...] = tile.astype(self.dtype)
+        plgpu.commit_smem()
+
     def issue_scores(self, s_ref: Any, q_s: Any, stage: Any) -> None:
         """Begins S += Q K^T."""
         for chunk in range(self.shape.cut.chunks):
             plgpu.wgmma(s_ref, q_s.at[chunk], self.k_s.at[stage, chunk].T)
+        if self.lean_s is not None:
+            leans, columns = (ref.at[self.wg] for ref in self.lean_s)
+            plgpu.wgmma(s_ref, leans, columns.T)
 
     def scores(self, q_s: Any, step: Any) -> Any:
         """Q K^T of the keys of `step`, awaited."""
@@ -426,20 +526,20 @@ class Warpgroup:
         self, item: Item, q_s: Any, i: Any, step: Any, slope: Any, carry: Any, *, masked: bool
     ) -> Any:
         """Scores of tile i and values of tile i - 1, in flight together; softmax meanwhile."""
-        accs, top, total, p = carry
+        accs, total, top, p = carry
         entry = self.entry(item, i, masked=masked)
         softmax = functools.partial(self.softmax, item, entry, slope, masked=masked)
         if self.interpret:
             s = self.scores(q_s, step)
             accs = self.add_values(accs, p, step - 1)
-            p, top, total, shrink = softmax(s, top, total)
+            p, sums, top, shrink, *is_due = softmax(s, top)
             self.await_values(step)
         else:
             k_stage, v_stage = self.stage(step), self.stage(step - 1)
             plgpu.barrier_wait(self.k_full.at[k_stage])
 
             def products(refs: Any) -> None:
-                acc_refs, top_ref, total_ref, shrink_ref, p_ref = refs
+                acc_refs, result_refs = refs
 
                 def issue(s_ref: Any) -> Any:
                     self.issue_scores(s_ref, q_s, k_stage)
@@ -450,16 +550,26 @@ class Warpgroup:
                 s = pl.run_scoped(issue, plgpu.ACC(self.s_shape, f32))
                 s = lax.optimization_barrier(s)
                 plgpu.barrier_arrive(self.k_free.at[k_stage])
-                p_ref[...], top_ref[...], total_ref[...], shrink_ref[...] = softmax(s, top, total)
+                results = softmax(s, top)
+                for ref, result in zip(result_refs, results[: len(result_refs)], strict=True):
+                    ref[...] = result
                 # Its branch keeps ptxas from awaiting P V before the softmax.
                 self.await_values(step)
 
             start = tuple(plgpu.ACC.init(acc) for acc in accs)
-            room = plgpu.layout_cast(jnp.zeros(self.s_shape, f32), W)
-            accs, top, total, shrink, p = pl.run_state(products)((start, top, total, total, room))
+            zeros = plgpu.layout_cast(jnp.zeros(self.s_shape, f32), W)
+            room = zeros, zeros[:, :LANE_COLUMNS], top, top, *([jnp.bool_(False)] if self.keeps_tops else [])
+            accs, (p, sums, top, shrink, *is_due) = pl.run_state(products)((start, room))
             plgpu.barrier_arrive(self.v_free.at[v_stage])
-        accs = tuple(acc * self.wide(shrink, acc.shape) for acc in accs)
-        return accs, top, total, p.astype(self.dtype)
+
+        def shrunk(*sums: Any) -> Any:
+            return tuple(x * self.wide(shrink, x.shape) for x in sums)
+
+        if self.keeps_tops:
+            *accs, total = lax.cond(is_due[0], shrunk, lambda *sums: sums, *accs, total)
+        elif self.has_top:
+            *accs, total = shrunk(*accs, total)
+        return tuple(accs), total + sums, top, p.astype(self.dtype)
 
     # -------------------------------------------------------------------------- an item
     def edges(self, item: Item) -> tuple[Any, Any, Any]:
@@ -489,13 +599,12 @@ class Warpgroup:
         has_lists = item.entries_g is not None
         low_edge, high_edge, num = self.edges(item)
         zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
-        row = lambda value: plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
         entry = self.entry(item, jnp.int32(0), masked=True)
         s = self.scores(q_s, step)
         between()
-        p, top, total, _ = self.softmax(item, entry, slope, s, row(-jnp.inf), row(0.0), masked=True)
+        p, total, top, *_ = self.softmax(item, entry, slope, s, None, masked=True)
         accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
-        carry = accs, top, total, p.astype(self.dtype)
+        carry = accs, total, top, p.astype(self.dtype)
         self.await_values(step)
         if has_lists:  # a list begins with the tile in which the request ends, if that is in it
             self.clear_unseen_values(item, entry, self.stage(step), is_low=False)
@@ -513,7 +622,8 @@ class Warpgroup:
         carry = loop(low_edge, high_edge, carry, masked=False)
         if not has_lists:
             carry = loop(high_edge, num, carry, masked=True)
-        accs, top, total, p = carry
+        accs, total, top, p = carry
+        total = total.sum(axis=1)
         if not has_lists:
             last = self.entry(item, num - 1, masked=True)
             self.clear_unseen_values(item, last, self.stage(step + num - 1), is_low=False)
@@ -615,7 +725,8 @@ def prefill(
     per_stage = (1 if size is None else max(tiles.tile_kv // size, 1)) * cut.chunks
     # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
     is_light = per_stage > BLOCKS_AT_ONCE or cut.padded_dim <= 64
-    load_registers, compute_registers = (40, 232) if is_light or lists else (24, 240)
+    has_parts = shape.heads_at_once != shape.q_heads
+    load_registers, compute_registers = (40, 232) if is_light or lists or has_parts else (24, 240)
     if wgs == 3:
         load_registers, compute_registers = 32, 160
     # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
@@ -640,6 +751,7 @@ def prefill(
         v_s,
         p_s,  # [warpgroups, 64, tile_kv] in SMEM, or None
         columns_s,  # [warpgroups, tile_kv] in SMEM: 0, 1, 2...
+        lean_s,  # ALiBi's slope [warpgroups, 64, 16] and columns [warpgroups, tile_kv, 16] in SMEM, or None
         q_full,
         q_free,
         k_full,
@@ -650,20 +762,23 @@ def prefill(
         wg = lax.axis_index("warpgroup")
         ring = (k_s, v_s, k_full, v_full, k_free, v_free)
         (q_s,), (o_plain,) = q_s
-        items_per_row = 1 if lists is not None else shape.q_heads
+        num_rows = live_g[0]
+        num_items = num_rows * (1 if lists is not None else shape.q_heads)
         make_item = functools.partial(Item, entries_g=entries_g, score=score, tiles=tiles, shape=shape)
         names = COLUMNS if lists is None else (*COLUMNS, *ITEM_COLUMNS)
 
         def load_share(team: int) -> None:
-            rounds, number_of = rounds_of(live_g[0] * items_per_row, tiles, team)
+            rounds, number_of = rounds_of(num_items, tiles, team)
             load_kv = make_kv_loader(k_g, v_g, blocks_g, ring, tiles, shape, team)
             load_query = make_query_loader((q_g, table_g, q_s, item_s, q_full, q_free), tiles, shape, team)
 
             def load_item(nth: Any, step: Any) -> Any:
                 number = number_of(nth)
-                table_row = lax.div(number, jnp.int32(items_per_row))
+                table_row, head = number, None
+                if lists is None:
+                    table_row, head = row_and_head(number, num_rows, shape)
                 columns = {name: table_g[table_row, i] for i, name in enumerate(names)}
-                item = make_item(number, columns.__getitem__)
+                item = make_item(number, columns.get("head", head), columns.__getitem__)
 
                 tile = lambda i: item.tile_of(item.entry(i))
 
@@ -704,6 +819,7 @@ def prefill(
             group = Warpgroup(
                 p_s,
                 columns_s,
+                lean_s,
                 ring,
                 tiles=tiles,
                 shape=shape,
@@ -713,8 +829,13 @@ def prefill(
                 has_alibi=slopes_g is not None,
                 interpret=interpret,
             )
-            rounds, number_of = rounds_of(live_g[0] * items_per_row, tiles, group.team)
+            rounds, number_of = rounds_of(num_items, tiles, group.team)
             columns_s[wg] = plgpu.broadcasted_iota(jnp.int32, (tiles.tile_kv,), 0, layout=COLUMN).astype(f32)
+            if lean_s is not None:
+                iota = [
+                    plgpu.broadcasted_iota(jnp.int32, lean_s[1].shape[1:], axis, layout=W) for axis in (0, 1)
+                ]
+                lean_s[1][wg] = jnp.where(iota[1] < LEAN_PARTS, iota[0], 0).astype(f32).astype(dtype)
             plgpu.commit_smem()
 
             def release(nth: Any) -> None:
@@ -726,8 +847,12 @@ def prefill(
                 buffer = lax.rem(nth, jnp.int32(buffers))
                 plgpu.barrier_wait(q_full.at[wg * buffers + buffer])
                 mine = item_s.at[wg, buffer]
-                item = make_item(number_of(nth), lambda name: mine[names.index(name)])
+                number, column = number_of(nth), lambda name: mine[names.index(name)]
+                head = row_and_head(number, num_rows, shape)[1] if lists is None else column("head")
+                item = make_item(number, head, column)
                 slope = None if slopes_g is None else slopes_g[item.head]
+                if lean_s is not None:
+                    group.lean(slope)
                 row = lambda value: plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
                 zeros = lambda: plgpu.layout_cast(jnp.zeros((M, cut.width), f32), W)
 
@@ -783,6 +908,12 @@ def prefill(
     keys = (all_stages, cut.chunks, tiles.tile_kv, cut.width)
     num_tiles = schedule.table.shape[0]
     lse_type = jax.ShapeDtypeStruct((num_tiles, shape.q_heads, tiles.tile_q), f32) if return_lse else None
+    lean = None
+    # What a soft cap would cap, too, or is no multiple of the column, is added outside of the tensor core. So
+    # are all biases in interpret mode, which runs short of threads where warpgroups do more between barriers.
+    is_linear = slopes is not None and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
+    if is_linear and not interpret:
+        lean = [swizzled((wgs, rows, LEAN_WIDTH), dtype, LEAN_WIDTH) for rows in (M, tiles.tile_kv)]
     kernel = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(query.shape, dtype), lse_type),
@@ -793,6 +924,7 @@ def prefill(
             swizzled(keys, dtype),
             swizzled((wgs, M, tiles.tile_kv), dtype) if interpret else None,
             plgpu.SMEM((wgs, tiles.tile_kv), f32),
+            lean,
             plgpu.Barrier(num_arrivals=cut.chunks + 1, num_barriers=wgs * buffers),
             plgpu.Barrier(num_barriers=wgs * buffers),
             plgpu.Barrier(num_arrivals=per_stage, num_barriers=all_stages),
@@ -812,7 +944,7 @@ def prefill(
     return kernel(query, key, value, block_table, slopes, sinks, *items)
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory that TMA fills and the tensor core reads: rows of 64 elements, 128-byte swizzle."""
-    transforms = (plgpu.TilingTransform((ALIGN, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+def swizzled(shape: tuple[int, ...], dtype: Any, width: int = 64) -> Any:
+    """Shared memory that TMA fills and the tensor core reads: swizzled tiles of 8 rows, `width` wide."""
+    transforms = (plgpu.TilingTransform((ALIGN, width)), plgpu.SwizzleTransform(2 * width))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -42,6 +42,27 @@ COLUMNS = (
 TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
 
+L2_BYTES = 36 * 10**6  # of keys and values that stay in the 50 MB of an H100 or H200 beside all else
+
+
+def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, tiles: Tiles) -> int:
+    """Query heads to read side by side: of as many kv heads as fit L2, if these keep all thread blocks busy.
+
+    Args:
+        q_heads: Query heads.
+        kv_heads: Kv heads; halved until they fit.
+        kv_bytes: Bytes of a kv head's keys and values, of all requests together.
+        rows: Rows of the schedule, at most.
+        tiles: The kernel's sizes.
+    """
+    at_once = kv_heads
+    is_too_much = lambda: at_once * kv_bytes > L2_BYTES
+    is_enough = lambda: rows * q_heads // kv_heads * (at_once // 2) >= 4 * tiles.ctas
+    while at_once % 2 == 0 and is_too_much() and is_enough():
+        at_once //= 2
+    return at_once * (q_heads // kv_heads)
+
+
 def max_tiles(num_tokens: int, reqs: int, tile_q: int) -> int:
     """A bound on the number of tiles that `reqs` requests with `num_tokens` tokens together are cut into."""
     return (num_tokens + (ALIGN - 1) * (reqs + 1)) // tile_q + reqs + 1

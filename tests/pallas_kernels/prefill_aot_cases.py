@@ -52,4 +52,8 @@ def aot_cases():
         dtype = ("bfloat16", "float16")[nth // 2 % 2]
         name = f"d{head_dim}-{feature}-{layout}{block_size or ''}-{dtype}"
         found[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **FEATURES[feature])
+    for head_dim, dtype in itertools.product((64, 128, 256), ("bfloat16", "float16")):
+        found[f"d{head_dim}-alibi-packed-{dtype}"] = case(
+            head_dim, "packed", None, jnp.dtype(dtype), has_alibi=True
+        )
     return found

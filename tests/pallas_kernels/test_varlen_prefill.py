@@ -14,6 +14,7 @@ from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, reference, varlen_prefill
+from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, contract
 from tests.contract import Problem, case_id
@@ -309,6 +310,30 @@ class TestSchedule:
         np.testing.assert_array_equal(out, again)
 
 
+class TestHeadsAtOnce:
+    def test_as_many_as_fit(self):
+        of = functools.partial(schedule_module.heads_at_once, 32, 8, tiles=Tiles())
+        assert of(kv_bytes=4 * 10**6, rows=128) == 32
+        assert of(kv_bytes=8 * 10**6, rows=128) == 16
+        assert of(kv_bytes=10**9, rows=512) == 4
+
+    def test_as_many_as_keep_all_thread_blocks_busy(self):
+        of = functools.partial(schedule_module.heads_at_once, 32, 8, tiles=Tiles(), kv_bytes=10**9)
+        assert of(rows=132) == 4
+        assert of(rows=131) == 8
+        assert of(rows=1) == 32
+
+    def test_their_order_changes_no_bit(self, monkeypatch):
+        """Four parts of heads: every other takes the rows in the opposite order."""
+        draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (300, heads, 64), jnp.bfloat16)
+        args, lens = (draw(0, 8), draw(1, 4), draw(2, 4)), [33, 260]
+        options = {"score": Score(scale=0.1), "tiles": Tiles(tile_kv=64, ctas=1)}
+        out, _ = packed(lens, lens, *args, **options)
+        monkeypatch.setattr(schedule_module, "L2_BYTES", 1)
+        again, _ = packed(lens, lens, *args, **options)
+        np.testing.assert_array_equal(out, again)
+
+
 class TestReference:
     def test_agrees_with_the_kernel_s_contract(self):
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (40, 2, 64), jnp.bfloat16)
@@ -393,3 +418,44 @@ class TestBothEdgesInOneTile:
     @pytest.mark.gpu
     def test_no_nan_comes_back_on_a_gpu(self):
         self.check(40)
+
+
+class TestTops:
+    """A row keeps its top until a score reaches it: scores rise by little, by much, past f32, and fall."""
+
+    RISES = (-300.0, -290.0, 0.0, 5.0, 90.0, -90.0, 90.5, 1000.0, 900.0, 0.0)  # of each 64 keys, in nats
+
+    def check(self, dtype, window, interpret):
+        keys, width, tokens = 64 * len(self.RISES), 64, 200
+        draw = lambda seed, *shape: 0.3 * np.random.default_rng(seed).standard_normal(shape, np.float32)
+        q, k, v = draw(0, tokens, 2, width), draw(1, keys, 1, width), draw(2, keys, 1, width)
+        q[:, :, 0], k[:, 0, 0] = 1.0, np.repeat(self.RISES, 64) / 8
+        score = Score(scale=8.0, window=window)
+        q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+        run = functools.partial(packed, score=score, tiles=Tiles(tile_kv=64, ctas=1), return_lse=True)
+        out, lse = run([tokens], [keys], q, k, v, interpret=interpret)
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        s = np.einsum("qhd,kd->hqk", q, k[:, 0]) * score.scale
+        position = np.arange(tokens)[:, None] + (keys - tokens)
+        at = np.arange(keys)
+        low = 0 if window[0] is None else position - window[0]
+        s = np.where((at <= position) & (at >= low), s, -np.inf)
+        top = s.max(axis=-1, keepdims=True)
+        total = np.exp(s - top).sum(axis=-1, keepdims=True)
+        want = np.einsum("hqk,kd->qhd", np.exp(s - top) / total, v[:, 0])
+        np.testing.assert_allclose(
+            np.asarray(out, np.float64), want, atol=2e-3 if dtype == "float16" else 1e-2
+        )
+        np.testing.assert_allclose(lse, (top + np.log(total))[..., 0], rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("dtype", "window"), [("bfloat16", (None, None)), ("float16", (130, None))], ids=str
+    )
+    def test_every_row_is_right(self, dtype, window):
+        self.check(dtype, window, "cpu")
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("window", [(None, None), (130, None)], ids=str)
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_every_row_is_right_on_a_gpu(self, dtype, window):
+        self.check(dtype, window, None)

@@ -1,0 +1,69 @@
+"""Questions about tiles in registers that each warp answers for itself: scalars that differ between warps.
+
+A warp may branch by its answer as long as the branch holds nothing that the warpgroup does together.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.lanes import i32, i64, ptx
+
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+SCALAR = plgpu.Layout.WG_SPLAT(())
+ANSWER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+
+def is_due(y: Any, top: Any) -> Any:
+    """Whether the warp's part of y has a value that is not negative, or that of top one of -inf.
+
+    Half an instruction a value, where a maximum takes one and asks the neighbours, too.
+
+    Args:
+        y: A tile, f32.
+        top: One value a row, f32.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=ANSWER)
+    def ask(_: Any, y: Any, top: Any) -> Any:
+        pairs = [utils.bitcast(pair, i64()) for pair in y.registers.flat]
+        both = "".join(f"and.b64 s, s, ${n}; " for n in range(2, len(pairs) + 1))
+        lowest = " ".join(f"setp.eq.or.b32 p, ${len(pairs) + 1 + n}, 0xff800000, p;" for n in range(2))
+        return _vote(
+            f".reg .b64 s; .reg .b32 a, b; mov.b64 s, $1; {both}"
+            f"mov.b64 {{a, b}}, s; and.b32 a, a, b; setp.ge.s32 p, a, 0; {lowest}",
+            *pairs,
+            *(utils.bitcast(row, i32()) for row in top.registers.flat),
+        )
+
+    return ask(y, top) != 0
+
+
+def after_sums(answer: Any, sums: Any) -> Any:
+    """The answer, by a vote that looks at sums of probabilities, of which none is negative.
+
+    Else ptxas makes the sums where they are used: behind the wait for P V, which they should fill.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, TILE), return_type=ANSWER)
+    def ask(_: Any, answer: Any, sums: Any) -> Any:
+        pairs = [utils.bitcast(pair, i64()) for pair in sums.registers.flat]
+        least = "".join(f"mov.b64 {{a, b}}, ${n}; min.f32 a, a, b; min.f32 c, c, a; " for n in range(2, 4))
+        return _vote(
+            f".reg .f32 a, b, c; mov.f32 c, 0f00000000; {least}"
+            "setp.lt.f32 p, c, 0f00000000; setp.ne.or.s32 p, $1, 0, p;",
+            answer.registers.item(),
+            *pairs,
+        )
+
+    return ask(answer.astype(jnp.int32), sums) != 0
+
+
+def _vote(code: str, *operands: Any) -> Any:
+    """Whether p, which `code` sets, is true in some lane."""
+    text = f"{{ .reg .pred p; {code} vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }}"
+    return mgpu.FragmentedArray.splat(ptx(text, *operands, touches_memory=True), (), is_signed=True)
