@@ -97,15 +97,7 @@ def inputs(
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def stored(seed: int, kind: Any, scale: str | None) -> tuple[jax.Array, jax.Array | None]:
-        values, scales = draw(seed, cache).reshape(-1, *cache[2:]), None
-        if scale == "token":
-            values, scales = quantize_token_head(values, kind)
-            scales = jnp.swapaxes(scales.reshape(cache[:3]), 1, 2)
-        elif scale is not None:
-            top = 127.0 if kind == jnp.int8 else float(jnp.finfo(kind).max)
-            scales = jnp.full(cache[2:] if scale == "channel" else cache[2:3], STATIC_SCALE / top)
-            values = quantize_static(values, scales[:, 0] if scale == "channel" else scales, kind)
-        values = values.reshape(cache)
+        values, scales = stored_as(draw(seed, cache), kind, scale)
         return (values if layout == "NHD" else jnp.swapaxes(values, 1, 2)), scales
 
     (kind_k, scale_k), (kind_v, scale_v) = QUANTIZATIONS[quantization]
@@ -114,6 +106,20 @@ def inputs(
     query = jax.jit(draw, static_argnums=1)(0, (len(needed), case.q_heads, case.head_dim))
     arrays = query, k, v, jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
     return arrays, {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def stored_as(values: jax.Array, kind: Any, scale: str | None) -> tuple[jax.Array, jax.Array | None]:
+    """Values [blocks, block_size, kv_heads, head_dim] as QUANTIZATIONS says, and their scales."""
+    shape, scales = values.shape, None
+    values = values.reshape(-1, *shape[2:])
+    if scale == "token":
+        values, scales = quantize_token_head(values, kind)
+        scales = jnp.swapaxes(scales.reshape(shape[:3]), 1, 2)
+    elif scale is not None:
+        top = 127.0 if kind == jnp.int8 else float(jnp.finfo(kind).max)
+        scales = jnp.full(shape[2:] if scale == "channel" else shape[2:3], STATIC_SCALE / top)
+        values = quantize_static(values, scales[:, 0] if scale == "channel" else scales, kind)
+    return values.reshape(shape), scales
 
 
 def measure(

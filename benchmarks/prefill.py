@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.decode import QUANTIZATIONS, stored_as
 from benchmarks.device_time import Rows, kernel_times
+from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
+from pallas_kernels.checks import require
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import Tiles, make_schedule, tiles_for, varlen_prefill
 
@@ -31,12 +34,13 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one row measures: a case, its keys packed or in blocks, a modifier, tiles."""
+    """What one row measures: a case, its keys packed or in blocks, and how stored, a modifier, tiles."""
 
     case: PrefillCase
     block_size: int | None
     modifier: str
     tiles: Tiles
+    quantization: str = "none"
 
     @property
     def score(self) -> Score:
@@ -44,16 +48,32 @@ class Work:
         return Score(scale=self.case.head_dim**-0.5, **MODIFIERS[self.modifier])
 
     def run(self, arrays: dict[str, jax.Array], schedule: Any) -> jax.Array:
-        """The kernel."""
+        """The kernel; over an 8-bit cache what it needs is read into 16 bits before."""
+        if self.quantization != "none":
+            arrays = dict(arrays)
+            table, scales = arrays.pop("block_table"), {x: arrays.pop(f"{x}_scale") for x in ("key", "value")}
+            where = table, jnp.zeros_like(arrays["seq_lens"]), arrays["seq_lens"]
+            for x, scale in scales.items():
+                arrays[x] = cache_read(arrays[x], *where, dtype=arrays["query"].dtype, scale=scale)
+            arrays["kv_start_loc"] = self.read_starts(table)
         return varlen_prefill(**arrays, score=self.score, tiles=self.tiles, schedule=schedule)[0]
+
+    def read_starts(self, table: jax.Array) -> jax.Array:
+        """Where cache_read puts each request's keys."""
+        assert self.block_size is not None
+        reqs, max_blocks = table.shape
+        return jnp.arange(reqs, dtype=jnp.int32) * padded_len(max_blocks, self.block_size)
 
     def schedule(self, arrays: dict[str, jax.Array]) -> Any:
         """The schedule, which a step makes once."""
         lens = arrays["query_start_loc"], arrays["seq_lens"], arrays.get("kv_start_loc")
+        if self.quantization != "none":
+            lens = *lens[:2], self.read_starts(arrays["block_table"])
         return make_schedule(*lens, num_tokens=arrays["query"].shape[0], score=self.score, tiles=self.tiles)
 
     def __str__(self) -> str:
-        return f"{self.case.name} {self.block_size} {self.modifier} {name_of(self.tiles)}"
+        stored = "" if self.quantization == "none" else f" {self.quantization}"
+        return f"{self.case.name} {self.block_size}{stored} {self.modifier} {name_of(self.tiles)}"
 
 
 def name_of(tiles: Tiles) -> str:
@@ -66,30 +86,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(PREFILL)}; default all")
     parser.add_argument("--block-size", type=int, nargs="+", default=[0, 16], help="0: packed keys, no cache")
     parser.add_argument("--modifier", nargs="+", default=["plain"], choices=MODIFIERS)
+    parser.add_argument(
+        "--quantization", nargs="+", default=["none"], choices=QUANTIZATIONS, help="of keys in blocks"
+    )
     parser.add_argument("--out", help="folder of the rows")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Every case with every combination of the options, by the tiles that varlen_prefill picks for itself."""
     a, rows = arguments, Rows("prefill", arguments.out)
-    for name, block_size, modifier in itertools.product(a.cases or PREFILL, a.block_size, a.modifier):
-        work = default_work(PREFILL[name], block_size or None, modifier)
+    options = itertools.product(a.cases or PREFILL, a.block_size, a.modifier, a.quantization)
+    for name, block_size, modifier, quantization in options:
+        if quantization != "none" and not block_size:
+            continue  # packed keys are what an 8-bit cache is read into
+        work = default_work(PREFILL[name], block_size or None, modifier, quantization)
         try:
             rows.add(**measure(work))
         except Exception as error:  # the other rows still count
             print(f"{work}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
-def default_work(case: PrefillCase, block_size: int | None, modifier: str) -> Work:
+def default_work(
+    case: PrefillCase, block_size: int | None, modifier: str, quantization: str = "none"
+) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
+    require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
     score = Score(scale=1.0, **MODIFIERS[modifier])
     has_per_head = modifier in ("alibi", "sinks")
-    tiles = tiles_for(case.head_dim, score=score, has_per_head=has_per_head, block_size=block_size)
-    return Work(case=case, block_size=block_size, modifier=modifier, tiles=tiles)
+    read_size = block_size if quantization == "none" else None
+    tiles = tiles_for(case.head_dim, score=score, has_per_head=has_per_head, block_size=read_size)
+    return Work(case=case, block_size=block_size, modifier=modifier, tiles=tiles, quantization=quantization)
 
 
-def inputs(case: PrefillCase, block_size: int | None, modifier: str) -> dict[str, jax.Array]:
+def inputs(work: Work) -> dict[str, jax.Array]:
     """Random queries, keys and values; blocks in random order."""
+    case, block_size, modifier = work.case, work.block_size, work.modifier
     draw = jax.jit(
         lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), static_argnums=1
     )
@@ -116,17 +147,22 @@ def inputs(case: PrefillCase, block_size: int | None, modifier: str) -> dict[str
         arrays["alibi_slopes"] = jnp.asarray(2.0 ** (-8 * heads / case.q_heads), jnp.float32)
     if modifier == "sinks":
         arrays["sinks"] = jnp.asarray(heads / 16)
-    return arrays | {"key": draw(1, kv), "value": draw(2, kv)}
+    arrays |= {"key": draw(1, kv), "value": draw(2, kv)}
+    if work.quantization != "none":
+        store = jax.jit(stored_as, static_argnums=(1, 2))
+        for name, (kind, scale) in zip(("key", "value"), QUANTIZATIONS[work.quantization], strict=True):
+            arrays[name], arrays[f"{name}_scale"] = store(arrays[name], kind, scale)
+    return arrays
 
 
 def measure(work: Work, device: contextlib.AbstractContextManager[Any] | None = None) -> dict[str, Any]:
     """One row, if the output is right; what needs the GPU to itself happens inside `device`."""
-    shapes = jax.eval_shape(lambda: inputs(work.case, work.block_size, work.modifier))
+    shapes = jax.eval_shape(lambda: inputs(work))
     make = jax.jit(work.schedule)
     run = jax.jit(work.run).lower(shapes, jax.eval_shape(make, shapes)).compile()
     make = make.lower(shapes).compile()
     with device or contextlib.nullcontext():
-        arrays = inputs(work.case, work.block_size, work.modifier)
+        arrays = inputs(work)
         schedule, schedule_time = kernel_times(make, arrays)
         out, time = kernel_times(run, arrays, schedule)
     error = worst_error(out, arrays, work)
@@ -136,6 +172,7 @@ def measure(work: Work, device: contextlib.AbstractContextManager[Any] | None = 
         "name": work.case.name,
         "block_size": work.block_size,
         "modifier": work.modifier,
+        **({} if work.quantization == "none" else {"quantization": work.quantization}),
         "tiles": name_of(work.tiles),
         **time,
         "tflop_per_s": flops / time["us"] / 1e6,
@@ -151,6 +188,17 @@ def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> flo
     tokens = np.random.default_rng(1).integers(0, starts[-1], CHECKED_TOKENS)
     host = functools.cache(lambda name: np.asarray(arrays[name]))
     result, errors = np.asarray(out), []
+
+    @functools.cache
+    def exact(name: str) -> np.ndarray:
+        """A cache in f32, NHD."""
+        values, scale = host(name).astype(np.float32), arrays.get(f"{name}_scale")
+        if scale is None:
+            return values
+        if scale.ndim == 3:
+            return values * np.swapaxes(np.asarray(scale), 1, 2)[..., None]
+        return values * (np.asarray(scale) if scale.ndim == 2 else np.asarray(scale)[:, None])
+
     for token in {0, *map(int, tokens), int(starts[-1]) - 1}:
         r = int(np.searchsorted(starts, token, side="right")) - 1
         seq_len, position = case.seq_lens[r], token - starts[r] + case.context_lens[r]
@@ -161,7 +209,7 @@ def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> flo
             k, v = (host(name)[int(host("kv_start_loc")[r]) + at] for name in ("key", "value"))
         else:
             blocks = host("block_table")[r][at // work.block_size]
-            k, v = (host(name)[blocks, at % work.block_size] for name in ("key", "value"))
+            k, v = (exact(name)[blocks, at % work.block_size] for name in ("key", "value"))
         q = host("query")[token].astype(np.float32).reshape(case.kv_heads, -1, case.head_dim)
         s = np.einsum("hgd,khd->hgk", q, k.astype(np.float32)) * score.scale
         if score.soft_cap is not None:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import tune
-from benchmarks.prefill import name_of
+from benchmarks.prefill import default_work, name_of
+from pallas_kernels.cases import PREFILL
 from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
 
 
@@ -35,3 +36,8 @@ def test_the_fastest_is_the_least_geometric_mean_of_complete_rows(tmp_path):
     assert tune.fastest(path) == {(64, True): name_of(even)}
     path.write_text(json.dumps(rows[-1]))
     assert tune.fastest(path) == {}
+
+
+def test_packed_keys_are_not_quantized():
+    with pytest.raises(ValueError, match="block_size must be given for an 8-bit cache, got 0"):
+        default_work(PREFILL["p_1x8k"], None, "plain", "fp8_e4m3")
