@@ -209,8 +209,9 @@ def compiled():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(aot_cases()))
 def test_what_ships_compiles_and_hardly_spills(name):
+    """Stores and loads are counted; the most is that of a mask of the keys' and queries' positions."""
     (kernel,) = compiled()[name]
-    assert kernel.spilled_bytes <= 16
+    assert kernel.spilled_bytes <= 80
 
 
 @pytest.mark.parametrize(

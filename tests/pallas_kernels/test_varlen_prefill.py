@@ -160,10 +160,13 @@ class TestAheadOfTime:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(aot_cases()))
     def test_what_ships_compiles_and_hardly_spills(self, name):
-        """Heads of 256 leave a few addresses of the output in memory while they loop; no loop reads them."""
+        """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
+
+        The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
+        """
         (kernel,) = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
-        assert kernel.spilled_bytes <= (120 if name.startswith("d256") else 16)
+        assert kernel.spilled_bytes <= (120 if name.startswith("d256") else 80)
 
     @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16"])
     def test_plain_attention_spills_nothing(self, name):
