@@ -163,10 +163,12 @@ class TestAheadOfTime:
         """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
 
         The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
+        Chunks with a square root of distances, which keep no tops, spill most: 104 bytes, 192 with heads of 256.
         """
         (kernel,) = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
-        assert kernel.spilled_bytes <= (120 if name.startswith("d256") else 80)
+        limit = 120 if name.startswith("d256") else 80
+        assert kernel.spilled_bytes <= (limit if "sqrt_alibi" not in name else limit + 80)
 
     @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16"])
     def test_plain_attention_spills_nothing(self, name):
