@@ -163,7 +163,7 @@ class TestAheadOfTime:
         """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
 
         The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
-        Chunks with a square root of distances, which keep no tops, spill most: 104 bytes, 192 with heads of 256.
+        Chunks with roots of distances, which keep no tops, spill most: 104 bytes, 192 in heads of 256.
         """
         (kernel,) = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
