@@ -3,6 +3,7 @@
 import argparse
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -85,12 +86,8 @@ def inputs(
     case: DecodeCase, block_size: int, layout: str, dtype: str, quantization: str
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """Random queries, keys and values, and scales; blocks in random order."""
-    needed = [-(-n // block_size) for n in case.kv_lens]
-    order = np.random.default_rng(0).permutation(sum(needed)) + 1
-    table = np.zeros((len(needed), max(needed)), np.int32)
-    for row, blocks in zip(table, np.split(order, np.cumsum(needed)[:-1]), strict=True):
-        row[: len(blocks)] = blocks
-    cache = sum(needed) + 1, block_size, case.kv_heads, case.head_dim
+    table, num_blocks = random_table(case.kv_lens, block_size)
+    cache = num_blocks, block_size, case.kv_heads, case.head_dim
 
     def draw(seed: int, shape: tuple[int, ...]) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, dtype)
@@ -103,9 +100,19 @@ def inputs(
     (kind_k, scale_k), (kind_v, scale_v) = QUANTIZATIONS[quantization]
     k, k_scale = stored(1, kind_k if scale_k else dtype, scale_k)
     v, v_scale = stored(2, kind_v if scale_v else dtype, scale_v)
-    query = jax.jit(draw, static_argnums=1)(0, (len(needed), case.q_heads, case.head_dim))
+    query = jax.jit(draw, static_argnums=1)(0, (len(case.kv_lens), case.q_heads, case.head_dim))
     arrays = query, k, v, jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
     return arrays, {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def random_table(lens: Sequence[int], block_size: int) -> tuple[np.ndarray, int]:
+    """Block table of requests of these lengths, from block 1 on in random order, and the number of blocks."""
+    needed = [-(-n // block_size) for n in lens]
+    order = np.random.default_rng(0).permutation(sum(needed)) + 1
+    table = np.zeros((len(needed), max(needed)), np.int32)
+    for row, blocks in zip(table, np.split(order, np.cumsum(needed)[:-1]), strict=True):
+        row[: len(blocks)] = blocks
+    return table, sum(needed) + 1
 
 
 def stored_as(values: jax.Array, kind: Any, scale: str | None) -> tuple[jax.Array, jax.Array | None]:

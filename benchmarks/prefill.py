@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode import QUANTIZATIONS, stored_as
+from benchmarks.decode import QUANTIZATIONS, random_table, stored_as
 from benchmarks.device_time import Rows, kernel_times
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
@@ -135,12 +135,8 @@ def inputs(work: Work) -> dict[str, jax.Array]:
         kv: tuple[int, ...] = (-(-sum(case.seq_lens) // 8) * 8, case.kv_heads, case.head_dim)
         arrays["kv_start_loc"] = jnp.asarray(ends(case.seq_lens)[:-1])
     else:
-        needed = [-(-n // block_size) for n in case.seq_lens]
-        order = np.random.default_rng(0).permutation(sum(needed)) + 1
-        table = np.zeros((len(needed), max(needed)), np.int32)
-        for row, blocks in zip(table, np.split(order, np.cumsum(needed)[:-1]), strict=True):
-            row[: len(blocks)] = blocks
-        kv = (sum(needed) + 1, block_size, case.kv_heads, case.head_dim)
+        table, num_blocks = random_table(case.seq_lens, block_size)
+        kv = (num_blocks, block_size, case.kv_heads, case.head_dim)
         arrays["block_table"] = jnp.asarray(table)
     heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
     if modifier == "alibi":

@@ -13,7 +13,7 @@ from jattn.quantize import quantize_static, quantize_token_head
 from jattn.spec import LAYOUTS, CacheSpec
 from pallas_kernels import support
 from pallas_kernels.cache_write import cache_write
-from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.checks import require, require_one_of, require_shape
 
 EIGHT_BIT = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -238,11 +238,7 @@ def write_kv(
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
         require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
     reason = support.why_not(platform=jax.default_backend()) or _why_not_write(cache, key.dtype)
-    if implementation is not None:
-        require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
-        if implementation == "mosaic_gpu" and reason is not None:
-            raise unsupported("write_kv", f"mosaic_gpu: {reason}", "Leave implementation=None")
-    use_kernel = reason is None and implementation in (None, "mosaic_gpu")
+    use_kernel = support.takes_kernel("write_kv", implementation, reason)
     written = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
     )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import require_one_of, unsupported
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
@@ -27,6 +28,25 @@ def why_not(*, platform: str) -> str | None:
             f"the kernels are compiled for compute capability {COMPUTE_CAPABILITY}, and this GPU has {found}"
         )
     return None
+
+
+def takes_kernel(what: str, implementation: str | None, reason: str | None) -> bool:
+    """Whether a call that XLA can serve, too, takes its kernel.
+
+    Args:
+        what: The call, for the error.
+        implementation: "mosaic_gpu" or "xla"; None = the kernel if there is one.
+        reason: Why there is none for this call; None if there is.
+
+    Raises:
+        ValueError: There is no implementation of that name.
+        NotImplementedError: The kernel is asked for, and there is none.
+    """
+    if implementation is not None:
+        require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
+        if implementation == "mosaic_gpu" and reason is not None:
+            raise unsupported(what, f"mosaic_gpu: {reason}", "Leave implementation=None")
+    return reason is None and implementation != "xla"
 
 
 def why_not_decode(

@@ -7,7 +7,6 @@ from jattn.masks import Coverage, Mask, Tiles
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require_positive, require_shape
 from pallas_kernels.varlen_prefill.lists import Words
-from pallas_kernels.varlen_prefill.schedule import sorted_places
 
 
 @pytree
@@ -92,12 +91,11 @@ def schedule(
     )
     words = Words.of(coverage.some, coverage.every)
     num_partial, num_full = words.counts()
-    places = sorted_places(-(num_partial + num_full).reshape(1, -1))[0]
     return TileSchedule(
         kv_tiles=words.written().reshape(coverage.some.shape),
         num_partial=num_partial,
         num_full=num_full,
-        order=jnp.zeros_like(places).at[places].set(jnp.arange(places.size, dtype=jnp.int32)),
+        order=jnp.argsort(-(num_partial + num_full).reshape(-1), stable=True).astype(jnp.int32),
         rows=rows,
         first_query=first_query,
         num_queries=num_queries,

@@ -17,7 +17,7 @@ from jattn.pytree import pytree
 from jattn.spec import CacheSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.checks import require, require_shape
 
 
 @pytree
@@ -122,11 +122,7 @@ def select_blocks(
     require(is_possible, "num_selected", f"lie in [1, max_blocks ({max_blocks})]", num_selected)
     reason = None if interpret else support.why_not(platform=jax.default_backend())
     reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
-    if implementation is not None:
-        require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
-        if implementation == "mosaic_gpu" and reason is not None:
-            raise unsupported("select_blocks", f"mosaic_gpu: {reason}", "Leave implementation=None")
-    use_kernel = reason is None and implementation != "xla"
+    use_kernel = support.takes_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
     num_blocks = (seq_lens + (block_size - 1)) // block_size
     if use_kernel:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_scores.kernel import ROWS, Shape, score_tiles
 from pallas_kernels.checks import require_shape, unsupported
+from pallas_kernels.support import DTYPES
 
 
 def why_not_scores(*, dtype: Any, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
@@ -18,7 +19,7 @@ def why_not_scores(*, dtype: Any, q_heads: int, kv_heads: int, head_dim: int) ->
         kv_heads: Key/value heads.
         head_dim: Width of a head.
     """
-    if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
+    if jnp.dtype(dtype).name not in DTYPES:
         return f"there is no kernel for bounds of {jnp.dtype(dtype).name}"
     if kv_heads % 8 or ROWS % kv_heads or q_heads > 256:
         return f"there is no kernel for bounds of {kv_heads} kv heads and {q_heads} query heads"

@@ -243,8 +243,7 @@ def decode_partials(
     copies = functools.partial(copies_per_stage, tiles, shape)
     stage = cut.chunks, tiles.tile_kv, cut.width
     # Interpret mode takes no operand from registers, so widened keys pass through shared memory there.
-    has_wide = v_cache.dtype != dtype or (bool(interpret) and k_cache.dtype != dtype)
-    has_wide = has_wide and not tiles.by_warp
+    is_widened = v_cache.dtype != dtype or (bool(interpret) and k_cache.dtype != dtype)
     scale_smem = plgpu.SMEM((stages, tiles.tile_kv), f32)
     together = cut.width if tiles.by_warp else 64
     per_query = jax.ShapeDtypeStruct((partials, shape.head_tiles, n), f32)
@@ -263,7 +262,7 @@ def decode_partials(
             swizzled_smem((stages, *stage), v_cache.dtype, width=together),
             scale_smem if has_k_scales else None,
             scale_smem if has_v_scales else None,
-            swizzled_smem(stage, dtype) if has_wide else None,
+            swizzled_smem(stage, dtype) if is_widened and not tiles.by_warp else None,
             None if tiles.by_warp else swizzled_smem((n, tiles.tile_kv), dtype),
             merge_smem(shape) if tiles.by_warp else None,
             plgpu.Barrier(num_arrivals=cut.chunks, num_barriers=2),

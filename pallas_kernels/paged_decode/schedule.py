@@ -90,15 +90,8 @@ def make_schedule(
         units = lax.div(high + (unit - 1), jnp.full_like(high, unit)) - lax.div(low, jnp.full_like(low, unit))
         return jnp.maximum(units, 1)
 
-    if block_list is not None:
-        assert list_block_size is not None
-        low, high = score.row_range(seq_lens, decode_query_len)
-        listed = block_list.counts.reshape(-1) * list_block_size
-        high = jnp.where(jnp.repeat(high > low, block_list.counts.shape[1]), listed, 0)
-        per_row = units(jnp.zeros_like(high), high)
-    else:
-        per_row = units(*score.row_range(seq_lens, decode_query_len))
-    reqs = per_row.shape[0]
+    unlisted_units = lambda seq_lens: units(*score.row_range(seq_lens, decode_query_len))
+    reqs = seq_lens.shape[0] if block_list is None else block_list.counts.size
     at = jnp.arange(reqs + slots + 1, dtype=jnp.int32)
 
     def entries(row: Any, end: Any, total: Any, at: Any) -> Any:
@@ -107,10 +100,17 @@ def make_schedule(
         return jnp.where(at == row, end, (end <= start).astype(jnp.int32))
 
     if reqs <= ADDED_ONE_BY_ONE and block_list is None:
-        each = [units(*score.row_range(seq_lens[row], decode_query_len)) for row in range(reqs)]
-        *_, total = ends_of = tuple(itertools.accumulate(each))
+        *_, total = ends_of = tuple(itertools.accumulate(unlisted_units(seq_lens[r]) for r in range(reqs)))
         parts = [entries(row, end, total, at) for row, end in enumerate(ends_of)]
         return Schedule(functools.reduce(jnp.add, parts), reqs)
+    if block_list is None:
+        per_row = unlisted_units(seq_lens)
+    else:
+        assert list_block_size is not None
+        low, high = score.row_range(seq_lens, decode_query_len)
+        listed = block_list.counts.reshape(-1) * list_block_size
+        high = jnp.where(jnp.repeat(high > low, block_list.counts.shape[1]), listed, 0)
+        per_row = units(jnp.zeros_like(high), high)
     rows = jnp.arange(reqs, dtype=jnp.int32)
     # Sums over a mask, not cumsum and searchsorted: XLA makes one small kernel of each.
     ends = jnp.where(rows[None, :] <= rows[:, None], per_row[None, :], 0).sum(axis=1)

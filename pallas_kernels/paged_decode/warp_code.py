@@ -87,11 +87,10 @@ def scaled_row(row: Any) -> Any:
 
 def key_products(_: Any, k_s: Any, fragments: Any, *, warps: Any) -> Any:
     """See Warps.scores."""
-    itemsize, width = warps.k_dtype.itemsize, warps.cut.width
     row_tiles = warps.shape.tile_q // 8
     registers = [utils.bitcast(x, lanes.i32()) for x in fragments.registers.flatten()]
     right = lambda step, tile: registers[(step * row_tiles + tile) * 2 :][:2]
-    matrices = lanes.Matrices(k_s, rows=64, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width))
+    matrices = matrices_of(k_s, warps.k_dtype, warps)
     # Two sums a tile: a product waits for the one before it.
     sums: Any = [[[lanes.number(0.0)] * 4 for _ in range(row_tiles)] for _ in (0, 1)]
     step = 0
@@ -104,6 +103,12 @@ def key_products(_: Any, k_s: Any, fragments: Any, *, warps: Any) -> Any:
                 step += 1
     both = [[arith.addf(a, b) for a, b in zip(*tiles, strict=True)] for tiles in zip(*sums, strict=True)]
     return lanes.array_of(both, W.to_mgpu())
+
+
+def matrices_of(ref: Any, dtype: Any, warps: Any) -> lanes.Matrices:
+    """A stage's keys or values."""
+    itemsize, width = dtype.itemsize, warps.cut.width
+    return lanes.Matrices(ref, rows=64, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width))
 
 
 def left_keys(loaded: Any, dtype: Any) -> Any:
@@ -128,9 +133,8 @@ def warp_largest(_: Any, x: Any) -> Any:
 def value_products(_: Any, v_s: Any, p: Any, accs: Any, scalars: Any, *, warps: Any, piece: int) -> Any:
     """See Warps.add_values."""
     low, high, *firsts = (x.registers.item() for x in scalars)
-    itemsize, width = warps.v_dtype.itemsize, warps.cut.width
     masks = seen_masks(low, high, firsts, piece)
-    matrices = lanes.Matrices(v_s, rows=64, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width))
+    matrices = matrices_of(v_s, warps.v_dtype, warps)
     right = []
     for a, b, c, d in lanes.numbers(p):
         halves = (lanes.rounded(a, b, warps.value_operand), lanes.rounded(c, d, warps.value_operand))

@@ -72,7 +72,7 @@ class Warps:
             exponent = jnp.clip(jnp.floor(jnp.log2(jnp.maximum(largest, 2.0**-116))) - QUERY_BITS, -126, 126)
             q = (q * jnp.exp2(-exponent)[None, :, None]).astype(self.key_operand).astype(f32)
             return q, jnp.broadcast_to(jnp.exp2(exponent)[None], self.tile)
-        layout = plgpu.Layout.MMA_RHS(self.key_operand, m_warps=4)
+        layout = fragments_layout(self.key_operand)
         load = functools.partial(code.query_fragments, warps=self, layout=layout, is_scaled=is_scaled)
         fragments = plgpu.ShapeDtypeStruct((self.cut.padded_dim, self.shape.tile_q), self.key_operand, layout)
         factors = plgpu.ShapeDtypeStruct(self.tile, f32, W)

@@ -1,5 +1,6 @@
 """8-bit tiles in registers, and the shared memory that tiles stand in."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,4 +32,4 @@ def swizzle_transforms(itemsize: int, width: int = 64) -> tuple[Any, Any]:
 
 def swizzle_of(itemsize: int, width: int = 64) -> int:
     """Bytes of a row of the swizzle; `width` columns stay together, up to 128 bytes of them."""
-    return 64 if itemsize * width % 128 else 128
+    return math.gcd(itemsize * width, 128)

@@ -119,7 +119,6 @@ def row_and_head(number: Any, num_rows: Any, shape: Shape) -> tuple[Any, Any]:
     return jnp.where(is_turned, num_rows - 1 - row, row), part * at_once + lax.rem(rest, at_once)
 
 
-# ------------------------------------------------------------------------------------------ loading
 def aligned(row: Any) -> Any:
     """A row that 8 divides, so that the compiler sees it; multiple_of is not for a single warp."""
     return lax.div(row, jnp.int32(ALIGN)) * ALIGN

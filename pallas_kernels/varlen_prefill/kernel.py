@@ -15,13 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.varlen_prefill.items import Item, Shape, aligned, rounds_of, row_and_head, stage_of
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
 from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE, make_kv_loader, make_query_loader
-from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, TABLE_WIDTH, Schedule
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, Schedule
 from pallas_kernels.varlen_prefill.tiles import Tiles
 from pallas_kernels.varlen_prefill.warpgroup import COLUMN, LEAN_PARTS, LEAN_WIDTH, ROW, M, W, Warpgroup, f32
 
@@ -298,16 +299,18 @@ def prefill(
     # are all biases in interpret mode, which runs short of threads where warpgroups do more between barriers.
     is_linear = slopes is not None and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
     if is_linear and not interpret:
-        lean = [swizzled((wgs, rows, LEAN_WIDTH), dtype, LEAN_WIDTH) for rows in (M, tiles.tile_kv)]
+        lean = [
+            swizzled_smem((wgs, rows, LEAN_WIDTH), dtype, width=LEAN_WIDTH) for rows in (M, tiles.tile_kv)
+        ]
     kernel = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(query.shape, dtype), lse_type),
         scratch_types=[
-            plgpu.RefUnion((swizzled(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
+            plgpu.RefUnion((swizzled_smem(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
             plgpu.SMEM((wgs, buffers, TABLE_WIDTH), jnp.int32),
-            swizzled(keys, dtype),
-            swizzled(keys, dtype),
-            swizzled((wgs, M, tiles.tile_kv), dtype) if interpret else None,
+            swizzled_smem(keys, dtype),
+            swizzled_smem(keys, dtype),
+            swizzled_smem((wgs, M, tiles.tile_kv), dtype) if interpret else None,
             plgpu.SMEM((wgs, tiles.tile_kv), f32),
             lean,
             plgpu.Barrier(num_arrivals=cut.chunks + 1, num_barriers=wgs * buffers),
@@ -327,9 +330,3 @@ def prefill(
     )
     items = (schedule.table, schedule.num_live, None) if lists is None else lists
     return kernel(query, key, value, block_table, slopes, sinks, *items)
-
-
-def swizzled(shape: tuple[int, ...], dtype: Any, width: int = 64) -> Any:
-    """Shared memory that TMA fills and the tensor core reads: swizzled tiles of 8 rows, `width` wide."""
-    transforms = (plgpu.TilingTransform((ALIGN, width)), plgpu.SwizzleTransform(2 * width))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -96,6 +96,3 @@ def make_query_loader(refs: Any, tiles: Tiles, shape: Shape, team: int) -> Calla
             plgpu.copy_gmem_to_smem(table_g.at[table_row], item_s.at[wg, buffer], q_full.at[nth_barrier])
 
     return load
-
-
-# ------------------------------------------------------------------------------------------ computing

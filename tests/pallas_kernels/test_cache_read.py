@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.support import why_not_read
-from tests import aot
+from tests import aot, races
 from tests.covering import covering_array
 
 FACTORS = {
@@ -108,11 +108,9 @@ def test_reads_every_format_on_a_gpu(case):
 
 
 def test_there_are_no_races():
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
     case = {name: values[0] for name, values in FAST.items()}
     Problem(case).run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
-    assert not interpret_pallas_call.get_races().races_found
+    races.check_none_were_found()
 
 
 def aot_cases():

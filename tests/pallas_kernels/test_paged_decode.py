@@ -14,7 +14,7 @@ from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, referenc
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not, why_not_decode
-from tests import aot
+from tests import aot, races
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
 from tests.pallas_kernels.decode_aot_cases import aot_cases
@@ -262,13 +262,11 @@ class TestRaces:
         ("query_len", "score", "by_warp"), [(1, {}, True), (2, {"window": (70, 0)}, False)]
     )
     def test_there_are_none(self, query_len, score, by_warp):
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
         tiles = Tiles(stages=2, ctas=6, by_warp=by_warp)
         out, _ = interpreted(*args, **kwargs, tiles=tiles, detect_races=True)
         out.block_until_ready()
-        assert not interpret_pallas_call.get_races().races_found
+        races.check_none_were_found()
 
 
 class TestSchedule:

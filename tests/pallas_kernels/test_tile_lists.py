@@ -15,7 +15,7 @@ from jattn.implementations.tile_lists import parts_of, why_not_lists
 from pallas_kernels.varlen_prefill import Schedule, Tiles, make_lists, varlen_prefill
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, PART_SHIFT, Words
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, sorted_places
-from tests import aot, contract
+from tests import aot, contract, races
 from tests.contract import FACTORS, Problem
 from tests.covering import covering_array
 from tests.pallas_kernels.sparse_aot_cases import aot_cases
@@ -266,8 +266,6 @@ def test_arguments_that_disagree_are_named(options, message):
 
 @pytest.mark.slow
 def test_warpgroups_do_not_race_over_lists():
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
     metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_part
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
@@ -278,4 +276,4 @@ def test_warpgroups_do_not_race_over_lists():
     )
     out, _ = jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask, sinks=None, alibi_slopes=None)
     out.block_until_ready()
-    assert not interpret_pallas_call.get_races().races_found
+    races.check_none_were_found()

@@ -16,7 +16,7 @@ from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, reference, varlen_prefill
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
-from tests import aot, contract
+from tests import aot, contract, races
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
 from tests.pallas_kernels.prefill_aot_cases import aot_cases
@@ -258,8 +258,6 @@ class TestRaces:
     @pytest.mark.parametrize("warpgroups", [2, 3])
     def test_there_are_none(self, warpgroups):
         """Of whole tiles: the detector takes the two views of the rows' buffer for two warpgroups' writes."""
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
         lens = [64 * warpgroups, 192 * warpgroups]
         draw = lambda seed, heads: jax.random.normal(
             jax.random.key(seed), (sum(lens), heads, 64), jnp.bfloat16
@@ -268,7 +266,7 @@ class TestRaces:
         args = draw(0, 2), draw(1, 1), draw(2, 1)
         out, _ = packed(lens, lens, *args, score=Score(scale=0.1), tiles=tiles, detect_races=True)
         out.block_until_ready()
-        assert not interpret_pallas_call.get_races().races_found
+        races.check_none_were_found()
 
 
 class TestSchedule:
