@@ -17,7 +17,7 @@ from pallas_kernels.shared.store import store_unoptimized
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 MIN_SCALE = 1e-6
-ROWS_AT_ONCE = 64  # that registers hold; a row is a token's head
+ROWS_AT_ONCE = 32  # of keys and of values, that registers hold; a row is a token's head
 # Adding it leaves the nearest integer, halves to even, in the low bits of a float32 below 2^22.
 ROUNDER = 1.5 * 2.0**23
 
@@ -105,15 +105,18 @@ def write_rows(
             for side, rows_g, rows_s in ((sides[0], key_g, key_s), (sides[1], value_g, value_s)):
                 plgpu.copy_gmem_to_smem(rows_g.at[token], side.token(rows_s, j), loaded, oob_mode=BULK)
         slots = [slots_g[token] for token in index]
-        plgpu.barrier_wait(loaded)
         writes = (
             (sides[0], key_s, key_q, key_scale_s, k_g, k_scale_g),
             (sides[1], value_s, value_q, value_scale_s, v_g, v_scale_g),
         )
-        for side, rows_s, rows_q, scale_s, _, scale_g in writes:
-            if side.dtype is not None:
-                round_rows(side, rows_s, rows_q, scale_s, scale_g)
-        if any(side.dtype is not None for side in sides):
+        to_round = [
+            (side, rows_s, rows_q, scale_s, None if side.has_token_scales or scale_g is None else scale_g[0])
+            for side, rows_s, rows_q, scale_s, _, scale_g in writes
+            if side.dtype is not None
+        ]
+        plgpu.barrier_wait(loaded)
+        if to_round:
+            round_rows(to_round)
             plgpu.commit_smem()
         for j, slot in enumerate(slots):
 
@@ -160,22 +163,40 @@ def row_layout(head_dim: int) -> tuple[Any, int]:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1), 4
 
 
-def round_rows(side: Side, rows_s: Any, rows_q: Any, scale_s: Any, scale_g: Any) -> None:
-    """A tile of rows to the cache's dtype. Rows without a token hold garbage, which nothing reads."""
-    count, head_dim = rows_s.shape
+def round_rows(writes: list[Any]) -> None:
+    """Tiles of rows to the caches' dtypes. Rows without a token hold garbage, which nothing reads.
+
+    Keys and values are loaded before either is stored, so that neither waits for the other.
+
+    Args:
+        writes: For each side that is rounded: the side, its rows and where they go in shared memory, where
+            their scales go, and its static scale.
+    """
+    count, head_dim = writes[0][1].shape  # of keys and values alike
     layout, _ = row_layout(head_dim)
-    is_int = side.dtype == jnp.int8
-    largest = 127.0 if is_int else float(jnp.finfo(side.dtype).max)
     for start in range(0, count, ROWS_AT_ONCE):
         here = pl.ds(start, min(ROWS_AT_ONCE, count - start))
-        x = plgpu.load(rows_s.at[here], layout=layout, optimized=False).astype(jnp.float32)
-        if side.has_token_scales:
-            scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
-            scale_s[here] = scale
-            x = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), layout)
-        else:
-            x = x if scale_g is None else x / scale_g[0]
-            x = jnp.clip(x, -128.0 if is_int else -largest, largest)
-        if is_int:
-            x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
-        store_unoptimized(rows_q.at[here], x.astype(side.dtype))
+        loaded = [plgpu.load(rows_s.at[here], layout=layout, optimized=False) for _, rows_s, *_ in writes]
+        done = [
+            rounded(side, x, scale_g, layout) for (side, *_, scale_g), x in zip(writes, loaded, strict=True)
+        ]
+        for (_, _, rows_q, scale_s, _), (x, scale) in zip(writes, done, strict=True):
+            store_unoptimized(rows_q.at[here], x)
+            if scale is not None:
+                scale_s[here] = scale
+
+
+def rounded(side: Side, x: Any, divisor: Any, layout: Any) -> tuple[Any, Any]:
+    """Rows [rows, head_dim] in the cache's dtype, and their scales [rows] if they are made here."""
+    is_int = side.dtype == jnp.int8
+    largest = 127.0 if is_int else float(jnp.finfo(side.dtype).max)
+    x, scale = x.astype(jnp.float32), None
+    if side.has_token_scales:
+        scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
+        x = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), layout)
+    else:
+        x = x if divisor is None else x / divisor
+        x = jnp.clip(x, -128.0 if is_int else -largest, largest)
+    if is_int:
+        x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
+    return x.astype(side.dtype), scale
