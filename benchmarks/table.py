@@ -22,16 +22,22 @@ def main(arguments: argparse.Namespace) -> None:
 
 def filled(readme: str) -> str:
     """The README with each table made anew from the files that its marker names."""
-    pattern = r"(<!-- decode: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
-    readme = re.sub(pattern, lambda m: m[1] + decode_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
-    pattern = r"(<!-- decode in 8 bits: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
-    readme = re.sub(pattern, lambda m: m[1] + eight_bit_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
-    pattern = r"(<!-- prefill: (\S+) beside (\S+) -->\n).*?(<!-- end -->)"
-    readme = re.sub(pattern, lambda m: m[1] + prefill_table(m[2], m[3]) + m[4], readme, flags=re.DOTALL)
-    pattern = r"(<!-- sparse: (\S+) -->\n).*?(<!-- end -->)"
-    readme = re.sub(pattern, lambda m: m[1] + sparse_table(m[2]) + m[3], readme, flags=re.DOTALL)
-    pattern = r"(<!-- quantization: (\S+) -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + quantization_table(m[2]) + m[3], readme, flags=re.DOTALL)
+    makers = {
+        "decode": decode_table,
+        "decode in 8 bits": eight_bit_table,
+        "prefill": prefill_table,
+        "sparse": sparse_table,
+        "graphs": graphs_table,
+        "write": write_table,
+        "quantization": quantization_table,
+    }
+    pattern = r"(<!-- ([^:\n]+): (\S+)(?: beside (\S+))? -->\n).*?(<!-- end -->)"
+
+    def made(match: re.Match[str]) -> str:
+        start, name, *files, end = match.groups()
+        return start + makers[name](*(file for file in files if file)) + end
+
+    return re.sub(pattern, made, readme, flags=re.DOTALL)
 
 
 def decode_table(file: str, beside: str) -> str:
@@ -131,6 +137,44 @@ def sparse_table(file: str) -> str:
             f"{row['of_ideal']:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def graphs_table(file: str) -> str:
+    """Steps of models against the sum of their kernels; an engine's rows have no such sum, and no place."""
+    rows = [row for row in _rows(file) if "kernel_sum_us" in row]
+    lines = [
+        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
+        "",
+        "| step | command buffers | kernels, us | in flight, us | in flight / kernels | waited for, us |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        kernels, flight = row["kernel_sum_us"], row["in_flight_us"]
+        has_buffers = "enable_command_buffer=" not in row["xla_flags"]
+        times = [f"{kernels:.0f}", f"{flight:.0f}", f"{flight / kernels:.2f}", f"{row['sync_us']:.0f}"]
+        lines.append("| " + " | ".join([row["name"], "yes" if has_buffers else "no", *times]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_table(file: str) -> str:
+    """Writes of one run, a row for each layout and number of tokens, the 16-bit write first."""
+    rows = _rows(file)
+    formats = list(dict.fromkeys(row["quantization"] for row in rows))
+    lines = [
+        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
+        "",
+        "| layout, tokens | 16 bits, us | " + " | ".join(name for name in formats if name) + " |",
+        "|---|" + "---|" * len(formats),
+    ]
+    for layout, tokens in dict.fromkeys((row["layout"], row["tokens"]) for row in rows):
+        us = {
+            row["quantization"]: row["us"]
+            for row in rows
+            if (row["layout"], row["tokens"]) == (layout, tokens)
+        }
+        cells = [f"{us[name]:.1f}" + (f" ({us[name] / us[None]:.2f})" if name else "") for name in formats]
+        lines.append("| " + " | ".join([f"{layout}, {tokens}", *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
