@@ -1,4 +1,4 @@
-"""One thread block moves a few tokens: bulk copies in, 8-bit rows rounded on the way, bulk copies out."""
+"""One thread block moves a few tokens: by bulk copies, or through registers where they become 8 bits."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_write.tiles import Tiles
@@ -17,7 +17,6 @@ from pallas_kernels.shared.store import store_unoptimized
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 MIN_SCALE = 1e-6
-ROWS_AT_ONCE = 32  # of keys and of values, that registers hold; a row is a token's head
 # Adding it leaves the nearest integer, halves to even, in the low bits of a float32 below 2^22.
 ROUNDER = 1.5 * 2.0**23
 
@@ -36,19 +35,16 @@ class Side:
     dtype: Any = None
     has_token_scales: bool = False
 
-    def scratch(self, rows: int, array: jax.Array) -> tuple[Any, Any, Any]:
-        """SMEM for what comes in, what goes out and the scales; None for what is not needed."""
-        if self.dtype is None:
-            return plgpu.SMEM((rows, *array.shape[1:]), array.dtype), None, None
-        _, unit = row_layout(array.shape[-1])
-        tile = -(-rows * self.heads // unit) * unit
-        shape = (tile, array.shape[-1])
-        scales = plgpu.SMEM((tile,), jnp.float32) if self.has_token_scales else None
-        return plgpu.SMEM(shape, array.dtype), plgpu.SMEM(shape, self.dtype), scales
+    def layout(self, head_dim: int) -> Any:
+        """Registers of a token's [heads, head_dim]."""
+        lanes = lanes_of(head_dim)
+        return row_layout(self.heads, lanes, math.gcd(head_dim // lanes, 4 if lanes == 32 else 1))
 
-    def token(self, ref: Any, j: int) -> Any:
-        """Token j of an SMEM buffer."""
-        return ref.at[j] if self.dtype is None else ref.at[pl.ds(j * self.heads, self.heads)]
+    def scratch(self, rows: int, array: jax.Array) -> tuple[Any, Any]:
+        """SMEM that leaves for the cache, and for the scales that are made here."""
+        scales = plgpu.SMEM((rows, self.heads, lanes_of(array.shape[-1])), jnp.float32)
+        new = plgpu.SMEM((rows, *array.shape[1:]), self.dtype or array.dtype)
+        return new, scales if self.has_token_scales else None
 
 
 def write_rows(
@@ -80,6 +76,7 @@ def write_rows(
         interpret: Interpret-mode parameters, or None for a GPU.
     """
     tokens, rows = slot_mapping.shape[0], tiles.rows
+    copies = rows * sum(side.dtype is None for side in sides)
 
     def body(  # type: ignore[no-untyped-def]
         key_g,  # [tokens, ...]
@@ -90,49 +87,50 @@ def write_rows(
         k_scale_g,  # None, [1], or [blocks, kv_heads, block_size], written in place
         v_scale_g,
         unused_g,
-        key_s,  # [rows, ...] or [tile, head_dim] in SMEM
-        key_q,  # [tile, head_dim] of the cache's dtype
-        key_scale_s,  # [tile]
+        key_s,  # [rows, ...] in SMEM, in the cache's dtype
+        key_scale_s,  # [rows, heads, lanes], each lane the same
         value_s,
-        value_q,
         value_scale_s,
         loaded,
     ):
         first = lax.axis_index("tile") * rows
         # The last tile loads its last token again rather than reading past the end.
         index = [jnp.minimum(first + j, tokens - 1) for j in range(rows)]
-        for j, token in enumerate(index):
-            for side, rows_g, rows_s in ((sides[0], key_g, key_s), (sides[1], value_g, value_s)):
-                plgpu.copy_gmem_to_smem(rows_g.at[token], side.token(rows_s, j), loaded, oob_mode=BULK)
-        slots = [slots_g[token] for token in index]
         writes = (
-            (sides[0], key_s, key_q, key_scale_s, k_g, k_scale_g),
-            (sides[1], value_s, value_q, value_scale_s, v_g, v_scale_g),
+            (sides[0], key_g, key_s, key_scale_s, k_g, k_scale_g),
+            (sides[1], value_g, value_s, value_scale_s, v_g, v_scale_g),
         )
-        to_round = [
-            (side, rows_s, rows_q, scale_s, None if side.has_token_scales or scale_g is None else scale_g[0])
-            for side, rows_s, rows_q, scale_s, _, scale_g in writes
-            if side.dtype is not None
-        ]
-        plgpu.barrier_wait(loaded)
-        if to_round:
-            round_rows(to_round)
+        rounded = []
+        for side, rows_g, rows_s, scale_s, _, scale_g in writes:
+            if side.dtype is None:
+                for j, token in enumerate(index):
+                    plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], loaded, oob_mode=BULK)
+            else:
+                layout = side.layout(rows_g.shape[-1])
+                new = [plgpu.load(rows_g.at[token], layout=layout, optimized=False) for token in index]
+                is_static = scale_g is not None and not side.has_token_scales
+                rounded.append((side, new, rows_s, scale_s, scale_g[0] if is_static else None))
+        slots = [slots_g[token] for token in index]
+        for side, new, rows_s, scale_s, divisor in rounded:
+            round_rows(side, new, rows_s, scale_s, divisor)
+        if rounded:
             plgpu.commit_smem()
+        if loaded is not None:
+            plgpu.barrier_wait(loaded)
         for j, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (first + j < tokens))
             def _store(j: int = j, slot: Any = slot) -> None:
                 block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-                for side, rows_s, rows_q, scale_s, cache_g, scale_g in writes:
-                    source = side.token(rows_s if side.dtype is None else rows_q, j)
+                for side, _, rows_s, scale_s, cache_g, scale_g in writes:
                     target = cache_g.at[(block, slice(None), offset) if is_hnd else slot]
-                    plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+                    plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
                     if side.has_token_scales:
                         for head in range(side.heads):
-                            scale_g[block, head, offset] = scale_s[j * side.heads + head]
+                            scale_g[block, head, offset] = scale_s[j, head, 0]
 
         plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     plgpu.kernel(
         body,
@@ -140,7 +138,7 @@ def write_rows(
         scratch_types=[
             *sides[0].scratch(rows, key),
             *sides[1].scratch(rows, value),
-            plgpu.Barrier(num_arrivals=2 * rows),
+            plgpu.Barrier(num_arrivals=copies) if copies else None,
         ],
         grid=(-(-tokens // rows),),
         grid_names=("tile",),
@@ -149,54 +147,53 @@ def write_rows(
     )(key, value, slot_mapping, *refs, *scales)
 
 
-def row_layout(head_dim: int) -> tuple[Any, int]:
-    """The layout in which rows are rounded, and the rows that it comes in.
+def lanes_of(head_dim: int) -> int:
+    """Lanes that share a head."""
+    return 8 if head_dim % 32 else 32
 
-    A warp has a row at a time, or four where 32 lanes cannot share a head: 16 rows a warp, as for matrix
-    products, are mostly padding for a few tokens (one token's 8 heads took 2.7 us, in 16 bits 1.4).
+
+def row_layout(heads: int, lanes: int, width: int) -> Any:
+    """Registers of [heads, lanes * width * n], a head a warp's own, or several warps' that hold the same.
+
+    A tile of matrix products, 16 heads a warp, would be mostly padding: a token's 8 heads took 2.7 us in it,
+    where the write in 16 bits takes 1.4.
     """
-    if head_dim % 32:
-        tiling = Tiling(((16, 8), (4, 8), (1,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1), 16
-    width = math.gcd(head_dim // 32, 4)
-    tiling = Tiling(((4, 32 * width), (width,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1), 4
+    warps = math.gcd(heads, 4)
+    twins = lambda count: () if count == 1 else (Replicated(count),)
+    return plgpu.Layout.TILED(
+        Tiling(((warps, lanes * width), (width,))),  # [warps, lanes, width]
+        warp_dims=(*twins(4 // warps), *(() if warps == 1 else (-3,))),
+        lane_dims=(*twins(32 // lanes), -2),
+        vector_dim=-1,
+    )
 
 
-def round_rows(writes: list[Any]) -> None:
-    """Tiles of rows to the caches' dtypes. Rows without a token hold garbage, which nothing reads.
-
-    Keys and values are loaded before either is stored, so that neither waits for the other.
+def round_rows(side: Side, new: list[Any], rows_s: Any, scale_s: Any, divisor: Any) -> None:
+    """Tokens' rows to the cache's dtype.
 
     Args:
-        writes: For each side that is rounded: the side, its rows and where they go in shared memory, where
-            their scales go, and its static scale.
+        side: How they are written.
+        new: Each token's [heads, head_dim].
+        rows_s: Where they go, [tokens, heads, head_dim] in shared memory.
+        scale_s: Where their scales go, [tokens, heads, lanes], if they are made here.
+        divisor: The static scale, if there is one.
     """
-    count, head_dim = writes[0][1].shape  # of keys and values alike
-    layout, _ = row_layout(head_dim)
-    for start in range(0, count, ROWS_AT_ONCE):
-        here = pl.ds(start, min(ROWS_AT_ONCE, count - start))
-        loaded = [plgpu.load(rows_s.at[here], layout=layout, optimized=False) for _, rows_s, *_ in writes]
-        done = [
-            rounded(side, x, scale_g, layout) for (side, *_, scale_g), x in zip(writes, loaded, strict=True)
-        ]
-        for (_, _, rows_q, scale_s, _), (x, scale) in zip(writes, done, strict=True):
-            store_unoptimized(rows_q.at[here], x)
-            if scale is not None:
-                scale_s[here] = scale
-
-
-def rounded(side: Side, x: Any, divisor: Any, layout: Any) -> tuple[Any, Any]:
-    """Rows [rows, head_dim] in the cache's dtype, and their scales [rows] if they are made here."""
     is_int = side.dtype == jnp.int8
     largest = 127.0 if is_int else float(jnp.finfo(side.dtype).max)
-    x, scale = x.astype(jnp.float32), None
-    if side.has_token_scales:
-        scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
-        x = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), layout)
-    else:
-        x = x if divisor is None else x / divisor
-        x = jnp.clip(x, -128.0 if is_int else -largest, largest)
-    if is_int:
-        x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
-    return x.astype(side.dtype), scale
+    heads, head_dim = rows_s.shape[1:]
+    layout, lanes = side.layout(head_dim), lanes_of(head_dim)
+    broadcast = lambda x, columns, layout: plgpu.layout_cast(
+        lax.broadcast_in_dim(x, (heads, columns), [0]), layout
+    )
+    for j, row in enumerate(new):
+        x = row.astype(jnp.float32)
+        if side.has_token_scales:
+            scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
+            scale_s[j] = broadcast(scale, lanes, row_layout(heads, lanes, 1))
+            x = x / broadcast(scale, head_dim, layout)
+        else:
+            x = x if divisor is None else x / divisor
+            x = jnp.clip(x, -128.0 if is_int else -largest, largest)
+        if is_int:
+            x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
+        store_unoptimized(rows_s.at[j], x.astype(side.dtype))

@@ -108,7 +108,7 @@ def aot_cases():
     """The writes that ship: both layouts, models' widths, one token and a long prompt; caches are donated."""
     shape = jax.ShapeDtypeStruct
     cases = {}
-    sizes = ((1, 8, 128), (64, 8, 64), (64, 32, 128), (8192, 8, 128), (33, 2, 256))
+    sizes = ((1, 8, 128), (64, 8, 64), (64, 32, 128), (8192, 8, 128), (33, 2, 256), (9, 8, 80), (9, 1, 128))
     for layout, (tokens, heads, dim) in itertools.product(("NHD", "HND"), sizes):
         per_block = (16, heads) if layout == "NHD" else (heads, 16)
         new, cache = (shape(s, jnp.bfloat16) for s in ((tokens, heads, dim), (100_000, *per_block, dim)))
