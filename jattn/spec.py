@@ -76,7 +76,8 @@ class AttentionSpec:
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
         query_quantization: "int8" or "fp8_e4m3": queries are rounded to it, with a scale per token and head,
-            before they meet keys that the cache holds in the same type. None = they stay as they are.
+            before they meet keys that the cache holds in the same type. None = they stay as they are. It
+            changes what is computed, not how fast: the kernels widen both to 16 bits.
     """
 
     num_q_heads: int

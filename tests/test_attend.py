@@ -47,12 +47,6 @@ class TestDispatch:
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
             choose_implementation("mosaic_gpu")
 
-    def test_rounded_queries_have_no_kernel(self):
-        problem = Problem(AttentionContract().plain_case(stored="int8_scalar", query_quantization="int8"))
-        metadata = problem.metadata
-        reason = mosaic_gpu.why_not(jnp.asarray(problem.query), problem.kv, metadata, problem.spec)
-        assert reason == "there is no kernel for queries rounded to int8"
-
     def test_unknown_name_is_refused(self):
         with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
             choose_implementation("triton")
@@ -192,6 +186,14 @@ class TestKernels:
     def test_a_prompt_over_an_8_bit_cache(self, stored, kv):
         problem = Problem(self.case | {"region": "chunked", "stored": stored, "kv": kv, "window": (9, None)})
         problem.check(*self.run(problem))
+
+    @pytest.mark.parametrize(("stored", "query"), [("int8_token_head", "int8"), ("fp8_head", "fp8_e4m3")])
+    def test_rounded_queries(self, stored, query):
+        problem = Problem(self.case | {"stored": stored, "query_quantization": query})
+        rounded = self.run(problem)
+        problem.check(*rounded)
+        problem.spec = dataclasses.replace(problem.spec, query_quantization=None)
+        assert (np.asarray(self.run(problem)[0]) != np.asarray(rounded[0])).any()
 
     def test_too_much_to_read_is_declined_by_name(self, monkeypatch):
         problem = Problem(self.case | {"region": "chunked", "stored": "int8_token_head"})

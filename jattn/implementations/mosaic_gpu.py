@@ -14,7 +14,8 @@ from jattn.implementations import block_lists, tile_lists
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
-from jattn.spec import AttentionSpec
+from jattn.quantize import quantize_token_head
+from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
@@ -75,8 +76,6 @@ def why_not(
         spec: The layer.
         mask: What it masks besides.
     """
-    if spec.query_quantization is not None:
-        return f"there is no kernel for queries rounded to {spec.query_quantization}"
     if mask is not None:
         is_packed = isinstance(kv, PackedKV)
         if isinstance(kv, PagedCache) and _listed_block_size(metadata, spec, mask) is not None:
@@ -166,6 +165,8 @@ def attend(
         return_lse: Whether the log-sum-exp is wanted; None comes back where the kernel can do without.
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
+    if spec.query_quantization is not None:
+        query, spec = _rounded(query, spec), dataclasses.replace(spec, query_quantization=None)
     per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     if mask is not None and isinstance(kv, PagedCache):
         size = _listed_block_size(metadata, spec, mask)
@@ -218,6 +219,12 @@ def attend(
         interpret=interpret,
         **per_head,
     )
+
+
+def _rounded(query: Array, spec: AttentionSpec) -> Array:
+    """Queries as they are after rounding to 8 bits, in 16 bits again, in which the kernels multiply."""
+    stored, scale = quantize_token_head(query, QUERY_DTYPES[spec.query_quantization])
+    return (stored.astype(jnp.float32) * scale[..., None]).astype(query.dtype)
 
 
 def _decode(
