@@ -1,6 +1,7 @@
 """One thread block moves a few tokens: by bulk copies, or through registers where they become 8 bits."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -35,16 +36,9 @@ class Side:
     dtype: Any = None
     has_token_scales: bool = False
 
-    def layout(self, head_dim: int) -> Any:
-        """Registers of a token's [heads, head_dim]."""
-        lanes = lanes_of(head_dim)
-        return row_layout(self.heads, lanes, math.gcd(head_dim // lanes, 4 if lanes == 32 else 1))
-
-    def scratch(self, rows: int, array: jax.Array) -> tuple[Any, Any]:
-        """SMEM that leaves for the cache, and for the scales that are made here."""
-        scales = plgpu.SMEM((rows, self.heads, lanes_of(array.shape[-1])), jnp.float32)
-        new = plgpu.SMEM((rows, *array.shape[1:]), self.dtype or array.dtype)
-        return new, scales if self.has_token_scales else None
+    def smem(self, rows: int, array: jax.Array) -> Any:
+        """What leaves for the cache."""
+        return plgpu.SMEM((rows, *array.shape[1:]), self.dtype or array.dtype)
 
 
 def write_rows(
@@ -88,46 +82,45 @@ def write_rows(
         v_scale_g,
         unused_g,
         key_s,  # [rows, ...] in SMEM, in the cache's dtype
-        key_scale_s,  # [rows, heads, lanes], each lane the same
         value_s,
-        value_scale_s,
         loaded,
     ):
         first = lax.axis_index("tile") * rows
         # The last tile loads its last token again rather than reading past the end.
         index = [jnp.minimum(first + j, tokens - 1) for j in range(rows)]
-        writes = (
-            (sides[0], key_g, key_s, key_scale_s, k_g, k_scale_g),
-            (sides[1], value_g, value_s, value_scale_s, v_g, v_scale_g),
-        )
-        rounded = []
-        for side, rows_g, rows_s, scale_s, _, scale_g in writes:
+        reads = ((sides[0], key_g, key_s, k_scale_g), (sides[1], value_g, value_s, v_scale_g))
+        new: list[list[Any]] = []  # all that is read is on its way before anything is computed
+        divisors = []
+        for side, rows_g, rows_s, scale_g in reads:
             if side.dtype is None:
                 for j, token in enumerate(index):
                     plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], loaded, oob_mode=BULK)
+                new.append([])
             else:
-                layout = side.layout(rows_g.shape[-1])
-                new = [plgpu.load(rows_g.at[token], layout=layout, optimized=False) for token in index]
-                is_static = scale_g is not None and not side.has_token_scales
-                rounded.append((side, new, rows_s, scale_s, scale_g[0] if is_static else None))
+                load = functools.partial(plgpu.load, layout=row_layout(*rows_g.shape[1:]), optimized=False)
+                new.append([load(rows_g.at[token]) for token in index])
+            is_static = scale_g is not None and not side.has_token_scales
+            divisors.append(scale_g[0] if is_static else None)
         slots = [slots_g[token] for token in index]
-        for side, new, rows_s, scale_s, divisor in rounded:
-            round_rows(side, new, rows_s, scale_s, divisor)
-        if rounded:
+        made = [
+            [round_rows(side, row, divisor, rows_s.at[j]) for j, row in enumerate(rows_of_side)]
+            for (side, _, rows_s, _), rows_of_side, divisor in zip(reads, new, divisors, strict=True)
+        ]
+        if any(made):
             plgpu.commit_smem()
         if loaded is not None:
             plgpu.barrier_wait(loaded)
+        writes = list(zip(sides, (key_s, value_s), (k_g, v_g), made, (k_scale_g, v_scale_g), strict=True))
         for j, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (first + j < tokens))
             def _store(j: int = j, slot: Any = slot) -> None:
                 block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-                for side, _, rows_s, scale_s, cache_g, scale_g in writes:
+                for side, rows_s, cache_g, scales, scale_g in writes:
                     target = cache_g.at[(block, slice(None), offset) if is_hnd else slot]
                     plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
                     if side.has_token_scales:
-                        for head in range(side.heads):
-                            scale_g[block, head, offset] = scale_s[j, head, 0]
+                        store_unoptimized(scale_g.at[block, slice(None), offset], scales[j])
 
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -136,8 +129,8 @@ def write_rows(
         body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output
         scratch_types=[
-            *sides[0].scratch(rows, key),
-            *sides[1].scratch(rows, value),
+            sides[0].smem(rows, key),
+            sides[1].smem(rows, value),
             plgpu.Barrier(num_arrivals=copies) if copies else None,
         ],
         grid=(-(-tokens // rows),),
@@ -147,18 +140,14 @@ def write_rows(
     )(key, value, slot_mapping, *refs, *scales)
 
 
-def lanes_of(head_dim: int) -> int:
-    """Lanes that share a head."""
-    return 8 if head_dim % 32 else 32
-
-
-def row_layout(heads: int, lanes: int, width: int) -> Any:
-    """Registers of [heads, lanes * width * n], a head a warp's own, or several warps' that hold the same.
+def row_layout(heads: int, head_dim: int) -> Any:
+    """Registers of a token's heads, a head a warp's own, or several warps' that hold the same.
 
     A tile of matrix products, 16 heads a warp, would be mostly padding: a token's 8 heads took 2.7 us in it,
     where the write in 16 bits takes 1.4.
     """
-    warps = math.gcd(heads, 4)
+    lanes = 8 if head_dim % 32 else 32
+    width, warps = math.gcd(head_dim // lanes, lanes // 8), math.gcd(heads, 4)
     twins = lambda count: () if count == 1 else (Replicated(count),)
     return plgpu.Layout.TILED(
         Tiling(((warps, lanes * width), (width,))),  # [warps, lanes, width]
@@ -168,32 +157,28 @@ def row_layout(heads: int, lanes: int, width: int) -> Any:
     )
 
 
-def round_rows(side: Side, new: list[Any], rows_s: Any, scale_s: Any, divisor: Any) -> None:
-    """Tokens' rows to the cache's dtype.
+def round_rows(side: Side, row: Any, divisor: Any, target: Any) -> Any:
+    """A token's [heads, head_dim] to the cache's dtype, into shared memory.
 
     Args:
-        side: How they are written.
-        new: Each token's [heads, head_dim].
-        rows_s: Where they go, [tokens, heads, head_dim] in shared memory.
-        scale_s: Where their scales go, [tokens, heads, lanes], if they are made here.
+        side: How it is written.
+        row: In registers.
         divisor: The static scale, if there is one.
+        target: Where it goes.
+
+    Returns:
+        The heads' scales, if they are made here.
     """
     is_int = side.dtype == jnp.int8
     largest = 127.0 if is_int else float(jnp.finfo(side.dtype).max)
-    heads, head_dim = rows_s.shape[1:]
-    layout, lanes = side.layout(head_dim), lanes_of(head_dim)
-    broadcast = lambda x, columns, layout: plgpu.layout_cast(
-        lax.broadcast_in_dim(x, (heads, columns), [0]), layout
-    )
-    for j, row in enumerate(new):
-        x = row.astype(jnp.float32)
-        if side.has_token_scales:
-            scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
-            scale_s[j] = broadcast(scale, lanes, row_layout(heads, lanes, 1))
-            x = x / broadcast(scale, head_dim, layout)
-        else:
-            x = x if divisor is None else x / divisor
-            x = jnp.clip(x, -128.0 if is_int else -largest, largest)
-        if is_int:
-            x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
-        store_unoptimized(rows_s.at[j], x.astype(side.dtype))
+    x, scale = row.astype(jnp.float32), None
+    if side.has_token_scales:
+        scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
+        x = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), row_layout(*x.shape))
+    else:
+        x = x if divisor is None else x / divisor
+        x = jnp.clip(x, -128.0 if is_int else -largest, largest)
+    if is_int:
+        x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
+    store_unoptimized(target, x.astype(side.dtype))
+    return scale
