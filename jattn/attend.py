@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, reference, xla
+from jattn.implementations.region_plans import RegionPlan
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.plan import Plan
@@ -144,7 +145,9 @@ def _attend_region(
     }
     name = choose_implementation(implementation, reasons)
     if name == "mosaic_gpu":
-        plans: tuple[mosaic_gpu.RegionPlan, ...] = () if plan is None else (*plan.decode, *plan.prefill)
+        plans: tuple[RegionPlan, ...] = ()
+        if plan is not None:
+            plans = plan.decode if metadata.bucket.max_decodes else plan.prefill
         return mosaic_gpu.attend(
             query, kv, metadata, spec, plans=plans, mask=mask, return_lse=return_lse, **per_head
         )
@@ -190,6 +193,11 @@ def choose_implementation(
     raise unsupported("attend", "; ".join(declined), "Leave implementation=None or ask for 'xla'")
 
 
+def _listed(plan: Plan | None) -> str:
+    """The masks of the layers that a plan was made for."""
+    return ", ".join(map(str, () if plan is None else plan.sparsity))
+
+
 def _check(
     query: Array,
     cache: PagedCache | PackedKV,
@@ -214,6 +222,12 @@ def _check(
         "plan.bucket",
         f"be {metadata.bucket}",
         plan and plan.bucket,
+    )
+    require(
+        plan is None or spec.sparsity is None or spec.sparsity in plan.sparsity,
+        "spec.sparsity",
+        f"be that of a layer the plan was made for ({_listed(plan)})",
+        spec.sparsity,
     )
     require(
         QUERY_DTYPES[spec.query_quantization] in (None, cache.k.dtype),

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jattn.implementations.mosaic_gpu import DecodePlan, PrefillPlan, plan_decode, plan_prefill
+from jattn.implementations.mosaic_gpu import plan_decode, plan_prefill
+from jattn.implementations.region_plans import RegionPlan
 from jattn.implementations.tiles import QueryTiles, prefill_tiles
+from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
@@ -15,20 +17,22 @@ from pallas_kernels.checks import require
 
 @pytree
 class Plan:
-    """A step's schedule.
+    """A step's schedule, and which keys are visited under the sparse masks of its layers.
 
     Attributes:
-        decode: The decode kernel's schedules, one for each kind of layer; none without a decode region or
-            without a kernel here.
-        prefill: The same of the prefill kernel.
+        decode: The decode region's schedules and lists, one for each kind of layer; none without a decode
+            region or without a kernel here.
+        prefill: The same of the prefill region.
         query_tiles: The prefill region's tiles for XLA; None where the bucket has none.
         bucket: Static: the bucket that it was made for.
+        sparsity: Static: the masks of the layers that it was made for, None among them.
     """
 
-    decode: tuple[DecodePlan, ...]
-    prefill: tuple[PrefillPlan, ...]
+    decode: tuple[RegionPlan, ...]
+    prefill: tuple[RegionPlan, ...]
     query_tiles: QueryTiles | None
     bucket: Bucket = static()
+    sparsity: tuple[Mask | None, ...] = static()
 
 
 def plan(
@@ -40,8 +44,8 @@ def plan(
 
     Args:
         metadata: The step's metadata.
-        spec: A layer, or the layers of a model. Layers that see the same keys share a schedule; one whose
-            heads or mask are in none of these schedules itself.
+        spec: A layer, or the layers of a model. Layers that see the same keys share a schedule, and those of
+            one `sparsity` its lists; one whose heads or window are in none of these schedules itself.
         cache_spec: Checked against the others where given.
 
     Raises:
@@ -53,20 +57,20 @@ def plan(
         for one in specs:
             _check_cache(metadata, one, cache_spec)
     bucket = metadata.bucket
-    decode: dict[object, DecodePlan] = {}
-    prefill: dict[object, PrefillPlan] = {}
+    decode: dict[object, RegionPlan] = {}
+    prefill: dict[object, RegionPlan] = {}
     if support.why_not(platform=jax.default_backend()) is None:
-        for one in specs if bucket.max_decodes else ():
-            for made in plan_decode(metadata.decode_part, one):
-                decode.setdefault((made.layer, made.spans), made)
-        for one in specs if bucket.max_prefill_tokens else ():
-            for each in plan_prefill(metadata.prefill_part, one):
-                prefill.setdefault((each.mask, each.tiles), each)
+        for one in specs:
+            for made in plan_decode(metadata.decode_part, one) if bucket.max_decodes else ():
+                decode.setdefault(made.key, made)
+            for each in plan_prefill(metadata.prefill_part, one) if bucket.max_prefill_tokens else ():
+                prefill.setdefault(each.key, each)
     return Plan(
         decode=tuple(decode.values()),
         prefill=tuple(prefill.values()),
         query_tiles=prefill_tiles(metadata.prefill_part) if bucket.max_prefill_tokens > 0 else None,
         bucket=bucket,
+        sparsity=tuple(dict.fromkeys(one.sparsity for one in specs)),
     )
 
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.attend import choose_implementation
-from jattn.implementations import mosaic_gpu
+from jattn.implementations import block_lists, mosaic_gpu, region_plans, tile_lists
 from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
@@ -106,7 +106,8 @@ class TestDispatch:
             (64, [1], {}, True),
             (20, [1], {}, False),
             (64, [5], {}, False),
-            (64, [1], {"sparsity": jattn.LocalStrided()}, False),
+            (64, [1], {"sparsity": jattn.LocalStrided()}, True),
+            (20, [1], {"sparsity": jattn.LocalStrided()}, False),
         ],
     )
     def test_a_plan_schedules_a_kernel_only_where_there_is_one(
@@ -116,6 +117,15 @@ class TestDispatch:
         spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=head_dim, **change)
         metadata = jattn.build_batch_metadata(query_lens, [9], [[1, 2]], block_size=8)
         assert bool(jattn.plan(metadata, spec).decode) == has_schedule
+
+    def test_a_plan_without_a_layer_s_mask_is_refused(self):
+        problem = self.problem()
+        planned = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=8))
+        plan = jattn.plan(problem.metadata, [problem.spec, planned])
+        other = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=4))
+        message = r"spec.sparsity must be .* the plan was made for \(None, LocalStrided\(block_size=8.*size=4"
+        with pytest.raises(ValueError, match=message):
+            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, other, plan)
 
     def test_a_plan_for_another_cache_is_refused(self):
         problem = self.problem()
@@ -141,7 +151,7 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
-        kernels = mosaic_gpu.decode_kernel, mosaic_gpu.prefill_kernel
+        kernels = region_plans.decode_kernel, region_plans.prefill_kernel
         decode, prefill = (kernel.Tiles(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_tiles", lambda *args, **kwargs: decode)
         monkeypatch.setattr(kernels[1], "tiles_for", lambda *args, **kwargs: prefill)
@@ -216,6 +226,53 @@ class TestKernels:
         monkeypatch.setattr(mosaic_gpu, "paged_decode", spy)
         problem.check(*self.run(problem))
         assert listed == [16]
+
+    @pytest.mark.parametrize("is_alike", [True, False])
+    def test_a_plan_holds_the_lists_of_all_layers_of_a_mask(self, monkeypatch, is_alike):
+        """In decode lists of blocks where a kv head's query heads see the same, else lists of tiles."""
+        sparsity = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2, homo_head_group=is_alike)
+        problem = Problem(self.case | {"sinks": False, "alibi": None})
+        problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
+        given = []
+
+        def kernel(query, *_, schedule, lists=None, block_list=None, **__):
+            given.append((schedule, lists, block_list))
+            return query, jnp.zeros(query.shape[1::-1])
+
+        def taken(plan):
+            given.clear()
+            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, plan)
+            return tuple(given)
+
+        for name in ("paged_decode", "varlen_prefill"):
+            monkeypatch.setattr(mosaic_gpu, name, kernel)
+        without = jax.jit(taken)(None)
+        plan = jattn.plan(problem.metadata, problem.spec)
+        for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
+            monkeypatch.delattr(module, makes)
+        (_, *in_decode), (_, *in_prefill) = planned = taken(plan)
+        assert [x is None for x in (*in_decode, *in_prefill)] == [is_alike, not is_alike, False, True]
+        for a, b in zip(jax.tree.leaves(without), jax.tree.leaves(planned), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    def test_layers_of_a_step_make_their_lists_once(self):
+        sparsity = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2, homo_head=True)
+        problem = Problem(self.case)
+        spec = dataclasses.replace(problem.spec, sparsity=sparsity)
+
+        def step(query, cache, metadata, num_layers):
+            capped = dataclasses.replace(spec, soft_cap=5.0)
+            plan = jattn.plan(metadata, [spec, capped])
+            for layer in range(num_layers):
+                query = jattn.attend(query, cache, metadata, (spec, capped)[layer % 2], plan)
+            return query
+
+        arguments = jnp.asarray(problem.query), problem.kv, problem.metadata
+        sorts = [
+            jax.jit(step, static_argnums=3).lower(*arguments, num_layers).as_text().count("stablehlo.sort")
+            for num_layers in (1, 3)
+        ]
+        assert sorts == [2, 2]  # a region each: lists are made by sorting where there is no GPU
 
     def test_layers_of_one_mask_share_a_schedule(self):
         problem = Problem(self.case)

@@ -85,7 +85,16 @@ def test_the_xla_path_meets_float64_on_a_gpu():
         problem.check(*contract.attend(problem))
 
 
-@pytest.mark.parametrize("case", [{}, {"kv": "HND", "soft_cap": 5.0}, {"window": (9, None), "sinks": True}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"kv": "HND", "soft_cap": 5.0},
+        {"window": (9, None), "sinks": True},
+        {"sparsity": "strided"},
+        {"sparsity": "group"},
+    ],
+)
 @pytest.mark.parametrize("kv", ["cache", "no_cache"])
 def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
     changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True} | case

@@ -8,9 +8,9 @@ from jattn.masks import And, BlockMask, LocalStrided, Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.sparsity.schedule import coverage_of_tiles
 from jattn.spec import AttentionSpec
+from pallas_kernels.list_tiles import codes_of, list_tiles
 from pallas_kernels.paged_decode import BlockList
 from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
-from pallas_kernels.varlen_prefill.lists import Words
 
 
 def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) -> int | str:
@@ -62,6 +62,5 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
         is_inside_blocks=True,
     )
     some = coverage.some[:, ::group]  # neighbours see the same
-    words = Words.of(some)
-    _, counts = words.counts()
-    return BlockList(ids=words.written().reshape(some.shape), counts=counts)
+    listed = list_tiles(codes_of(some, some).reshape(-1, some.shape[-1]))
+    return BlockList(ids=listed.entries.reshape(some.shape), counts=listed.num_full.reshape(some.shape[:2]))

@@ -10,54 +10,29 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache, has_token_axis
-from jattn.implementations import block_lists, tile_lists
+from jattn.implementations import tile_lists
+from jattn.implementations.region_plans import (
+    DecodePlan,
+    PrefillPlan,
+    RegionPlan,
+    decode_plan,
+    decode_tiles,
+    listed_block_size,
+    prefill_plan,
+    score_of,
+    sparse_tiles,
+)
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
-from jattn.pytree import pytree, static
 from jattn.quantize import quantize_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
-from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.paged_decode import paged_decode
-from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import varlen_prefill
 
 MAX_READ_BYTES = 2**31  # memory that a step may take for an 8-bit cache's keys and values in 16 bits
-
-
-@pytree
-class DecodePlan:
-    """paged_decode's schedule, for every layer with the heads and the mask that it was made for.
-
-    Attributes:
-        schedule: Who computes what.
-        layer: Static: heads, and the mask that shortens the requests' ranges of keys.
-        spans: Static: what of the kernel's sizes the schedule depends on.
-    """
-
-    schedule: decode_kernel.Schedule
-    layer: tuple[Any, ...] = static()
-    spans: tuple[int, ...] = static()
-
-
-@pytree
-class PrefillPlan:
-    """varlen_prefill's schedule over a paged cache, for every layer with the mask that it was made for.
-
-    Attributes:
-        schedule: The tiles of queries, longest first.
-        mask: Static: what says how long a tile takes.
-        tiles: Static: the kernel's sizes.
-    """
-
-    schedule: prefill_kernel.Schedule
-    mask: tuple[Any, ...] = static()
-    tiles: prefill_kernel.Tiles = static()
-
-
-type RegionPlan = DecodePlan | PrefillPlan
 
 
 def why_not(
@@ -78,7 +53,7 @@ def why_not(
     """
     if mask is not None:
         is_packed = isinstance(kv, PackedKV)
-        if isinstance(kv, PagedCache) and _listed_block_size(metadata, spec, mask) is not None:
+        if isinstance(kv, PagedCache) and listed_block_size(metadata, spec, mask) is not None:
             return _why_not_decode(query.dtype, kv, metadata, spec)
         reason = _why_not_prefill(query.dtype, kv, metadata, spec)
         return reason or tile_lists.why_not_lists(mask, sparse_tiles(spec, mask), is_packed=is_packed)
@@ -88,8 +63,8 @@ def why_not(
     return _why_not_decode(query.dtype, kv, metadata, spec)
 
 
-def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[DecodePlan, ...]:
-    """Schedules the decode region of a step, once for each of the tiles that a layer of this spec may want.
+def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[RegionPlan, ...]:
+    """Plans the decode region of a step, once for each of the tiles that a layer of this spec may want.
 
     Which it wants depends on how its cache is stored; inside a jit the others cost nothing. Traced.
 
@@ -97,22 +72,21 @@ def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[DecodePla
         metadata: The region as a step of its own.
         spec: The layer, or one with the same heads and mask.
     """
-    if (
-        not metadata.bucket.max_decodes
-        or spec.sparsity is not None
-        or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None
-    ):
+    mask = spec.sparsity
+    if mask is not None and listed_block_size(metadata, spec, mask) is None:
+        return _plan_lists_of_tiles(metadata, spec, mask)
+    if not metadata.bucket.max_decodes or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None:
         return ()
-    plans: dict[object, DecodePlan] = {}
+    plans: tuple[DecodePlan, ...] = ()
     for dtypes in ((jnp.bfloat16, jnp.bfloat16), (jnp.int8, jnp.bfloat16), (jnp.int8, jnp.int8)):
         if support.why_not_head(spec.head_dim, dtypes) is None:
-            tiles = _decode_tiles(metadata, spec, dtypes)
-            plans.setdefault(tiles.spans, _decode_plan(metadata, spec, tiles))
-    return tuple(plans.values())
+            plan = decode_plan(metadata, spec, dtypes, mask=mask, plans=plans)
+            plans += () if plan in plans else (plan,)
+    return plans
 
 
 def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillPlan, ...]:
-    """Schedules the prefill region of a step, once for each of the tiles that a layer of this spec may want.
+    """Plans the prefill region of a step, once for each of the tiles that a layer of this spec may want.
 
     Which it wants depends on what only the call knows (sinks, slopes); inside a jit the others cost nothing.
 
@@ -120,22 +94,22 @@ def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillP
         metadata: The region as a step of its own.
         spec: The layer, or one with the same mask.
     """
-    if spec.sparsity is not None or _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
+    if spec.sparsity is not None:
+        return _plan_lists_of_tiles(metadata, spec, spec.sparsity)
+    if _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
         return ()
     wanted = {_prefill_tiles(spec, metadata.block_size, has_per_head=has) for has in (False, True)}
-    return tuple(_prefill_plan(metadata, spec, tiles) for tiles in sorted(wanted, key=str))
+    return tuple(prefill_plan(metadata, spec, tiles) for tiles in sorted(wanted, key=str))
 
 
-def score_of(spec: AttentionSpec) -> Score:
-    """The part of a spec that kernels compute scores by."""
-    return Score(
-        scale=spec.softmax_scale,
-        causal=spec.causal,
-        window=spec.window or (None, None),
-        chunk_size=spec.chunk_size,
-        soft_cap=spec.soft_cap,
-        sqrt_alibi=spec.sqrt_alibi,
-    )
+def _plan_lists_of_tiles(metadata: BatchMetadata, spec: AttentionSpec, mask: Mask) -> tuple[PrefillPlan, ...]:
+    """Plans a region that varlen_prefill serves over lists, if it does."""
+    has_cache = metadata.block_table.shape[1] > 0
+    if not has_cache or _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
+        return ()
+    tiles = sparse_tiles(spec, mask)
+    is_served = tile_lists.why_not_lists(mask, tiles, is_packed=False) is None
+    return (prefill_plan(metadata, spec, tiles, mask=mask),) if is_served else ()
 
 
 def attend(
@@ -168,16 +142,12 @@ def attend(
     if spec.query_quantization is not None:
         query, spec = _rounded(query, spec), dataclasses.replace(spec, query_quantization=None)
     per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    if mask is not None and isinstance(kv, PagedCache):
-        size = _listed_block_size(metadata, spec, mask)
-        if size is not None:
-            blocks = block_lists.block_list(mask, spec, metadata, size)
-            options = {"block_list": blocks, "list_block_size": size, "interpret": interpret}
-            return _decode(query, kv, metadata, spec, **options, **per_head)
+    in_decode: dict[str, Any] = {"mask": mask, "plans": plans, "interpret": interpret}
     if mask is not None:
-        return _attend_sparsely(
-            query, kv, metadata, spec, mask, return_lse=return_lse, interpret=interpret, **per_head
-        )
+        if isinstance(kv, PagedCache) and listed_block_size(metadata, spec, mask) is not None:
+            return _decode(query, kv, metadata, spec, **in_decode, **per_head)
+        options = {"plans": plans, "return_lse": return_lse, "interpret": interpret}
+        return _attend_sparsely(query, kv, metadata, spec, mask, **options, **per_head)
     if isinstance(kv, PackedKV):
         return varlen_prefill(
             query,
@@ -191,30 +161,26 @@ def attend(
             interpret=interpret,
             **per_head,
         )
-    k, v = jnp.asarray(kv.k), jnp.asarray(kv.v)
     if metadata.bucket.max_decodes and _why_not_decode(query.dtype, kv, metadata, spec) is None:
-        tiles = _decode_tiles(metadata, spec, (k.dtype, v.dtype))
-        options = {"schedule": _decode_plan(metadata, spec, tiles, plans).schedule, "interpret": interpret}
-        return _decode(query, kv, metadata, spec, **options, **per_head)
+        return _decode(query, kv, metadata, spec, **in_decode, **per_head)
     if _is_stored_otherwise(kv, query.dtype):
         packed = _read(kv, metadata, spec, query.dtype, interpret)
         options = {"return_lse": return_lse, "interpret": interpret}
         return attend(query, packed, metadata, spec, **per_head, **options)
     has_per_head = sinks is not None or alibi_slopes is not None
-    prefill_plan = _prefill_plan(
-        metadata, spec, _prefill_tiles(spec, kv.block_size, has_per_head=has_per_head), plans
-    )
+    tiles = _prefill_tiles(spec, kv.block_size, has_per_head=has_per_head)
+    plan = prefill_plan(metadata, spec, tiles, plans=plans)
     return varlen_prefill(
         query,
-        k,
-        v,
+        jnp.asarray(kv.k),
+        jnp.asarray(kv.v),
         metadata.query_start_loc,
         metadata.seq_lens,
         block_table=metadata.block_table,
         layout=kv.layout,
         score=score_of(spec),
-        schedule=prefill_plan.schedule,
-        tiles=prefill_plan.tiles,
+        schedule=plan.schedule,
+        tiles=tiles,
         return_lse=return_lse,
         interpret=interpret,
         **per_head,
@@ -228,10 +194,19 @@ def _rounded(query: Array, spec: AttentionSpec) -> Array:
 
 
 def _decode(
-    query: Array, kv: PagedCache, metadata: BatchMetadata, spec: AttentionSpec, **options: Any
+    query: Array,
+    kv: PagedCache,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    *,
+    mask: Mask | None,
+    plans: Sequence[RegionPlan],
+    **options: Any,
 ) -> tuple[Array, Array]:
     """A decode region by paged_decode."""
     k, v = jnp.asarray(kv.k), jnp.asarray(kv.v)
+    dtypes = k.dtype, v.dtype
+    plan = decode_plan(metadata, spec, dtypes, mask=mask, plans=plans)
     return paged_decode(
         query,
         k,
@@ -243,17 +218,12 @@ def _decode(
         decode_query_len=metadata.bucket.decode_query_len,
         k_scale=_as_jax(kv.stored_k_scale),
         v_scale=_as_jax(kv.stored_v_scale),
-        tiles=_decode_tiles(metadata, spec, (k.dtype, v.dtype)),
+        block_list=plan.block_list,
+        list_block_size=plan.list_block_size,
+        schedule=plan.schedule,
+        tiles=decode_tiles(metadata, spec, dtypes),
         **options,
     )
-
-
-def _listed_block_size(metadata: BatchMetadata, spec: AttentionSpec, mask: Mask) -> int | None:
-    """Keys of a block where paged_decode walks through lists of a mask's blocks; None where it does not."""
-    if not metadata.bucket.max_decodes:
-        return None
-    size = block_lists.list_block_size(mask, spec, metadata)
-    return size if isinstance(size, int) else None
 
 
 def _attend_sparsely(
@@ -262,10 +232,12 @@ def _attend_sparsely(
     metadata: BatchMetadata,
     spec: AttentionSpec,
     mask: Mask,
+    *,
+    plans: Sequence[RegionPlan],
     **options: Any,
 ) -> tuple[Array, Array | None]:
     """A region under a mask: varlen_prefill over lists of tiles."""
-    tiles, score = sparse_tiles(spec, mask), score_of(spec)
+    tiles = sparse_tiles(spec, mask)
     where: dict[str, Any]
     max_seq_len = metadata.block_table.shape[1] * metadata.block_size
     if isinstance(kv, PackedKV):
@@ -276,23 +248,9 @@ def _attend_sparsely(
         where = {"kv_start_loc": kv.kv_start_loc}
     else:
         where = {"block_table": metadata.block_table, "layout": kv.layout}
-    schedule = prefill_kernel.make_schedule(
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        where.get("kv_start_loc"),
-        num_tokens=metadata.bucket.max_tokens,
-        score=score,
-        tiles=tiles,
-    )
-    is_prefill = metadata.bucket.max_decodes == 0
-    lists = tile_lists.tile_lists(
-        mask,
-        spec,
-        schedule,
-        tiles,
-        max_seq_len=max_seq_len,
-        is_packed=isinstance(kv, PackedKV),
-        is_prefill=is_prefill,
+    starts = where.get("kv_start_loc")
+    plan = prefill_plan(
+        metadata, spec, tiles, mask=mask, plans=plans, kv_start_loc=starts, max_seq_len=max_seq_len
     )
     return varlen_prefill(
         query,
@@ -300,79 +258,14 @@ def _attend_sparsely(
         jnp.asarray(kv.v),
         metadata.query_start_loc,
         metadata.seq_lens,
-        score=score,
-        schedule=schedule,
-        lists=lists,
+        score=score_of(spec),
+        schedule=plan.schedule,
+        lists=plan.lists,
         tiles=tiles,
-        **tile_lists.kernel_mask(mask, spec, is_prefill=is_prefill),
+        **tile_lists.kernel_mask(mask, spec, is_prefill=metadata.bucket.max_decodes == 0),
         **where,
         **options,
     )
-
-
-def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
-    """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
-    tiles = prefill_kernel.default_tiles(spec.head_dim, is_plain=False)
-    if tiles.tile_kv == 128:
-        narrow = dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
-        if tile_lists.has_narrow_queries(mask, tiles.tile_q):
-            return dataclasses.replace(narrow, teams=narrow.warpgroups, stages=tiles.stages)
-        if tile_lists.has_narrow_blocks(mask, tiles.tile_kv):
-            return narrow
-    return tiles
-
-
-def _decode_tiles(
-    metadata: BatchMetadata, spec: AttentionSpec, kv_dtypes: tuple[DTypeLike, DTypeLike]
-) -> decode_kernel.Tiles:
-    return decode_kernel.default_tiles(
-        spec.head_dim,
-        rows=spec.q_heads_per_kv_head * metadata.bucket.decode_query_len,
-        kv_dtypes=kv_dtypes,
-        batch_invariant=spec.batch_invariant,
-    )
-
-
-def _decode_plan(
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    tiles: decode_kernel.Tiles,
-    plans: Sequence[RegionPlan] = (),
-) -> DecodePlan:
-    """The plan for these tiles and this kind of layer among `plans`, or a new one."""
-    for plan in plans:
-        if isinstance(plan, DecodePlan) and (plan.layer, plan.spans) == (_layer(spec), tiles.spans):
-            return plan
-    schedule = decode_kernel.schedule_for(
-        metadata.seq_lens,
-        score=score_of(spec),
-        tiles=tiles,
-        kv_heads=spec.num_kv_heads,
-        group=spec.q_heads_per_kv_head,
-        decode_query_len=metadata.bucket.decode_query_len,
-    )
-    return DecodePlan(schedule=schedule, layer=_layer(spec), spans=tiles.spans)
-
-
-def _prefill_plan(
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    tiles: prefill_kernel.Tiles,
-    plans: Sequence[RegionPlan] = (),
-) -> PrefillPlan:
-    """The plan for these tiles and this mask among `plans`, or a new one."""
-    score = score_of(spec)
-    for plan in plans:
-        if isinstance(plan, PrefillPlan) and (plan.mask, plan.tiles) == (score.mask, tiles):
-            return plan
-    schedule = prefill_kernel.make_schedule(
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        num_tokens=metadata.bucket.max_tokens,
-        score=score,
-        tiles=tiles,
-    )
-    return PrefillPlan(schedule=schedule, mask=score.mask, tiles=tiles)
 
 
 def _prefill_tiles(spec: AttentionSpec, block_size: int, *, has_per_head: bool) -> prefill_kernel.Tiles:
@@ -417,12 +310,6 @@ def _why_not_read(
         sizes = f"{needed / 2**30:.1f} GiB, and the limit is {MAX_READ_BYTES / 2**30:.0f}"
         return f"the keys and values of {rows} positions of an 8-bit cache would take {sizes} in 16 bits"
     return None
-
-
-def _layer(spec: AttentionSpec) -> tuple[Any, ...]:
-    """What layers that share a decode schedule agree in."""
-    heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
-    return *heads, spec.batch_invariant, *score_of(spec).mask
 
 
 def _why_not_decode(

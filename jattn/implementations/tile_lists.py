@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jattn.masks import (
@@ -23,8 +22,9 @@ from jattn.masks import (
 )
 from jattn.sparsity.schedule import coverage_of_tiles
 from jattn.spec import AttentionSpec
+from pallas_kernels.list_tiles import MAX_PARTS, codes_of
 from pallas_kernels.varlen_prefill import Schedule, TileLists, Tiles, make_lists
-from pallas_kernels.varlen_prefill.lists import MAX_PARTS, num_parts
+from pallas_kernels.varlen_prefill.lists import num_parts
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS
 
 MAX_POSITION = 2**30
@@ -157,8 +157,6 @@ def tile_lists(
         first_key = first_key - skew[:, None]
     is_inside = (first_key >= 0) & (first_key + tiles.tile_kv <= column["seq_len"][:, None])
     every &= is_inside[:, None, :]
-    if parts.formula is not None:  # XLA is slow to compute a pattern in the reduction that packs it
-        some, every = jax.lax.optimization_barrier((some, every))
     seen_by_part = []
     if parts.blocks:
         blocks = functools.reduce(operator.and_, parts.blocks)
@@ -173,7 +171,7 @@ def tile_lists(
     # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * tiles.workers else 1
-    return make_lists(schedule, some, every & some, seen_by_part, sets=sets)
+    return make_lists(schedule, codes_of(some, every, seen_by_part), sets=sets)
 
 
 def _of_spec(spec: AttentionSpec) -> Mask:

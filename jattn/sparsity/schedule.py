@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Int, Int32
 from jattn.masks import Coverage, Mask, Tiles
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require_positive, require_shape
-from pallas_kernels.varlen_prefill.lists import Words
+from pallas_kernels.list_tiles import by_sorting, codes_of
 
 
 @pytree
@@ -89,10 +89,11 @@ def schedule(
         max_kv_tiles=-(-max_seq_len // tile_kv),
         is_prefill=is_prefill,
     )
-    words = Words.of(coverage.some, coverage.every)
-    num_partial, num_full = words.counts()
+    some = coverage.some
+    listed = by_sorting(codes_of(some, coverage.every).reshape(-1, some.shape[-1]))
+    num_partial, num_full = (x.reshape(some.shape[:2]) for x in (listed.num_partial, listed.num_full))
     return TileSchedule(
-        kv_tiles=words.written().reshape(coverage.some.shape),
+        kv_tiles=listed.entries.reshape(some.shape),
         num_partial=num_partial,
         num_full=num_full,
         order=jnp.argsort(-(num_partial + num_full).reshape(-1), stable=True).astype(jnp.int32),

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.items import Shape
 from pallas_kernels.varlen_prefill.kernel import prefill
-from pallas_kernels.varlen_prefill.lists import MAX_PARTS, TileLists, num_parts
+from pallas_kernels.varlen_prefill.lists import TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, heads_at_once, make_schedule
 from pallas_kernels.varlen_prefill.tiles import Tiles, tiles_for
 from pallas_kernels.varlen_prefill.warpgroup import LOG2E

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.list_tiles import PART_SHIFT
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill.lists import PART_SHIFT
 from pallas_kernels.varlen_prefill.schedule import ALIGN, kv_tile_range, tile_range
 from pallas_kernels.varlen_prefill.tiles import Tiles
 
@@ -54,7 +54,6 @@ class Item:
 
     def __init__(
         self,
-        number: Any,
         head: Any,
         column: Callable[[str], Any],
         entries_g: Any,
@@ -62,7 +61,7 @@ class Item:
         tiles: Tiles,
         shape: Shape,
     ):
-        self.number, self.column, self.entries_g, self.tile_kv = number, column, entries_g, tiles.tile_kv
+        self.column, self.entries_g, self.tile_kv = column, entries_g, tiles.tile_kv
         has_lists = entries_g is not None
         self.head = head
         position = column("position")
@@ -76,7 +75,11 @@ class Item:
 
     def entry(self, i: Any) -> Any:
         """What the list says of the item's tile i; where there is none, the tile's number."""
-        return self.first + i if self.entries_g is None else self.entries_g[self.number, i]
+        return self.first + i if self.entries_g is None else self.entries_g[self.column("list"), i]
+
+    def first_entry(self) -> Any:
+        """Entry 0, without a look at the list."""
+        return self.first if self.entries_g is None else self.column("first_entry")
 
     def tile_of(self, entry: Any) -> Any:
         """The tile's number."""

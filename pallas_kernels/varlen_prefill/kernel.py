@@ -164,9 +164,9 @@ def prefill(
                 if lists is None:
                     table_row, head = row_and_head(number, num_rows, shape)
                 columns = {name: table_g[table_row, i] for i, name in enumerate(names)}
-                item = make_item(number, columns.get("head", head), columns.__getitem__)
+                item = make_item(columns.get("head", head), columns.__getitem__)
 
-                tile = lambda i: item.tile_of(item.entry(i))
+                tile, first = lambda i: item.tile_of(item.entry(i)), item.tile_of(item.first_entry())
 
                 def load_next(i: Any, index: Any) -> Any:
                     following = tile(jnp.minimum(i + 1, item.num - 1))
@@ -176,7 +176,7 @@ def prefill(
                 @pl.when(item.num > 0)
                 def _() -> None:
                     # Keys before queries: the ring has room while the queries of the item before are in use.
-                    load_kv(item, tile(jnp.int32(0)), step, lambda: load_query(item, table_row, nth))
+                    load_kv(item, first, step, lambda: load_query(item, table_row, nth))
                     if lists is not None and per_stage < BLOCKS_AT_ONCE:
                         # Read a step ahead, where registers allow it: a list is in global memory.
                         lax.fori_loop(1, item.num, load_next, tile(jnp.minimum(1, item.num - 1)))
@@ -235,7 +235,7 @@ def prefill(
                 mine = item_s.at[wg, buffer]
                 number, column = number_of(nth), lambda name: mine[names.index(name)]
                 head = row_and_head(number, num_rows, shape)[1] if lists is None else column("head")
-                item = make_item(number, head, column)
+                item = make_item(head, column)
                 slope = None if slopes_g is None else slopes_g[item.head]
                 if lean_s is not None:
                     group.lean(slope)

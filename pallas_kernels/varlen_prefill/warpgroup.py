@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.list_tiles import PART_SHIFT
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import votes
 from pallas_kernels.varlen_prefill.items import Item, Shape, stage_of
-from pallas_kernels.varlen_prefill.lists import PART_SHIFT, num_parts
+from pallas_kernels.varlen_prefill.lists import num_parts
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
 
@@ -386,7 +387,7 @@ class Warpgroup:
         has_lists = item.entries_g is not None
         low_edge, high_edge, num = self.edges(item)
         zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
-        entry = self.entry(item, jnp.int32(0), masked=True)
+        entry = item.first_entry()
         s = self.scores(q_s, step)
         between()
         p, total, top, *_ = self.softmax(item, entry, slope, s, None, masked=True)

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.implementations import mosaic_gpu, xla
+from jattn.implementations import mosaic_gpu, region_plans, xla
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
@@ -88,7 +88,7 @@ def attend(problem: Problem, interpret=None, tiles=None):
     per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
     with pytest.MonkeyPatch.context() as patched:
         if tiles is not None:
-            patched.setattr(mosaic_gpu.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+            patched.setattr(region_plans.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
         return jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 
@@ -112,7 +112,7 @@ class TestContract:
     def test_a_plan_for_another_mask_is_not_used(self, monkeypatch):
         problem = Problem(plain_case(window=(4, 0), region="decode"))
         tiles = tiles_of(problem.case)
-        monkeypatch.setattr(mosaic_gpu.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+        monkeypatch.setattr(region_plans.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
         other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec)
         assert other
         run = functools.partial(mosaic_gpu.attend, spec=problem.spec, sinks=None, alibi_slopes=None)

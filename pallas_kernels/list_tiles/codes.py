@@ -1,0 +1,45 @@
+"""What is known of a tile before it is listed, as one number, and what a list says of it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt
+
+SEEN, WHOLE, FIRST_PART = 0, 1, 2  # bits of a code
+PART_SHIFT = 20  # an entry: the tile's number below, above it one bit for each part of the queries
+MAX_PARTS = 10
+MAX_TILES = 2**16 - 1  # of a list
+
+
+class Lists(NamedTuple):
+    """Which tiles each list names.
+
+    Attributes:
+        entries: Tiles seen in part, the last one first, then those seen whole, in order. A tile is its number
+            and, from bit PART_SHIFT on, the parts that its code has. What follows is garbage.
+        num_partial: Tiles of each list that are seen in part.
+        num_full: Tiles that are seen whole.
+    """
+
+    entries: Int32[Array, "lists tiles"]
+    num_partial: Int32[Array, " lists"]
+    num_full: Int32[Array, " lists"]
+
+
+def codes_of(
+    some: Bool[Array, "*lists tiles"], every: Bool[Array, "*lists tiles"], parts: Sequence[Array] = ()
+) -> UInt[Array, "*lists tiles"]:
+    """A number for each tile, in 8 or 16 bits.
+
+    Args:
+        some: Whether some pair of the tile is seen.
+        every: Whether all are; of no meaning where none is.
+        parts: Which parts of the queries see it, if they are told apart; at most MAX_PARTS.
+    """
+    assert len(parts) <= MAX_PARTS
+    dtype = jnp.uint8 if len(parts) <= 8 - FIRST_PART else jnp.uint16
+    code = (some.astype(dtype) << SEEN) | ((some & every).astype(dtype) << WHOLE)
+    for nth, part in enumerate(parts, FIRST_PART):
+        code = code | (part.astype(dtype) << nth)
+    return code

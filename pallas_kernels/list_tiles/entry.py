@@ -1,0 +1,22 @@
+"""list_tiles: from a number for each tile to the lists of those that are seen."""
+
+import jax
+from jaxtyping import Array, UInt
+
+from pallas_kernels.checks import require
+from pallas_kernels.list_tiles.codes import MAX_TILES, Lists
+from pallas_kernels.list_tiles.kernel import kernel
+from pallas_kernels.list_tiles.sorting import by_sorting
+
+
+def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
+    """Lists the tiles that are seen, those seen in part first.
+
+    Args:
+        codes: codes_of's.
+
+    Raises:
+        ValueError: A list has more tiles than are counted.
+    """
+    require(codes.shape[1] <= MAX_TILES, "codes", f"have at most {MAX_TILES} tiles a list", codes.shape)
+    return jax.lax.platform_dependent(codes, cuda=kernel, default=by_sorting)

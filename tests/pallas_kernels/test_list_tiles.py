@@ -1,0 +1,80 @@
+"""Lists of tiles, by the kernel and by sorting, against loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.list_tiles import MAX_PARTS, PART_SHIFT, by_sorting, codes_of, list_tiles
+from pallas_kernels.list_tiles.kernel import kernel
+from tests import aot
+
+# Lists, tiles and parts: words that are not full, warps without a list, 16 bits a tile.
+SHAPES = [(1, 1, 0), (6, 70, 1), (13, 129, 3), (5, 300, 7), (9, 2048, MAX_PARTS), (512, 2048, 0)]
+
+
+def drawn(lists, tiles, parts, seed=0):
+    rng = np.random.default_rng(seed)
+    density = rng.choice([0.0, 0.1, 0.9, 1.0], (lists, 1))
+    some = rng.random((lists, tiles)) < density
+    every = rng.random((lists, tiles)) < 0.5
+    return some, every, [rng.random((lists, tiles)) < 0.5 for _ in range(parts)]
+
+
+def lists_of(some, every, parts):
+    """Each list, and how many of its tiles are seen in part."""
+    for row, (seen, whole) in enumerate(zip(some, some & every, strict=True)):
+        tiles = [*np.flatnonzero(seen & ~whole)[::-1], *np.flatnonzero(whole)]
+        bits = lambda tile, row=row: sum(int(part[row, tile]) << n for n, part in enumerate(parts))
+        yield [int(tile) + (bits(tile) << PART_SHIFT) for tile in tiles], int((seen & ~whole).sum())
+
+
+def check(listed, some, every, parts):
+    entries, num_partial, num_full = map(np.asarray, listed)
+    for row, (wanted, partial) in enumerate(lists_of(some, every, parts)):
+        assert (num_partial[row], num_full[row]) == (partial, len(wanted) - partial)
+        assert entries[row, : len(wanted)].tolist() == wanted
+
+
+def codes(some, every, parts):
+    return codes_of(jnp.asarray(some), jnp.asarray(every), [jnp.asarray(part) for part in parts])
+
+
+def test_lists_name_tiles_seen_in_part_first():
+    some = jnp.asarray([[True, True, False, True], [False, False, False, False]])
+    every = jnp.asarray([[True, False, True, False], [False, False, False, False]])
+    listed = list_tiles(codes_of(some, every))
+    np.testing.assert_array_equal(listed.entries, [[3, 1, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(listed.num_partial, [2, 0])
+    np.testing.assert_array_equal(listed.num_full, [1, 0])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_sorting_equals_a_loop(shape):
+    masks = drawn(*shape)
+    check(by_sorting(codes(*masks)), *masks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_equals_a_loop(shape):
+    masks = drawn(*shape)
+    check(jax.jit(kernel)(codes(*masks)), *masks)
+
+
+def test_more_tiles_than_are_counted_are_refused():
+    with pytest.raises(ValueError, match=r"codes must have at most 65535 tiles a list, got \(1, 65536\)"):
+        jax.eval_shape(list_tiles, jax.ShapeDtypeStruct((1, 65536), jnp.uint8))
+
+
+def aot_cases():
+    """Name -> function and abstract arguments."""
+    of = lambda lists, tiles, parts: jax.eval_shape(lambda: codes(*drawn(lists, tiles, parts)))
+    return {str(shape): (list_tiles, (of(*shape),)) for shape in (*SHAPES, (4, 16384, 1))}
+
+
+def test_what_ships_compiles_and_does_not_spill():
+    aot.require_plugin()
+    reports = aot.compile_all("tests.pallas_kernels.test_list_tiles", list(aot_cases()))
+    for name, kernels in reports.items():
+        assert [each.spilled_bytes for each in kernels] == [0], name
