@@ -1,6 +1,7 @@
 """Sparse attention: prefill over lists of tiles and decode over lists of blocks, made in the same call."""
 
 import argparse
+import dataclasses
 import functools
 from typing import Any
 
@@ -69,6 +70,12 @@ def local_strided(rows: Rows) -> None:
     rows.add(name="dense_32k", tokens=step.tokens, us=dense_us)
     mask = masks.LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
     step.row(rows, "local_strided_32k", mask, dense_us)
+    step.row(rows, "local_strided_planned_32k", mask, dense_us, is_planned=True)
+
+
+def layer(sparsity: Mask | None) -> jattn.AttentionSpec:
+    """The layer under a mask without arrays."""
+    return dataclasses.replace(SPEC, sparsity=sparsity)
 
 
 def random_blocks(tokens: int, block: int, density: float) -> masks.BlockMask:
@@ -103,23 +110,40 @@ class Step:
         attend = functools.partial(
             mosaic_gpu.attend, spec=SPEC, return_lse=False, sinks=None, alibi_slopes=None
         )
-        self.run = jax.jit(lambda query, kv, metadata, mask: attend(query, kv, metadata, mask=mask)[0])
+        self.run = jax.jit(
+            lambda query, kv, metadata, mask, plans: attend(query, kv, metadata, mask=mask, plans=plans)[0]
+        )
 
-    def measured(self, mask: Mask | None) -> dict[str, Any]:
+    def measured(self, mask: Mask | None, *, is_planned: bool = False) -> dict[str, Any]:
         """Times, the kernel's own apart; the result is checked."""
         iterations = 15 if self.tokens <= 32768 else 5
+        plans: Any = ()
+        if is_planned:
+            plans = jax.jit(mosaic_gpu.plan_prefill, static_argnums=1)(self.metadata, layer(mask))
         out, times = kernel_times(
-            self.run, self.query, self.cache, self.metadata, mask, iterations=iterations
+            self.run, self.query, self.cache, self.metadata, mask, plans, iterations=iterations
         )
         error = self.worst_error(out, mask)
         assert error < TOLERANCE, f"{error=}"
         kernel = sum(us for name, us in times["kernels_us"].items() if "varlen_prefill" in name)
         return times | {"kernel_us": kernel, "max_error": error}
 
-    def row(self, rows: Rows, name: str, mask: Mask, dense_us: float, *, wanted: float | None = None) -> None:
-        """One row: `of_ideal` is the dense time's share that the visible pairs are, over the time taken."""
+    def row(
+        self,
+        rows: Rows,
+        name: str,
+        mask: Mask,
+        dense_us: float,
+        *,
+        wanted: float | None = None,
+        is_planned: bool = False,
+    ) -> None:
+        """One row: `of_ideal` is the dense time's share that the visible pairs are, over the time taken.
+
+        Planned, the lists are made once for all layers of a step, and their time is not counted.
+        """
         try:
-            times = self.measured(mask)
+            times = self.measured(mask, is_planned=is_planned)
         except Exception as error:  # the other rows still count
             print(f"{name} {wanted}: {type(error).__name__}: {error}"[:500], flush=True)
             return

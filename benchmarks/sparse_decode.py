@@ -1,5 +1,6 @@
 """Sparse decode: paged_decode over lists of blocks, made in the same call, beside our dense decode."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,6 +22,7 @@ HEADS = Q_HEADS, KV_HEADS
 TOLERANCE = 2e-2  # of a query's largest output; the tests hold the kernel to a tighter bound
 CHECKED_REQUESTS = 4
 DENSITIES = (0.25, 0.1)
+KERNELS = ("paged_decode", "varlen_prefill")
 SELECTED = 0.1  # of the blocks, by Quest
 SPEC = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
@@ -31,8 +33,11 @@ def lists(rows: Rows, quantizations: list[str], blocks: list[int], *, page: int 
         step = DecodeStep(64, 32768, page, quantization)
         names = {"page": page, "cache": quantization}
         dense_us = step.add_dense(rows, "dense_64x32k", **names)
-        strided = masks.LocalStrided(block_size=64, local_blocks=16, vert_stride=8, homo_head_group=True)
+        of_heads = functools.partial(masks.LocalStrided, block_size=64, local_blocks=16, vert_stride=8)
+        strided = of_heads(homo_head_group=True)
         step.add(rows, "local_strided_64x32k", strided, dense_us, **names)
+        step.add(rows, "local_strided_planned_64x32k", strided, dense_us, is_planned=True, **names)
+        step.add(rows, "local_strided_by_head_64x32k", of_heads(), dense_us, **names)
         for block in blocks:
             for density in DENSITIES:
                 mask = step.random_blocks(block, density)
@@ -67,10 +72,10 @@ class DecodeStep:
         """Both, as a layer does."""
         return self.attend(query, cache, metadata, self.select(query, bounds, metadata))
 
-    def attend(self, query: Any, cache: Any, metadata: Any, mask: Mask | None) -> jax.Array:
+    def attend(self, query: Any, cache: Any, metadata: Any, mask: Mask | None, plans: Any = ()) -> jax.Array:
         """As jattn.attend, on this GPU."""
         options: dict[str, Any] = {"return_lse": False, "sinks": None, "alibi_slopes": None}
-        return mosaic_gpu.attend(query, cache, metadata, SPEC, mask=mask, **options)[0]
+        return mosaic_gpu.attend(query, cache, metadata, SPEC, mask=mask, plans=plans, **options)[0]
 
     def select(self, query: Any, bounds: KeyBounds, metadata: Any) -> masks.BlockMask:
         """The mask of the best blocks."""
@@ -91,9 +96,18 @@ class DecodeStep:
         rows.add(name=name, **names, **times)
         return times["us"]
 
-    def add(self, rows: Rows, name: str, mask: Mask, dense_us: float, **names: Any) -> None:
-        """A row: `of_ideal` is the dense time times the share of visible pairs, over the time taken."""
-        times = self.measured(self.run, self.query, self.cache, self.metadata, mask, mask=mask)
+    def add(
+        self, rows: Rows, name: str, mask: Mask, dense_us: float, *, is_planned: bool = False, **names: Any
+    ) -> None:
+        """A row: `of_ideal` is the dense time times the share of visible pairs, over the time taken.
+
+        Planned, the lists are made once for all layers of a step, and their time is not counted.
+        """
+        plans: Any = ()
+        if is_planned:
+            layer = dataclasses.replace(SPEC, sparsity=mask)
+            plans = jax.jit(mosaic_gpu.plan_decode, static_argnums=1)(self.metadata, layer)
+        times = self.measured(self.run, self.query, self.cache, self.metadata, mask, plans, mask=mask)
         self.compare(rows, name, mask, dense_us, times, **names)
 
     def add_selected(self, rows: Rows, name: str, dense_us: float, **names: Any) -> None:
@@ -120,7 +134,7 @@ class DecodeStep:
         out, times = kernel_times(run, *arguments)
         error = self.worst_error(out, mask)
         assert error < TOLERANCE, f"{error=}"
-        kernel = sum(us for name, us in times["kernels_us"].items() if "paged_decode" in name)
+        kernel = sum(us for name, us in times["kernels_us"].items() if name.startswith(KERNELS))
         return times | {"kernel_us": kernel, "max_error": error}
 
     def worst_error(self, out: jax.Array, mask: Mask | None) -> float:
