@@ -60,10 +60,14 @@ def unflatten(structure, leaves):
     return namespace["flatten"], namespace["unflatten"]
 
 
+def unchecked[T](cls: type[T], **fields: Any) -> T:
+    """An instance without validation: for leaves that are no arrays of JAX's, all fields given."""
+    new = object.__new__(cls)
+    vars(new).update(fields)
+    return new
+
+
 def replace[T](tree: T, **changes: Any) -> T:
     """`dataclasses.replace` without validation: for use on traced values."""
-    leaves = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}  # type: ignore[arg-type]
-    new = object.__new__(type(tree))
-    for name, value in {**leaves, **changes}.items():
-        object.__setattr__(new, name, value)
-    return new
+    fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}  # type: ignore[arg-type]
+    return unchecked(type(tree), **{**fields, **changes})

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jattn.metadata.slots import PAD_SLOT_ID
-from jattn.pytree import pytree, replace, static
+from jattn.pytree import pytree, replace, static, unchecked
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
@@ -137,6 +137,7 @@ def build_batch_metadata(
     block_size: int = 16,
     bucket: Bucket | None = None,
     decode_query_len: int = 1,
+    to_device: bool = True,
 ) -> BatchMetadata:
     """Builds a step's metadata from host numbers.
 
@@ -151,6 +152,8 @@ def build_batch_metadata(
         block_size: Tokens of a block.
         bucket: Static sizes to pad to; None = exactly these requests. Its decode_query_len wins.
         decode_query_len: Tokens of a decode row where `bucket` is None.
+        to_device: False = the arrays stay numpy's, for a compiled function that gets them as arguments: it
+            sends them itself, and sooner than device_put does. A traced function must not capture them.
 
     Raises:
         ValueError: Lengths disagree, a request has more tokens than blocks, a needed block id is negative, or
@@ -172,7 +175,8 @@ def build_batch_metadata(
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
     if block_table is not None:
         _check_blocks(table, seq_lens, block_size)
-    return _laid_out(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
+    metadata = _laid_out(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
+    return jax.device_put(metadata) if to_device else metadata
 
 
 def build_cross_attention_metadata(
@@ -204,7 +208,7 @@ def build_cross_attention_metadata(
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
     if block_table is not None:
         _check_blocks(table, kv_lens, block_size)
-    return _laid_out(query_lens, kv_lens, table, bucket, block_size, has_cache=False)
+    return jax.device_put(_laid_out(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
 
 
 def _int_vector(name: str, values: HostInts) -> np.ndarray:
@@ -250,7 +254,7 @@ def _laid_out(
     *,
     has_cache: bool,
 ) -> BatchMetadata:
-    """Puts each request into its row and its tokens, in numpy, and sends all arrays to the device at once."""
+    """Puts each request into its row and its tokens, in numpy."""
     num_decodes = decodes_in(query_lens, bucket)
     rows, first_tokens = row_indices(query_lens, bucket), token_starts(query_lens, bucket)
     starts = np.full(bucket.max_reqs + 1, num_decodes * bucket.decode_query_len, np.int32)
@@ -270,17 +274,14 @@ def _laid_out(
         positions = (seq_lens - query_lens)[reqs] + nth
         blocks = table[reqs, positions // block_size]
         slots[first_tokens[reqs] + nth] = blocks * block_size + positions % block_size
-    counts = np.int32(num_decodes), np.int32(len(query_lens) - num_decodes)
-    query_start_loc, lens, table_, slot_mapping, decodes, prefills = jax.device_put(
-        (starts, padded_lens, padded_table, slots, *counts)
-    )
-    return BatchMetadata(
-        query_start_loc=query_start_loc,
-        seq_lens=lens,
-        block_table=table_,
-        slot_mapping=slot_mapping,
-        num_decodes=decodes,
-        num_prefills=prefills,
+    return unchecked(
+        BatchMetadata,
+        query_start_loc=starts,
+        seq_lens=padded_lens,
+        block_table=padded_table,
+        slot_mapping=slots,
+        num_decodes=np.asarray(num_decodes, np.int32),
+        num_prefills=np.asarray(len(query_lens) - num_decodes, np.int32),
         bucket=bucket,
         block_size=block_size,
     )

@@ -174,7 +174,7 @@ class Engine:
             logits = jnp.zeros((rows, self.model.config.vocab_size))
             for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
                 sampling = build_sampling_metadata([params], num_rows=rows)
-                next_tokens(logits, sampling, jnp.zeros(rows, jnp.int32), max_rows=self._max_rows)
+                next_tokens(logits, sampling, np.zeros(rows, np.int32), max_rows=self._max_rows)
 
     def generate(
         self,
@@ -280,7 +280,12 @@ class Engine:
         """Starts a step; waits for nothing."""
         bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
         metadata = build_batch_metadata(
-            step.query_lens, step.seq_lens, step.block_tables, block_size=self.block_size, bucket=bucket
+            step.query_lens,
+            step.seq_lens,
+            step.block_tables,
+            block_size=self.block_size,
+            bucket=bucket,
+            to_device=False,
         )
         rows = row_indices(np.asarray(step.query_lens), bucket)
         tokens, sampling, num_generated = self._inputs(step, bucket, rows)
@@ -319,8 +324,11 @@ class Engine:
 
     def _inputs(
         self, step: Step, bucket: Bucket, rows: np.ndarray
-    ) -> tuple[StepTokens, SamplingMetadata, jax.Array]:
-        """Tokens, sampling parameters and counts of generated tokens, laid out in the bucket's rows."""
+    ) -> tuple[StepTokens, SamplingMetadata, Any]:
+        """Tokens, sampling parameters and counts of generated tokens, laid out in the bucket's rows.
+
+        Numpy's arrays, which the compiled functions send sooner than device_put.
+        """
         generations = [self._generations[request_id] for request_id in step.request_ids]
         row_before = {  # in the step in flight, if there is one
             request_id: row
@@ -334,7 +342,8 @@ class Engine:
             last = [] if len(known) == count else [row_before[request_id]]  # only the device knows it
             ids.append(known + [0] * len(last))
             sources.append([-1] * len(known) + last)
-        token_ids, token_rows = pack_tokens(ids, bucket), pack_tokens(sources, bucket, pad=-1)
+        token_ids: Any = pack_tokens(ids, bucket)
+        token_rows: Any = pack_tokens(sources, bucket, pad=-1)
         num_generated = np.zeros(bucket.max_reqs, np.int32)
         num_generated[rows] = [generation.num_asked_for for generation in generations]
         key = (step.request_ids, bucket, rows.tobytes())
@@ -342,6 +351,5 @@ class Engine:
             params = [generation.sampling_params for generation in generations]
             sampling = build_sampling_metadata(params, num_rows=bucket.max_reqs, rows=rows)
             self._last_sampling = (key, sampling)
-        token_ids, token_rows, num_generated = jax.device_put((token_ids, token_rows, num_generated))
         tokens = StepTokens(token_ids, token_rows, self._last_tokens)
         return tokens, self._last_sampling[1], num_generated
