@@ -1,7 +1,6 @@
 """Sparse attention: prefill over lists of tiles and decode over lists of blocks, made in the same call."""
 
 import argparse
-import dataclasses
 import functools
 from typing import Any
 
@@ -60,7 +59,9 @@ def prefill(rows: Rows, tokens: list[str], blocks: list[int], densities: list[fl
         for block in blocks:
             for density in densities:
                 mask = random_blocks(step.tokens, block, density)
-                step.row(rows, f"blocks_{block}_{name}", mask, dense_us, wanted=density)
+                for case, is_planned in (("blocks", False), ("planned_blocks", True)):
+                    case = f"{case}_{block}_{name}"
+                    step.row(rows, case, mask, dense_us, wanted=density, is_planned=is_planned)
 
 
 def local_strided(rows: Rows) -> None:
@@ -70,12 +71,7 @@ def local_strided(rows: Rows) -> None:
     rows.add(name="dense_32k", tokens=step.tokens, us=dense_us)
     mask = masks.LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
     step.row(rows, "local_strided_32k", mask, dense_us)
-    step.row(rows, "local_strided_planned_32k", mask, dense_us, is_planned=True)
-
-
-def layer(sparsity: Mask | None) -> jattn.AttentionSpec:
-    """The layer under a mask without arrays."""
-    return dataclasses.replace(SPEC, sparsity=sparsity)
+    step.row(rows, "planned_local_strided_32k", mask, dense_us, is_planned=True)
 
 
 def random_blocks(tokens: int, block: int, density: float) -> masks.BlockMask:
@@ -119,7 +115,7 @@ class Step:
         iterations = 15 if self.tokens <= 32768 else 5
         plans: Any = ()
         if is_planned:
-            plans = jax.jit(mosaic_gpu.plan_prefill, static_argnums=1)(self.metadata, layer(mask))
+            plans = jax.jit(mosaic_gpu.plan_prefill, static_argnums=1)(self.metadata, SPEC, mask)
         out, times = kernel_times(
             self.run, self.query, self.cache, self.metadata, mask, plans, iterations=iterations
         )

@@ -1,6 +1,5 @@
 """Sparse decode: paged_decode over lists of blocks, made in the same call, beside our dense decode."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -35,13 +34,15 @@ def lists(rows: Rows, quantizations: list[str], blocks: list[int], *, page: int 
         dense_us = step.add_dense(rows, "dense_64x32k", **names)
         of_heads = functools.partial(masks.LocalStrided, block_size=64, local_blocks=16, vert_stride=8)
         strided = of_heads(homo_head_group=True)
-        step.add(rows, "local_strided_64x32k", strided, dense_us, **names)
-        step.add(rows, "local_strided_planned_64x32k", strided, dense_us, is_planned=True, **names)
-        step.add(rows, "local_strided_by_head_64x32k", of_heads(), dense_us, **names)
+        named = [("local_strided", strided, {})]
         for block in blocks:
             for density in DENSITIES:
-                mask = step.random_blocks(block, density)
-                step.add(rows, f"blocks_{block}_64x32k", mask, dense_us, wanted=density, **names)
+                named.append((f"blocks_{block}", step.random_blocks(block, density), {"wanted": density}))
+        for name, mask, wanted in named:
+            for case, is_planned in ((name, False), (f"planned_{name}", True)):
+                where = names | wanted
+                step.add(rows, f"{case}_64x32k", mask, dense_us, is_planned=is_planned, **where)
+        step.add(rows, "local_strided_by_head_64x32k", of_heads(), dense_us, **names)
 
 
 def quest(rows: Rows, quantizations: list[str], pages: list[int]) -> None:
@@ -105,8 +106,7 @@ class DecodeStep:
         """
         plans: Any = ()
         if is_planned:
-            layer = dataclasses.replace(SPEC, sparsity=mask)
-            plans = jax.jit(mosaic_gpu.plan_decode, static_argnums=1)(self.metadata, layer)
+            plans = jax.jit(mosaic_gpu.plan_decode, static_argnums=1)(self.metadata, SPEC, mask)
         times = self.measured(self.run, self.query, self.cache, self.metadata, mask, plans, mask=mask)
         self.compare(rows, name, mask, dense_us, times, **names)
 

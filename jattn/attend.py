@@ -71,11 +71,11 @@ def attend(
         cache: A paged cache, or the keys and values themselves.
         metadata: The step's metadata.
         spec: The layer's attention.
-        plan: From `plan(metadata, ...)`; made here when None.
+        plan: From `plan(metadata, ...)`; made here when None. A mask that it was made for holds here, too.
         sinks: One more score for each head, not scaled, without a value; f32.
         alibi_slopes: Bias `slope * (key position - query position)` of each head, or spec.sqrt_alibi's.
         mask: Which keys a query sees, on top of what the spec says; may hold arrays that change from step to
-            step. Rows are those of the metadata.
+            step. Rows are those of the metadata. One that all layers share: `plan(mask=)`.
         implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
             that this machine and this request allow. Only "reference" has a reverse-mode derivative.
         return_lse: Return the log-sum-exp too.
@@ -91,8 +91,12 @@ def attend(
 
     Source: vLLM V1 attention backends' `forward`.
     """
-    _check(query, cache, metadata, spec, plan, sinks, alibi_slopes)
-    mask = whole_mask(spec, mask)
+    _check(query, cache, metadata, spec, plan, mask, sinks, alibi_slopes)
+    if plan is not None and mask is None:
+        mask = plan.mask
+    elif plan is not None:
+        plan = replace(plan, decode=(), prefill=())  # made without this mask
+    mask = spec.mask_with(mask)
     bucket, tokens = metadata.bucket, metadata.bucket.max_decode_tokens
     regions: list[tuple[Array, BatchMetadata, slice]] = []
     if bucket.max_decodes:
@@ -157,13 +161,6 @@ def _attend_region(
     return reference.attend(query, kv, metadata, spec, mask=mask, **per_head)
 
 
-def whole_mask(spec: AttentionSpec, mask: Mask | None) -> Mask | None:
-    """What a query sees beyond the spec's numbers: the spec's mask and the call's."""
-    if spec.sparsity is None or mask is None:
-        return spec.sparsity if mask is None else mask
-    return spec.sparsity & mask
-
-
 def choose_implementation(
     implementation: str | Sequence[str] | None = None,
     reasons: Mapping[str, str | None] | None = None,
@@ -204,6 +201,7 @@ def _check(
     metadata: BatchMetadata,
     spec: AttentionSpec,
     plan: Plan | None,
+    mask: Mask | None,
     sinks: Array | None,
     alibi_slopes: Array | None,
 ) -> None:
@@ -222,6 +220,12 @@ def _check(
         "plan.bucket",
         f"be {metadata.bucket}",
         plan and plan.bucket,
+    )
+    require(
+        plan is None or plan.mask is None or mask is None,
+        "mask",
+        "be None with a plan that was made for a mask",
+        type(mask).__name__,
     )
     require(
         plan is None or spec.sparsity is None or spec.sparsity in plan.sparsity,

@@ -24,6 +24,7 @@ class Plan:
             region or without a kernel here.
         prefill: The same of the prefill region.
         query_tiles: The prefill region's tiles for XLA; None where the bucket has none.
+        mask: Which keys the queries of all layers see, besides what their specs say; None = no such mask.
         bucket: Static: the bucket that it was made for.
         sparsity: Static: the masks of the layers that it was made for, None among them.
     """
@@ -31,6 +32,7 @@ class Plan:
     decode: tuple[RegionPlan, ...]
     prefill: tuple[RegionPlan, ...]
     query_tiles: QueryTiles | None
+    mask: Mask | None
     bucket: Bucket = static()
     sparsity: tuple[Mask | None, ...] = static()
 
@@ -39,6 +41,8 @@ def plan(
     metadata: BatchMetadata,
     spec: AttentionSpec | Sequence[AttentionSpec],
     cache_spec: CacheSpec | None = None,
+    *,
+    mask: Mask | None = None,
 ) -> Plan:
     """Schedules a step. Traced; optional: `attend` makes the same plan where it is given none.
 
@@ -47,6 +51,8 @@ def plan(
         spec: A layer, or the layers of a model. Layers that see the same keys share a schedule, and those of
             one `sparsity` its lists; one whose heads or window are in none of these schedules itself.
         cache_spec: Checked against the others where given.
+        mask: A mask of this step that holds in every layer, on top of the layers' own; may have arrays. Its
+            lists are made here, once; `attend` takes it from the plan.
 
     Raises:
         ValueError: spec and cache_spec, or metadata and cache_spec, do not belong together.
@@ -61,14 +67,19 @@ def plan(
     prefill: dict[object, RegionPlan] = {}
     if support.why_not(platform=jax.default_backend()) is None:
         for one in specs:
-            for made in plan_decode(metadata.decode_part, one) if bucket.max_decodes else ():
-                decode.setdefault(made.key, made)
-            for each in plan_prefill(metadata.prefill_part, one) if bucket.max_prefill_tokens else ():
-                prefill.setdefault(each.key, each)
+            whole = one.mask_with(mask)
+            if bucket.max_decodes:
+                for made in plan_decode(metadata.decode_part, one, whole):
+                    decode.setdefault(made.key, made)
+            if bucket.max_prefill_tokens:
+                of_region = None if whole is None else whole.of_rows_from(bucket.max_decodes)
+                for each in plan_prefill(metadata.prefill_part, one, of_region):
+                    prefill.setdefault(each.key, each)
     return Plan(
         decode=tuple(decode.values()),
         prefill=tuple(prefill.values()),
         query_tiles=prefill_tiles(metadata.prefill_part) if bucket.max_prefill_tokens > 0 else None,
+        mask=mask,
         bucket=bucket,
         sparsity=tuple(dict.fromkeys(one.sparsity for one in specs)),
     )

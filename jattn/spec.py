@@ -135,6 +135,12 @@ class AttentionSpec:
         """`scale`, or `head_dim ** -0.5` where it is None."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    def mask_with(self, mask: Mask | None) -> Mask | None:
+        """What a query sees beyond the numbers above: `sparsity` and another mask."""
+        if self.sparsity is None or mask is None:
+            return self.sparsity if mask is None else mask
+        return self.sparsity & mask
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
+from jattn import masks
 from jattn.attend import choose_implementation
 from jattn.implementations import block_lists, mosaic_gpu, region_plans, tile_lists
 from pallas_kernels import support
@@ -118,6 +119,16 @@ class TestDispatch:
         metadata = jattn.build_batch_metadata(query_lens, [9], [[1, 2]], block_size=8)
         assert bool(jattn.plan(metadata, spec).decode) == has_schedule
 
+    def test_a_plan_s_mask_holds_in_every_layer(self):
+        problem, mask = self.problem(), masks.Sinks(2)
+        arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec
+        plan = jattn.plan(problem.metadata, problem.spec, mask=mask)
+        out, wanted = jattn.attend(*arguments, plan), jattn.attend(*arguments, mask=mask)
+        np.testing.assert_array_equal(out, wanted)
+        assert (np.asarray(out) != np.asarray(jattn.attend(*arguments))).any()
+        with pytest.raises(ValueError, match=r"mask must be None with a plan .* for a mask, got Sinks"):
+            jattn.attend(*arguments, plan, mask=mask)
+
     def test_a_plan_without_a_layer_s_mask_is_refused(self):
         problem = self.problem()
         planned = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=8))
@@ -144,6 +155,12 @@ class TestDispatch:
         )
         with pytest.raises(ValueError, match=r"cache.kv_start_loc must have shape \(1,\).*got \(3,\)"):
             jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
+
+
+STRIDED = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2)
+BLOCKS = masks.BlockMask(
+    blocks=np.random.default_rng(0).random((8, 2, 1, 6)) < 0.5, block_q=None, block_kv=64
+)
 
 
 class TestKernels:
@@ -227,10 +244,17 @@ class TestKernels:
         problem.check(*self.run(problem))
         assert listed == [16]
 
-    @pytest.mark.parametrize("is_alike", [True, False])
-    def test_a_plan_holds_the_lists_of_all_layers_of_a_mask(self, monkeypatch, is_alike):
+    @pytest.mark.parametrize(
+        ("sparsity", "mask", "is_alike"),
+        [
+            (dataclasses.replace(STRIDED, homo_head_group=True), None, True),
+            (STRIDED, None, False),
+            (None, BLOCKS, True),
+            (STRIDED, BLOCKS, False),
+        ],
+    )
+    def test_a_plan_holds_the_lists_of_all_layers_of_a_mask(self, monkeypatch, sparsity, mask, is_alike):
         """In decode lists of blocks where a kv head's query heads see the same, else lists of tiles."""
-        sparsity = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2, homo_head_group=is_alike)
         problem = Problem(self.case | {"sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
         given = []
@@ -239,26 +263,26 @@ class TestKernels:
             given.append((schedule, lists, block_list))
             return query, jnp.zeros(query.shape[1::-1])
 
-        def taken(plan):
+        def taken(plan, mask):
             given.clear()
-            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, plan)
+            arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, plan
+            jattn.attend(*arguments, mask=mask)
             return tuple(given)
 
         for name in ("paged_decode", "varlen_prefill"):
             monkeypatch.setattr(mosaic_gpu, name, kernel)
-        without = jax.jit(taken)(None)
-        plan = jattn.plan(problem.metadata, problem.spec)
+        without = jax.jit(taken)(None, mask)
+        plan = jattn.plan(problem.metadata, problem.spec, mask=mask)
         for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
             monkeypatch.delattr(module, makes)
-        (_, *in_decode), (_, *in_prefill) = planned = taken(plan)
+        (_, *in_decode), (_, *in_prefill) = planned = taken(plan, None)
         assert [x is None for x in (*in_decode, *in_prefill)] == [is_alike, not is_alike, False, True]
         for a, b in zip(jax.tree.leaves(without), jax.tree.leaves(planned), strict=True):
             np.testing.assert_array_equal(a, b)
 
     def test_layers_of_a_step_make_their_lists_once(self):
-        sparsity = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2, homo_head=True)
         problem = Problem(self.case)
-        spec = dataclasses.replace(problem.spec, sparsity=sparsity)
+        spec = dataclasses.replace(problem.spec, sparsity=dataclasses.replace(STRIDED, homo_head=True))
 
         def step(query, cache, metadata, num_layers):
             capped = dataclasses.replace(spec, soft_cap=5.0)

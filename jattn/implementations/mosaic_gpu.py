@@ -63,7 +63,9 @@ def why_not(
     return _why_not_decode(query.dtype, kv, metadata, spec)
 
 
-def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[RegionPlan, ...]:
+def plan_decode(
+    metadata: BatchMetadata, spec: AttentionSpec, mask: Mask | None = None
+) -> tuple[RegionPlan, ...]:
     """Plans the decode region of a step, once for each of the tiles that a layer of this spec may want.
 
     Which it wants depends on how its cache is stored; inside a jit the others cost nothing. Traced.
@@ -71,8 +73,8 @@ def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[RegionPla
     Args:
         metadata: The region as a step of its own.
         spec: The layer, or one with the same heads and mask.
+        mask: What it masks beyond the spec's numbers.
     """
-    mask = spec.sparsity
     if mask is not None and listed_block_size(metadata, spec, mask) is None:
         return _plan_lists_of_tiles(metadata, spec, mask)
     if not metadata.bucket.max_decodes or _why_not_decode(jnp.bfloat16, None, metadata, spec) is not None:
@@ -85,7 +87,9 @@ def plan_decode(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[RegionPla
     return plans
 
 
-def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillPlan, ...]:
+def plan_prefill(
+    metadata: BatchMetadata, spec: AttentionSpec, mask: Mask | None = None
+) -> tuple[PrefillPlan, ...]:
     """Plans the prefill region of a step, once for each of the tiles that a layer of this spec may want.
 
     Which it wants depends on what only the call knows (sinks, slopes); inside a jit the others cost nothing.
@@ -93,9 +97,10 @@ def plan_prefill(metadata: BatchMetadata, spec: AttentionSpec) -> tuple[PrefillP
     Args:
         metadata: The region as a step of its own.
         spec: The layer, or one with the same mask.
+        mask: What it masks beyond the spec's numbers.
     """
-    if spec.sparsity is not None:
-        return _plan_lists_of_tiles(metadata, spec, spec.sparsity)
+    if mask is not None:
+        return _plan_lists_of_tiles(metadata, spec, mask)
     if _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
         return ()
     wanted = {_prefill_tiles(spec, metadata.block_size, has_per_head=has) for has in (False, True)}
@@ -133,7 +138,7 @@ def attend(
         metadata: The region as a step of its own.
         spec: The layer.
         mask: Which keys a query sees beyond the spec's numbers; why_not is None.
-        plans: The step's schedules; where none was made for a layer like this one, it is made here.
+        plans: The step's, under this mask; where none was made for a layer like this one, it is made here.
         sinks: One more score per head.
         alibi_slopes: Slope per head.
         return_lse: Whether the log-sum-exp is wanted; None comes back where the kernel can do without.

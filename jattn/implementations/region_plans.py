@@ -113,7 +113,7 @@ def decode_plan(
         spec: The layer.
         kv_dtypes: Of the cache's keys and values.
         mask: What it masks beyond the spec's numbers; listed_block_size is an int.
-        plans: The step's; a block list is taken from any of them.
+        plans: The step's, under this mask; a block list is taken from any of them.
     """
     tiles, layer = decode_tiles(metadata, spec, kv_dtypes), _decode_layer(spec, mask)
     alike = [plan for plan in plans if isinstance(plan, DecodePlan) and plan.layer == layer]
@@ -158,7 +158,7 @@ def prefill_plan(
         spec: The layer.
         tiles: The kernel's sizes.
         mask: What it masks beyond the spec's numbers; why_not_lists is None.
-        plans: The step's, of keys in a paged cache.
+        plans: The step's, under this mask, of keys in a paged cache.
         kv_start_loc: First key of each request where keys are packed.
         max_seq_len: Static bound of the requests' lengths; the block table's when None.
     """
@@ -203,15 +203,10 @@ def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
 def _decode_layer(spec: AttentionSpec, mask: Mask | None) -> tuple[Any, ...]:
     """What layers that share a decode schedule agree in."""
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
-    return *heads, spec.batch_invariant, *score_of(spec).mask, _shared(mask)
+    return *heads, spec.batch_invariant, *score_of(spec).mask, spec.sparsity, mask is not None
 
 
 def _prefill_layer(spec: AttentionSpec, mask: Mask | None) -> tuple[Any, ...]:
     """What layers that share a prefill schedule agree in."""
     heads = () if mask is None else (spec.num_q_heads, spec.num_kv_heads)
-    return *heads, *score_of(spec).mask, _shared(mask)
-
-
-def _shared(mask: Mask | None) -> Any:
-    """What a mask is known by; one with arrays is like no other."""
-    return mask if mask is None or mask.is_static else object()
+    return *heads, *score_of(spec).mask, spec.sparsity, mask is not None

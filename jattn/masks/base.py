@@ -120,6 +120,10 @@ class And(Mask):
         some, every = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
         return Coverage(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
 
+    @override
+    def of_rows_from(self, first: int) -> Mask:
+        return And(masks=tuple(mask.of_rows_from(first) for mask in self.masks))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
-from jattn.pytree import pytree, static
+from jattn.pytree import pytree, replace, static
 from pallas_kernels.checks import require, require_positive
 
 
@@ -68,6 +68,14 @@ class BlockMask(Mask):
             require(shape[-2] == 1, "blocks", "have one block of queries where block_q is None", shape)
         else:
             require_positive(block_q=self.block_q)
+
+    @override
+    def of_rows_from(self, first: int) -> Mask:
+        rows = lambda x: x[min(first, x.shape[0] - 1) :]  # later rows are as the last
+        firsts = None if self.first_q_block is None else rows(self.first_q_block)
+        return replace(
+            self, blocks=rows(self.blocks) if self.blocks.ndim == 4 else self.blocks, first_q_block=firsts
+        )
 
     def _query_block(self, row: Any, query: Any) -> Any:
         """Where in `blocks` the query's block stands; may lie outside."""

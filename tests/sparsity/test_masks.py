@@ -59,6 +59,22 @@ def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data
     np.testing.assert_array_equal(got, ruled.dense(query_len, seq_len, row))
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_the_rows_of_a_region_see_what_they_saw(first):
+    """A block mask stays one: the kernels take no other with arrays."""
+    blocks = np.random.default_rng(0).random((3, 2, 4, 5)) < 0.5
+    firsts = np.array([0, 1, 2], np.int32)
+    many = masks.BlockMask(blocks=blocks, first_q_block=firsts, block_q=8, block_kv=8)
+    whole = many & masks.Window(left=20)
+    part = whole.of_rows_from(first)
+    assert [type(mask) for mask in part.masks] == [masks.BlockMask, masks.Window]
+    for row in range(2):
+        of = [
+            masks.dense(mask, 40, 40, num_q_heads=4, row=r) for mask, r in ((part, row), (whole, row + first))
+        ]
+        np.testing.assert_array_equal(*of)
+
+
 def test_density_is_counted_against_causality():
     assert masks.density(masks.Causal(), 8, 8) == 1
     assert masks.density(masks.Window(0, 0), 4, 4) == pytest.approx(0.4)
