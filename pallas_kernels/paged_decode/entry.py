@@ -129,6 +129,7 @@ def paged_decode(
             decode_query_len=decode_query_len,
             block_list=block_list,
             list_block_size=list_block_size,
+            max_kv=block_table.shape[1] * block_size,
         )
     # TMA fills up a single tile of rows with zeros; several tiles, or one of odd size, are padded here.
     needs_padding = row_tiles > 1 or (rows > 8 and rows % 8 != 0)
@@ -226,9 +227,16 @@ def schedule_for(
     decode_query_len: int,
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
+    max_kv: int | None = None,
 ) -> Schedule:
-    """The schedule that paged_decode makes for itself: make it once for all layers of a step."""
+    """The schedule that paged_decode makes for itself: make it once for all layers of a step.
+
+    `max_kv`, the most keys that a request can have, spares thread blocks that could never have a unit.
+    """
+    rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
     slots = tiles.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
+    if max_kv is not None:
+        slots = min(slots, rows * -(-max_kv // (tiles.split_kv or tiles.tile_kv)))
     return make_schedule(
         seq_lens,
         score=score,

@@ -8,6 +8,7 @@ which merge.py adds up.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.loader import Stream, copies_per_stage, make_loader
+from pallas_kernels.paged_decode.loader import Stream, copies_per_stage, make_loader, prefetch_blocks
 from pallas_kernels.paged_decode.schedule import Schedule, num_partials
 from pallas_kernels.paged_decode.stages import Stages
 from pallas_kernels.paged_decode.step import W, attention_step, f32, normalized
@@ -26,7 +27,7 @@ from pallas_kernels.paged_decode.warpgroup import Warpgroup
 from pallas_kernels.paged_decode.warps import Warps, merge_smem
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.store import store_unoptimized
+from pallas_kernels.shared.store import store_transposed, store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 
 
@@ -90,7 +91,7 @@ def decode_partials(
         len_g,  # [reqs]
         k_scale_g,  # [1], [kv_heads], [blocks, kv_heads, parts, block_size / parts] or None
         v_scale_g,  # the same or [kv_heads, chunks, width]
-        spans_g,  # [reqs + slots + 1]: the schedule's table
+        ends_g,  # [reqs]: the schedule's unit_ends
         slopes_g,  # [head_tiles, tile_q] or None
         sinks_g,  # [head_tiles, tile_q] or None
         ids_g,  # [reqs, max_listed] or None
@@ -107,7 +108,7 @@ def decode_partials(
         v_scale_s,
         wide_s,  # [chunks, tile_kv, width] in SMEM or None
         p_s,  # [tile_q, tile_kv] in SMEM or None
-        merge_s,  # [warps, head_dim, tile_q] in SMEM or None
+        merge_s,  # [warps, head_dim + 2, tile_q] in SMEM or None
         q_full,
         q_free,
         k_full,
@@ -118,8 +119,11 @@ def decode_partials(
         slot, head_tile = lax.axis_index("slot"), lax.axis_index("head_tile")
         rows = padded_slice(n, shape.rows, slot * 0)
         columns = padded_slice(cut.width, cut.chunk, slot * 0)
-        span_refs = len_g, *schedule.views(spans_g), counts_g
-        walk_span = functools.partial(walk, span_refs, tiles, shape, score, slot, head_tile)
+        span_refs = len_g, ends_g, counts_g
+
+        def walk_span(visit: Callable) -> Any:
+            how: Any = {"slots": slots, "is_interpreted": bool(interpret)}
+            return walk(span_refs, tiles, shape, score, slot, head_tile, visit, **how)
 
         def of_head(scale_g: Any, segment: Segment) -> Any:
             return scale_g[segment.kv_head if scale_g.shape[0] > 1 else 0]
@@ -128,6 +132,8 @@ def decode_partials(
             keys = Stream(k_g, k_scale_g if has_k_scales else None, k_s, k_scale_s, k_full, k_free)
             values = Stream(v_g, v_scale_g if has_v_scales else None, v_s, v_scale_s, v_full, v_free)
             load = make_loader((keys, values), table_g, ids_g, tiles, shape)
+            if not interpret:
+                prefetch_blocks(table_g, slot, slots)
 
             def load_query(segment: Segment, nth: Any) -> None:
                 buffer = lax.rem(nth, jnp.int32(2))
@@ -142,9 +148,8 @@ def decode_partials(
             def visit(segment: Segment, state: Any) -> Any:
                 step, nth = state
                 is_live = segment.num_units > 0
-                pl.when(is_live)(lambda: load_query(segment, nth))
                 num_tiles = jnp.where(is_live, segment.num_tiles, 0)
-                load(segment, num_tiles, step)
+                load(segment, num_tiles, step, lambda: pl.when(is_live)(lambda: load_query(segment, nth)))
                 return step + num_tiles, nth + is_live.astype(jnp.int32)
 
             steps, queries = walk_span(visit)
@@ -169,11 +174,13 @@ def decode_partials(
 
             def attend(segment: Segment, count: Any, nth: Any) -> Any:
                 buffer = lax.rem(nth, jnp.int32(2))
-                slopes_r, k_factor = None, 1.0
+                slopes_r, k_factor, v_factor = None, 1.0, None
                 if slopes_g is not None:
                     slopes_r = plgpu.load(slopes_g.at[segment.heads], layout=W.reduce(0), optimized=False)
                 if k_scale_g is not None and not has_k_scales:
                     k_factor = of_head(k_scale_g, segment)
+                if v_scale_g is not None and v_scale_g.ndim == 1:
+                    v_factor = of_head(v_scale_g, segment)  # its latency passes beside the first keys'
                 plgpu.barrier_wait(q_full.at[buffer])
                 firsts = place_of(segment, 0, ids_g, tiles.tile_kv, shape).firsts
                 start = *products.start(), firsts, count
@@ -181,17 +188,17 @@ def decode_partials(
                 one = functools.partial(step, segment, query, k_factor, slopes_r, first_row)
                 state = lax.fori_loop(0, segment.num_tiles, one, start)
                 accs, top, total = products.merged(*state[:3])
-                accs = tuple(scaled(acc, chunk, segment) for chunk, acc in enumerate(accs))
-                pl.when(segment.is_whole)(lambda: store_whole(segment, accs, top, total, buffer))
+                accs = tuple(scaled(acc, chunk, segment, v_factor) for chunk, acc in enumerate(accs))
+                pl.when(segment.is_whole)(lambda: store_whole(segment, accs, top, total))
                 pl.when(jnp.logical_not(segment.is_whole))(lambda: store_partial(segment, accs, top, total))
                 plgpu.barrier_arrive(q_free.at[buffer])
 
-            def scaled(acc: Any, chunk: int, segment: Segment) -> Any:
+            def scaled(acc: Any, chunk: int, segment: Segment, v_factor: Any) -> Any:
                 """The values' static scale, on their sum."""
                 if v_scale_g is None or has_v_scales:
                     return acc
-                if v_scale_g.ndim == 1:
-                    return acc * of_head(v_scale_g, segment)
+                if v_factor is not None:
+                    return acc * v_factor
                 channels = plgpu.load(
                     v_scale_g.at[segment.kv_head, chunk], layout=W.reduce(1), optimized=False
                 )
@@ -203,7 +210,7 @@ def decode_partials(
                 store_unoptimized(top_g.at[segment.partial, head_tile], top)
                 store_unoptimized(total_g.at[segment.partial, head_tile], total)
 
-            def store_whole(segment: Segment, accs: Any, top: Any, total: Any, buffer: Any) -> None:
+            def store_whole(segment: Segment, accs: Any, top: Any, total: Any) -> None:
                 sink = None
                 if sinks_g is not None:
                     sink = plgpu.load(sinks_g.at[segment.heads], layout=W.reduce(0), optimized=False)
@@ -211,18 +218,9 @@ def decode_partials(
                 factor, lse = normalized(top, total, sink)
                 store_unoptimized(lse_g.at[segment.row, head_tile], lse)
                 for chunk, acc in enumerate(accs):
-                    # The queries are done with: their place takes the output.
-                    out_s = q_s.at[buffer, chunk]
+                    to = out_g.at[(segment.row, head_tile, slice(None), *((chunk,) if cut.is_padded else ()))]
                     acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
-                    out_s.T[...] = plgpu.layout_cast(acc.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                plgpu.commit_smem()
-                for chunk in range(cut.chunks):
-                    # TMA drops the rows past the last and the columns past the end of a chunk.
-                    to = out_g.at[segment.row, head_tile, rows]
-                    if cut.is_padded:
-                        to = out_g.at[segment.row, head_tile, rows, chunk, columns]
-                    plgpu.copy_smem_to_gmem(q_s.at[buffer, chunk], to)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    store_transposed(to, acc, is_interpreted=bool(interpret))
 
             def visit(segment: Segment, state: Any) -> Any:
                 count, nth = state
@@ -276,7 +274,8 @@ def decode_partials(
         grid_names=("slot", "head_tile"),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Warps share nothing but merge_s, whose barriers stand in warp_code.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=tiles.by_warp),
         kernel_name="paged_decode",
         interpret=interpret,
     )
@@ -288,7 +287,7 @@ def decode_partials(
         seq_lens,
         k_scale,
         v_scale,
-        schedule.table,
+        schedule.unit_ends,
         slopes,
         sinks,
         ids,

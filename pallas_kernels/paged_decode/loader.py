@@ -1,6 +1,7 @@
 """The loading warp: blocks of the cache into the stages of shared memory, one TMA copy a block and chunk."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Segment, Shape, place_of
+from pallas_kernels.shared import lanes
 from pallas_kernels.shared.tma import padded_slice
 
 
@@ -37,7 +39,10 @@ class Stream(NamedTuple):
 def make_loader(
     streams: tuple[Stream, Stream], table_g: Any, ids_g: Any, tiles: Tiles, shape: Shape
 ) -> Callable:
-    """The function that fills stages of shared memory from the blocks of a segment's tiles."""
+    """The function that fills stages of shared memory from the blocks of a segment's tiles.
+
+    It calls `meanwhile` while it waits for the first blocks' numbers.
+    """
     size, cut = shape.block_size, shape.cut
     rows = copied_rows(tiles, shape)
 
@@ -84,16 +89,29 @@ def make_loader(
                         oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # no tensor map, so no alignment to 128
                     )
 
-    def load(segment: Segment, num_tiles: Any, step: Any) -> None:
+    def load(segment: Segment, num_tiles: Any, step: Any, meanwhile: Callable[[], None]) -> None:
         def one(i: Any, blocks: list[Any]) -> list[Any]:
             # The table is read a tile ahead: its latency passes while a stage is waited for.
             following = sources(segment, i + 1)
             copy(segment, step + i, blocks)
             return following
 
-        lax.fori_loop(0, num_tiles, one, sources(segment, jnp.int32(0)))
+        first = sources(segment, jnp.int32(0))
+        meanwhile()
+        lax.fori_loop(0, num_tiles, one, first)
 
     return load
+
+
+def prefetch_blocks(table_g: Any, slot: Any, slots: int) -> None:
+    """Sends for the part of the block table that a span needs first, while the span is being looked for.
+
+    Guessed: right where requests fill their rows, and elsewhere the page's translation is there at least.
+    """
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
+    run(lambda _, ref, index: lanes.prefetch(ref, index.registers.item()))(
+        table_g, slot * (math.prod(table_g.shape) // slots)
+    )
 
 
 def copied_rows(tiles: Tiles, shape: Shape) -> int:

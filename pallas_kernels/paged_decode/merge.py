@@ -1,5 +1,6 @@
 """Adds up the partial results of the requests that more than one span of paged_decode met."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,17 +9,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_decode.merge_code import (
+    BY_THREAD,
+    THREADS,
+    Share,
+    groups_of,
+    of_queries,
+    partials,
+    store,
+)
 from pallas_kernels.paged_decode.schedule import Schedule, span_units
+from pallas_kernels.paged_decode.span_start import span_start
 from pallas_kernels.paged_decode.step import normalized
-from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.paged_decode.tiles import NUM_SMS, Tiles
 from pallas_kernels.paged_decode.walk import Shape
-from pallas_kernels.shared.dequant import swizzled_smem
-from pallas_kernels.shared.store import store_unoptimized
-from pallas_kernels.shared.tma import padded_slice
 
-W = plgpu.Layout.WGMMA
 f32 = jnp.float32
-PART = 64  # elements of head_dim that a thread block merges
+MOST_THREAD_BLOCKS = 2 * NUM_SMS  # more of them take longer to start than they save
 
 
 def merge_partials(
@@ -42,107 +49,105 @@ def merge_partials(
     """
     out, lse, o, top, total = results
     reqs, slots, n, cut = lse.shape[0], schedule.slots, shape.tile_q, shape.cut
-    at_once = _loads_at_once(reqs, slots, n, tiles)
     # Only a request at the end of a span may be cut; where requests are fewer than spans, look at each.
     by_request = tiles.split_kv is not None or reqs < slots
     candidates = reqs if by_request else slots
+    share = _share(shape, candidates, slots // reqs + 2, tiles)
+    how: Any = {"share": share, "is_interpreted": bool(interpret)}
 
     def body(  # type: ignore[no-untyped-def]
         o_g,  # [partials, head_tiles, padded_dim, tile_q]
         top_g,  # [partials, head_tiles, tile_q]
         total_g,
-        spans_g,  # [reqs + slots + 1]: the schedule's table
+        ends_g,  # [reqs]: the schedule's unit_ends
         sinks_g,  # [head_tiles, tile_q] or None
         out_g,  # [reqs, head_tiles, rows, head_dim]
         lse_g,  # [reqs, head_tiles, tile_q]
         unused_g,
-        out_s,  # [tile_q, PART] in SMEM
     ):
-        ends_g, first_g = schedule.views(spans_g)
         nth, head_tile, part = (lax.axis_index(name) for name in ("candidate", "head_tile", "part"))
-        row = nth if by_request else jnp.minimum(first_g[nth + 1], reqs - 1)
-        first, count, first_span = _partials_of(row, ends_g, slots, tiles)
-        is_mine = count > 1 if by_request else (count > 1) & (first_span == nth)
-        vector = lambda ref: plgpu.load(ref, layout=W.reduce(0), optimized=False)
-        column = lambda x: lax.broadcast_in_dim(x, (PART, n), [1])
-        full = lambda value: plgpu.layout_cast(jnp.full((n,), value, f32), W.reduce(0))
+        if by_request:
+            row, is_row, total_units = nth, True, ends_g[reqs - 1]
+            start, end = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0), ends_g[row]
+        else:
+            next_span = span_start(ends_g, ends_g, nth + 1, slots=slots, is_interpreted=bool(interpret))
+            row, is_row = jnp.minimum(next_span.row, reqs - 1), next_span.row < reqs
+            start, end, total_units = next_span.start, next_span.end, next_span.total
+        first, count, first_span = _partials_of(row, start, end, span_units(total_units, slots), tiles)
+        is_mine = count > 1 if by_request else (count > 1) & (first_span == nth) & is_row
+        full = lambda value: plgpu.layout_cast(jnp.full((THREADS,), value, f32), BY_THREAD)
 
         def add(i: Any, carry: Any) -> Any:
-            acc, top, total = carry
-            # All loads of a round before any use. Rounds end in copies of the last partial, which count 0.
-            nth = [i * at_once + j for j in range(at_once)]
-            index = [first + jnp.minimum(j, count - 1) for j in nth]
-            tops = [vector(top_g.at[p, head_tile]) for p in index]
-            totals = [vector(total_g.at[p, head_tile]) for p in index]
-            rows = pl.ds(part * PART, PART)
-            outs = [plgpu.load(o_g.at[p, head_tile, rows], layout=W, optimized=False) for p in index]
-            tops = [t + jnp.where(j < count, 0.0, -jnp.inf) for j, t in zip(nth, tops, strict=True)]
-            new_top = top
-            for t in tops:
-                new_top = jnp.maximum(new_top, t)
+            accs, top, total = carry
+            done = i * share.at_once
+            # All loads of a round before any use.
+            tops, totals, outs = partials(
+                (o_g, top_g, total_g), first + done, count - done, head_tile, part, **how
+            )
+            new_top = functools.reduce(jnp.maximum, tops, top)
             finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             shrink = jnp.exp2(top - finite)
-            acc, total = acc * column(shrink), total * shrink
-            for t, l, o in zip(tops, totals, outs, strict=True):
+            accs, total = [acc * shrink for acc in accs], total * shrink
+            for t, l, out in zip(tops, totals, outs, strict=True):
                 weight = jnp.exp2(t - finite)
-                acc, total = acc + o * column(weight), total + l * weight
-            return acc, new_top, total
+                accs = [acc + o * weight for acc, o in zip(accs, out, strict=True)]
+                total = total + l * weight
+            return accs, new_top, total
 
         @pl.when(is_mine)
         def merge() -> None:
-            zeros = plgpu.layout_cast(jnp.zeros((PART, n), f32), W)
-            rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
-            acc, top, total = lax.fori_loop(0, rounds, add, (zeros, full(-jnp.inf), full(0.0)))
+            rounds = lax.div(count + (share.at_once - 1), jnp.int32(share.at_once))
+            start = [full(0.0)] * share.each, full(-jnp.inf), full(0.0)
+            accs, top, total = lax.fori_loop(0, rounds, add, start)
             _, heads = shape.request_of(row, head_tile)
-            sink = None if sinks_g is None else vector(sinks_g.at[heads])
+            sink = None if sinks_g is None else of_queries(sinks_g.at[heads], **how)
             factor, natural_lse = normalized(top, total, sink)
-
-            @pl.when(part == 0)
-            def store_lse() -> None:
-                store_unoptimized(lse_g.at[row, head_tile], natural_lse)
-
-            acc = (acc * column(factor)).astype(out_s.dtype)
-            out_s.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
-            # TMA drops the rows past the last and the columns past the end of a chunk.
-            rows = padded_slice(n, shape.rows, row * 0)
-            to = out_g.at[row, head_tile, rows, pl.ds(pl.multiple_of(part * PART, PART), PART)]
-            if cut.is_padded:
-                to = out_g.at[row, head_tile, rows, part, padded_slice(PART, cut.chunk, row * 0)]
-            plgpu.copy_smem_to_gmem(out_s, to)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            to = out_g.at[row, head_tile], lse_g.at[row, head_tile]
+            store(*to, [acc * factor for acc in accs], natural_lse, part, **how)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
-        scratch_types=[swizzled_smem((n, PART), out.dtype)],
-        grid=(candidates, shape.head_tiles, cut.padded_dim // PART),
+        grid=(candidates, shape.head_tiles, cut.padded_dim // share.columns),
         grid_names=("candidate", "head_tile", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # There is no shared memory that barriers could guard.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_merge",
         interpret=interpret,
     )
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    kernel(o.reshape(*o.shape[:2], cut.padded_dim, n), top, total, schedule.table, sinks, out_ref, lse_ref)
+    kernel(
+        o.reshape(*o.shape[:2], cut.padded_dim, n), top, total, schedule.unit_ends, sinks, out_ref, lse_ref
+    )
     return jax.freeze(out_ref), jax.freeze(lse_ref)
 
 
-def _partials_of(row: Any, ends_g: Any, slots: int, tiles: Tiles) -> tuple[Any, Any, Any]:
+def _partials_of(row: Any, start: Any, end: Any, per_span: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
     """First partial result of a request, how many it has, and its first span (0 where splits are fixed)."""
-    end = ends_g[row]
-    start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
     if tiles.split_kv is not None:
         return start, end - start, 0
-    per_span = span_units(ends_g[ends_g.shape[0] - 1], slots)
     first = lax.div(start, per_span)
     return row + first, lax.div(end - 1, per_span) - first + 1, first
 
 
-def _loads_at_once(reqs: int, slots: int, tile_q: int, tiles: Tiles) -> int:
-    """Partial results loaded together: as many as a request is likely to have, and registers to hold them.
+def _share(shape: Shape, candidates: int, likely: int, tiles: Tiles) -> Share:
+    """What a thread block merges: little where few have work, so that they share its bytes.
 
-    Where splits are fixed it does not depend on the batch, or its bits would.
+    Args:
+        shape: The call's static sizes.
+        candidates: Requests that may have partial results.
+        likely: How many of them it has then.
+        tiles: The kernel's static sizes.
     """
-    likely = 4 if tiles.split_kv else slots // reqs + 2
-    room = max(128 // tile_q, 1)  # 64 registers
-    return max(min(1 << (likely - 1).bit_length(), room, 16), 1)
+    cut, n = shape.cut, shape.tile_q
+    widths, most = [64], 16 * groups_of(n)
+    if not cut.is_padded:
+        widths = [width for width in (32, 64, 128) if cut.padded_dim % width == 0 and width <= most]
+    blocks = lambda width: candidates * shape.head_tiles * (cut.padded_dim // width)
+    columns = next((width for width in widths if blocks(width) <= MOST_THREAD_BLOCKS), widths[-1])
+    room = lambda width: max(128 // (width // groups_of(n) + 2), 1)  # 128 registers
+    # Where splits are fixed it does not depend on the batch, or a request's bits would.
+    at_once = min(4, room(widths[-1])) if tiles.split_kv else min(likely, room(columns))
+    return Share(
+        tile_q=n, rows=shape.rows, cut=cut, columns=columns, head_tiles=shape.head_tiles, at_once=at_once
+    )

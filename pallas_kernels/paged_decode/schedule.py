@@ -7,13 +7,11 @@ along the line of keys request + span grows with each such meeting, so that sum 
 
 import dataclasses
 import functools
-import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.tiles import Tiles
@@ -32,41 +30,21 @@ class BlockList(NamedTuple):
     counts: Int32[Array, "reqs kv_heads"]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["reqs"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["slots"])
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
 
     Attributes:
-        table: `unit_ends`, then `first_rows`: one array, so that one small kernel makes it.
-        reqs: Requests.
+        unit_ends: One past each request's last unit, when the requests' units are laid end to end.
+        slots: Number of spans. Whoever works on one finds its first request by itself (span_start).
     """
 
-    table: Int32[Array, " reqs_and_starts"]
-    reqs: int
-
-    @property
-    def unit_ends(self) -> Int32[Array, " reqs"]:
-        """One past each request's last unit, when the requests' units are laid end to end."""
-        return self.table[: self.reqs]
-
-    @property
-    def first_rows(self) -> Int32[Array, " starts"]:
-        """The request in which each span begins, and one more span would; `reqs` past the end."""
-        return self.table[self.reqs :]
-
-    @property
-    def slots(self) -> int:
-        """Number of spans."""
-        return self.table.shape[0] - self.reqs - 1
-
-    def views(self, table_g: Any) -> tuple[Any, Any]:
-        """`unit_ends` and `first_rows` in a kernel's reference to the table."""
-        return table_g.at[pl.ds(0, self.reqs)], table_g.at[pl.ds(self.reqs, self.slots + 1)]
+    unit_ends: Int32[Array, " reqs"]
+    slots: int
 
 
-# Requests whose units are added up one by one, in one kernel of 0.9 us; of more XLA makes two.
-ADDED_ONE_BY_ONE = 6
+MASKED = 256  # requests whose units XLA adds up in one kernel, by a mask; of more it would write out the mask
 
 
 def make_schedule(
@@ -84,38 +62,21 @@ def make_schedule(
     With lists, "a request" of the schedule is a request's kv head.
     """
     unit = tiles.split_kv or tiles.tile_kv
-
-    def units(low: Any, high: Any) -> Any:
-        """A request that sees nothing has a unit too: whoever meets it writes its zeros."""
-        units = lax.div(high + (unit - 1), jnp.full_like(high, unit)) - lax.div(low, jnp.full_like(low, unit))
-        return jnp.maximum(units, 1)
-
-    unlisted_units = lambda seq_lens: units(*score.row_range(seq_lens, decode_query_len))
-    reqs = seq_lens.shape[0] if block_list is None else block_list.counts.size
-    at = jnp.arange(reqs + slots + 1, dtype=jnp.int32)
-
-    def entries(row: Any, end: Any, total: Any, at: Any) -> Any:
-        """What a request adds to each entry of the table; no span starts below 0."""
-        start = (at - reqs) * span_units(total, slots)
-        return jnp.where(at == row, end, (end <= start).astype(jnp.int32))
-
-    if reqs <= ADDED_ONE_BY_ONE and block_list is None:
-        *_, total = ends_of = tuple(itertools.accumulate(unlisted_units(seq_lens[r]) for r in range(reqs)))
-        parts = [entries(row, end, total, at) for row, end in enumerate(ends_of)]
-        return Schedule(functools.reduce(jnp.add, parts), reqs)
-    if block_list is None:
-        per_row = unlisted_units(seq_lens)
-    else:
+    low, high = score.row_range(seq_lens, decode_query_len)
+    if block_list is not None:
         assert list_block_size is not None
-        low, high = score.row_range(seq_lens, decode_query_len)
         listed = block_list.counts.reshape(-1) * list_block_size
         high = jnp.where(jnp.repeat(high > low, block_list.counts.shape[1]), listed, 0)
-        per_row = units(jnp.zeros_like(high), high)
-    rows = jnp.arange(reqs, dtype=jnp.int32)
-    # Sums over a mask, not cumsum and searchsorted: XLA makes one small kernel of each.
-    ends = jnp.where(rows[None, :] <= rows[:, None], per_row[None, :], 0).sum(axis=1)
-    table = entries(rows[None, :], ends[None, :], ends[-1], at[:, None]).sum(axis=1)
-    return Schedule(table.astype(jnp.int32), reqs)
+        low = jnp.zeros_like(high)
+    # A request that sees nothing has a unit too: whoever meets it writes its zeros.
+    divided = lambda x: lax.div(x, jnp.full_like(x, unit))
+    units = jnp.maximum(divided(high + (unit - 1)) - divided(low), 1)
+    if units.size <= MASKED:
+        rows = jnp.arange(units.size, dtype=jnp.int32)
+        ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
+    else:
+        ends = jnp.cumsum(units)
+    return Schedule(ends.astype(jnp.int32), slots)
 
 
 def span_units(total: Array, slots: int) -> Array:

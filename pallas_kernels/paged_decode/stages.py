@@ -16,7 +16,7 @@ class Stages(NamedTuple):
         v_scale_s: The same.
         wide_s: [chunks, tile_kv, width] in SMEM, 16-bit: widened values (in interpret mode keys too); None.
         p_s: [tile_q, tile_kv] in SMEM: the probabilities; None where each warp keeps its own.
-        merge_s: [warps, head_dim, tile_q] f32 in SMEM, where warps work alone: their accumulators; or None.
+        merge_s: [warps, head_dim + 2, tile_q] f32 in SMEM, where warps work alone: their results; or None.
         k_full: Barriers.
         v_full: Barriers.
         k_free: Barriers.

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_decode.schedule import span_units
+from pallas_kernels.paged_decode.span_start import span_start
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
@@ -127,14 +127,23 @@ def place_of(segment: Segment, tile_index: Any, ids_g: Any, tile_kv: int, shape:
 
 
 def walk(
-    refs: Any, tiles: Tiles, shape: Shape, score: Score, slot: Any, head_tile: Any, visit: Callable
+    refs: Any,
+    tiles: Tiles,
+    shape: Shape,
+    score: Score,
+    slot: Any,
+    head_tile: Any,
+    visit: Callable,
+    *,
+    slots: int,
+    is_interpreted: bool,
 ) -> Any:
     """Calls `state = visit(segment, state)` for each request of a span; `state` starts as two zeros."""
-    len_g, ends_g, first_g, counts_g = refs
-    reqs, slots = ends_g.shape[0], first_g.shape[0] - 1
-    total = ends_g[reqs - 1]
-    per_span = span_units(total, slots)
-    stop = jnp.minimum((slot + 1) * per_span, total)
+    len_g, ends_g, counts_g = refs
+    reqs = ends_g.shape[0]
+    by_row = len_g if counts_g is None else counts_g
+    begin = span_start(ends_g, by_row, slot, slots=slots, is_interpreted=is_interpreted)
+    stop = jnp.minimum(begin.unit + begin.span, begin.total)
     tiles_per_unit = (tiles.split_kv or tiles.tile_kv) // tiles.tile_kv
     zero = slot * 0
 
@@ -183,11 +192,12 @@ def walk(
         ahead = tuple(pick(*both) for both in zip(following, (end, seq_len, *counts), strict=True))
         return unit, pick(following_row, row), pick(end, start), ahead, state
 
-    first_row, next_first_row = (jnp.minimum(first_g[slot + i], reqs - 1) for i in (0, 1))
-    unit = slot * per_span
-    start = jnp.where(first_row > 0, ends_g[jnp.maximum(first_row - 1, 0)], 0)
-    visits = next_first_row - first_row + 1  # a count known ahead: warps have no while
+    first_row = jnp.minimum(begin.row, reqs - 1)
+    visits = jnp.minimum(begin.next_row, reqs - 1) - first_row + 1  # a count known ahead: warps have no while
     if tiles.split_kv is not None:
-        visits = visits + jnp.maximum(stop - unit, 0)
-    carry = unit, first_row, start, read(first_row), (zero, zero)
+        visits = visits + jnp.maximum(stop - begin.unit, 0)
+    first: tuple[Any, ...] = begin.end, begin.value
+    if counts_g is not None:
+        first = begin.end, len_g[shape.request_of(first_row, head_tile)[0]], begin.value
+    carry = begin.unit, first_row, begin.start, first, (zero, zero)
     return lax.fori_loop(0, visits, visit_row, carry)[-1]

@@ -184,22 +184,35 @@ def seen_masks(low: Any, high: Any, firsts: Any, piece: int) -> list[Any]:
     return [arith.ori(half(offset, 0xFFFF), half(offset + 1, 0xFFFF0000)) for offset in (0, 8)]
 
 
-def store_accumulators(_: Any, merge_s: Any, accs: Any, *, warps: Any) -> Any:
-    """Into [warps, head_dim, rows], columns of a head in their order."""
+def store_results(_: Any, merge_s: Any, accs: Any, top: Any, total: Any, *, warps: Any) -> Any:
+    """See Warps.merged: each warp's into its place, columns of a head in their order; then all may read."""
     g, t = lanes.lane_row_and_pair()
     _, warp = lanes.lane_and_warp()
     row_bytes = 4 * warps.shape.tile_q
     spread, far = (2, 1) if warps.v_dtype.itemsize == 1 else (1, 8)
-    first = lanes.add(
+    place = lanes.add(
         lanes.address(merge_s),
-        lanes.times(warp, warps.cut.padded_dim * row_bytes),
-        lanes.times(g, spread * row_bytes),
+        lanes.times(warp, (warps.cut.padded_dim + 2) * row_bytes),
         lanes.times(t, 8),
     )
+    first = lanes.add(place, lanes.times(g, spread * row_bytes))
+
+    def store(at: Any, offset: int, pair: Any, **only: Any) -> None:
+        code = f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};"
+        utils.inline_ptx(code, at, *pair, has_side_effects=True, **only)
+
+    utils.warpgroup_barrier()  # the results before these have been read
     for nth, acc in enumerate(accs):
         for tile, four in enumerate(lanes.numbers(acc)):
             for half in (0, 1):
-                offset = (nth * KEYS + half * far) * row_bytes + tile * 32
-                code = f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};"
-                utils.inline_ptx(code, first, *four[2 * half : 2 * half + 2], has_side_effects=True)
+                store(first, (nth * KEYS + half * far) * row_bytes + tile * 32, four[2 * half : 2 * half + 2])
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, g, lanes.const(0))
+    for tile, (tops, sums) in enumerate(zip(lanes.numbers(top), lanes.numbers(total), strict=True)):
+        pair = [arith.addf(a, b) for a, b in zip(sums[:2], sums[2:], strict=True)]
+        for distance in (4, 8, 16):
+            pair = [arith.addf(x, lanes.shuffled(x, "bfly", lanes.const(distance))) for x in pair]
+        offset = warps.cut.padded_dim * row_bytes + tile * 32
+        store(place, offset, tops[:2], predicate=is_first)
+        store(place, offset + row_bytes, pair, predicate=is_first)
+    utils.warpgroup_barrier()
     return ()

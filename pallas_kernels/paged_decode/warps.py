@@ -30,7 +30,9 @@ class Warps:
     for every 16 columns of a head.
 
     Interpreted, a fence follows what is read: jax 0.12 looks for one between a read and TMA's next write into
-    the same memory. On the device what was read is in registers before the barrier is released.
+    the same memory. On the device no fence of the two proxies stands there, though PTX's memory model has one
+    for any two accesses: a stage is released by mbarrier.arrive, after which no earlier read comes, and a
+    read that is done cannot see a later write. CUTLASS's pipelines release their stages the same way.
     """
 
     def __init__(self, refs: Stages, shape: Shape, *, dtype: Any, is_interpreted: bool):
@@ -128,24 +130,31 @@ class Warps:
 
     def merged(self, accs: Any, top: Any, total: Any) -> tuple[Any, Any, Any]:
         """The four warps' results as one: O^T a chunk, each query's largest score and sum of exponentials."""
-        column = functools.partial(lax.broadcast_in_dim, shape=self.tile, broadcast_dimensions=[1])
-        of_all = top.max(axis=0)
-        shrink = jnp.exp2(top - column(jnp.where(of_all == -jnp.inf, 0.0, of_all)))
-        total = (total * shrink).sum(axis=0)
-        scaled = [acc * shrink for acc in accs]
-        merge_s = self.refs.merge_s
+        merge_s, dim = self.refs.merge_s, self.cut.padded_dim
         if self.is_interpreted:
-            stacked = jnp.stack(scaled).reshape(self.num_accs, WARPS, KEYS, -1).swapaxes(0, 1)
-            merge_s[...] = stacked.reshape(merge_s.shape)
+            of_warps = lambda x: x.reshape(*x.shape[:-2], WARPS, KEYS, -1)
+            merge_s[:, :dim] = of_warps(jnp.stack(accs)).swapaxes(0, 1).reshape(WARPS, dim, -1)
+            merge_s[:, dim] = of_warps(top)[:, 0]
+            merge_s[:, dim + 1] = of_warps(total).sum(axis=1)
+            plgpu.commit_smem()
         else:
-            run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [W] * self.num_accs), return_type=())
-            run(functools.partial(code.store_accumulators, warps=self))(merge_s, scaled)
-        plgpu.commit_smem()
+            types = plgpu.RefType(), [W] * self.num_accs, W, W
+            run = plgpu.inline_mgpu(arg_types=types, return_type=())
+            run(functools.partial(code.store_results, warps=self))(merge_s, list(accs), top, total)
+        of_query = lambda w, row: plgpu.load(merge_s.at[w, row], layout=W.reduce(0), optimized=False)
+        tops = [of_query(w, dim) for w in range(WARPS)]
+        of_all = functools.reduce(jnp.maximum, tops)
+        finite = jnp.where(of_all == -jnp.inf, 0.0, of_all)
+        weights = [jnp.exp2(top - finite) for top in tops]
+        total = functools.reduce(jnp.add, [weights[w] * of_query(w, dim + 1) for w in range(WARPS)])
         outs = []
         for chunk in range(self.cut.chunks):
             rows = slice(chunk * self.cut.width, (chunk + 1) * self.cut.width)
             parts = [plgpu.load(merge_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
-            outs.append(functools.reduce(jnp.add, parts))
+            column = functools.partial(lax.broadcast_in_dim, shape=parts[0].shape, broadcast_dimensions=[1])
+            outs.append(
+                functools.reduce(jnp.add, [x * column(y) for x, y in zip(parts, weights, strict=True)])
+            )
         return tuple(outs), of_all, total
 
 
@@ -155,8 +164,8 @@ def operand_of(stored: Any, dtype: Any) -> Any:
 
 
 def merge_smem(shape: Shape) -> Any:
-    """Where the warps' accumulators meet."""
-    return plgpu.SMEM((WARPS, shape.cut.padded_dim, shape.tile_q), f32)
+    """Where the warps' results meet: accumulators, then each query's largest score and sum."""
+    return plgpu.SMEM((WARPS, shape.cut.padded_dim + 2, shape.tile_q), f32)
 
 
 def fragments_layout(dtype: Any) -> Any:

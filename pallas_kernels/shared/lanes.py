@@ -159,8 +159,25 @@ def rounded(low: Any, high: Any, dtype: Any) -> Any:
 
 
 def shuffled(x: Any, mode: str, lane: Any) -> Any:
-    """Another lane's f32: `mode` bfly (lane ^ n) or idx."""
-    return ptx(f"shfl.sync.{mode}.b32 $0, $1, $2, 31, -1;", x, lane, of=f32())
+    """Another lane's register: `mode` bfly (lane ^ n) or idx."""
+    return ptx(f"shfl.sync.{mode}.b32 $0, $1, $2, 31, -1;", x, lane, of=x.type)
+
+
+def reduced(x: Any, how: str) -> Any:
+    """Of all lanes' int32: `how` add, min or max."""
+    return ptx(f"redux.sync.{how}.s32 $0, $1, -1;", x)
+
+
+def loaded(ref: Any, index: Any, of: Any = None) -> Any:
+    """A 32-bit element of a vector in global memory."""
+    code = "{ .reg .b64 at; mad.wide.u32 at, $2, 4, $1; ld.global.b32 $0, [at]; }"
+    return ptx(code, utils.memref_ptr(ref), index, of=of, touches_memory=True)
+
+
+def prefetch(ref: Any, index: Any) -> None:
+    """Has the line of a vector's 32-bit element brought from memory into L2, and its page's translation."""
+    code = "{ .reg .b64 at; mad.wide.u32 at, $1, 4, $0; prefetch.global.L2 [at]; }"
+    utils.inline_ptx(code, utils.memref_ptr(ref), index, has_side_effects=True)
 
 
 def numbers(array: Any) -> list[list[Any]]:
@@ -168,6 +185,13 @@ def numbers(array: Any) -> list[list[Any]]:
     halves = array.registers.reshape(-1, 2)
     pick = lambda x, i: vector.extract(x, dynamic_position=[], static_position=[i])
     return [[pick(half, i) for half in pair for i in (0, 1)] for pair in halves]
+
+
+def tiles(array: Any) -> list[list[list[Any]]]:
+    """`numbers` of every 64 rows of a taller accumulator."""
+    rows, columns = array.shape
+    found = numbers(array)
+    return [found[i : i + columns // 8] for i in range(0, rows // 64 * (columns // 8), columns // 8)]
 
 
 def array_of(columns: Sequence[Sequence[Any]], layout: Any) -> Any:

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import mosaic_gpu, region_plans, xla
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
+from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, bisected, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not, why_not_decode
@@ -270,7 +271,7 @@ class TestRaces:
 
 
 class TestSchedule:
-    def schedule(self, lens, tiles, **score):
+    def schedule(self, lens, tiles, max_kv=None, **score):
         return schedule_for(
             jnp.asarray(lens, jnp.int32),
             score=Score(scale=1.0, **score),
@@ -278,6 +279,7 @@ class TestSchedule:
             kv_heads=2,
             group=4,
             decode_query_len=1,
+            max_kv=max_kv,
         )
 
     def test_spans_are_equal_and_meet_requests_in_order(self):
@@ -285,11 +287,49 @@ class TestSchedule:
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
-        np.testing.assert_array_equal(got.first_rows, [0, 2, 3, 4])
+        starts = [bisected(got.unit_ends, got.unit_ends, slot, got.slots) for slot in range(4)]
+        assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
+            (0, 0, 0, 3),
+            (4, 2, 4, 5),
+            (8, 3, 5, 10),
+        ]
+        assert [int(x.next_row) for x in starts[:3]] == [2, 3, 4]
+        assert int(starts[3].row) == 4  # past the last
 
     def test_a_window_shortens_what_is_read(self):
         got = self.schedule([1000, 64], Tiles(tile_kv=64, ctas=4), window=(63, 0))
         np.testing.assert_array_equal(got.unit_ends, [2, 3])
+
+    @pytest.mark.parametrize("reqs", [1, 33, 257])
+    def test_ends_add_up_however_many_requests(self, reqs):
+        lens = np.random.default_rng(reqs).integers(0, 1000, reqs)
+        got = self.schedule(lens, Tiles(tile_kv=64, ctas=6))
+        np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MOST_AT_ONCE])
+    def test_lanes_find_the_same_start_as_bisection(self, reqs):
+        ends = jnp.cumsum(jax.random.randint(jax.random.key(reqs), (reqs,), 1, 20), dtype=jnp.int32)
+        values, slots = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
+
+        def body(ends_g, values_g, found_g):
+            slot = jax.lax.axis_index("slot")
+            found = span_start(ends_g, values_g, slot, slots=slots, is_interpreted=False)
+            for i, x in enumerate(found):
+                found_g[slot, i] = x
+
+        shape = jax.ShapeDtypeStruct((slots + 1, len(SpanStart._fields)), jnp.int32)
+        find = plgpu.kernel(body, out_type=shape, grid=(slots + 1,), grid_names=("slot",))
+        found = SpanStart(*find(ends, values).T)
+        for slot in range(slots + 1):
+            want = bisected(ends, values, jnp.int32(slot), slots)
+            assert int(found.row[slot]) == int(want.row)
+            if want.row < reqs:
+                assert [int(x[slot]) for x in found] == [int(x) for x in want]
+
+    def test_there_are_no_more_spans_than_units(self):
+        assert self.schedule([70], Tiles(tile_kv=64, ctas=264), max_kv=128).slots == 2
+        assert self.schedule([70], Tiles(tile_kv=64, ctas=6), max_kv=1024).slots == 3
 
     def test_fixed_splits_ignore_the_rest_of_the_batch(self):
         tiles = Tiles(tile_kv=64, stages=2, ctas=6, split_kv=128)

@@ -1,0 +1,105 @@
+"""Where a span of the schedule begins: the request, found by each warp for itself.
+
+All requests' ends are loaded at once, a few by each lane, and compared: one round trip to memory, where a
+table of first requests would be one more, and a second kernel to make it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.paged_decode.schedule import span_units
+from pallas_kernels.shared import lanes
+
+MOST_AT_ONCE = 512  # rows; of more a lane would hold too many, and they are bisected
+BEYOND = 2**31 - 1
+
+
+class SpanStart(NamedTuple):
+    """Traced scalars."""
+
+    total: Any  # units of all spans
+    span: Any  # units of each
+    unit: Any  # the span's first; may be past the last of all
+    row: Any  # the row of the schedule that it lies in; the number of rows if in none, and so next_row
+    next_row: Any  # that of the next span
+    start: Any  # the row's first unit, or 0
+    end: Any  # one past its last
+    value: Any  # the row's of `values_g`
+
+
+def span_start(ends_g: Any, values_g: Any, slot: Any, *, slots: int, is_interpreted: bool) -> SpanStart:
+    """Where span `slot` begins.
+
+    Args:
+        ends_g: Schedule.unit_ends.
+        values_g: [reqs] int32 from 0 up: something else of each row.
+        slot: Number of the span; may be `slots`.
+        slots: Number of spans.
+        is_interpreted: Without lanes.
+    """
+    if is_interpreted or ends_g.shape[0] > MOST_AT_ONCE:
+        return bisected(ends_g, values_g, slot, slots)
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+    types = plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
+    return SpanStart(*run(functools.partial(compared_at_once, slots=slots))(ends_g, values_g, slot))
+
+
+def bisected(ends_g: Any, values_g: Any, slot: Any, slots: int) -> SpanStart:
+    """One row after the other."""
+    rows = ends_g.shape[0]
+    total = ends_g[rows - 1]
+    span = span_units(total, slots)
+
+    def rows_before(unit: Any) -> Any:
+        def halve(_: Any, between: Any) -> Any:
+            low, high = between
+            middle = lax.div(low + high, jnp.int32(2))
+            is_before = (low < high) & (ends_g[jnp.minimum(middle, rows - 1)] <= unit)
+            return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
+
+        return lax.fori_loop(0, rows.bit_length(), halve, (slot * 0, slot * 0 + rows))[0]
+
+    unit = slot * span
+    row = rows_before(unit)
+    start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
+    at = jnp.minimum(row, rows - 1)
+    return SpanStart(total, span, unit, row, rows_before(unit + span), start, ends_g[at], values_g[at])
+
+
+def compared_at_once(_: Any, ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> Any:
+    """The same by the lanes of a warp."""
+    rows = ends_g.type.shape[0]
+    lane, _ = lanes.lane_and_warp()
+    # The last lanes load the last row once more.
+    at = [arith.minsi(lanes.add(lane, first), lanes.const(rows - 1)) for first in range(0, rows, 32)]
+    ends, values = ([lanes.loaded(ref, row) for row in at] for ref in (ends_g, values_g))
+    total = lanes.shuffled(ends[-1], "idx", lanes.const(31))
+    span = arith.divui(lanes.add(total, slots - 1), lanes.const(slots))
+    span = arith.maxsi(span, lanes.const(1))
+    unit = arith.muli(slot.registers.item(), span)
+
+    compared = lambda how, a, b: arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
+    pick = lambda where, x, other: arith.select(where, x, lanes.const(other))
+    most = functools.partial(functools.reduce, arith.maxsi)
+
+    def rows_before(unit: Any) -> Any:
+        """One past the last row that ends before a unit."""
+        before = [
+            pick(compared("sle", end, unit), lanes.add(row, 1), 0) for row, end in zip(at, ends, strict=True)
+        ]
+        return lanes.reduced(most(before), "max")
+
+    start = lanes.reduced(most([pick(compared("sle", x, unit), x, 0) for x in ends]), "max")
+    after = [pick(compared("sgt", x, unit), x, BEYOND) for x in ends]
+    end = lanes.reduced(functools.reduce(arith.minsi, after), "min")
+    found = [pick(compared("eq", x, end), value, 0) for x, value in zip(ends, values, strict=True)]
+    value = lanes.reduced(most(found), "max")
+    results = total, span, unit, rows_before(unit), rows_before(lanes.add(unit, span)), start, end, value
+    return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in results)
