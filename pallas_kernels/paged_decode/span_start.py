@@ -8,7 +8,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
@@ -16,7 +15,8 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.paged_decode.schedule import span_units
 from pallas_kernels.shared import lanes
 
-MOST_AT_ONCE = 512  # rows; of more a lane would hold too many, and they are bisected
+MOST_AT_ONCE = 512  # rows; of more a lane would hold too many
+WAYS = 16  # rows looked at together where they are narrowed down
 BEYOND = 2**31 - 1
 
 
@@ -44,27 +44,28 @@ def span_start(ends_g: Any, values_g: Any, slot: Any, *, slots: int, is_interpre
         is_interpreted: Without lanes.
     """
     if is_interpreted or ends_g.shape[0] > MOST_AT_ONCE:
-        return bisected(ends_g, values_g, slot, slots)
+        return narrowed_down(ends_g, values_g, slot, slots)
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
     types = plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT
     run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
     return SpanStart(*run(functools.partial(compared_at_once, slots=slots))(ends_g, values_g, slot))
 
 
-def bisected(ends_g: Any, values_g: Any, slot: Any, slots: int) -> SpanStart:
-    """One row after the other."""
+def narrowed_down(ends_g: Any, values_g: Any, slot: Any, slots: int) -> SpanStart:
+    """A few of all rows, then a few of those in between, and so on."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
     span = span_units(total, slots)
 
     def rows_before(unit: Any) -> Any:
-        def halve(_: Any, between: Any) -> Any:
-            low, high = between
-            middle = lax.div(low + high, jnp.int32(2))
-            is_before = (low < high) & (ends_g[jnp.minimum(middle, rows - 1)] <= unit)
-            return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
-
-        return lax.fori_loop(0, rows.bit_length(), halve, (slot * 0, slot * 0 + rows))[0]
+        low, size = slot * 0, rows  # the row is one of [low, low + size]
+        while size:
+            step = -(-size // WAYS)
+            lasts = [low + (i * step - 1) for i in range(1, -(-size // step) + 1)]
+            are_before = [(at < rows) & (ends_g[jnp.minimum(at, rows - 1)] <= unit) for at in lasts]
+            low = low + step * sum(x.astype(jnp.int32) for x in are_before)
+            size = step - 1
+        return low
 
     unit = slot * span
     row = rows_before(unit)

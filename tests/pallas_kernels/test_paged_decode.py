@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import mosaic_gpu, region_plans, xla
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
-from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, bisected, span_start
+from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not, why_not_decode
@@ -287,7 +287,7 @@ class TestSchedule:
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
-        starts = [bisected(got.unit_ends, got.unit_ends, slot, got.slots) for slot in range(4)]
+        starts = [narrowed_down(got.unit_ends, got.unit_ends, slot, got.slots) for slot in range(4)]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
             (0, 0, 0, 3),
             (4, 2, 4, 5),
@@ -295,6 +295,14 @@ class TestSchedule:
         ]
         assert [int(x.next_row) for x in starts[:3]] == [2, 3, 4]
         assert int(starts[3].row) == 4  # past the last
+
+    @pytest.mark.parametrize("reqs", [1, 16, 17, 300, 4097])
+    def test_a_span_begins_in_the_request_that_holds_its_first_unit(self, reqs):
+        ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
+        for slot in range(8):
+            found = narrowed_down(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(slot), 7)
+            row = np.searchsorted(ends, slot * -(-ends[-1] // 7), side="right")
+            assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
     def test_a_window_shortens_what_is_read(self):
         got = self.schedule([1000, 64], Tiles(tile_kv=64, ctas=4), window=(63, 0))
@@ -307,8 +315,8 @@ class TestSchedule:
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MOST_AT_ONCE])
-    def test_lanes_find_the_same_start_as_bisection(self, reqs):
+    @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MOST_AT_ONCE, 1000])
+    def test_a_warp_finds_the_same_start(self, reqs):
         ends = jnp.cumsum(jax.random.randint(jax.random.key(reqs), (reqs,), 1, 20), dtype=jnp.int32)
         values, slots = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
 
@@ -322,7 +330,7 @@ class TestSchedule:
         find = plgpu.kernel(body, out_type=shape, grid=(slots + 1,), grid_names=("slot",))
         found = SpanStart(*find(ends, values).T)
         for slot in range(slots + 1):
-            want = bisected(ends, values, jnp.int32(slot), slots)
+            want = narrowed_down(ends, values, jnp.int32(slot), slots)
             assert int(found.row[slot]) == int(want.row)
             if want.row < reqs:
                 assert [int(x[slot]) for x in found] == [int(x) for x in want]
