@@ -230,8 +230,9 @@ class TestKernels:
         with pytest.raises(AssertionError, match=r"positions of an 8-bit cache would take .* limit"):
             raise AssertionError(mosaic_gpu.why_not(*region))
 
-    def test_decode_under_a_mask_of_whole_blocks_walks_through_lists_of_them(self, monkeypatch):
-        sparsity = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2, homo_head=True)
+    @pytest.mark.parametrize("homo_head", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_decode_under_a_mask_of_whole_blocks_walks_through_lists_of_them(self, monkeypatch, homo_head):
+        sparsity = dataclasses.replace(STRIDED, homo_head=homo_head)
         problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
         listed, decode = [], mosaic_gpu.paged_decode
@@ -245,16 +246,11 @@ class TestKernels:
         assert listed == [16]
 
     @pytest.mark.parametrize(
-        ("sparsity", "mask", "is_alike"),
-        [
-            (dataclasses.replace(STRIDED, homo_head_group=True), None, True),
-            (STRIDED, None, False),
-            (None, BLOCKS, True),
-            (STRIDED, BLOCKS, False),
-        ],
+        ("sparsity", "mask", "is_of_blocks"),
+        [(STRIDED, None, True), (None, BLOCKS, True), (masks.Sinks(3), BLOCKS, False)],
     )
-    def test_a_plan_holds_the_lists_of_all_layers_of_a_mask(self, monkeypatch, sparsity, mask, is_alike):
-        """In decode lists of blocks where a kv head's query heads see the same, else lists of tiles."""
+    def test_a_plan_holds_the_lists_of_all_layers_of_a_mask(self, monkeypatch, sparsity, mask, is_of_blocks):
+        """In decode lists of blocks where the mask is of whole ones, else lists of tiles."""
         problem = Problem(self.case | {"sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
         given = []
@@ -276,7 +272,7 @@ class TestKernels:
         for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
             monkeypatch.delattr(module, makes)
         (_, *in_decode), (_, *in_prefill) = planned = taken(plan, None)
-        assert [x is None for x in (*in_decode, *in_prefill)] == [is_alike, not is_alike, False, True]
+        assert [x is None for x in (*in_decode, *in_prefill)] == [is_of_blocks, not is_of_blocks, False, True]
         for a, b in zip(jax.tree.leaves(without), jax.tree.leaves(planned), strict=True):
             np.testing.assert_array_equal(a, b)
 

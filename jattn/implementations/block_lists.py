@@ -1,6 +1,8 @@
 """From a mask to the lists of blocks that paged_decode walks through, and which masks have such lists."""
 
+import functools
 import math
+import operator
 
 import jax.numpy as jnp
 
@@ -8,7 +10,7 @@ from jattn.masks import And, BlockMask, LocalStrided, Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.sparsity.schedule import coverage_of_tiles
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import codes_of, list_tiles
+from pallas_kernels.list_tiles import MAX_PARTS, codes_of, list_tiles
 from pallas_kernels.paged_decode import BlockList
 from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
 
@@ -16,7 +18,7 @@ from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
 def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) -> int | str:
     """Keys of a listed block, or why paged_decode cannot walk through lists of this mask.
 
-    A list serves all query heads of a kv head, so they must see the same blocks, and whole ones.
+    A list serves all query heads of a kv head: it names what one of them sees, and who does.
 
     Args:
         mask: Beyond the spec's numbers.
@@ -26,13 +28,15 @@ def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) ->
     if metadata.bucket.decode_query_len > 1:
         return "block lists are for one query of each request"
     sizes = []
-    for factor in mask.masks if isinstance(mask, And) else (mask,):
-        if isinstance(factor, BlockMask) and spec.num_kv_heads % factor.blocks.shape[-3] == 0:
+    for factor in _factors(mask):
+        if isinstance(factor, BlockMask):
             sizes.append(factor.block_kv)
-        elif isinstance(factor, LocalStrided) and _is_alike_in_groups(factor, spec):
+        elif isinstance(factor, LocalStrided):
             sizes.append(factor.block_size)
         else:
-            return "block lists are for whole blocks that all query heads of a kv head see"
+            return "block lists are for whole blocks"
+    if tells_heads(mask, spec) and spec.q_heads_per_kv_head > MAX_PARTS:
+        return f"block lists tell at most {MAX_PARTS} query heads of a kv head apart"
     size = math.gcd(*sizes)
     fits = size % metadata.block_size == 0 or metadata.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:
@@ -42,25 +46,41 @@ def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) ->
     return size
 
 
-def _is_alike_in_groups(mask: LocalStrided, spec: AttentionSpec) -> bool:
+def tells_heads(mask: Mask, spec: AttentionSpec) -> bool:
+    """Whether the query heads of a kv head see different blocks."""
+    return not all(_is_alike_in_groups(factor, spec) for factor in _factors(mask))
+
+
+def _factors(mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, And) else (mask,)
+
+
+def _is_alike_in_groups(mask: Mask, spec: AttentionSpec) -> bool:
+    if isinstance(mask, BlockMask):
+        return spec.num_kv_heads % mask.blocks.shape[-3] == 0
+    assert isinstance(mask, LocalStrided)
     return mask.homo_head or mask.homo_head_group or spec.q_heads_per_kv_head == 1
 
 
 def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:
     """The blocks of `size` keys that each request's query sees, for each kv head. Traced."""
-    seq_lens, group = metadata.seq_lens, spec.q_heads_per_kv_head
+    seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
     coverage = coverage_of_tiles(
         mask,
         rows=jnp.arange(seq_lens.shape[0], dtype=jnp.int32),
         first_query=jnp.maximum(seq_lens - 1, 0),
         num_queries=jnp.minimum(seq_lens, 1),
         seq_lens=seq_lens,
-        num_heads=(spec.num_q_heads, spec.num_kv_heads),
+        num_heads=(spec.num_q_heads, kv_heads),
         size=(1, size),
         max_kv_tiles=-(-metadata.block_table.shape[1] * metadata.block_size // size),
         is_prefill=False,
         is_inside_blocks=True,
     )
-    some = coverage.some[:, ::group]  # neighbours see the same
-    listed = list_tiles(codes_of(some, some).reshape(-1, some.shape[-1]))
+    by_head = coverage.some.reshape(seq_lens.shape[0], kv_heads, spec.q_heads_per_kv_head, -1)
+    some, heads = by_head[:, :, 0], []
+    if tells_heads(mask, spec):
+        heads = [by_head[:, :, nth] for nth in range(spec.q_heads_per_kv_head)]
+        some = functools.reduce(operator.or_, heads)
+    listed = list_tiles(codes_of(some, some, heads).reshape(-1, some.shape[-1]))
     return BlockList(ids=listed.entries.reshape(some.shape), counts=listed.num_full.reshape(some.shape[:2]))

@@ -225,6 +225,7 @@ def _decode(
         v_scale=_as_jax(kv.stored_v_scale),
         block_list=plan.block_list,
         list_block_size=plan.list_block_size,
+        lists_tell_heads=plan.lists_tell_heads,
         schedule=plan.schedule,
         tiles=decode_tiles(metadata, spec, dtypes),
         **options,

@@ -27,6 +27,7 @@ class DecodePlan:
         layer: Static: heads, and the mask that shortens the requests' ranges of keys.
         spans: Static: what of the kernel's sizes the schedule depends on.
         list_block_size: Static: keys of a sparse block.
+        lists_tell_heads: Static: whether lists say which query heads see a block.
     """
 
     schedule: decode_kernel.Schedule
@@ -34,6 +35,7 @@ class DecodePlan:
     layer: tuple[Any, ...] = static()
     spans: tuple[int, ...] = static()
     list_block_size: int | None = static()
+    lists_tell_heads: bool = static()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -137,7 +139,12 @@ def decode_plan(
         list_block_size=size,
     )
     return DecodePlan(
-        schedule=schedule, block_list=blocks, layer=layer, spans=tiles.spans, list_block_size=size
+        schedule=schedule,
+        block_list=blocks,
+        layer=layer,
+        spans=tiles.spans,
+        list_block_size=size,
+        lists_tell_heads=mask is not None and block_lists.tells_heads(mask, spec),
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.paged_decode.kernel import decode_partials
 from pallas_kernels.paged_decode.loader import copied_rows
 from pallas_kernels.paged_decode.merge import merge_partials
@@ -37,6 +38,7 @@ def paged_decode(
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
+    lists_tell_heads: bool = False,
     schedule: Schedule | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
@@ -62,6 +64,8 @@ def paged_decode(
         block_list: The sparse blocks to visit, all queries of a request the same; the score's mask holds
             inside them. None = all keys.
         list_block_size: Static: keys of a sparse block.
+        lists_tell_heads: Static: bit PART_SHIFT + g of an id says whether query head g of the group sees the
+            block; else all do.
         schedule: schedule_for's for the same seq_lens, score, tiles and list; made here when None.
         tiles: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
@@ -91,11 +95,16 @@ def paged_decode(
     require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
     if block_list is None:
         require(list_block_size is None, "list_block_size", "be None without block_list", list_block_size)
+        require(not lists_tell_heads, "lists_tell_heads", "be False without block_list", lists_tell_heads)
     else:
         max_listed = block_list.ids.shape[2]
         require_shape("block_list.ids", block_list.ids.shape, (reqs, kv_heads, max_listed), "reqs, kv_heads")
         require_shape("block_list.counts", block_list.counts.shape, (reqs, kv_heads), "reqs, kv_heads")
         require_one_of("list_block_size", list_block_size, LIST_BLOCK_SIZES)
+    if lists_tell_heads:
+        group = q_heads // kv_heads
+        rule = f"have at most {MAX_PARTS} of a kv head where lists tell them apart"
+        require(group <= MAX_PARTS, "q_heads", rule, group)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
     reason = why_not_decode(
         dtype=query.dtype,
@@ -144,6 +153,7 @@ def paged_decode(
         cut=cut,
         tile_q=n,
         listed=list_block_size,
+        lists_tell_heads=lists_tell_heads,
     )
     padding = row_tiles * n - rows if needs_padding else 0
 

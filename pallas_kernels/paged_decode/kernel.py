@@ -182,8 +182,8 @@ def decode_partials(
                 if v_scale_g is not None and v_scale_g.ndim == 1:
                     v_factor = of_head(v_scale_g, segment)  # its latency passes beside the first keys'
                 plgpu.barrier_wait(q_full.at[buffer])
-                firsts = place_of(segment, 0, ids_g, tiles.tile_kv, shape).firsts
-                start = *products.start(), firsts, count
+                place = place_of(segment, 0, ids_g, tiles.tile_kv, shape)
+                start = *products.start(), (place.firsts, place.heads), count
                 query = products.query(q_s.at[buffer])
                 one = functools.partial(step, segment, query, k_factor, slopes_r, first_row)
                 state = lax.fori_loop(0, segment.num_tiles, one, start)

@@ -19,10 +19,11 @@ from pallas_kernels.shared.score import Score
 
 
 class BlockList(NamedTuple):
-    """The sparse blocks that each request's kv heads visit; the group's query heads share them.
+    """The sparse blocks that each request's kv heads visit.
 
     Attributes:
-        ids: Ascending; block i is keys `i * list_block_size` onward. What is past the end is harmless.
+        ids: Ascending; block i is keys `i * list_block_size` onward. What is past the end is harmless. If the
+            call says so, the bits from PART_SHIFT on are the query heads of the group that see it.
         counts: How many of the ids are live; the others are never used.
     """
 

@@ -83,6 +83,12 @@ def attention_step(
 
         return lax.cond(place.reaches_out(seen_by_all, until), mask, lambda: s)
 
+    def masked_by_head(s: Any, first_row: Any, place: Place) -> Any:
+        """-inf where a list says that a query head does not see a block."""
+        rows = plgpu.broadcasted_iota(jnp.int32, s_shape, 1, layout=W) + first_row
+        head = lax.rem(rows, jnp.full_like(rows, shape.group))
+        return jnp.where(lax.shift_right_logical(place.heads_of(keys), head) & 1 != 0, s, -jnp.inf)
+
     def value_weights(stage: Any, segment: Segment, place: Place) -> Any:
         scales = token_scales(refs.v_scale_s, stage)
         seen = functools.partial(only_seen, scales, segment, place, 1.0)
@@ -91,9 +97,9 @@ def attention_step(
     def step(
         segment: Segment, query: Any, k_factor: Any, slopes: Any, first_row: Any, tile_index: Any, carry: Any
     ) -> Any:
-        accs, top, total, firsts, count = carry
+        accs, top, total, (firsts, heads), count = carry
         stage = lax.rem(count, jnp.int32(tiles.stages))
-        place = Place(firsts, shape.piece(tile))
+        place = Place(firsts, heads, shape.piece(tile))
         # Read a tile ahead: a list is in global memory.
         next_place = place_of(segment, tile_index + 1, ids_g, tile, shape)
         plgpu.barrier_wait(refs.k_full.at[stage])
@@ -106,6 +112,8 @@ def attention_step(
         if slopes is not None:
             s = biased(s, slopes, position, place)
         s = masked(s, segment, position, place)
+        if shape.lists_tell_heads:
+            s = masked_by_head(s, first_row, place)
         weight = None  # of each key's value
         if has_v_scales:
             if not widener:
@@ -124,7 +132,7 @@ def attention_step(
         total = total * products.spread(shrink) + p  # summed over the keys at the end, once
         p = p if weight is None else p * weight
         accs = products.add_values(accs, shrink, p, stage, segment, place)
-        return accs, new_top, total, next_place.firsts, count + 1
+        return accs, new_top, total, (next_place.firsts, next_place.heads), count + 1
 
     return step
 

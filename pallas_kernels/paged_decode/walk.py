@@ -1,12 +1,13 @@
 """A thread block's way over its span of the work: the requests in it, and what of each."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.list_tiles import PART_SHIFT
 from pallas_kernels.paged_decode.span_start import span_start
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.shared.head_dims import HeadCut
@@ -30,6 +31,7 @@ class Shape:
         listed: Keys of a sparse block, where each request and kv head has its own list of them; None = every
             key is visited. With lists, "a request" of the schedule, the queries and the results is a kv head
             of a request, so that lists of any lengths keep all thread blocks busy.
+        lists_tell_heads: Each entry of a list says which query heads of the group see the block.
     """
 
     kv_heads: int
@@ -42,6 +44,7 @@ class Shape:
     cut: HeadCut
     tile_q: int
     listed: int | None
+    lists_tell_heads: bool = False
 
     @property
     def head_tiles(self) -> int:
@@ -81,17 +84,28 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which keys a tile holds: `piece` neighbours from each of `firsts`, which ascend."""
+    """Which keys a tile holds: `piece` neighbours from each of `firsts`, which ascend.
+
+    `heads` has a bit for each query head of the group that sees the piece; empty where all do.
+    """
 
     firsts: tuple[Any, ...]
+    heads: tuple[Any, ...]
     piece: int
 
     def keys(self, rows: Any) -> Any:
         """The key of each row of the tile."""
-        before = self.firsts[0]
-        for i, first in enumerate(self.firsts[1:], 1):
-            before = jnp.where(rows >= i * self.piece, first - i * self.piece, before)
-        return rows + before
+        return rows + self._of_rows(rows, [first - i * self.piece for i, first in enumerate(self.firsts)])
+
+    def heads_of(self, rows: Any) -> Any:
+        """The bits of the piece that each row of the tile is in."""
+        return self._of_rows(rows, self.heads)
+
+    def _of_rows(self, rows: Any, of_pieces: Sequence[Any]) -> Any:
+        value = of_pieces[0]
+        for i, of_piece in enumerate(of_pieces[1:], 1):
+            value = jnp.where(rows >= i * self.piece, of_piece, value)
+        return value
 
     def reaches_out(self, low: Any, high: Any) -> Any:
         """Whether a key is not in [low, high)."""
@@ -113,17 +127,20 @@ def place_of(segment: Segment, tile_index: Any, ids_g: Any, tile_kv: int, shape:
     """
     nth, piece = segment.first_tile + tile_index, shape.piece(tile_kv)
     if shape.listed is None:
-        return Place((nth * tile_kv,), piece)
+        return Place((nth * tile_kv,), (), piece)
     tiles_per_block, blocks_per_tile = max(shape.listed // tile_kv, 1), tile_kv // piece
     block = lax.div(nth, jnp.int32(tiles_per_block))
     inside = lax.rem(nth, jnp.int32(tiles_per_block)) * piece
-    firsts = []
+    firsts, heads = [], []
     for i in range(blocks_per_tile):
         entry = block * blocks_per_tile + i
         last = jnp.maximum(segment.num_listed - 1, 0)
-        first = ids_g[segment.row, jnp.minimum(entry, last)] * shape.listed + inside
-        firsts.append(jnp.where(entry < segment.num_listed, first, NOWHERE))
-    return Place(tuple(firsts), piece)
+        number = ids_g[segment.row, jnp.minimum(entry, last)]
+        if shape.lists_tell_heads:
+            heads.append(lax.shift_right_logical(number, jnp.int32(PART_SHIFT)))
+            number = number & ((1 << PART_SHIFT) - 1)
+        firsts.append(jnp.where(entry < segment.num_listed, number * shape.listed + inside, NOWHERE))
+    return Place(tuple(firsts), tuple(heads), piece)
 
 
 def walk(

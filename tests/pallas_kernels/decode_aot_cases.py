@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.paged_decode import BlockList, default_tiles, paged_decode
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from pallas_kernels.shared.score import Score
@@ -41,7 +42,7 @@ STORED = {
 
 
 def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=False, has_alibi=False,
-         is_batch_invariant=False, list_block_size=None, **score):  # fmt: skip
+         is_batch_invariant=False, list_block_size=None, lists_tell_heads=False, **score):  # fmt: skip
     q_heads, kv_heads, query_len = heads
     shape, blocks = jax.ShapeDtypeStruct, 100_000
     per_block = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
@@ -56,6 +57,7 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
         layout=layout,
         decode_query_len=query_len,
         list_block_size=list_block_size,
+        lists_tell_heads=lists_tell_heads,
         tiles=default_tiles(
             head_dim,
             rows=q_heads // kv_heads * query_len,
@@ -108,9 +110,11 @@ def aot_cases():
         feature, block_size, head_dim = list(FEATURES)[nth % 6], BLOCK_SIZES[nth % 5], (64, 128, 256)[nth % 3]
         layout, dtype = ("NHD", "HND")[nth % 2], ("bfloat16", "float16")[nth // 2 % 2]
         stored, kind = (("plain", PLAIN), *STORED.items())[nth % 8]
+        q_heads, kv_heads, _ = HEADS[heads]
+        by_head = q_heads <= MAX_PARTS * kv_heads and nth % 2 == 0
         name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}-listed{size}"
-        found[name] = case(
+        found[name + "-by-head" * by_head] = case(
             HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), kind,
-            list_block_size=size, **FEATURES[feature],
+            list_block_size=size, lists_tell_heads=by_head, **FEATURES[feature],
         )  # fmt: skip
     return found

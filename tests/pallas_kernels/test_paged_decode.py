@@ -411,6 +411,13 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 72"):
             paged_decode(*args, **kwargs)
 
+    def test_query_heads_that_lists_cannot_tell_apart_are_counted(self):
+        args, kwargs = random_step([5, 6], 22, 2, 64, 16)
+        lists = BlockList(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
+        options = {"block_list": lists, "list_block_size": 16, "lists_tell_heads": True}
+        with pytest.raises(ValueError, match=r"q_heads must have at most 10 of a kv head .* got 11"):
+            paged_decode(*args, **kwargs, **options)
+
     def test_shapes_that_disagree_are_named(self):
         args, kwargs = random_step([5, 6], 2, 2, 64, 16)
         with pytest.raises(ValueError, match=r"query must have shape \(6, 2, 64\).*got \(2, 2, 64\)"):
@@ -434,6 +441,7 @@ class TestRefusals:
                 {"block_list": ((2, 2, 3), (2, 2)), "list_block_size": 24},
                 "list_block_size must be .*24",
             ),
+            ({"lists_tell_heads": True}, "lists_tell_heads must be False without block_list, got True"),
         ],
     )
     def test_scales_and_lists_that_disagree_are_named(self, change, message):

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations import mosaic_gpu, tile_lists
+from jattn.implementations import block_lists, mosaic_gpu, tile_lists
 from jattn.implementations.tile_lists import parts_of, why_not_lists
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
 from pallas_kernels.shared.score import Score
@@ -219,6 +219,24 @@ def test_what_ships_compiles_and_hardly_spills(name):
 def test_masks_without_lists_are_named(mask, is_packed, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(why_not_lists(mask, Tiles(tile_kv=64), is_packed=is_packed))
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_heads", "message"),
+    [
+        (masks.Sinks(1), 4, "lists are for whole blocks"),
+        (strided, 22, "lists tell at most 10 query heads of a kv head apart"),
+        (
+            masks.LocalStrided(block_size=48),
+            4,
+            "no block lists for blocks of 48 keys over cache blocks of 16",
+        ),
+    ],
+)
+def test_masks_without_block_lists_are_named(mask, q_heads, message):
+    spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=64)
+    metadata = jattn.build_batch_metadata([1], [5], [[1]], block_size=16)
+    assert message in block_lists.list_block_size(mask, spec, metadata)
 
 
 def test_a_mask_is_taken_apart():
