@@ -117,16 +117,19 @@ def prefill_table(file: str, beside: str) -> str:
 
 def sparse_table(file: str) -> str:
     """Rows of one run, each against the dense rows before it; none is left out."""
-    rows = _rows(file)
+    key = lambda row, name: (name, *(row.get(field) for field in ("cache", "page", "wanted")))
+    rows = {key(row, row["name"]): row for row in _rows(file) if "density" in row}
+    first, *_ = rows.values()
     lines = [
-        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
+        f"{first['gpu']}, jax {first['jax']}.",
         "",
-        "| case | cache | density | us | lists and choice, us | dense / ours | of ideal |",
-        "|---|---|---|---|---|---|---|",
+        "| case | cache | density | us | lists, choice | dense / ours | of ideal | planned, us | of ideal |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        if "density" not in row:
+    for row in rows.values():
+        if row["name"].startswith("planned_"):
             continue
+        planned = rows.get(key(row, f"planned_{row['name']}"))
         cells = [
             row["name"],
             f"{row['cache'].replace('none', 'bf16')}, blocks of {row['page']}" if "cache" in row else "bf16",
@@ -135,6 +138,7 @@ def sparse_table(file: str) -> str:
             f"{row['us'] - row['kernel_us']:.0f}",
             f"{row['dense_us'] / row['us']:.2f}",
             f"{row['of_ideal']:.2f}",
+            *(("", "") if planned is None else (f"{planned['us']:.0f}", f"{planned['of_ideal']:.2f}")),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
