@@ -37,8 +37,29 @@ class Side:
     has_token_scales: bool = False
 
     def smem(self, rows: int, array: jax.Array) -> Any:
-        """What leaves for the cache."""
-        return plgpu.SMEM((rows, *array.shape[1:]), self.dtype or array.dtype)
+        """Where rows pass through on their way, if they need no registers."""
+        return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.dtype is None else None
+
+    def rounded(self, row: Any, divisor: Any) -> tuple[Any, Any]:
+        """A token's [heads, head_dim] in the cache's dtype, and the heads' scales if they are made here.
+
+        Args:
+            row: In registers.
+            divisor: The static scale, if there is one.
+        """
+        is_int = self.dtype == jnp.int8
+        largest = 127.0 if is_int else float(jnp.finfo(self.dtype).max)
+        x, scale = row.astype(jnp.float32), None
+        if self.has_token_scales:
+            scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
+            inverse = lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
+            x = x * plgpu.layout_cast(inverse, row_layout(*x.shape))  # a division a head, not one a number
+        else:
+            x = x if divisor is None else x / divisor
+            x = jnp.clip(x, -128.0 if is_int else -largest, largest)
+        if is_int:
+            x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
+        return x.astype(self.dtype), scale
 
 
 def write_rows(
@@ -81,16 +102,16 @@ def write_rows(
         k_scale_g,  # None, [1], or [blocks, kv_heads, block_size], written in place
         v_scale_g,
         unused_g,
-        key_s,  # [rows, ...] in SMEM, in the cache's dtype
+        key_s,  # [rows, ...] in SMEM; None where they are rounded
         value_s,
         loaded,
     ):
         first = lax.axis_index("tile") * rows
         # The last tile loads its last token again rather than reading past the end.
         index = [jnp.minimum(first + j, tokens - 1) for j in range(rows)]
-        reads = ((sides[0], key_g, key_s, k_scale_g), (sides[1], value_g, value_s, v_scale_g))
         new: list[list[Any]] = []  # all that is read is on its way before anything is computed
         divisors = []
+        reads = ((sides[0], key_g, key_s, k_scale_g), (sides[1], value_g, value_s, v_scale_g))
         for side, rows_g, rows_s, scale_g in reads:
             if side.dtype is None:
                 for j, token in enumerate(index):
@@ -102,28 +123,31 @@ def write_rows(
             is_static = scale_g is not None and not side.has_token_scales
             divisors.append(scale_g[0] if is_static else None)
         slots = [slots_g[token] for token in index]
-        made = [
-            [round_rows(side, row, divisor, rows_s.at[j]) for j, row in enumerate(rows_of_side)]
-            for (side, _, rows_s, _), rows_of_side, divisor in zip(reads, new, divisors, strict=True)
+        rounded = [
+            [side.rounded(row, divisor) for row in rows_of_side]
+            for side, rows_of_side, divisor in zip(sides, new, divisors, strict=True)
         ]
-        if any(made):
-            plgpu.commit_smem()
-        if loaded is not None:
+        if copies:
             plgpu.barrier_wait(loaded)
-        writes = list(zip(sides, (key_s, value_s), (k_g, v_g), made, (k_scale_g, v_scale_g), strict=True))
+        writes = list(zip(sides, (key_s, value_s), (k_g, v_g), rounded, (k_scale_g, v_scale_g), strict=True))
         for j, slot in enumerate(slots):
 
             @pl.when((slot >= 0) & (first + j < tokens))
             def _store(j: int = j, slot: Any = slot) -> None:
                 block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-                for side, rows_s, cache_g, scales, scale_g in writes:
+                for side, rows_s, cache_g, results, scale_g in writes:
                     target = cache_g.at[(block, slice(None), offset) if is_hnd else slot]
-                    plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
-                    if side.has_token_scales:
-                        store_unoptimized(scale_g.at[block, slice(None), offset], scales[j])
+                    if side.dtype is None:
+                        plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
+                        continue
+                    row, scale = results[j]
+                    store_unoptimized(target, row)
+                    if scale is not None:
+                        store_unoptimized(scale_g.at[block, slice(None), offset], scale)
 
-        plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if copies:
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     plgpu.kernel(
         body,
@@ -155,30 +179,3 @@ def row_layout(heads: int, head_dim: int) -> Any:
         lane_dims=(*twins(32 // lanes), -2),
         vector_dim=-1,
     )
-
-
-def round_rows(side: Side, row: Any, divisor: Any, target: Any) -> Any:
-    """A token's [heads, head_dim] to the cache's dtype, into shared memory.
-
-    Args:
-        side: How it is written.
-        row: In registers.
-        divisor: The static scale, if there is one.
-        target: Where it goes.
-
-    Returns:
-        The heads' scales, if they are made here.
-    """
-    is_int = side.dtype == jnp.int8
-    largest = 127.0 if is_int else float(jnp.finfo(side.dtype).max)
-    x, scale = row.astype(jnp.float32), None
-    if side.has_token_scales:
-        scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / largest, MIN_SCALE)
-        x = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), row_layout(*x.shape))
-    else:
-        x = x if divisor is None else x / divisor
-        x = jnp.clip(x, -128.0 if is_int else -largest, largest)
-    if is_int:
-        x = lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
-    store_unoptimized(target, x.astype(side.dtype))
-    return scale
