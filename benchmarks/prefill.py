@@ -18,7 +18,7 @@ from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import Tiles, make_schedule, tiles_for, varlen_prefill
+from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, varlen_prefill
 
 TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
 CHECKED_TOKENS = 24
@@ -111,10 +111,7 @@ def default_work(
 ) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
-    score = Score(scale=1.0, **MODIFIERS[modifier])
-    has_per_head = modifier in ("alibi", "sinks")
-    read_size = block_size if quantization == "none" else None
-    tiles = tiles_for(case.head_dim, score=score, has_per_head=has_per_head, block_size=read_size)
+    tiles = default_tiles(case.head_dim)
     return Work(case=case, block_size=block_size, modifier=modifier, tiles=tiles, quantization=quantization)
 
 

@@ -16,23 +16,37 @@ from pallas_kernels.cases import PREFILL
 from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY, Tiles
 
 KEYS_AND_STAGES = ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
-# (padded head_dim, is_plain) of varlen_prefill's table -> the (case, block size, modifier) that decide it.
-PREFILL_ROWS: dict[tuple[int, bool], tuple[tuple[str, int | None, str], ...]] = {
-    (64, True): (("p_d64_8x2k", None, "plain"), ("p_d64_8x2k", 16, "plain")),
-    (64, False): (("p_d64_8x2k", None, "soft_cap"), ("p_d64_8x2k", None, "alibi")),
-    (128, True): (
+# Padded head_dim of varlen_prefill's table -> the (case, block size, modifier) that decide it.
+PREFILL_ROWS: dict[int, tuple[tuple[str, int | None, str], ...]] = {
+    64: (
+        ("p_d64_8x2k", None, "plain"),
+        ("p_d64_8x2k", 16, "plain"),
+        ("p_d64_8x2k", None, "soft_cap"),
+        ("p_d64_8x2k", None, "alibi"),
+    ),
+    128: (
         ("p_1x8k", None, "plain"),
         ("p_8x2k", None, "plain"),
         ("p_32x512", None, "plain"),
         ("p_8x2k", 16, "plain"),
+        ("p_8x2k", None, "soft_cap"),
+        ("p_8x2k", None, "alibi"),
+        ("p_8x2k", None, "window"),
     ),
-    (128, False): (("p_8x2k", None, "soft_cap"), ("p_8x2k", None, "alibi"), ("p_8x2k", None, "window")),
-    (192, True): (("p_d192_1x8k", None, "plain"), ("p_d192_1x8k", 16, "plain")),
-    (192, False): (("p_d192_1x8k", None, "soft_cap"), ("p_d192_1x8k", None, "alibi")),
-    (256, True): (("p_d256_1x8k", None, "plain"), ("p_d256_1x8k", 16, "plain")),
-    (256, False): (("p_d256_1x8k", None, "soft_cap"), ("p_d256_1x8k", None, "alibi")),
+    192: (
+        ("p_d192_1x8k", None, "plain"),
+        ("p_d192_1x8k", 16, "plain"),
+        ("p_d192_1x8k", None, "soft_cap"),
+        ("p_d192_1x8k", None, "alibi"),
+    ),
+    256: (
+        ("p_d256_1x8k", None, "plain"),
+        ("p_d256_1x8k", 16, "plain"),
+        ("p_d256_1x8k", None, "soft_cap"),
+        ("p_d256_1x8k", None, "alibi"),
+    ),
 }
-WIDTHS = sorted({width for width, _ in PREFILL_ROWS})
+WIDTHS = sorted(PREFILL_ROWS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
     rows = Rows("prefill-tiles", arguments.out)
     works = [
         Work(case=PREFILL[name], block_size=block_size, modifier=modifier, tiles=tiles)
-        for (width, _), measured in PREFILL_ROWS.items()
+        for width, measured in PREFILL_ROWS.items()
         if width in arguments.head_dim
         for (name, block_size, modifier), tiles in itertools.product(measured, candidates(width))
     ]
@@ -61,8 +75,8 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"{nth}/{len(works)} {error}", flush=True)
             if row is not None:
                 rows.add(**row)
-    for (width, is_plain), tiles in fastest(rows.path).items():
-        print(f"({width}, is_plain={is_plain}): {tiles}", flush=True)
+    for width, tiles in fastest(rows.path).items():
+        print(f"{width}: {tiles}", flush=True)
 
 
 _device: contextlib.AbstractContextManager[Any]
@@ -96,19 +110,19 @@ def candidates(width: int) -> list[Tiles]:
     return found
 
 
-def fastest(path: pathlib.Path) -> dict[tuple[int, bool], str]:
+def fastest(path: pathlib.Path) -> dict[int, str]:
     """The tiles of each entry of the table whose rows are all there: least time, by geometric mean."""
     times: dict[tuple[str, int | None, str, str], float] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
         times[row["name"], row["block_size"], row["modifier"], row["tiles"]] = row["us"]
     table = {}
-    for (width, is_plain), measured in PREFILL_ROWS.items():
+    for width, measured in PREFILL_ROWS.items():
         means = {}
         for tiles in map(name_of, candidates(width)):
             taken = [times.get((*row, tiles), math.inf) for row in measured]
             means[tiles] = sum(map(math.log, taken))
         best = min(means, key=means.__getitem__)
         if means[best] < math.inf:
-            table[width, is_plain] = best
+            table[width] = best
     return table

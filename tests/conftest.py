@@ -8,6 +8,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+# XLA's threads on a CPU: an interpreted warpgroup that waits holds one, and two, one a core, were too few.
+os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 

@@ -171,8 +171,9 @@ class TestKernels:
         kernels = region_plans.decode_kernel, region_plans.prefill_kernel
         decode, prefill = (kernel.Tiles(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_tiles", lambda *args, **kwargs: decode)
-        monkeypatch.setattr(kernels[1], "tiles_for", lambda *args, **kwargs: prefill)
-        monkeypatch.setattr("pallas_kernels.varlen_prefill.entry.tiles_for", lambda *args, **kwargs: prefill)
+        monkeypatch.setattr(kernels[1], "default_tiles", lambda *args, **kwargs: prefill)
+        in_entry = "pallas_kernels.varlen_prefill.entry.default_tiles"
+        monkeypatch.setattr(in_entry, lambda *args, **kwargs: prefill)
         monkeypatch.setattr(support, "why_not", lambda platform: None)
         interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(mosaic_gpu, "attend", interpret)

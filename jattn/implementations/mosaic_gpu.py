@@ -90,9 +90,7 @@ def plan_decode(
 def plan_prefill(
     metadata: BatchMetadata, spec: AttentionSpec, mask: Mask | None = None
 ) -> tuple[PrefillPlan, ...]:
-    """Plans the prefill region of a step, once for each of the tiles that a layer of this spec may want.
-
-    Which it wants depends on what only the call knows (sinks, slopes); inside a jit the others cost nothing.
+    """Plans the prefill region of a step.
 
     Args:
         metadata: The region as a step of its own.
@@ -103,8 +101,7 @@ def plan_prefill(
         return _plan_lists_of_tiles(metadata, spec, mask)
     if _why_not_prefill(jnp.bfloat16, None, metadata, spec) is not None:
         return ()
-    wanted = {_prefill_tiles(spec, metadata.block_size, has_per_head=has) for has in (False, True)}
-    return tuple(prefill_plan(metadata, spec, tiles) for tiles in sorted(wanted, key=str))
+    return (prefill_plan(metadata, spec, prefill_kernel.default_tiles(spec.head_dim)),)
 
 
 def _plan_lists_of_tiles(metadata: BatchMetadata, spec: AttentionSpec, mask: Mask) -> tuple[PrefillPlan, ...]:
@@ -172,9 +169,7 @@ def attend(
         packed = _read(kv, metadata, spec, query.dtype, interpret)
         options = {"return_lse": return_lse, "interpret": interpret}
         return attend(query, packed, metadata, spec, **per_head, **options)
-    has_per_head = sinks is not None or alibi_slopes is not None
-    tiles = _prefill_tiles(spec, kv.block_size, has_per_head=has_per_head)
-    plan = prefill_plan(metadata, spec, tiles, plans=plans)
+    plan = prefill_plan(metadata, spec, prefill_kernel.default_tiles(spec.head_dim), plans=plans)
     return varlen_prefill(
         query,
         jnp.asarray(kv.k),
@@ -185,7 +180,7 @@ def attend(
         layout=kv.layout,
         score=score_of(spec),
         schedule=plan.schedule,
-        tiles=tiles,
+        tiles=plan.tiles,
         return_lse=return_lse,
         interpret=interpret,
         **per_head,
@@ -271,13 +266,6 @@ def _attend_sparsely(
         **tile_lists.kernel_mask(mask, spec, is_prefill=metadata.bucket.max_decodes == 0),
         **where,
         **options,
-    )
-
-
-def _prefill_tiles(spec: AttentionSpec, block_size: int, *, has_per_head: bool) -> prefill_kernel.Tiles:
-    score = score_of(spec)
-    return prefill_kernel.tiles_for(
-        spec.head_dim, score=score, has_per_head=has_per_head, block_size=block_size
     )
 
 

@@ -180,6 +180,7 @@ def prefill_plan(
         num_tokens=metadata.bucket.max_tokens,
         score=score,
         tiles=tiles,
+        has_lists=mask is not None,
     )
     lists = None
     if mask is not None:
@@ -197,7 +198,7 @@ def prefill_plan(
 
 def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
     """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
-    tiles = prefill_kernel.default_tiles(spec.head_dim, is_plain=False)
+    tiles = prefill_kernel.default_tiles(spec.head_dim, has_lists=True)
     if tiles.tile_kv == 128:
         narrow = dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
         if tile_lists.has_narrow_queries(mask, tiles.tile_q):

@@ -20,13 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.loader import Stream, copies_per_stage, make_loader, prefetch_blocks
 from pallas_kernels.paged_decode.schedule import Schedule, num_partials
 from pallas_kernels.paged_decode.stages import Stages
-from pallas_kernels.paged_decode.step import W, attention_step, f32, normalized
+from pallas_kernels.paged_decode.step import W, attention_step, f32
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Segment, Shape, place_of, walk
 from pallas_kernels.paged_decode.warpgroup import Warpgroup
 from pallas_kernels.paged_decode.warps import Warps, merge_smem
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.store import store_transposed, store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 

@@ -20,9 +20,9 @@ from pallas_kernels.paged_decode.merge_code import (
 )
 from pallas_kernels.paged_decode.schedule import Schedule, span_units
 from pallas_kernels.paged_decode.span_start import span_start
-from pallas_kernels.paged_decode.step import normalized
 from pallas_kernels.paged_decode.tiles import NUM_SMS, Tiles
 from pallas_kernels.paged_decode.walk import Shape
+from pallas_kernels.shared.softmax import normalized
 
 f32 = jnp.float32
 MOST_THREAD_BLOCKS = 2 * NUM_SMS  # more of them take longer to start than they save

@@ -135,15 +135,3 @@ def attention_step(
         return accs, new_top, total, (next_place.firsts, next_place.heads), count + 1
 
     return step
-
-
-def normalized(top: Any, total: Any, sink: Any) -> tuple[Any, Any]:
-    """What each query's accumulator is multiplied by, and its natural log-sum-exp, once a sink has joined."""
-    base = top if sink is None else jnp.maximum(top, sink)
-    finite = jnp.where(base == -jnp.inf, 0.0, base)
-    shrink = jnp.exp2(top - finite)
-    total = total * shrink
-    if sink is not None:
-        total = total + jnp.exp2(sink - finite)
-    factor = shrink / jnp.where(total == 0.0, 1.0, total)
-    return factor, (finite + jnp.log2(total)) * math.log(2)

@@ -16,7 +16,7 @@ from pallas_kernels.varlen_prefill.items import Shape
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists, num_parts
 from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, heads_at_once, make_schedule
-from pallas_kernels.varlen_prefill.tiles import Tiles, tiles_for
+from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
 from pallas_kernels.varlen_prefill.warpgroup import LOG2E
 
 
@@ -94,9 +94,7 @@ def varlen_prefill(
     if reason is not None:
         raise unsupported("varlen_prefill", reason, "Use another implementation")
 
-    if tiles is None:
-        has_per_head = sinks is not None or alibi_slopes is not None
-        tiles = tiles_for(head_dim, score=score, has_per_head=has_per_head, block_size=block_size)
+    tiles = default_tiles(head_dim, has_lists=lists is not None) if tiles is None else tiles
     require(lists is not None or (mask is None and block_q is None), "lists", "be given with a mask", None)
     if block_q is not None:
         parts = num_parts(tiles.tile_q, block_q)
@@ -170,6 +168,6 @@ def _lse_of_tokens(lse_tiles: Array, query_start_loc: Array, schedule: Schedule,
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     starts = query_start_loc.astype(jnp.int32)
     req = (starts[None, 1:] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
-    row = token - starts[req] // ALIGN * ALIGN
+    row = token - schedule.first_rows[req]
     tile = schedule.first_tiles[req] + row // tile_q
     return lse_tiles[tile, :, row % tile_q].T

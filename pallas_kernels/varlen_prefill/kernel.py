@@ -5,7 +5,6 @@ Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, so they
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.varlen_prefill.items import Item, Shape, aligned, rounds_of, row_and_head, stage_of
@@ -246,27 +246,22 @@ def prefill(
                     if buffers > 1:
                         pl.when(nth >= 1)(lambda: release(nth - 1))
 
-                def with_keys() -> Any:
+                def work() -> Any:
                     return group.attend(item, q_s.at[wg, buffer], step, slope, release_last)
 
-                def without_keys() -> Any:
+                def rest() -> Any:
                     release_last()
+                    group.skip(step, jnp.int32(0), item.num)
                     return tuple(zeros() for _ in range(cut.chunks)), row(-jnp.inf), row(0.0)
 
-                accs, top, total = lax.cond(item.num > 0, with_keys, without_keys)
+                accs, top, total = lax.cond(group.has_work(item), work, rest)
+                sink = None
                 if sinks_g is not None:
                     sink = jnp.where(item["seq_len"] > 0, sinks_g[item.head], -jnp.inf)
-                    new_top = jnp.maximum(top, sink)
-                    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-                    shrink = jnp.exp2(top - base)
-                    total = total * shrink + jnp.exp2(sink - base)
-                    accs = tuple(acc * group.wide(shrink, acc.shape) for acc in accs)
-                    top = new_top
-                inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
+                factor, lse = normalized(top, total, sink)
                 if lse_g is not None:
-                    lse = (top + jnp.log2(total)) * math.log(2)
                     lse_g[item["number"], item.head, pl.ds(pl.multiple_of(group.rank * M, M), M)] = lse
-                out = tuple((acc * group.wide(inverse, acc.shape)).astype(dtype) for acc in accs)
+                out = tuple((acc * group.wide(factor, acc.shape)).astype(dtype) for acc in accs)
                 store_rows(item, group.rank, q_s.at[wg, buffer], o_plain.at[wg, buffer], o_g, out, shape)
                 if buffers == 1:
                     release(nth)

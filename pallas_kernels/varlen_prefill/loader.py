@@ -89,7 +89,8 @@ def make_query_loader(refs: Any, tiles: Tiles, shape: Shape, team: int) -> Calla
             wg = team * tiles.team_size + rank
             nth_barrier = wg * tiles.query_buffers + buffer
             pl.when(nth >= tiles.query_buffers)(functools.partial(plgpu.barrier_wait, q_free.at[nth_barrier]))
-            rows = pl.ds(aligned(item["first_row"] + rank * M), M)
+            # A warpgroup without rows may stand before the first.
+            rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
             for chunk in range(cut.chunks):
                 index = (rows, item.head, chunk, columns) if cut.is_padded else (rows, item.head)
                 plgpu.copy_gmem_to_smem(q_g.at[index], q_s.at[wg, buffer, chunk], q_full.at[nth_barrier])

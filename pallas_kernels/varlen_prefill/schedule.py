@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill.tiles import Tiles
+from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
 
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
 
@@ -20,11 +20,13 @@ class Schedule(NamedTuple):
         num_live: How many tiles there are.
         first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
             last request counts as one more request.
+        first_rows: Row at which that tile begins, perhaps before the request and before row 0.
     """
 
     table: Int32[Array, "tiles columns"]
     num_live: Int32[Array, " 1"]
     first_tiles: Int32[Array, " bounds"]
+    first_rows: Int32[Array, " bounds"]
 
 
 # What a kernel reads of a tile:
@@ -78,8 +80,12 @@ def make_schedule(
     num_tokens: int,
     score: Score,
     tiles: Tiles,
+    has_lists: bool = False,
 ) -> Schedule:
     """Cuts each request's tokens into tiles, and the padding behind the last into tiles without keys.
+
+    Warpgroups that a request's rows do not fill stand at the beginning of its first tile, which with a causal
+    mask is the shortest.
 
     Args:
         query_start_loc: First token of each request and one past the last; starts with 0.
@@ -88,6 +94,8 @@ def make_schedule(
         num_tokens: Static: tokens, padding included.
         score: Static: tells how long a tile takes.
         tiles: Static.
+        has_lists: Static: lists are to be made for the tiles, which then begin where the request does, as the
+            blocks of masks do.
     """
     reqs, tile_q = seq_lens.shape[0], tiles.tile_q
     starts = query_start_loc.astype(jnp.int32)
@@ -100,11 +108,14 @@ def make_schedule(
     counts = jnp.where(ends > starts, (ends - aligned + tile_q - 1) // tile_q, 0)
     last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
     first_tiles = last_tiles - counts
+    first_rows = aligned
+    if not has_lists:
+        first_rows = aligned - (counts * tile_q - (ends - aligned)) // WARPGROUP_ROWS * WARPGROUP_ROWS
     number = jnp.arange(max_tiles(num_tokens, reqs, tile_q), dtype=jnp.int32)
     req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
     is_live = req <= reqs
     req = jnp.minimum(req, reqs)
-    first_row = aligned[req] + (number - first_tiles[req]) * tile_q
+    first_row = first_rows[req] + (number - first_tiles[req]) * tile_q
     lens = ends - starts
     seen, _ = tile_range(score, keys - lens, keys - 1, keys)
     begin = jnp.maximum(starts[req] - first_row, 0)
@@ -119,7 +130,7 @@ def make_schedule(
     if len(table) > COMPARED_TWICE:
         places = jax.lax.optimization_barrier(places)
     table = jnp.zeros_like(table).at[places].set(jnp.where(is_live[:, None], table, 0))
-    return Schedule(table, last_tiles[-1:], first_tiles)
+    return Schedule(table, last_tiles[-1:], first_tiles, first_rows)
 
 
 def sorted_places(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:

@@ -4,7 +4,6 @@ import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.shared.score import Score
 
 NUM_SMS = 132  # H100 SXM, H200
 WARPGROUP_ROWS = 64  # the tensor core's M
@@ -61,39 +60,29 @@ class Tiles:
         return query + self.teams * self.stages * 2 * 2 * self.tile_kv * width
 
 
-# (padded head_dim, is_plain) -> the fastest of the tiles that were measured on an H200 (prefill-variants in
-# benchmarks/results); `python -m benchmarks tune prefill` measures all that fit. Three warpgroups have the
-# registers for narrow heads with nothing but a causal mask, and no more.
+# Padded head_dim -> the fastest over all rows of `python -m benchmarks tune prefill` (prefill-tiles
+# in benchmarks/results). Three warpgroups have 160 registers a thread: heads of 64 beside the scores of 128
+# keys fit them, heads of 128 beside those of 64 keys, wider heads do not.
 TABLE = {
-    (64, True): Tiles(tile_kv=128, stages=4, warpgroups=3),
-    (64, False): Tiles(tile_kv=128, stages=4),
-    (128, True): Tiles(tile_kv=128, stages=2),
-    (128, False): Tiles(tile_kv=128, stages=2),
-    (192, True): Tiles(tile_kv=64, stages=2),
-    (192, False): Tiles(tile_kv=64, stages=2),
-    (256, True): Tiles(tile_kv=64, stages=2, query_buffers=1),
-    (256, False): Tiles(tile_kv=64, stages=2, query_buffers=1),
+    64: Tiles(tile_kv=128, stages=3, warpgroups=3),
+    128: Tiles(tile_kv=64, stages=3, warpgroups=3),
+    192: Tiles(tile_kv=64, stages=3, query_buffers=1),
+    256: Tiles(tile_kv=64, stages=2, query_buffers=1),
+}
+# With lists: blocks of masks are of 64 or 128 queries, which tiles of 192 would cut.
+LIST_TABLE = {
+    64: Tiles(tile_kv=128, stages=4),
+    128: Tiles(tile_kv=128, stages=2),
+    192: Tiles(tile_kv=64, stages=2),
+    256: Tiles(tile_kv=64, stages=2, query_buffers=1),
 }
 
 
-def default_tiles(head_dim: int, *, is_plain: bool = True) -> Tiles:
-    """Tiles for a head_dim.
+def default_tiles(head_dim: int, *, has_lists: bool = False) -> Tiles:
+    """The tiles of varlen_prefill where the caller names none.
 
     Args:
         head_dim: Width of a head.
-        is_plain: Nothing but a causal mask.
+        has_lists: Lists say which tiles of keys an item is to see.
     """
-    return TABLE[head_cut(head_dim).padded_dim, is_plain]
-
-
-def tiles_for(head_dim: int, *, score: Score, has_per_head: bool, block_size: int | None) -> Tiles:
-    """The tiles that varlen_prefill picks for itself; a schedule made with them serves all layers of a step.
-
-    Args:
-        head_dim: Width of a head.
-        score: Scale, mask, soft cap.
-        has_per_head: There are sinks or ALiBi slopes.
-        block_size: Tokens of a cache block; None where keys are packed.
-    """
-    has_extras = has_per_head or score != Score(scale=score.scale, causal=score.causal)
-    return default_tiles(head_dim, is_plain=not has_extras and (block_size is None or block_size >= 16))
+    return (LIST_TABLE if has_lists else TABLE)[head_cut(head_dim).padded_dim]

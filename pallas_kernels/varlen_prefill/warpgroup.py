@@ -7,6 +7,7 @@ A row's probabilities are powers of 2 less its top, which is not the largest sco
 and stays until a score reaches it: no maximum of a tile, nothing rescaled, but where a warp's vote says so.
 """
 
+import enum
 import functools
 import math
 from collections.abc import Callable
@@ -35,8 +36,21 @@ LEAN_WIDTH = 16  # the tensor core's K
 LANE_COLUMNS = 8  # a thread holds two neighbours of each eight columns of a tile
 # A row's top lies so many powers of two above its largest score when it is chosen, and serves until a score
 # reaches it. bf16 has the exponents of f32; probabilities of f16 must not fall below its own.
-ROOM = {jnp.dtype(jnp.bfloat16): 40.0, jnp.dtype(jnp.float16): 4.0}
+ROOM = {jnp.dtype(jnp.bfloat16): 80.0, jnp.dtype(jnp.float16): 4.0}
+# With a bias tops rise from tile to tile. 8 x 2k: 480 us with the largest score as the top, 488 with room for
+# 40 powers of two, 470 for 80, 461 for 100. In tiles of 128 keys they rise too far: 669 us with the largest,
+# 695 with room for 80.
+BIASED_ROOM = 100.0
+BIASED_KEYS = 64
 f32 = jnp.float32
+
+
+class Edges(enum.Enum):
+    """Which ends of what a query sees a tile of keys may hold: with none of them there is nothing to mask."""
+
+    NONE = enum.auto()
+    HIGH = enum.auto()
+    BOTH = enum.auto()
 
 
 def team_and_rank(wg: Any, tiles: Tiles) -> tuple[Any, Any]:
@@ -78,11 +92,12 @@ class Warpgroup:
         self.factor = 1.0
         if score.soft_cap is not None or score.scale > 0:
             self.factor = (score.soft_cap or score.scale) * LOG2E
-        # Capped scores may be small enough to need no top at all. With a bias tops rise from tile to tile,
-        # so that keeping an old one loses: 545 -> 572 us.
-        is_small = score.soft_cap is not None and score.soft_cap * LOG2E <= 2 * ROOM[dtype]
+        # Capped scores may be small enough to need no top at all.
+        is_small = score.soft_cap is not None and score.soft_cap * LOG2E <= ROOM[dtype]
         self.has_top = has_alibi or not is_small
-        self.keeps_tops = self.has_top and not has_alibi
+        rises_little = dtype == jnp.bfloat16 and tiles.tile_kv <= BIASED_KEYS
+        self.keeps_tops = self.has_top and (rises_little or not has_alibi)
+        self.room = BIASED_ROOM if has_alibi else ROOM[dtype]
         self.has_window = score.window[0] is not None or score.chunk_size is not None
         self.has_low_edge = self.has_window or shape.block_size is None
 
@@ -105,23 +120,24 @@ class Warpgroup:
         column = plgpu.load(self.columns_s.at[self.wg], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(column, self.s_shape, [1])
 
-    def visible(self, item: Item, entry: Any, s: Any) -> Any:
+    def visible(self, item: Item, entry: Any, edges: Edges, s: Any) -> Any:
         """-inf where a query does not see a key."""
         score, first_key = self.score, item.first_key(entry)
         low, high = (x.astype(f32) for x in (0 - first_key, item["seq_len"] - first_key))
         has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         has_parts = self.shape.block_q is not None
+        has_low = self.has_low_edge and edges is Edges.BOTH
         if has_high or has_parts or self.has_window:
             positions = self.positions(item)
             row_low, row_high = (x - first_key for x in key_range(score, positions, item["seq_len"]))
             if has_parts:
                 row_high = jnp.where(self.sees_tile(item, entry, positions), row_high, 0)
             row_low, row_high = (plgpu.layout_cast(x, ROW).astype(f32) for x in (row_low, row_high))
-            low = self.wide(row_low, s.shape) if self.has_window else low
+            low = self.wide(row_low, s.shape) if self.has_window and has_low else low
             high = self.wide(row_high, s.shape) if has_high or has_parts else high
         keys = self.columns()
         sees = keys < high
-        if self.has_low_edge:
+        if has_low:
             sees = sees & (keys >= low)
         if self.mask is not None:
             positions = self.wide(self.positions(item), s.shape)
@@ -154,29 +170,29 @@ class Warpgroup:
             return s - jnp.sqrt(distances) * lean, None
         return s if self.lean_s is not None else s + self.columns() * lean, first * -slope
 
-    def entry(self, item: Item, i: Any, *, masked: bool) -> Any:
+    def entry(self, item: Item, i: Any, edges: Edges) -> Any:
         """Item.entry where the softmax needs it: read early, for it may come from global memory."""
-        return item.entry(i) if masked or self.has_alibi else None
+        return item.entry(i) if edges is not Edges.NONE or self.has_alibi else None
 
     def softmax(
-        self, item: Item, entry: Any, slope: Any, s: Any, top: Any, *, masked: bool
+        self, item: Item, entry: Any, edges: Edges, slope: Any, s: Any, top: Any
     ) -> tuple[Any, Any, Any, Any, Any]:
         """The online softmax's step on a tile.
 
         Args:
             item: The item.
             entry: What Item.entry said of the tile.
+            edges: Which ends of what a query sees may be in the tile.
             slope: ALiBi's, or None.
             s: Q K^T.
             top: Of each row; None for an item's first tile.
-            masked: Whether there are keys that some query does not see.
 
         Returns:
             Probabilities; their sums, as far as each thread can add them alone; the top; what sums from
             before are to be multiplied by, and whether that is anything but 1 in the warp, if tops are kept.
         """
         s, row_term = self.modified(item, entry, slope, s)
-        visible = lambda x: self.visible(item, entry, x) if masked else x
+        visible = lambda x: x if edges is Edges.NONE else self.visible(item, entry, edges, x)
         is_first = top is None
         if is_first:
             top = plgpu.layout_cast(jnp.full((M,), -jnp.inf if self.has_top else 0.0, f32), ROW)
@@ -186,7 +202,8 @@ class Warpgroup:
         elif not self.keeps_tops:
             y, top, shrink = self.with_largest_top(visible(s), row_term, top)
         else:
-            y = visible(s * self.factor - self.wide(above_infinity(top), s.shape))
+            base = above_infinity(top) if row_term is None else above_infinity(top) - row_term
+            y = visible(s * self.factor - self.wide(base, s.shape))
             if is_first or self.interpret:
                 y, top, shrink = self.with_new_tops(y, top)
             else:
@@ -214,7 +231,7 @@ class Warpgroup:
         """
         tile_top, base = y.max(axis=1), above_infinity(top)
         is_due = (tile_top >= 0) | (top == -jnp.inf)
-        new_top = jnp.where(is_due, tile_top + base + ROOM[self.dtype], top)
+        new_top = jnp.where(is_due, tile_top + base + self.room, top)
         new_base = above_infinity(new_top)
         return y - self.wide(new_base - base, y.shape), new_top, jnp.exp2(top - new_base)
 
@@ -311,12 +328,12 @@ class Warpgroup:
         return tuple(new)
 
     def both_products(
-        self, item: Item, q_s: Any, i: Any, step: Any, slope: Any, carry: Any, *, masked: bool
+        self, item: Item, q_s: Any, i: Any, step: Any, slope: Any, carry: Any, edges: Edges
     ) -> Any:
         """Scores of tile i and values of tile i - 1, in flight together; softmax meanwhile."""
         accs, total, top, p = carry
-        entry = self.entry(item, i, masked=masked)
-        softmax = functools.partial(self.softmax, item, entry, slope, masked=masked)
+        entry = self.entry(item, i, edges)
+        softmax = functools.partial(self.softmax, item, entry, edges, slope)
         if self.interpret:
             s = self.scores(q_s, step)
             accs = self.add_values(accs, p, step - 1)
@@ -360,70 +377,82 @@ class Warpgroup:
         return tuple(accs), total + sums, top, p.astype(self.dtype)
 
     # -------------------------------------------------------------------------- an item
-    def edges(self, item: Item) -> tuple[Any, Any, Any]:
-        """Of the tiles [0, low_edge) and [high_edge, num) need a mask; from num on no row needs them."""
+    def share(self, item: Item) -> tuple[Any, Any, Any, Any]:
+        """Of the tiles [begin, end) are for these rows; before low_edge and from high_edge on with a mask."""
         if item.entries_g is not None:
-            return jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1), item.num, item.num
+            low_edge = jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1)
+            return jnp.int32(0), low_edge, item.num, item.num
         tile = jnp.int32(self.tiles.tile_kv)
         live = item["position"] + jnp.clip(self.rank * M, item["begin"], item["end"] - 1)
         last = item["position"] + jnp.clip(self.rank * M + (M - 1), item["begin"], item["end"] - 1)
         full_low, _ = key_range(self.score, last, item["seq_len"])
         _, full_high = key_range(self.score, live, item["seq_len"])
         full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, item["seq_len"])
-        low_edge = jnp.int32(1)
-        if self.has_window:
-            low_edge = jnp.maximum(lax.div(full_low + item.skew + (tile - 1), tile) - item.first, 1)
-        # Later tiles are for the rows of later warpgroups.
+        # Later tiles are for the rows of later warpgroups, with a window earlier ones for those of earlier.
+        low, _ = key_range(self.score, live, item["seq_len"])
         _, high = key_range(self.score, last, item["seq_len"])
-        num = lax.div(jnp.clip(high, 0, item["seq_len"]) + item.skew + (tile - 1), tile) - item.first
-        is_live = (self.rank * M < item["end"]) & (self.rank * M + M > item["begin"])
-        num = jnp.where(is_live, jnp.clip(num, 1, item.num), 1)
-        low_edge = jnp.minimum(low_edge, num)
+        end = lax.div(jnp.clip(high, 0, item["seq_len"]) + item.skew + (tile - 1), tile) - item.first
+        end = jnp.clip(end, 1, item.num)
+        begin, low_edge = jnp.int32(0), jnp.int32(1)
+        if self.has_window:
+            begin = jnp.clip(lax.div(jnp.maximum(low, 0) + item.skew, tile) - item.first, 0, end - 1)
+            low_edge = lax.div(full_low + item.skew + (tile - 1), tile) - item.first
+            low_edge = jnp.clip(low_edge, begin + 1, end)
         high_edge = lax.div(jnp.maximum(full_high, 0) + item.skew, tile) - item.first
-        return low_edge, jnp.clip(high_edge, low_edge, num), num
+        return begin, low_edge, jnp.clip(high_edge, low_edge, end), end
 
-    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, between: Callable) -> Any:
-        """Unnormalised output, top and total of an item with keys, whose first keys are those of `step`."""
-        has_lists = item.entries_g is not None
-        low_edge, high_edge, num = self.edges(item)
-        zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
-        entry = item.first_entry()
-        s = self.scores(q_s, step)
-        between()
-        p, total, top, *_ = self.softmax(item, entry, slope, s, None, masked=True)
-        accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
-        carry = accs, total, top, p.astype(self.dtype)
-        self.await_values(step)
-        if has_lists:  # a list begins with the tile in which the request ends, if that is in it
-            self.clear_unseen_values(item, entry, self.stage(step), is_low=False)
-        elif self.has_low_edge:
-            self.clear_unseen_values(item, entry, self.stage(step), is_low=True)
+    def has_work(self, item: Item) -> Any:
+        """Whether these rows are some of the item's, and it has keys."""
+        first = self.rank * M
+        return (item.num > 0) & (first < item["end"]) & (first + M > item["begin"])
 
-        def loop(begin: Any, end: Any, carry: Any, *, masked: bool) -> Any:
-            def one(i: Any, carry: Any) -> Any:
-                return self.both_products(item, q_s, i, step + i, slope, carry, masked=masked)
+    def skip(self, step: Any, first: Any, end: Any) -> None:
+        """Lets tiles [first, end) of an item pass, whose first keys are those of `step`."""
 
-            return lax.fori_loop(begin, end, one, carry)
-
-        if self.has_window or has_lists:
-            carry = loop(jnp.int32(1), low_edge, carry, masked=True)
-        carry = loop(low_edge, high_edge, carry, masked=False)
-        if not has_lists:
-            carry = loop(high_edge, num, carry, masked=True)
-        accs, total, top, p = carry
-        total = total.sum(axis=1)
-        if not has_lists:
-            last = self.entry(item, num - 1, masked=True)
-            self.clear_unseen_values(item, last, self.stage(step + num - 1), is_low=False)
-        accs = self.add_values(accs, p, step + num - 1)
-        if has_lists:
-            return accs, top, total
-
-        @pl.loop(num, item.num)
-        def skip(i: Any) -> None:
+        @pl.loop(first, end)
+        def _(i: Any) -> None:
             stage = self.stage(step + i)
             for full, free in ((self.k_full, self.k_free), (self.v_full, self.v_free)):
                 plgpu.barrier_wait(full.at[stage])
                 plgpu.barrier_arrive(free.at[stage])
 
+    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, between: Callable) -> Any:
+        """Unnormalised output, top and total of these rows, whose item's first keys are those of `step`."""
+        has_lists = item.entries_g is not None
+        begin, low_edge, high_edge, end = self.share(item)
+        zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
+
+        if self.has_window and not has_lists:
+            self.skip(step, jnp.int32(0), begin)
+        entry = item.first_entry() + begin
+        s = self.scores(q_s, step + begin)
+        between()
+        p, total, top, *_ = self.softmax(item, entry, Edges.BOTH, slope, s, None)
+        accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
+        carry = accs, total, top, p.astype(self.dtype)
+        self.await_values(step + begin)
+        if has_lists:  # a list begins with the tile in which the request ends, if that is in it
+            self.clear_unseen_values(item, entry, self.stage(step), is_low=False)
+        elif self.has_low_edge:
+            self.clear_unseen_values(item, entry, self.stage(step + begin), is_low=True)
+
+        def loop(first: Any, end: Any, edges: Edges, carry: Any) -> Any:
+            def one(i: Any, carry: Any) -> Any:
+                return self.both_products(item, q_s, i, step + i, slope, carry, edges)
+
+            return lax.fori_loop(first, end, one, carry)
+
+        if self.has_window or has_lists:
+            carry = loop(begin + 1, low_edge, Edges.BOTH, carry)
+        carry = loop(low_edge, high_edge, Edges.NONE, carry)
+        if not has_lists:
+            carry = loop(high_edge, end, Edges.HIGH, carry)
+        accs, total, top, p = carry
+        total = total.sum(axis=1)
+        if not has_lists:
+            last = self.entry(item, end - 1, Edges.HIGH)
+            self.clear_unseen_values(item, last, self.stage(step + end - 1), is_low=False)
+        accs = self.add_values(accs, p, step + end - 1)
+        if not has_lists:
+            self.skip(step, end, item.num)
         return accs, top, total

@@ -157,6 +157,7 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
         num_tokens=192,
         score=mosaic_gpu.score_of(spec),
         tiles=tiles,
+        has_lists=True,
     )
     lists = tile_lists.tile_lists(mask, spec, schedule, tiles, max_seq_len=192)
     column = len(COLUMNS) + ITEM_COLUMNS.index("list")
@@ -171,7 +172,8 @@ def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     lens = np.asarray([[1, 3, 2, 0], [2, 4, 4, 5], [5, 5, 5, 5]])  # of a tile and head; the last is not live
     some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
     table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
-    schedule = Schedule(table, jnp.asarray([2]), jnp.zeros(2, jnp.int32))
+    starts = jnp.zeros(2, jnp.int32)
+    schedule = Schedule(table, jnp.asarray([2]), starts, starts)
     lists = make_lists(schedule, codes_of(some, some), sets=2)
     columns = [COLUMNS.index("req"), *(len(COLUMNS) + ITEM_COLUMNS.index(name) for name in ("head", "num"))]
     items = np.asarray(lists.table)[: int(lists.num_live[0]), columns].tolist()

@@ -163,12 +163,11 @@ class TestAheadOfTime:
         """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
 
         The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
-        Chunks with roots of distances, which keep no tops, spill most: 104 bytes, 192 in heads of 256.
+        Most are spilled under windows and chunks, and by heads of 256: 192 bytes by both together.
         """
         (kernel,) = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
-        limit = 120 if name.startswith("d256") else 80
-        assert kernel.spilled_bytes <= (limit if "sqrt_alibi" not in name else limit + 80)
+        assert kernel.spilled_bytes <= (200 if name.startswith("d256-chunk") else 136)
 
     @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16"])
     def test_plain_attention_spills_nothing(self, name):
@@ -270,7 +269,7 @@ class TestRaces:
 
 
 class TestSchedule:
-    def make(self, starts, keys, kv_starts=None, *, num_tokens, **score):
+    def make(self, starts, keys, kv_starts=None, *, num_tokens, has_lists=False, **score):
         as_jax = lambda x: None if x is None else jnp.asarray(x, jnp.int32)
         return make_schedule(
             as_jax(starts),
@@ -279,15 +278,29 @@ class TestSchedule:
             num_tokens=num_tokens,
             score=Score(scale=1.0, **score),
             tiles=Tiles(tile_kv=64),
+            has_lists=has_lists,
         )
 
-    def test_the_longest_come_first_and_padding_is_a_request_without_keys(self):
-        got = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160)
+    @pytest.mark.parametrize(
+        ("has_lists", "want"),
+        [
+            (True, [(2, 8, 2, 128, 258), (2, 136, 0, 14, 386), (0, 0, 0, 10, 0), (3, 144, 6, 16, -16)]),
+            (
+                False,
+                [(2, 72, 0, 78, 322), (2, -56, 66, 128, 194), (0, -64, 64, 74, -64), (3, 80, 70, 80, -80)],
+            ),
+        ],
+    )
+    def test_the_longest_come_first_and_padding_is_a_request_without_keys(self, has_lists, want):
+        """Without lists the warpgroups that have no rows stand first."""
+        got = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160, has_lists=has_lists)
         table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(got.table)]
         live = table[: int(got.num_live[0])]
         rows = [(t["req"], t["first_row"], t["begin"], t["end"], t["position"]) for t in live]
-        assert rows == [(2, 8, 2, 128, 258), (2, 136, 0, 14, 386), (0, 0, 0, 10, 0), (3, 144, 6, 16, -16)]
+        assert rows == want
         np.testing.assert_array_equal(got.first_tiles, [0, 1, 1, 3])
+        first_rows = {t["number"]: t["first_row"] for t in live}
+        np.testing.assert_array_equal(got.first_rows[np.array([0, 2, 3])], [first_rows[n] for n in (0, 1, 3)])
         assert not np.asarray(got.table)[len(live) :].any()
 
     def test_the_bound_holds_for_the_worst_lengths(self):
@@ -392,12 +405,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             Tiles(**change)
 
+    @pytest.mark.parametrize("has_lists", [False, True])
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-    def test_default_tiles_fit_shared_memory(self, head_dim):
+    def test_default_tiles_fit_shared_memory(self, head_dim, has_lists):
         from pallas_kernels.shared.head_dims import head_cut
         from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
 
-        assert default_tiles(head_dim).shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
+        tiles = default_tiles(head_dim, has_lists=has_lists)
+        assert tiles.shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
 
 
 class TestBothEdgesInOneTile:
@@ -424,11 +439,14 @@ class TestBothEdgesInOneTile:
 
 
 class TestTops:
-    """A row keeps its top until a score reaches it: scores rise by little, by much, past f32, and fall."""
+    """A row keeps its top until a score reaches it: scores rise by little, by much, past f32, and fall.
+
+    With ALiBi tops rise from tile to tile: in the first head by nearly all the room that they have.
+    """
 
     RISES = (-300.0, -290.0, 0.0, 5.0, 90.0, -90.0, 90.5, 1000.0, 900.0, 0.0)  # of each 64 keys, in nats
 
-    def check(self, dtype, window, interpret):
+    def check(self, dtype, window, slopes, interpret):
         keys, width, tokens = 64 * len(self.RISES), 64, 200
         draw = lambda seed, *shape: 0.3 * np.random.default_rng(seed).standard_normal(shape, np.float32)
         q, k, v = draw(0, tokens, 2, width), draw(1, keys, 1, width), draw(2, keys, 1, width)
@@ -436,12 +454,15 @@ class TestTops:
         score = Score(scale=8.0, window=window)
         q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
         run = functools.partial(packed, score=score, tiles=Tiles(tile_kv=64, ctas=1), return_lse=True)
-        out, lse = run([tokens], [keys], q, k, v, interpret=interpret)
+        alibi = None if slopes is None else jnp.asarray(slopes, jnp.float32)
+        out, lse = run([tokens], [keys], q, k, v, alibi_slopes=alibi, interpret=interpret)
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         s = np.einsum("qhd,kd->hqk", q, k[:, 0]) * score.scale
         position = np.arange(tokens)[:, None] + (keys - tokens)
         at = np.arange(keys)
         low = 0 if window[0] is None else position - window[0]
+        if slopes is not None:
+            s = s + np.asarray(slopes, np.float64)[:, None, None] * (at - position)
         s = np.where((at <= position) & (at >= low), s, -np.inf)
         top = s.max(axis=-1, keepdims=True)
         total = np.exp(s - top).sum(axis=-1, keepdims=True)
@@ -452,13 +473,20 @@ class TestTops:
         np.testing.assert_allclose(lse, (top + np.log(total))[..., 0], rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize(
-        ("dtype", "window"), [("bfloat16", (None, None)), ("float16", (130, None))], ids=str
+        ("dtype", "window", "slopes"),
+        [
+            ("bfloat16", (None, None), None),
+            ("float16", (130, None), None),
+            ("bfloat16", (200, None), (0.8, 0.01)),
+        ],
+        ids=str,
     )
-    def test_every_row_is_right(self, dtype, window):
-        self.check(dtype, window, "cpu")
+    def test_every_row_is_right(self, dtype, window, slopes):
+        self.check(dtype, window, slopes, "cpu")
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("window", [(None, None), (130, None)], ids=str)
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_every_row_is_right_on_a_gpu(self, dtype, window):
-        self.check(dtype, window, None)
+    @pytest.mark.parametrize("slopes", [None, (0.8, 0.01)], ids=str)
+    def test_every_row_is_right_on_a_gpu(self, dtype, window, slopes):
+        self.check(dtype, window, slopes, None)
