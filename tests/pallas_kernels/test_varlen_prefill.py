@@ -342,7 +342,7 @@ class TestHeadsAtOnce:
     def test_their_order_changes_no_bit(self, monkeypatch):
         """Four parts of heads: every other takes the rows in the opposite order."""
         draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (300, heads, 64), jnp.bfloat16)
-        args, lens = (draw(0, 8), draw(1, 4), draw(2, 4)), [33, 260]
+        args, lens = (draw(0, 4), draw(1, 4), draw(2, 4)), [33, 260]
         options = {"score": Score(scale=0.1), "tiles": Tiles(tile_kv=64, ctas=1)}
         out, _ = packed(lens, lens, *args, **options)
         monkeypatch.setattr(schedule_module, "L2_BYTES", 1)
