@@ -16,35 +16,18 @@ from pallas_kernels.cases import PREFILL
 from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY, Tiles
 
 KEYS_AND_STAGES = ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
+VARIANTS = ((None, "plain"), (16, "plain"), (None, "soft_cap"), (None, "alibi"))  # block size and modifier
 # Padded head_dim of varlen_prefill's table -> the (case, block size, modifier) that decide it.
 PREFILL_ROWS: dict[int, tuple[tuple[str, int | None, str], ...]] = {
-    64: (
-        ("p_d64_8x2k", None, "plain"),
-        ("p_d64_8x2k", 16, "plain"),
-        ("p_d64_8x2k", None, "soft_cap"),
-        ("p_d64_8x2k", None, "alibi"),
-    ),
+    64: tuple(("p_d64_8x2k", *variant) for variant in VARIANTS),
     128: (
         ("p_1x8k", None, "plain"),
-        ("p_8x2k", None, "plain"),
         ("p_32x512", None, "plain"),
-        ("p_8x2k", 16, "plain"),
-        ("p_8x2k", None, "soft_cap"),
-        ("p_8x2k", None, "alibi"),
+        *(("p_8x2k", *variant) for variant in VARIANTS),
         ("p_8x2k", None, "window"),
     ),
-    192: (
-        ("p_d192_1x8k", None, "plain"),
-        ("p_d192_1x8k", 16, "plain"),
-        ("p_d192_1x8k", None, "soft_cap"),
-        ("p_d192_1x8k", None, "alibi"),
-    ),
-    256: (
-        ("p_d256_1x8k", None, "plain"),
-        ("p_d256_1x8k", 16, "plain"),
-        ("p_d256_1x8k", None, "soft_cap"),
-        ("p_d256_1x8k", None, "alibi"),
-    ),
+    192: tuple(("p_d192_1x8k", *variant) for variant in VARIANTS),
+    256: tuple(("p_d256_1x8k", *variant) for variant in VARIANTS),
 }
 WIDTHS = sorted(PREFILL_ROWS)
 

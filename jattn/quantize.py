@@ -41,6 +41,14 @@ def quantize_token_head(
     return saturate(values.astype(jnp.float32) / scale[..., None], dtype), scale
 
 
+def rounded_token_head(
+    values: Float[Array, "tokens heads head_dim"], dtype: DTypeLike
+) -> Float[Array, "tokens heads head_dim"]:
+    """What `quantize_token_head` stores, read back: f32."""
+    stored, scale = quantize_token_head(values, dtype)
+    return stored.astype(jnp.float32) * scale[..., None]
+
+
 def saturate(values: Float[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
     """Casts to `dtype`, clamping what it cannot hold."""
     if jnp.dtype(dtype) == jnp.int8:

@@ -24,7 +24,7 @@ from jattn.implementations.region_plans import (
 )
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
-from jattn.quantize import quantize_token_head
+from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
@@ -142,7 +142,9 @@ def attend(
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
     if spec.query_quantization is not None:
-        query, spec = _rounded(query, spec), dataclasses.replace(spec, query_quantization=None)
+        # In 16 bits again, in which the kernels multiply.
+        query = rounded_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
+        spec = dataclasses.replace(spec, query_quantization=None)
     per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     in_decode: dict[str, Any] = {"mask": mask, "plans": plans, "interpret": interpret}
     if mask is not None:
@@ -185,12 +187,6 @@ def attend(
         interpret=interpret,
         **per_head,
     )
-
-
-def _rounded(query: Array, spec: AttentionSpec) -> Array:
-    """Queries as they are after rounding to 8 bits, in 16 bits again, in which the kernels multiply."""
-    stored, scale = quantize_token_head(query, QUERY_DTYPES[spec.query_quantization])
-    return (stored.astype(jnp.float32) * scale[..., None]).astype(query.dtype)
 
 
 def _decode(
@@ -349,11 +345,8 @@ def _why_not_prefill(
 
 def _is_stored_otherwise(cache: PagedCache, dtype: DTypeLike) -> bool:
     """Whether keys or values are not what a query of this dtype meets as they are."""
-    return _is_scaled(cache) or any(x.dtype != jnp.dtype(dtype) for x in (cache.k, cache.v))
-
-
-def _is_scaled(cache: PagedCache | None) -> bool:
-    return cache is not None and (cache.stored_k_scale is not None or cache.stored_v_scale is not None)
+    is_scaled = cache.stored_k_scale is not None or cache.stored_v_scale is not None
+    return is_scaled or any(x.dtype != jnp.dtype(dtype) for x in (cache.k, cache.v))
 
 
 def _as_jax(scale: Any) -> Array | None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.cache import PackedKV, PagedCache
 from jattn.masks import Mask, Pairs
 from jattn.metadata.batch import BatchMetadata
-from jattn.quantize import quantize_token_head
+from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
@@ -65,10 +65,7 @@ def as_seen(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Queries as the keys meet them: rounded where the spec says so."""
     dtype = QUERY_DTYPES[spec.query_quantization]
-    if dtype is None:
-        return query
-    stored, scale = quantize_token_head(query, dtype)
-    return stored.astype(jnp.float32) * scale[..., None]
+    return query if dtype is None else rounded_token_head(query, dtype)
 
 
 def softmax_average(

@@ -1,4 +1,4 @@
-"""The k-th largest value of each row: two bits after the other, by counting."""
+"""The k-th largest value of each row: two bits at a time, by counting."""
 
 from typing import Any
 

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
+from jattn.implementations.region_plans import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
@@ -94,18 +95,10 @@ def attend(problem: Problem, interpret=None, tiles=None):
     assert metadata.bucket.max_decodes == 0
     is_packed = isinstance(kv, jattn.PackedKV)
     where = {"kv_start_loc": kv.kv_start_loc} if is_packed else {"block_table": metadata.block_table}
-    score = Score(
-        scale=spec.softmax_scale,
-        causal=spec.causal,
-        window=spec.window or (None, None),
-        chunk_size=spec.chunk_size,
-        soft_cap=spec.soft_cap,
-        sqrt_alibi=spec.sqrt_alibi,
-    )
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     run = functools.partial(
         varlen_prefill,
-        score=score,
+        score=score_of(spec),
         layout="NHD" if is_packed else kv.layout,
         tiles=tiles,
         return_lse=True,
