@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jattn.masks import And, BlockMask, LocalStrided, Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.sparsity.schedule import coverage_of_tiles
+from jattn.sparsity.topk import ListedBlocks
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_PARTS, codes_of, list_tiles
 from pallas_kernels.paged_decode import BlockList
@@ -65,6 +66,8 @@ def _is_alike_in_groups(mask: Mask, spec: AttentionSpec) -> bool:
 def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:
     """The blocks of `size` keys that each request's query sees, for each kv head. Traced."""
     seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
+    if isinstance(mask, ListedBlocks) and mask.counts.shape == (seq_lens.shape[0], kv_heads):
+        return BlockList(ids=mask.ids, counts=mask.counts)
     coverage = coverage_of_tiles(
         mask,
         rows=jnp.arange(seq_lens.shape[0], dtype=jnp.int32),

@@ -6,14 +6,14 @@ Source: Quest.
 """
 
 import functools
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jattn.masks import BlockMask
-from jattn.pytree import pytree
+from jattn.masks import BlockMask, Mask
+from jattn.pytree import pytree, replace
 from jattn.spec import CacheSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
@@ -37,6 +37,26 @@ class KeyBounds:
         """Bounds for an empty cache."""
         zeros = lambda: jnp.zeros((spec.num_blocks, spec.num_kv_heads, spec.head_dim), spec.dtype)
         return cls(low=zeros(), high=zeros())  # two arrays: both are donated
+
+
+@pytree
+class ListedBlocks(BlockMask):
+    """What one query of each request sees, as lists, too: alone, it spares attend their making.
+
+    Attributes:
+        ids: The blocks that are True, ascending. What follows is garbage.
+        counts: How many they are.
+    """
+
+    ids: Int32[Array, "reqs heads kv_blocks"]
+    counts: Int32[Array, "reqs heads"]
+
+    @override
+    def of_rows_from(self, first: int) -> Mask:
+        blocks = super().of_rows_from(first)
+        assert isinstance(blocks, ListedBlocks)
+        first = min(first, self.ids.shape[0] - 1)
+        return replace(blocks, ids=self.ids[first:], counts=self.counts[first:])
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="block_size")
@@ -125,20 +145,20 @@ def select_blocks(
     use_kernel = support.takes_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
     num_blocks = (seq_lens + (block_size - 1)) // block_size
-    if use_kernel:
-        where = block_table, num_blocks
-        scores = kernels.block_scores(query, bounds.low, bounds.high, *where, interpret=interpret)
-        scores = jnp.swapaxes(scores, 1, 2)
-    else:
-        scores = block_scores(query, bounds, block_table)
     is_recent = (number >= num_blocks[:, None] - num_recent)[:, None, :]
     is_live = (number < num_blocks[:, None])[:, None, :]
-    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
     if use_kernel:
-        least = kernels.kth_largest(scores.reshape(-1, max_blocks), num_selected, interpret=interpret)
-        least = least.reshape(*scores.shape[:2], 1)
-    else:
-        least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected, None]
+        where = block_table, seq_lens
+        sizes = {"block_size": block_size, "interpret": interpret}
+        scores = kernels.block_scores(query, bounds.low, bounds.high, *where, **sizes)
+        counts = {"num_selected": num_selected, "num_recent": num_recent}
+        best = kernels.best_blocks(scores, seq_lens, block_size=block_size, **counts)
+        chosen = is_live & (is_recent | (scores >= best.least[..., None]))
+        lists = {"ids": best.ids, "counts": best.counts}
+        return ListedBlocks(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size, **lists)
+    scores = block_scores(query, bounds, block_table)
+    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
+    least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected, None]
     chosen = (scores >= least) & is_live
     return BlockMask(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size)
 

@@ -1,6 +1,7 @@
-"""Bounds of a query's products with the keys of each cache block, and the best blocks' least bound."""
+"""Bounds of a query's products with the keys of each cache block, and the blocks with the largest of them."""
 
+from pallas_kernels.block_scores.best import BestBlocks as BestBlocks
+from pallas_kernels.block_scores.best import best_blocks as best_blocks
+from pallas_kernels.block_scores.best_kernel import MAX_LEN as MAX_LEN
 from pallas_kernels.block_scores.entry import block_scores as block_scores
 from pallas_kernels.block_scores.entry import why_not_scores as why_not_scores
-from pallas_kernels.block_scores.threshold import MAX_LEN as MAX_LEN
-from pallas_kernels.block_scores.threshold import kth_largest as kth_largest

@@ -33,10 +33,11 @@ def block_scores(
     low: Float[Array, "blocks kv_heads head_dim"],
     high: Float[Array, "blocks kv_heads head_dim"],
     block_table: Int32[Array, "reqs max_blocks"],
-    num_blocks: Int32[Array, " reqs"],
+    seq_lens: Int32[Array, " reqs"],
     *,
+    block_size: int,
     interpret: Any = None,
-) -> Float[Array, "reqs max_blocks kv_heads"]:
+) -> Float[Array, "reqs kv_heads max_blocks"]:
     """No query head of a kv head has a larger product with a key between a block's bounds; unscaled, f32.
 
     Args:
@@ -44,14 +45,15 @@ def block_scores(
         low: Least value of each element of a block's keys.
         high: The largest.
         block_table: Entries past a request's blocks are never used.
-        num_blocks: Blocks of each request; the results behind them are garbage.
+        seq_lens: Keys of each request; the results behind their blocks are garbage.
+        block_size: Static: keys of a block.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for these heads; the message says why.
     """
-    reqs, q_heads, head_dim = query.shape
+    _, q_heads, head_dim = query.shape
     kv_heads = low.shape[1]
     require_shape("high", high.shape, low.shape, "as low")
     require_shape("low's head_dim", low.shape[2:], (head_dim,), "as query")
@@ -59,9 +61,8 @@ def block_scores(
     if reason is not None:
         raise unsupported("block_scores", reason, "Use jattn.sparsity.block_scores")
     max_blocks = block_table.shape[1]
-    shape = Shape(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=max_blocks)
-    query = query.astype(low.dtype)
-    zero = jnp.zeros((), low.dtype)
-    signed = jnp.stack([jnp.minimum(query, zero), jnp.maximum(query, zero)], axis=1)
-    scores = score_tiles(signed, low, high, block_table, num_blocks, shape=shape, interpret=interpret)
-    return scores.reshape(reqs, -1, kv_heads)[:, :max_blocks]
+    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    shape = Shape(**sizes, max_blocks=max_blocks, block_size=block_size)
+    bounds = query.astype(low.dtype), low, high
+    scores = score_tiles(*bounds, block_table, seq_lens, shape=shape, interpret=interpret)
+    return scores[:, :, :max_blocks]

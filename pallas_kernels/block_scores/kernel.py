@@ -11,16 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared import lanes
+from pallas_kernels.shared.dequant import swizzle_transforms, swizzled_smem
 
 W = plgpu.Layout.WGMMA
 ROWS = 64  # of a tile: what the tensor core takes
-IN_FLIGHT = 160 * 1024  # bytes of shared memory for bounds on their way
-CTAS = 132
+# Bytes of shared memory for bounds on their way, and thread blocks: one an SM with 160 KB takes 1 % longer.
+IN_FLIGHT = 64 * 1024
+CTAS = 264
 f32 = jnp.float32
 
 
@@ -33,12 +39,14 @@ class Shape:
         kv_heads: Key/value heads; 8 divides them, and they divide 64.
         head_dim: Width of a head, a multiple of 64.
         max_blocks: Columns of the block table.
+        block_size: Keys of a block.
     """
 
     q_heads: int
     kv_heads: int
     head_dim: int
     max_blocks: int
+    block_size: int
 
     @property
     def blocks(self) -> int:
@@ -48,7 +56,7 @@ class Shape:
     @property
     def stages(self) -> int:
         """Tiles on their way."""
-        return IN_FLIGHT // (2 * ROWS * self.head_dim * 2)
+        return max(IN_FLIGHT // (2 * ROWS * self.head_dim * 2), 2)
 
     @property
     def max_tiles(self) -> int:
@@ -61,19 +69,19 @@ def score_tiles(
     low: jax.Array,
     high: jax.Array,
     block_table: jax.Array,
-    num_blocks: jax.Array,
+    seq_lens: jax.Array,
     *,
     shape: Shape,
     interpret: Any = None,
 ) -> jax.Array:
-    """f32 [reqs, max_tiles * 64]: for each block and kv head the bound; garbage past a request's end.
+    """f32 [reqs, kv_heads, blocks of max_tiles]: the bound of each block; garbage past a request's end.
 
     Args:
-        query: [reqs, 2, q_heads, head_dim]: its negative part, for low, and its positive one, for high.
+        query: [reqs, q_heads, head_dim]
         low: [blocks, kv_heads, head_dim]
         high: The same.
         block_table: [reqs, max_blocks]
-        num_blocks: [reqs]
+        seq_lens: [reqs]
         shape: The call's static sizes.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
@@ -88,25 +96,25 @@ def score_tiles(
         len_g,
         bias_g,  # [64, q_heads]: 0 for a row's own query heads, -inf for the others
         out_g,
-        q_s,  # [2, q_heads, head_dim] in SMEM
+        q_s,  # [2, q_heads, head_dim] in SMEM: negative parts, for low, and positive ones, for high
         bounds_s,  # [stages, 2, 64, head_dim] in SMEM
         q_full,
         full,
         free,
     ):
         req, first = lax.axis_index("req"), lax.axis_index("part")
-        num = lax.div(len_g[req] + (shape.blocks - 1), jnp.int32(shape.blocks))
+        num_blocks = lax.div(len_g[req] + (shape.block_size - 1), jnp.int32(shape.block_size))
+        num = lax.div(num_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
         steps = lax.div(jnp.maximum(num - first, 0) + (ctas - 1), jnp.int32(ctas))
         tile_of = lambda step: first + step * ctas
 
         def ids_of(step: Any) -> tuple[Any, ...]:
-            last = jnp.maximum(len_g[req] - 1, 0)
+            last = jnp.maximum(num_blocks - 1, 0)
             at = tile_of(step) * shape.blocks
             return tuple(table_g[req, jnp.minimum(at + j, last)] for j in range(shape.blocks))
 
         def load_share() -> None:
-            for part in range(2):
-                plgpu.copy_gmem_to_smem(q_g.at[req, part], q_s.at[part], q_full)
+            plgpu.copy_gmem_to_smem(q_g.at[req], q_s.at[0], q_full)
 
             def load(step: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
                 stage = lax.rem(step, jnp.int32(stages))
@@ -131,6 +139,8 @@ def score_tiles(
         def compute_share() -> None:
             bias = plgpu.load(bias_g, layout=W, optimized=False)
             plgpu.barrier_wait(q_full)
+            split_signs(q_s, is_interpreted=bool(interpret))
+            plgpu.commit_smem()
 
             @pl.loop(0, steps)
             def _(step: Any) -> None:
@@ -144,7 +154,8 @@ def score_tiles(
 
                 s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.q_heads), f32))
                 plgpu.barrier_arrive(free.at[stage])
-                out_g[req, pl.ds(tile_of(step) * ROWS, ROWS)] = (s + bias).max(axis=1)
+                to = out_g.at[req, :, pl.ds(tile_of(step) * shape.blocks, shape.blocks)]
+                store_heads(to, (s + bias).max(axis=1), is_interpreted=bool(interpret))
 
         @pl.when(lax.axis_index("warpgroup") == 1)
         def _() -> None:
@@ -154,17 +165,18 @@ def score_tiles(
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute_share)
 
-    kv_head = jnp.arange(ROWS, dtype=jnp.int32)[:, None] % shape.kv_heads
-    q_head = jnp.arange(shape.q_heads, dtype=jnp.int32)[None, :]
-    bias = jnp.where(q_head // (shape.q_heads // shape.kv_heads) == kv_head, 0.0, -jnp.inf).astype(f32)
+    # NumPy's: a constant, not a kernel that makes it.
+    kv_head, q_head = np.arange(ROWS)[:, None] % shape.kv_heads, np.arange(shape.q_heads)[None, :]
+    is_own = q_head // (shape.q_heads // shape.kv_heads) == kv_head
+    bias = np.where(is_own, 0.0, -np.inf).astype(np.float32)
     tile = ROWS, shape.head_dim
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((reqs, shape.max_tiles * ROWS), f32),
+        out_type=jax.ShapeDtypeStruct((reqs, shape.kv_heads, shape.max_tiles * shape.blocks), f32),
         scratch_types=[
             swizzled_smem((2, shape.q_heads, shape.head_dim), dtype),
             swizzled_smem((stages, 2, *tile), dtype),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2 * shape.blocks, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ],
@@ -175,4 +187,54 @@ def score_tiles(
         kernel_name="block_scores",
         interpret=interpret,
     )
-    return kernel(query, low, high, block_table, num_blocks, bias)
+    return kernel(query, low, high, block_table, seq_lens, bias)
+
+
+def split_signs(q_s: Any, *, is_interpreted: bool) -> None:
+    """From the queries in q_s[0], [2, q_heads, head_dim] in SMEM, their negative and positive parts."""
+    if is_interpreted:
+        q = q_s[0]
+        q_s[0], q_s[1] = jnp.minimum(q, 0), jnp.maximum(q, 0)
+        return
+    _, q_heads, head_dim = q_s.shape
+    kind = lanes.ELEMENTS_16[jnp.dtype(q_s.dtype).name]
+    half = q_heads * head_dim * 2  # bytes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(2)),), return_type=())
+    def split(_: Any, q_s: Any) -> None:
+        lane, warp = lanes.lane_and_warp()
+        first = lanes.add(lanes.address(q_s), lanes.times(warp, 128), lanes.times(lane, 4))
+        for at in range(0, half, 512):  # the same elements stand at the same place, however swizzled
+            code = (
+                f"{{ .reg .b32 x, y; ld.shared.b32 x, [$0 + {at}]; "
+                f"min.{kind}x2 y, x, $1; max.{kind}x2 x, x, $1; "
+                f"st.shared.b32 [$0 + {at}], y; st.shared.b32 [$0 + {at + half}], x; }}"
+            )
+            utils.inline_ptx(code, first, lanes.const(0), has_side_effects=True)
+
+    split(q_s)
+
+
+def store_heads(to: Any, values: Any, *, is_interpreted: bool) -> None:
+    """Stores a number for each row of a tile, [64], to [kv_heads, blocks] of global memory."""
+    kv_heads, blocks = to.shape
+    if is_interpreted:
+        to[...] = values.reshape(blocks, kv_heads).T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), W.reduce(1)), return_type=())
+    def store(_: Any, to: Any, values: Any) -> None:
+        (stride, _), _ = ir.MemRefType(to.type).get_strides_and_offset()
+        g, t = lanes.lane_row_and_pair()
+        _, warp = lanes.lane_and_warp()
+        for half, register in enumerate(values.registers.flatten()):
+            value = vector.extract(register, dynamic_position=[], static_position=[0])
+            row = lanes.add(lanes.times(warp, 16), g, 8 * half)
+            head, block = arith.remui(row, lanes.const(kv_heads)), arith.divui(row, lanes.const(kv_heads))
+            offset = lanes.add(lanes.times(head, stride), block)
+            at = lanes.ptx("mad.wide.u32 $0, $2, 4, $1;", utils.memref_ptr(to), offset, of=lanes.i64())
+            is_mine = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(half))
+            code = "st.global.f32 [$0], $1;"
+            utils.inline_ptx(code, at, value, predicate=is_mine, has_side_effects=True)
+
+    store(to, values)

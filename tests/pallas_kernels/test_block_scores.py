@@ -1,4 +1,6 @@
-"""block_scores and kth_largest against plain numpy, interpreted and on a GPU; select_blocks takes them."""
+"""block_scores and best_blocks against plain numpy, interpreted and on a GPU; select_blocks takes them."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.sparsity.topk import KeyBounds, select_blocks
-from pallas_kernels.block_scores import MAX_LEN, block_scores, kth_largest, why_not_scores
+from pallas_kernels.block_scores import MAX_LEN, best_blocks, block_scores, why_not_scores
 from tests import aot
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -42,18 +44,57 @@ def wanted(query, bounds, table, row, num):
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float16)])
 def test_no_product_is_larger_and_nothing_past_the_end_is_read(head_dim, dtype, interpret):
     query, bounds, table, num_blocks = problem(head_dim, dtype)
-    scores = block_scores(query, bounds.low, bounds.high, table, num_blocks, interpret=interpret)
+    arguments = query, bounds.low, bounds.high, table, num_blocks * 16 - 3
+    scores = block_scores(*arguments, block_size=16, interpret=interpret)
     for row, num in enumerate(NUM_BLOCKS):
-        np.testing.assert_allclose(scores[row, :num], wanted(query, bounds, table, row, num), rtol=1e-5)
+        want = wanted(query, bounds, table, row, num)
+        np.testing.assert_allclose(scores[row, :, :num], want.T, rtol=1e-5)
 
 
-@pytest.mark.parametrize("interpret", WAYS)
-@pytest.mark.parametrize("k", [1, 7, 300])
-def test_the_kth_largest_is_that_of_a_sort(k, interpret):
-    values = RNG.normal(size=(4, 300)).astype(np.float32)
-    values[0, :5], values[1, 10:], values[2] = np.inf, -np.inf, np.round(values[2])
-    found = kth_largest(jnp.asarray(values), k, interpret=interpret)
-    np.testing.assert_array_equal(found, np.sort(values, axis=1)[:, -k])
+def scores_of_all_kinds(max_blocks):
+    """[4, 8, max_blocks]; by head normal, ties, one value, both zeros, tiny, huge, infinities, positive."""
+    draw = RNG.normal(size=(4, 8, max_blocks)).astype(np.float32)
+    draw[:, 1] = np.round(draw[:, 1])
+    draw[:, 2] = 1.5
+    draw[:, 3] = np.where(draw[:, 3] > 0, 0.0, -0.0)
+    draw[:, 4] *= np.float32(1e-30)
+    draw[:, 5] *= np.float32(1e30)
+    draw[:, 6, ::3], draw[:, 6, 1::3] = -np.inf, np.inf
+    draw[:, 7] += 100
+    return draw
+
+
+@pytest.mark.parametrize("way", [pytest.param("sorting"), pytest.param("kernel", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("max_blocks", "num_selected", "num_recent"),
+    [(21, 6, 1), (301, 1, 1), (300, 3, 8), (4100, 410, 0), (8192, 819, 1), (MAX_LEN, 9000, 2)],
+)
+def test_the_best_blocks_are_those_of_a_sort(max_blocks, num_selected, num_recent, way):
+    scores = scores_of_all_kinds(max_blocks)
+    seq_lens = np.asarray([max_blocks * 16, (max_blocks // 2) * 16 - 5, 1, 0], np.int32)
+    for row, length in enumerate(seq_lens):
+        scores[row, :, -(-length // 16) :] = np.nan
+    counts = {"num_selected": num_selected, "num_recent": num_recent}
+    best = jax.jit(functools.partial(best_blocks, block_size=16, **counts))(scores, seq_lens)
+    assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
+    for row, length in enumerate(seq_lens):
+        num = -(-int(length) // 16)
+        recent = np.arange(num) >= num - num_recent
+        for head in range(8):
+            of_head = np.where(recent, np.inf, scores[row, head, :num])
+            least = np.sort(of_head)[-num_selected] if num >= num_selected else -np.inf
+            wanted = np.flatnonzero(of_head >= least)
+            assert best.counts[row, head] == len(wanted)
+            np.testing.assert_array_equal(best.ids[row, head, : len(wanted)], wanted)
+            reached = recent | (scores[row, head, :num] >= best.least[row, head])
+            np.testing.assert_array_equal(np.flatnonzero(reached), wanted)
+
+
+def test_more_blocks_than_are_counted_are_refused():
+    shape = jax.ShapeDtypeStruct
+    run = functools.partial(best_blocks, block_size=16, num_selected=1, num_recent=1)
+    with pytest.raises(ValueError, match=rf"scores must have at most {MAX_LEN} blocks a request"):
+        jax.eval_shape(run, shape((1, 8, MAX_LEN + 1), jnp.float32), shape((1,), jnp.int32))
 
 
 @pytest.mark.parametrize("interpret", WAYS)
@@ -64,6 +105,9 @@ def test_select_blocks_chooses_the_same_with_the_kernels(interpret):
     chosen = select_blocks(*arguments, **options, implementation="mosaic_gpu", interpret=interpret)
     want = select_blocks(*arguments, **options, implementation="xla")
     np.testing.assert_array_equal(chosen.blocks, want.blocks)
+    for blocks, ids, count in zip(*map(np.asarray, (chosen.blocks, chosen.ids, chosen.counts)), strict=True):
+        for head in range(8):
+            assert ids[head, : count[head]].tolist() == np.flatnonzero(blocks[head, 0]).tolist()
     assert chosen.blocks.sum(axis=-1)[0].tolist() == [[6]] * 8
 
 
@@ -92,11 +136,11 @@ def test_refusals_reach_the_caller():
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no kernel for bounds of float32"):
         select_blocks(query.astype(jnp.float32), exact, table, num_blocks, **options)
     with pytest.raises(NotImplementedError, match="block_scores: there is no kernel for bounds of float32"):
-        block_scores(query, exact.low, exact.high, table, num_blocks)
+        block_scores(query, exact.low, exact.high, table, num_blocks, block_size=16)
     with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
         select_blocks(query, bounds, table, num_blocks, **options | {"implementation": "cuda"})
     with pytest.raises(Exception, match=r"high must have shape \(70, 8, 64\)|Type-check"):
-        block_scores(query, bounds.low, bounds.high[:, :4], table, num_blocks)
+        block_scores(query, bounds.low, bounds.high[:, :4], table, num_blocks, block_size=16)
 
 
 def aot_cases():
@@ -107,10 +151,15 @@ def aot_cases():
         bounds = shape((65537, kv_heads, head_dim), jnp.bfloat16)
         query = shape((8, 4 * kv_heads, head_dim), jnp.bfloat16)
         where = shape((8, 8192), jnp.int32), shape((8,), jnp.int32)
-        return block_scores, (query, bounds, bounds, *where)
+        return functools.partial(block_scores, block_size=16), (query, bounds, bounds, *where)
 
     cases = {f"scores-{heads}-{dim}": scores(heads, dim) for heads, dim in ((8, 128), (8, 256), (32, 64))}
-    return cases | {"kth": (lambda x: kth_largest(x, 100), (shape((64, MAX_LEN), jnp.float32),))}
+
+    def best(max_blocks):
+        run = functools.partial(best_blocks, block_size=16, num_selected=100, num_recent=1)
+        return run, (shape((8, 8, max_blocks), jnp.float32), shape((8,), jnp.int32))
+
+    return cases | {f"best-{size}": best(size) for size in (301, 8192, MAX_LEN)}
 
 
 @pytest.mark.slow

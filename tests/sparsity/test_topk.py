@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.sparsity.topk import KeyBounds, block_scores, select_blocks, write_key_bounds
+from jattn.implementations.block_lists import block_list
+from jattn.sparsity.topk import KeyBounds, ListedBlocks, block_scores, select_blocks, write_key_bounds
 
 SPEC = jattn.CacheSpec(num_blocks=9, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
 
@@ -84,6 +85,21 @@ def test_a_step_writes_selects_and_attends_in_one_trace():
         np.testing.assert_allclose(out, want, atol=1e-5)
         assert int(mask.blocks.sum()) == 2 * 2 * 2
     assert len(traces) == 1
+
+
+def test_lists_that_a_selection_made_are_taken_as_they_are_by_the_requests_that_they_were_made_for():
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    metadata = jattn.build_batch_metadata([1, 1], [40, 33], np.arange(6).reshape(2, 3), block_size=16)
+    blocks = jnp.asarray([[[1, 0, 1], [0, 0, 1]], [[1, 1, 0], [0, 1, 1]], [[1, 1, 1], [1, 0, 0]]], bool)
+    ids, counts = jnp.argsort(~blocks, axis=-1).astype(jnp.int32), blocks.sum(axis=-1, dtype=jnp.int32)
+    sizes = {"block_q": None, "block_kv": 16}
+    mask = ListedBlocks(blocks=blocks[:, :, None], ids=ids, counts=counts, **sizes)
+    listed = block_list(mask.of_rows_from(1), spec, metadata, 16)
+    np.testing.assert_array_equal(listed.ids, ids[1:])
+    np.testing.assert_array_equal(listed.counts, counts[1:])
+    made = block_list(mask, spec, metadata, 16)  # of three requests, not two
+    np.testing.assert_array_equal(made.counts, counts[:2])
+    assert made.ids[0, 0, :2].tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("num", [0, 4])

@@ -1,0 +1,73 @@
+"""best_blocks: the blocks with the largest scores, as lists, and the score that they reach."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels.block_scores.best_kernel import MAX_LEN, run
+from pallas_kernels.checks import require
+from pallas_kernels.list_tiles import by_sorting, codes_of
+
+
+class BestBlocks(NamedTuple):
+    """Which blocks each list names.
+
+    Attributes:
+        least: The recent blocks and those whose score reaches this are chosen.
+        ids: The chosen blocks, ascending. What follows is garbage.
+        counts: How many are chosen.
+    """
+
+    least: Float32[Array, "reqs kv_heads"]
+    ids: Int32[Array, "reqs kv_heads max_blocks"]
+    counts: Int32[Array, "reqs kv_heads"]
+
+
+def best_blocks(
+    scores: Float32[Array, "reqs kv_heads max_blocks"],
+    seq_lens: Int32[Array, " reqs"],
+    *,
+    block_size: int,
+    num_selected: int,
+    num_recent: int,
+) -> BestBlocks:
+    """Chooses the last blocks of each request, and of the others those with the largest scores.
+
+    Args:
+        scores: No NaN among a request's blocks; what is past its end is never used.
+        seq_lens: Keys of each request.
+        block_size: Static: keys of a block.
+        num_selected: Static: how many to choose, the recent ones included; what scores as the last of them is
+            chosen, too.
+        num_recent: Static: how many of the last blocks are chosen whatever they score.
+
+    Raises:
+        ValueError: There are more blocks than are counted.
+    """
+    require(scores.shape[2] <= MAX_LEN, "scores", f"have at most {MAX_LEN} blocks a request", scores.shape)
+    numbers: dict[str, Any] = {
+        "block_size": block_size,
+        "num_selected": num_selected,
+        "num_recent": num_recent,
+    }
+    on_gpu = lambda *arrays: BestBlocks(*run(*arrays, **numbers))
+    elsewhere = functools.partial(_by_sorting, **numbers)
+    return jax.lax.platform_dependent(scores, seq_lens, cuda=on_gpu, default=elsewhere)
+
+
+def _by_sorting(
+    scores: Array, seq_lens: Array, *, block_size: int, num_selected: int, num_recent: int
+) -> BestBlocks:
+    max_blocks = scores.shape[2]
+    num_blocks = (seq_lens + (block_size - 1)) // block_size
+    number = jnp.arange(max_blocks, dtype=jnp.int32)[None, None, :]
+    end = num_blocks[:, None, None]
+    is_recent, is_live = number >= end - num_recent, number < end
+    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
+    least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
+    chosen = (scores >= least[..., None]) & is_live
+    listed = by_sorting(codes_of(chosen, chosen).reshape(-1, max_blocks))
+    return BestBlocks(least, listed.entries.reshape(scores.shape), listed.num_full.reshape(least.shape))

@@ -1,0 +1,209 @@
+"""The kernel of best_blocks: a thread block a list, whose threads keep the scores in registers.
+
+Scores become integers of the same order. Those between the smallest and the largest are counted into 2,048
+equal bins; the bin that the last wanted one lies in becomes the range of the next round. After three rounds
+at most a bin is one number, or all of it is wanted. Then each thread knows which of its blocks are chosen,
+and writes them to where the counts of those before it say.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels.shared.lanes import address, thread_of_block
+
+WARPGROUPS = 8
+THREADS = 128 * WARPGROUPS
+WARPS = THREADS // 32
+MAX_LEN = 16 * THREADS  # of a list: it stays in registers
+LOG_BINS = 11  # two bins a thread
+BINS = 1 << LOG_BINS
+VECTOR = 4  # scores that are loaded at once
+# Words of shared memory: bins, the warps' totals, their smallest and largest, what a round found.
+TOTALS, LOWS, HIGHS, FOUND = BINS, BINS + WARPS, BINS + 2 * WARPS, BINS + 3 * WARPS
+WORDS = FOUND + 4
+# Integers of scores: a float's bits, all turned where it is negative, the sign alone where it is not.
+LOWEST, INFINITY = 0x007FFFFF, 0xFF800000  # those of -inf and inf
+
+
+def run(
+    scores: Float32[Array, "reqs kv_heads max_blocks"],
+    seq_lens: Int32[Array, " reqs"],
+    *,
+    block_size: int,
+    num_selected: int,
+    num_recent: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Least score, ids and counts of best_blocks."""
+    reqs, heads, max_blocks = scores.shape
+    scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -max_blocks % VECTOR)))
+    padded = scores.shape[2]
+    code = program(
+        stride=padded,
+        max_blocks=max_blocks,
+        each=-(-padded // (THREADS * VECTOR)) * VECTOR,
+        block_size=block_size,
+        num_selected=num_selected,
+        num_recent=num_recent,
+    )
+
+    def body(scores_g, len_g, least_g, ids_g, counts_g, words_s):  # type: ignore[no-untyped-def]
+        row, req = lax.axis_index("req") * heads + lax.axis_index("head"), lax.axis_index("req")
+        refs = scores_g, len_g, least_g, ids_g, counts_g, words_s
+        scalar = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar), return_type=())
+        def choose(_: Any, *args: Any) -> None:
+            *in_global, words, row, req = args
+            pointers = [*map(utils.memref_ptr, in_global), address(words)]
+            scalars = row.registers.item(), req.registers.item(), thread_of_block()
+            utils.inline_ptx(code, *pointers, *scalars, has_side_effects=True, convergent=True)
+
+        choose(*refs, row, req)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((reqs, heads), jnp.float32),
+            jax.ShapeDtypeStruct((reqs, heads, max_blocks), jnp.int32),
+            jax.ShapeDtypeStruct((reqs, heads), jnp.int32),
+        ),
+        scratch_types=[plgpu.SMEM((WORDS,), jnp.int32)],
+        grid=(reqs, heads),
+        grid_names=("req", "head"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        kernel_name="best_blocks",
+    )
+    return kernel(scores, seq_lens)
+
+
+def program(
+    *, stride: int, max_blocks: int, each: int, block_size: int, num_selected: int, num_recent: int
+) -> str:
+    """PTX of a thread.
+
+    Operands: $0 to $4 the addresses of the scores, the requests' lengths, the least scores, the ids and the
+    counts, $5 that of shared memory, $6 the list's number, $7 the request's, $8 the thread's.
+    """
+    mine = range(each)
+    lines = [
+        f".reg .b32 k<{each}>, lane, warp, num, recent, live, want, lo, hi, range, shift, x, y, bin, sum;",
+        ".reg .b32 own, before, low_bin, high_bin, found, above, count, chosen, first, least, top;",
+        ".reg .b64 at, out; .reg .f32 f; .reg .pred p, q, is_first;",
+        "and.b32 lane, $8, 31; shr.u32 warp, $8, 5; setp.eq.u32 is_first, lane, 0;",
+        f"mul.lo.u32 first, $8, {each};",
+        "mad.wide.u32 at, $7, 4, $1; ld.global.b32 num, [at];",
+        f"mad.wide.u32 at, $6, {stride * 4}, $0; mad.wide.u32 at, first, 4, at;",
+        *(f"mov.b32 k{n}, 0;" for n in mine),
+        *(
+            f"add.u32 x, first, {n}; setp.lt.u32 p, x, {stride}; "
+            f"@p ld.global.v4.b32 {{k{n}, k{n + 1}, k{n + 2}, k{n + 3}}}, [at + {4 * n}];"
+            for n in range(0, each, VECTOR)
+        ),
+        "mad.lo.u32 y, $8, 8, $5; st.shared.v2.b32 [y], {0, 0};",
+        # -0 becomes 0, so that integers are equal where scores are.
+        *(
+            f"mov.b32 f, k{n}; add.f32 f, f, 0f00000000; mov.b32 k{n}, f; "
+            f"shr.s32 x, k{n}, 31; or.b32 x, x, 0x80000000; xor.b32 k{n}, k{n}, x;"
+            for n in mine
+        ),
+        f"add.s32 num, num, {block_size - 1}; div.s32 num, num, {block_size};",
+        f"min.s32 num, num, {max_blocks}; max.s32 num, num, 0;",
+        f"sub.s32 recent, num, {num_recent}; max.s32 recent, recent, 0;",
+        # How many of a thread's blocks are not recent; those are candidates.
+        "sub.s32 live, recent, first;",
+        f"sub.s32 want, num, recent; sub.s32 want, {num_selected}, want;",
+        f"mov.b32 least, {INFINITY:#x}; setp.le.s32 p, want, 0; @p bra CHOSEN;",
+        f"mov.b32 least, {LOWEST:#x}; setp.le.s32 p, recent, want; @p bra CHOSEN;",
+        *_ends(each),
+        "ROUND:",
+        f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;",
+        "max.s32 shift, shift, 0;",
+        *_sync(),
+        *(
+            f"sub.u32 x, k{n}, lo; setp.le.u32 p, x, range; setp.gt.and.s32 p, live, {n}, p; "
+            "shr.u32 x, x, shift; mad.lo.u32 x, x, 4, $5; @p red.shared.add.u32 [x], 1;"
+            for n in mine
+        ),
+        *_sync(),
+        # From the largest bin down: thread t has the bins 2 t and 2 t + 1 from the end.
+        f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $8; sub.u32 bin, bin, $8; mad.lo.u32 y, bin, 4, $5;",
+        "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;",
+        *_before(),
+        # Every bin has been read: the next round finds them empty.
+        "st.shared.v2.b32 [y], {0, 0};",
+        "add.u32 x, before, own; setp.lt.u32 p, before, want; setp.ge.and.u32 p, x, want, p;",
+        "@!p bra AWAIT;",
+        "add.u32 x, before, high_bin; setp.ge.u32 q, x, want;",
+        "@q add.u32 bin, bin, 1; selp.b32 count, high_bin, low_bin, q; selp.b32 above, before, x, q;",
+        f"st.shared.v2.b32 [$5 + {FOUND * 4}], {{bin, above}}; st.shared.b32 [$5 + {FOUND * 4 + 8}], count;",
+        "AWAIT:",
+        *_sync(),
+        f"ld.shared.v2.b32 {{bin, above}}, [$5 + {FOUND * 4}]; ld.shared.b32 count, [$5 + {FOUND * 4 + 8}];",
+        "sub.u32 want, want, above; shl.b32 bin, bin, shift; add.u32 lo, lo, bin;",
+        "mov.b32 x, 1; shl.b32 x, x, shift; sub.u32 x, x, 1; add.u32 hi, lo, x;",
+        "mov.b32 least, lo; setp.eq.u32 p, count, want; setp.eq.or.u32 p, shift, 0, p; @!p bra ROUND;",
+        "CHOSEN:",
+        "mov.b32 chosen, 0; sub.s32 num, num, first;",
+        *(
+            f"setp.ge.u32 p, k{n}, least; setp.le.or.s32 p, live, {n}, p; setp.gt.and.s32 p, num, {n}, p; "
+            f"@p or.b32 chosen, chosen, {1 << n};"
+            for n in mine
+        ),
+        "popc.b32 own, chosen;",
+        *_before(),
+        "add.u32 count, before, own;",
+        f"mad.wide.u32 out, $6, {max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;",
+        *(
+            f"and.b32 x, chosen, {1 << n}; setp.ne.u32 p, x, 0; add.u32 x, first, {n}; "
+            "@p st.global.b32 [out], x; @p add.u64 out, out, 4;"
+            for n in mine
+        ),
+        f"setp.ne.u32 p, $8, {THREADS - 1}; @p bra DONE;",
+        "mad.wide.u32 at, $6, 4, $4; st.global.b32 [at], count;",
+        "shr.s32 x, least, 31; not.b32 x, x; or.b32 x, x, 0x80000000; xor.b32 least, least, x;",
+        "mad.wide.u32 at, $6, 4, $2; st.global.b32 [at], least;",
+        "DONE:",
+    ]
+    return "{ " + "\n".join(lines) + " }"
+
+
+def _sync() -> Iterator[str]:
+    """All threads wait for each other; a warpgroup's own barriers have numbers up to WARPGROUPS."""
+    yield f"bar.sync {WARPGROUPS + 1}, {THREADS};"
+
+
+def _ends(each: int) -> Iterator[str]:
+    """Lo and hi of all candidates."""
+    yield "mov.b32 lo, -1; mov.b32 hi, 0;"
+    for n in range(each):
+        yield f"setp.gt.s32 p, live, {n}; @p min.u32 lo, lo, k{n}; @p max.u32 hi, hi, k{n};"
+    yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1; mad.lo.u32 x, warp, 4, $5;"
+    yield f"@is_first st.shared.b32 [x + {LOWS * 4}], lo; @is_first st.shared.b32 [x + {HIGHS * 4}], hi;"
+    yield from _sync()
+    yield "mad.lo.u32 x, lane, 4, $5;"
+    yield f"ld.shared.b32 lo, [x + {LOWS * 4}]; ld.shared.b32 hi, [x + {HIGHS * 4}];"
+    yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1;"
+
+
+def _before() -> Iterator[str]:
+    """Before = the sum of `own` of all threads before this one."""
+    up = lambda name: (
+        f"shfl.sync.up.b32 x|p, {name}, {1 << n}, 0, -1; @p add.u32 {name}, {name}, x;" for n in range(5)
+    )
+    yield "mov.b32 before, own;"
+    yield from up("before")
+    yield "shfl.sync.idx.b32 top, before, 31, 31, -1; sub.u32 before, before, own;"
+    yield f"mad.lo.u32 x, warp, 4, $5; @is_first st.shared.b32 [x + {TOTALS * 4}], top;"
+    yield from _sync()
+    yield f"mad.lo.u32 x, lane, 4, $5; ld.shared.b32 sum, [x + {TOTALS * 4}];"
+    yield from up("sum")
+    yield "sub.u32 x, warp, 1; shfl.sync.idx.b32 sum, sum, x, 31, -1; setp.ne.u32 p, warp, 0;"
+    yield "@p add.u32 before, before, sum;"
