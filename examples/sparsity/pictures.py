@@ -10,13 +10,13 @@ from examples.sparsity.measure import Result
 from jattn.sparsity.plot import COLORS, EMPTY, FULL, classes
 
 
-def draw(results: dict[str, Result], tokens: int, out: pathlib.Path) -> list[pathlib.Path]:
+def draw(results: dict[str, Result], tokens: int, timed_tokens: int, out: pathlib.Path) -> list[pathlib.Path]:
     """Writes the pictures; their paths."""
     written = []
     for name, figure in (
         ("masks", draw_masks(results, tokens)),
         ("mass", draw_mass(results)),
-        ("speed", draw_speed(results)),
+        ("speed", draw_speed(results, timed_tokens)),
     ):
         written.append(out / f"{name}.png")
         figure.savefig(written[-1], dpi=110)
@@ -58,14 +58,15 @@ def draw_mass(results: dict[str, Result]) -> Figure:
     return figure
 
 
-def draw_speed(results: dict[str, Result]) -> Figure:
+def draw_speed(results: dict[str, Result], timed_tokens: int) -> Figure:
     """Time of a layer against density."""
     figure = Figure(figsize=(5, 4), layout="constrained")
     axis = figure.subplots()
     for name, result in results.items():
-        axis.plot(result.density.mean(), result.milliseconds, "o")
-        place = (result.density.mean(), result.milliseconds)
+        place = result.speed.density, result.speed.milliseconds
+        axis.plot(*place, "o")
         axis.annotate(name, place, fontsize=6, xytext=(4, 2), textcoords="offset points")
-    names = ", ".join(sorted({result.implementation for result in results.values()}))
-    axis.set(xlabel="density", ylabel=f"ms a layer ({names})", ylim=(0, None))
+    names = ", ".join(sorted({result.speed.implementation for result in results.values()}))
+    label = f"ms a layer, {timed_tokens} tokens ({names})"
+    axis.set(xlabel="density", ylabel=label, xlim=(0, None), ylim=(0, None))
     return figure
