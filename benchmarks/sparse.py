@@ -14,18 +14,22 @@ from benchmarks.device_time import Rows, kernel_times
 from jattn import masks
 from jattn.implementations import mosaic_gpu
 from jattn.masks import Mask, Pairs
+from jattn.sparsity import select_prefill_blocks
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 TOLERANCE = 2e-2  # of a query's largest output; the tests hold the kernel to a tighter bound
 CHECKED = 48  # queries, of every head
 TOKENS = {"16k": 16384, "64k": 65536, "128k": 131072}
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
+SHARES = (0.25, 0.1)  # of the mass, by pooled queries and keys
 SPEC = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks sparse` takes."""
-    parser.add_argument("cases", nargs="*", help="of prefill, local_strided, decode, quest; default all")
+    parser.add_argument(
+        "cases", nargs="*", help="of prefill, pooled, local_strided, decode, quest; default all"
+    )
     parser.add_argument("--tokens", nargs="+", default=list(TOKENS), choices=TOKENS)
     parser.add_argument("--block", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES), help="of prefill")
@@ -42,6 +46,7 @@ def main(arguments: argparse.Namespace) -> None:
     rows, a = Rows("sparse", arguments.out), arguments
     cases = {
         "prefill": lambda: prefill(rows, a.tokens, a.block, a.density),
+        "pooled": lambda: pooled(rows, a.tokens),
         "local_strided": lambda: local_strided(rows),
         "decode": lambda: sparse_decode.lists(rows, a.quantization, a.list_block),
         "quest": lambda: sparse_decode.quest(rows, a.quantization, a.page),
@@ -62,6 +67,16 @@ def prefill(rows: Rows, tokens: list[str], blocks: list[int], densities: list[fl
                 for case, is_planned in (("blocks", False), ("planned_blocks", True)):
                     case = f"{case}_{block}_{name}"
                     step.row(rows, case, mask, dense_us, wanted=density, is_planned=is_planned)
+
+
+def pooled(rows: Rows, tokens: list[str]) -> None:
+    """Blocks chosen in the same call; of random queries and keys a share of the mass is one of the blocks."""
+    for name in tokens:
+        step = Step(TOKENS[name])
+        dense_us = step.measured(None)["us"]
+        rows.add(name=f"dense_{name}", tokens=step.tokens, us=dense_us)
+        for mass in SHARES:
+            step.row_of_chosen(rows, f"pooled_128_{name}", mass, dense_us)
 
 
 def local_strided(rows: Rows) -> None:
@@ -110,15 +125,27 @@ class Step:
             lambda query, kv, metadata, mask, plans: attend(query, kv, metadata, mask=mask, plans=plans)[0]
         )
 
+        def choose_and_attend(mass: float, *step: Any) -> tuple[jax.Array, Mask]:
+            mask = select_prefill_blocks(*step, SPEC, mass=mass, block_size=128)
+            return attend(*step, mask=mask)[0], mask
+
+        self.run_chosen = jax.jit(choose_and_attend, static_argnums=0)
+
     def measured(self, mask: Mask | None, *, is_planned: bool = False) -> dict[str, Any]:
-        """Times, the kernel's own apart; the result is checked."""
-        iterations = 15 if self.tokens <= 32768 else 5
+        """Times of attention under a mask, whose result is checked."""
         plans: Any = ()
         if is_planned:
             plans = jax.jit(mosaic_gpu.plan_prefill, static_argnums=1)(self.metadata, SPEC, mask)
-        out, times = kernel_times(
-            self.run, self.query, self.cache, self.metadata, mask, plans, iterations=iterations
-        )
+        out, times = self.timed(self.run, mask, plans)
+        return self.checked(out, mask, times)
+
+    def timed(self, run: Any, *rest: Any) -> tuple[Any, dict[str, Any]]:
+        """What `run` makes of the step, and its times."""
+        iterations = 15 if self.tokens <= 32768 else 5
+        return kernel_times(run, self.query, self.cache, self.metadata, *rest, iterations=iterations)
+
+    def checked(self, out: jax.Array, mask: Mask | None, times: dict[str, Any]) -> dict[str, Any]:
+        """Times, the kernel's own apart, of a result that is right."""
         error = self.worst_error(out, mask)
         assert error < TOLERANCE, f"{error=}"
         kernel = sum(us for name, us in times["kernels_us"].items() if "varlen_prefill" in name)
@@ -143,6 +170,23 @@ class Step:
         except Exception as error:  # the other rows still count
             print(f"{name} {wanted}: {type(error).__name__}: {error}"[:500], flush=True)
             return
+        self.compare(rows, name, mask, dense_us, times, wanted)
+
+    def row_of_chosen(self, rows: Rows, name: str, mass: float, dense_us: float) -> None:
+        """One row whose mask is chosen in the same call."""
+        (out, mask), times = self.timed(functools.partial(self.run_chosen, mass))
+        self.compare(rows, name, mask, dense_us, self.checked(out, mask, times), mass)
+
+    def compare(
+        self,
+        rows: Rows,
+        name: str,
+        mask: Mask,
+        dense_us: float,
+        times: dict[str, Any],
+        wanted: float | None,
+    ) -> None:
+        """Adds a row with its ratios to the dense kernel's time."""
         density = self.density(mask)
         ideal = dense_us * density
         rows.add(

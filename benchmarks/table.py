@@ -27,6 +27,7 @@ def filled(readme: str) -> str:
         "decode in 8 bits": eight_bit_table,
         "prefill": prefill_table,
         "sparse": sparse_table,
+        "sparse beside vLLM": sparse_peers_table,
         "graphs": graphs_table,
         "write": write_table,
         "quantization": quantization_table,
@@ -140,6 +141,24 @@ def sparse_table(file: str) -> str:
             f"{row['of_ideal']:.2f}",
             *(("", "") if planned is None else (f"{planned['us']:.0f}", f"{planned['of_ideal']:.2f}")),
         ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sparse_peers_table(file: str, beside: str) -> str:
+    """The rows of one run that vLLM's block-sparse kernels were timed on, too, in the same run."""
+    key = lambda row: (row["name"], row.get("cache", "none"))
+    ours = {key(row): row for row in _rows(file)}
+    lines = [
+        "| case | cache | vLLM, us | ours, us | vLLM / ours | planned, us | vLLM / ours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for peer in _rows(beside):
+        name, cache = key(peer)
+        planned = ours.get((f"planned_{name}", cache))
+        cells = [name, cache.replace("none", "bf16"), f"{peer['us']:.0f}"]
+        for row in (ours[name, cache], planned):
+            cells += ["", ""] if row is None else [f"{row['us']:.0f}", f"{peer['us'] / row['us']:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

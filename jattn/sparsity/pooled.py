@@ -4,6 +4,7 @@ Source: MInference's block-sparse pattern and XAttention's threshold, with means
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jattn.implementations.reference import keys_and_values
 from jattn.masks import BlockMask
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
+from pallas_kernels import block_scores as kernels
+from pallas_kernels import support
 from pallas_kernels.checks import require, require_positive
 
 
@@ -27,6 +30,8 @@ def select_prefill_blocks(
     block_size: int = 128,
     num_first: int = 1,
     num_recent: int = 1,
+    implementation: str | None = None,
+    interpret: Any = None,
 ) -> BlockMask:
     """For each head and block of queries the fewest blocks of keys that seem to hold `mass` of it all.
 
@@ -42,16 +47,22 @@ def select_prefill_blocks(
         block_size: Static: queries and keys of a block.
         num_first: Static: blocks at a request's start that every query sees.
         num_recent: Static: blocks up to and with its own that every query sees.
+        implementation: "mosaic_gpu" or "xla"; None = the best that this machine and these sizes allow.
+        interpret: Static: plgpu.InterpretGPUParams to run the kernel on a CPU.
 
     Returns:
         A mask for `attend(mask=)`, its rows those of the metadata.
 
     Raises:
         ValueError: mass or block_size is out of range.
+        NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_positive(block_size=block_size)
     bucket = metadata.bucket
+    reason = None if interpret else support.why_not(platform=jax.default_backend())
+    reason = reason or _why_not_least(kv, metadata, block_size)
+    use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
     first_q_block = metadata.num_computed_tokens // block_size
     q_blocks = -(-bucket.max_prefill_tokens // block_size) + 1
     q_means = _query_means(query, metadata, first_q_block, q_blocks, block_size)
@@ -66,7 +77,13 @@ def select_prefill_blocks(
         number = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
         is_past = number <= own[None, :, None]
         s = jnp.where(is_past, s, -jnp.inf)
-        kept = largest(jax.nn.softmax(s, axis=-1), mass)
+        if mass == 1:
+            kept = s > -jnp.inf
+        elif use_kernel:
+            least = kernels.least_of_mass(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
+            kept = s >= least.reshape(*s.shape[:2], 1)
+        else:
+            kept = largest(jax.nn.softmax(s, axis=-1), mass)
         return is_past & (kept | (number > own[None, :, None] - num_recent) | (number < num_first))
 
     rows = jnp.arange(bucket.max_reqs, dtype=jnp.int32)
@@ -83,25 +100,48 @@ def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows
     return (weights >= least) & (weights > 0)
 
 
+def _why_not_least(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int) -> str | None:
+    """Why there is no kernel for a selection on a GPU that has some; None if there is."""
+    is_packed = isinstance(kv, PackedKV)
+    keys = kv.k.shape[0] if is_packed else metadata.block_table.shape[1] * metadata.block_size
+    blocks = -(-keys // block_size)
+    if blocks > kernels.MAX_SHARES:
+        return f"there is no kernel to choose among {blocks} blocks (at most {kernels.MAX_SHARES})"
+    return None
+
+
 def _query_means(
     query: Array, metadata: BatchMetadata, first_q_block: Array, q_blocks: int, block_size: int
 ) -> Float[Array, "reqs q_blocks q_heads head_dim"]:
-    """Mean query of each row's blocks of the prefill region; 0 where a block has none."""
+    """Mean query of each row's blocks of the prefill region; 0 where a block has none.
+
+    The region is cut where a block or a row begins, so that neighbours are summed and nothing is scattered.
+    """
     bucket = metadata.bucket
-    prefill = slice(bucket.max_decode_tokens, bucket.max_tokens)
-    rows = metadata.token_rows[prefill]
-    nth = metadata.positions[prefill] // block_size - first_q_block[rows]
-    is_live = metadata.is_live_token[prefill]
-    place = jnp.where(is_live, rows * q_blocks + nth, bucket.max_reqs * q_blocks)
-    queries = jnp.where(is_live[:, None, None], query[prefill].astype(jnp.float32), 0.0)
-    sums = (
-        jnp.zeros((bucket.max_reqs * q_blocks, *query.shape[1:]), jnp.float32)
-        .at[place]
-        .add(queries, mode="drop")
-    )
-    counts = jnp.zeros(sums.shape[0], jnp.float32).at[place].add(1.0, mode="drop")
-    means = sums / jnp.maximum(counts, 1.0)[:, None, None]
-    return means.reshape(bucket.max_reqs, q_blocks, *query.shape[1:])
+    tokens, reqs = bucket.max_prefill_tokens, bucket.max_prefills
+    if not tokens:
+        return jnp.zeros((bucket.max_reqs, q_blocks, *query.shape[1:]), jnp.float32)
+    context, lens = metadata.num_computed_tokens, metadata.query_lens
+    is_prefill = jnp.arange(bucket.max_reqs, dtype=jnp.int32) >= bucket.max_decodes
+    pieces = (context + lens - 1) // block_size - first_q_block + 1
+    pieces = jnp.where(is_prefill & (lens > 0), pieces, 0)
+    ends = jnp.cumsum(pieces, dtype=jnp.int32)
+    starts = ends - pieces
+    number = jnp.arange(min(tokens // block_size + 2 * reqs, tokens), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, bucket.max_reqs - 1)
+    begin = (first_q_block[row] + number - starts[row]) * block_size  # positions
+    first = jnp.maximum(begin, context[row])
+    count = jnp.maximum(jnp.minimum(begin + block_size, (context + lens)[row]) - first, 0)
+    token = metadata.row_starts[row] + first - context[row]
+    ahead = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    queries = jnp.take(query, token[:, None] + ahead, axis=0, mode="clip").astype(jnp.float32)
+    sums = jnp.where((ahead < count[:, None])[..., None, None], queries, 0.0).sum(axis=1)
+    # XLA (jax 0.11.2) would sum each element by itself where its mean is used, at a fifth of the speed.
+    means = jax.lax.optimization_barrier(sums / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None])
+    block = jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
+    of_block = jnp.take(means, starts[:, None] + block, axis=0, mode="clip")
+    return jnp.where((block < pieces[:, None])[..., None, None], of_block, 0.0)
 
 
 def _key_means(

@@ -1,4 +1,4 @@
-"""block_scores and best_blocks against plain numpy, interpreted and on a GPU; select_blocks takes them."""
+"""block_scores, best_blocks and least_of_mass against plain numpy, interpreted and on a GPU."""
 
 import functools
 
@@ -9,7 +9,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.sparsity.topk import KeyBounds, select_blocks
-from pallas_kernels.block_scores import MAX_LEN, best_blocks, block_scores, why_not_scores
+from pallas_kernels.block_scores import (
+    MAX_LEN,
+    MAX_SHARES,
+    MAX_SHORT,
+    best_blocks,
+    block_scores,
+    least_of_mass,
+    why_not_scores,
+)
 from tests import aot
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -98,6 +106,19 @@ def test_more_blocks_than_are_counted_are_refused():
 
 
 @pytest.mark.parametrize("interpret", WAYS)
+@pytest.mark.parametrize(("length", "mass"), [(120, 0.3), (300, 0.9)])  # many rows a warpgroup, and one
+def test_the_least_of_a_mass_is_that_of_a_sorted_sum(length, mass, interpret):
+    scores = 3 * RNG.normal(size=(5, length)).astype(np.float32)
+    scores[0, 5:], scores[1], scores[2], scores[3, 7] = -np.inf, -np.inf, 1.5, 100.0
+    found = least_of_mass(jnp.asarray(scores), mass, interpret=interpret)
+    ordered = -np.sort(-scores.astype(np.float64), axis=1)
+    top = np.maximum(ordered[:, :1], -1e9)
+    p = np.exp(ordered - top)
+    is_needed = p.cumsum(axis=1) - p < mass * p.sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(found, np.where(is_needed, ordered, np.inf).min(axis=1))
+
+
+@pytest.mark.parametrize("interpret", WAYS)
 def test_select_blocks_chooses_the_same_with_the_kernels(interpret):
     query, bounds, table, num_blocks = problem()
     arguments = query, bounds, jnp.where(table < 70, table, 0), num_blocks * 16 - 3
@@ -159,7 +180,11 @@ def aot_cases():
         run = functools.partial(best_blocks, block_size=16, num_selected=100, num_recent=1)
         return run, (shape((8, 8, max_blocks), jnp.float32), shape((8,), jnp.int32))
 
-    return cases | {f"best-{size}": best(size) for size in (301, 8192, MAX_LEN)}
+    cases |= {f"best-{size}": best(size) for size in (301, 8192, MAX_LEN)}
+    mass = functools.partial(least_of_mass, mass=0.9)
+    return cases | {
+        f"mass-{size}": (mass, (shape((64, size), jnp.float32),)) for size in (MAX_SHORT, MAX_SHARES)
+    }
 
 
 @pytest.mark.slow

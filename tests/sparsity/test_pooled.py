@@ -1,13 +1,17 @@
 """Blocks chosen from pooled queries and keys: all mass is everything, little mass is what was planted."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.sparsity.pooled import largest, select_prefill_blocks
+from jattn.sparsity.pooled import _query_means, largest, select_prefill_blocks
+from pallas_kernels.block_scores import MAX_SHARES
 
 SPEC = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
 
@@ -36,6 +40,37 @@ def test_less_mass_is_fewer_blocks_but_never_none():
         for m in (1.0, 0.6, 0.2)
     ]
     assert counts[0] > counts[1] > counts[2] > 0
+
+
+@pytest.mark.parametrize("block_size", [4, 6])
+def test_the_kernel_chooses_what_a_sort_does(block_size):
+    query, cache, metadata = problem()
+    choose = lambda mass, **how: select_prefill_blocks(
+        query, cache, metadata, SPEC, mass=mass, block_size=block_size, **how
+    )
+    by_kernel = choose(0.6, implementation="mosaic_gpu", interpret=plgpu.InterpretGPUParams())
+    np.testing.assert_array_equal(by_kernel.blocks, choose(0.6, implementation="xla").blocks)
+    assert by_kernel.blocks.sum() < choose(1.0).blocks.sum()
+
+
+def test_more_blocks_than_the_kernel_takes_are_named():
+    query, cache, metadata = problem()
+    wide = dataclasses.replace(metadata, block_table=jnp.zeros((3, MAX_SHARES + 1), jnp.int32))
+    options = {"mass": 0.5, "block_size": 4, "interpret": plgpu.InterpretGPUParams()}
+    with pytest.raises(NotImplementedError, match=f"choose among {MAX_SHARES + 1} blocks"):
+        select_prefill_blocks(query, cache, wide, SPEC, implementation="mosaic_gpu", **options)
+
+
+def test_means_are_of_a_block_s_queries():
+    query, _, metadata = problem()
+    means = np.asarray(_query_means(query, metadata, metadata.num_computed_tokens // 6, 7, 6))
+    want = np.zeros_like(means)
+    for row, first_token, context, tokens in ((1, 1, 0, 20), (2, 21, 9, 14)):
+        positions = np.arange(context, context + tokens)
+        for block in np.unique(positions // 6):
+            queries = np.asarray(query)[first_token : first_token + tokens][positions // 6 == block]
+            want[row, block - context // 6] = queries.mean(axis=0)
+    np.testing.assert_allclose(means, want, atol=1e-6)
 
 
 def test_a_block_that_all_queries_point_at_is_found():

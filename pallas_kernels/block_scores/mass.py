@@ -1,0 +1,69 @@
+"""The least score of each row that a share of its softmax needs: a bit at a time, by summing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+WIDTH = 128  # threads of a warpgroup
+MAX_SHARES = 8192  # of a row: scores and probabilities stay in registers
+MAX_SHORT = 128  # rows so short share a warpgroup, four threads each, whose sums need no barrier
+TOGETHER = 64
+TOP_BIT = 29  # of a probability: at most 1.0
+f32 = jnp.float32
+
+
+def least_of_mass(
+    scores: Float[Array, "rows len"], mass: float, *, interpret: Any = None
+) -> Float[Array, " rows"]:
+    """The largest score such that it and all that score more have `mass` of the row's softmax.
+
+    Args:
+        scores: At most MAX_SHARES a row, no NaN and no inf. A row of -inf has no such score: inf.
+        mass: Static: more than 0, less than 1.
+        interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+    """
+    num_rows, length = scores.shape
+    width = -(-length // WIDTH) * WIDTH
+    together = TOGETHER if width <= MAX_SHORT else 1
+    spare = -num_rows % together
+    scores = jnp.pad(scores, ((0, spare), (0, width - length)), constant_values=-jnp.inf)
+    layout: Any = plgpu.Layout.WGMMA
+    one_each: Any = plgpu.Layout.WGMMA.reduce(1)
+    if together == 1:
+        layout, one_each = plgpu.Layout.WG_STRIDED((width,), 1), None
+
+    def body(scores_g, out_g):  # type: ignore[no-untyped-def]
+        part = lax.axis_index("part")
+        rows = part if together == 1 else pl.ds(part * together, together)
+        scores = plgpu.load(scores_g.at[rows], layout=layout, optimized=False)
+        wide = lambda x: x if one_each is None else lax.broadcast_in_dim(x, (together, width), [0])
+        top = scores.max(axis=-1)
+        p = jnp.exp(scores - wide(jnp.where(top == -jnp.inf, 0.0, top)))
+        bits = lax.bitcast_convert_type(p, jnp.int32)  # ordered as the probabilities are
+        sum_from = lambda least: jnp.where(bits >= wide(least), p, 0.0).sum(axis=-1)
+        wanted = p.sum(axis=-1) * mass
+
+        def with_bit(nth: Any, least: Any) -> Any:
+            larger = least + lax.shift_left(jnp.int32(1), TOP_BIT - nth)
+            return jnp.where(sum_from(larger) >= wanted, larger, least)
+
+        zero = (
+            jnp.int32(0) if one_each is None else plgpu.layout_cast(jnp.zeros(together, jnp.int32), one_each)
+        )
+        least = lax.fori_loop(0, TOP_BIT + 1, with_bit, zero)
+        out_g[rows] = jnp.where(bits >= wide(least), scores, jnp.inf).min(axis=-1)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows + spare,), f32),
+        grid=((num_rows + spare) // together,),
+        grid_names=("part",),
+        kernel_name="least_of_mass",
+        interpret=interpret,
+    )
+    return kernel(scores)[:num_rows]
