@@ -1,6 +1,9 @@
 """From a mask to the tiles that a kernel works through, on the device: `schedule(mask, seq_lens, ...)`."""
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks import Coverage, Mask, Tiles
@@ -136,14 +139,15 @@ def coverage_of_tiles(
     """
     shape = rows.shape[0], num_heads[0], max_kv_tiles
     per_tile = lambda x: x[:, None, None]
-    first_key = (jnp.arange(max_kv_tiles, dtype=jnp.int32) * size[1])[None, None, :]
+    # numpy's: what follows from constants alone XLA computes when it compiles, not in a kernel of every call.
+    first_key: Any = (np.arange(max_kv_tiles, dtype=np.int32) * size[1])[None, None, :]
     if skew is not None:
         first_key = first_key - per_tile(skew)
     last_key = jnp.minimum(first_key + (size[1] - 1), per_tile(seq_lens) - 1)
     first_key = jnp.maximum(first_key, 0)
     is_real = (last_key >= first_key) & per_tile(num_queries > 0)
     tiles = Tiles(
-        head=jnp.arange(num_heads[0], dtype=jnp.int32)[None, :, None],
+        head=np.arange(num_heads[0], dtype=np.int32)[None, :, None],
         row=per_tile(rows),
         first_query=per_tile(first_query),
         last_query=per_tile(first_query + jnp.maximum(num_queries, 1) - 1),

@@ -17,10 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.shared.lanes import address, thread_of_block
+from pallas_kernels.shared.thread_block import THREADS, WARPGROUPS, WARPS, sum_before, wait_for_all
 
-WARPGROUPS = 8
-THREADS = 128 * WARPGROUPS
-WARPS = THREADS // 32
 MAX_LEN = 16 * THREADS  # of a list: it stays in registers
 LOG_BINS = 11  # two bins a thread
 BINS = 1 << LOG_BINS
@@ -126,17 +124,17 @@ def program(
         "ROUND:",
         f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;",
         "max.s32 shift, shift, 0;",
-        *_sync(),
+        *wait_for_all(),
         *(
             f"sub.u32 x, k{n}, lo; setp.le.u32 p, x, range; setp.gt.and.s32 p, live, {n}, p; "
             "shr.u32 x, x, shift; mad.lo.u32 x, x, 4, $5; @p red.shared.add.u32 [x], 1;"
             for n in mine
         ),
-        *_sync(),
+        *wait_for_all(),
         # From the largest bin down: thread t has the bins 2 t and 2 t + 1 from the end.
         f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $8; sub.u32 bin, bin, $8; mad.lo.u32 y, bin, 4, $5;",
         "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;",
-        *_before(),
+        *sum_before("$5", TOTALS * 4),
         # Every bin has been read: the next round finds them empty.
         "st.shared.v2.b32 [y], {0, 0};",
         "add.u32 x, before, own; setp.lt.u32 p, before, want; setp.ge.and.u32 p, x, want, p;",
@@ -145,7 +143,7 @@ def program(
         "@q add.u32 bin, bin, 1; selp.b32 count, high_bin, low_bin, q; selp.b32 above, before, x, q;",
         f"st.shared.v2.b32 [$5 + {FOUND * 4}], {{bin, above}}; st.shared.b32 [$5 + {FOUND * 4 + 8}], count;",
         "AWAIT:",
-        *_sync(),
+        *wait_for_all(),
         f"ld.shared.v2.b32 {{bin, above}}, [$5 + {FOUND * 4}]; ld.shared.b32 count, [$5 + {FOUND * 4 + 8}];",
         "sub.u32 want, want, above; shl.b32 bin, bin, shift; add.u32 lo, lo, bin;",
         "mov.b32 x, 1; shl.b32 x, x, shift; sub.u32 x, x, 1; add.u32 hi, lo, x;",
@@ -158,7 +156,7 @@ def program(
             for n in mine
         ),
         "popc.b32 own, chosen;",
-        *_before(),
+        *sum_before("$5", TOTALS * 4),
         "add.u32 count, before, own;",
         f"mad.wide.u32 out, $6, {max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;",
         *(
@@ -175,11 +173,6 @@ def program(
     return "{ " + "\n".join(lines) + " }"
 
 
-def _sync() -> Iterator[str]:
-    """All threads wait for each other; a warpgroup's own barriers have numbers up to WARPGROUPS."""
-    yield f"bar.sync {WARPGROUPS + 1}, {THREADS};"
-
-
 def _ends(each: int) -> Iterator[str]:
     """Lo and hi of all candidates."""
     yield "mov.b32 lo, -1; mov.b32 hi, 0;"
@@ -187,23 +180,7 @@ def _ends(each: int) -> Iterator[str]:
         yield f"setp.gt.s32 p, live, {n}; @p min.u32 lo, lo, k{n}; @p max.u32 hi, hi, k{n};"
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1; mad.lo.u32 x, warp, 4, $5;"
     yield f"@is_first st.shared.b32 [x + {LOWS * 4}], lo; @is_first st.shared.b32 [x + {HIGHS * 4}], hi;"
-    yield from _sync()
+    yield from wait_for_all()
     yield "mad.lo.u32 x, lane, 4, $5;"
     yield f"ld.shared.b32 lo, [x + {LOWS * 4}]; ld.shared.b32 hi, [x + {HIGHS * 4}];"
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1;"
-
-
-def _before() -> Iterator[str]:
-    """Before = the sum of `own` of all threads before this one."""
-    up = lambda name: (
-        f"shfl.sync.up.b32 x|p, {name}, {1 << n}, 0, -1; @p add.u32 {name}, {name}, x;" for n in range(5)
-    )
-    yield "mov.b32 before, own;"
-    yield from up("before")
-    yield "shfl.sync.idx.b32 top, before, 31, 31, -1; sub.u32 before, before, own;"
-    yield f"mad.lo.u32 x, warp, 4, $5; @is_first st.shared.b32 [x + {TOTALS * 4}], top;"
-    yield from _sync()
-    yield f"mad.lo.u32 x, lane, 4, $5; ld.shared.b32 sum, [x + {TOTALS * 4}];"
-    yield from up("sum")
-    yield "sub.u32 x, warp, 1; shfl.sync.idx.b32 sum, sum, x, 31, -1; setp.ne.u32 p, warp, 0;"
-    yield "@p add.u32 before, before, sum;"

@@ -1,5 +1,6 @@
 """Which tiles of queries there are, the longest first: computed on the device, once a step."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ class Schedule(NamedTuple):
     """The tiles of a step, shared by the layers of one mask.
 
     Attributes:
-        table: One row a tile, longest first: COLUMNS. Rows from `num_live` on are 0.
+        table: One row a tile: COLUMNS. The longest first, or in the order of the tokens where lists are to be
+            made, which say how long it takes. Rows from `num_live` on are 0.
         num_live: How many tiles there are.
         first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
             last request counts as one more request.
@@ -44,6 +46,7 @@ COLUMNS = (
 TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
 
+FEW_REQUESTS = 8
 # XLA compares anew for each column that it puts in place: of 258 rows that takes 8 us, alone 1.
 COMPARED_TWICE = 160
 L2_BYTES = 36 * 10**6  # of keys and values that stay in the 50 MB of an H100 or H200 beside all else
@@ -112,7 +115,11 @@ def make_schedule(
     if not has_lists:
         first_rows = aligned - (counts * tile_q - (ends - aligned)) // WARPGROUP_ROWS * WARPGROUP_ROWS
     number = jnp.arange(max_tiles(num_tokens, reqs, tile_q), dtype=jnp.int32)
-    req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
+    if reqs <= FEW_REQUESTS:  # written out, the sum needs no kernel of its own
+        are_past = [(last_tiles[i] <= number).astype(jnp.int32) for i in range(reqs + 1)]
+        req = functools.reduce(jnp.add, are_past)
+    else:
+        req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
     is_live = req <= reqs
     req = jnp.minimum(req, reqs)
     first_row = first_rows[req] + (number - first_tiles[req]) * tile_q
@@ -126,10 +133,13 @@ def make_schedule(
     _, kv_tiles = kv_tile_range(low, high, kv_start, tiles.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
+    live = jnp.where(is_live[:, None], table, 0)
+    if has_lists:
+        return Schedule(live, last_tiles[-1:], first_tiles, first_rows)
     places = sorted_places(jnp.where(is_live, -kv_tiles, 1)[None])[0]
     if len(table) > COMPARED_TWICE:
         places = jax.lax.optimization_barrier(places)
-    table = jnp.zeros_like(table).at[places].set(jnp.where(is_live[:, None], table, 0))
+    table = jnp.zeros_like(table).at[places].set(live)
     return Schedule(table, last_tiles[-1:], first_tiles, first_rows)
 
 

@@ -14,9 +14,9 @@ from jattn.implementations import block_lists, mosaic_gpu, tile_lists
 from jattn.implementations.tile_lists import parts_of, why_not_lists
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import Schedule, Tiles, make_lists, varlen_prefill
-from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, sorted_places
+from pallas_kernels.varlen_prefill import Schedule, Tiles, item_order, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, sorted_items
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, sorted_places
 from tests import aot, contract, races
 from tests.contract import FACTORS, Problem
 from tests.covering import covering_array
@@ -182,6 +182,41 @@ def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     np.testing.assert_array_equal(lists.entries[longest], [0, 1, 2, 3, 4, 0])
 
 
+def lists_of_any_lengths(tiles, heads, max_len, num_live):
+    """A table of tiles, how many are live, each head's entries, and their counts, garbage of dead tiles."""
+    rng = np.random.default_rng(tiles)
+    as_jax = lambda x: jnp.asarray(x, jnp.int32)
+    table = rng.integers(0, 2**20, (tiles, TABLE_WIDTH))
+    entries = rng.integers(0, 2**20, (tiles * heads, max_len))
+    partial, full = rng.integers(0, max_len // 2 + 1, (2, tiles * heads))
+    full = np.where(rng.random(tiles * heads) < 0.5, full, full // 8)  # ties
+    dead = np.arange(tiles * heads) >= num_live * heads
+    partial[dead], full[dead] = 2**31 - 1, -7
+    return tuple(map(as_jax, (table, [num_live], entries, partial, full)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tiles", "heads", "max_len", "num_live", "sets"),
+    [
+        (1, 2, 1, 1, 1),
+        (5, 12, 9, 4, 3),
+        (130, 32, 128, 129, 8),
+        (66, 32, 300, 40, 1),
+        (2050, 16, 2048, 2049, 4),
+    ],
+)
+def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_live, sets):
+    arrays = lists_of_any_lengths(tiles, heads, max_len, num_live)
+    assert item_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
+    run = functools.partial(item_order.sorted_items, columns=len(COLUMNS), sets=sets)
+    table, count = jax.jit(run)(*arrays)
+    want, want_count = jax.jit(functools.partial(sorted_items, sets=sets))(*arrays)
+    np.testing.assert_array_equal(count, want_count)
+    live = slice(0, num_live * heads), slice(0, len(COLUMNS) + len(ITEM_COLUMNS))
+    np.testing.assert_array_equal(table[live], want[live])
+
+
 @functools.cache
 def compiled():
     aot.require_plugin()
@@ -194,6 +229,7 @@ def test_what_ships_compiles_and_hardly_spills(name):
     """Stores and loads are counted; the most is that of a mask of the keys' and queries' positions."""
     spilled = {kernel.name: kernel.spilled_bytes for kernel in compiled()[name]}
     assert spilled.pop("list_tiles_mosaic_gpu_kernel") == 0
+    assert spilled.pop("sorted_items_mosaic_gpu_kernel") == 0
     assert len(spilled) == 1
     assert max(spilled.values()) <= 80
 

@@ -277,7 +277,7 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("has_lists", "want"),
         [
-            (True, [(2, 8, 2, 128, 258), (2, 136, 0, 14, 386), (0, 0, 0, 10, 0), (3, 144, 6, 16, -16)]),
+            (True, [(0, 0, 0, 10, 0), (2, 8, 2, 128, 258), (2, 136, 0, 14, 386), (3, 144, 6, 16, -16)]),
             (
                 False,
                 [(2, 72, 0, 78, 322), (2, -56, 66, 128, 194), (0, -64, 64, 74, -64), (3, 80, 70, 80, -80)],
@@ -285,7 +285,7 @@ class TestSchedule:
         ],
     )
     def test_the_longest_come_first_and_padding_is_a_request_without_keys(self, has_lists, want):
-        """Without lists the warpgroups that have no rows stand first."""
+        """Without lists the warpgroups that have no rows stand first; with lists, tiles stand in order."""
         got = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160, has_lists=has_lists)
         table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(got.table)]
         live = table[: int(got.num_live[0])]
