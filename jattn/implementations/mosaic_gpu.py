@@ -218,7 +218,7 @@ def _decode(
         list_block_size=plan.list_block_size,
         lists_tell_heads=plan.lists_tell_heads,
         schedule=plan.schedule,
-        tiles=decode_tiles(metadata, spec, dtypes),
+        tiles=decode_tiles(metadata, spec, dtypes, has_lists=mask is not None),
         **options,
     )
 

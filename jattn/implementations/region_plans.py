@@ -81,7 +81,11 @@ def score_of(spec: AttentionSpec) -> Score:
 
 
 def decode_tiles(
-    metadata: BatchMetadata, spec: AttentionSpec, kv_dtypes: tuple[DTypeLike, DTypeLike]
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    kv_dtypes: tuple[DTypeLike, DTypeLike],
+    *,
+    has_lists: bool,
 ) -> decode_kernel.Tiles:
     """The decode kernel's sizes for a cache stored as these dtypes."""
     return decode_kernel.default_tiles(
@@ -89,6 +93,7 @@ def decode_tiles(
         rows=spec.q_heads_per_kv_head * metadata.bucket.decode_query_len,
         kv_dtypes=kv_dtypes,
         batch_invariant=spec.batch_invariant,
+        has_lists=has_lists,
     )
 
 
@@ -117,7 +122,8 @@ def decode_plan(
         mask: What it masks beyond the spec's numbers; listed_block_size is an int.
         plans: The step's, under this mask; a block list is taken from any of them.
     """
-    tiles, layer = decode_tiles(metadata, spec, kv_dtypes), _decode_layer(spec, mask)
+    tiles = decode_tiles(metadata, spec, kv_dtypes, has_lists=mask is not None)
+    layer = _decode_layer(spec, mask)
     alike = [plan for plan in plans if isinstance(plan, DecodePlan) and plan.layer == layer]
     for plan in alike:
         if plan.spans == tiles.spans:

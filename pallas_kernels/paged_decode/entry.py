@@ -125,7 +125,8 @@ def paged_decode(
     group = q_heads // kv_heads
     rows = group * decode_query_len
     kv_dtypes = k_cache.dtype, v_cache.dtype
-    tiles = default_tiles(head_dim, rows=rows, kv_dtypes=kv_dtypes) if tiles is None else tiles
+    if tiles is None:
+        tiles = default_tiles(head_dim, rows=rows, kv_dtypes=kv_dtypes, has_lists=block_list is not None)
     cut = head_cut(head_dim, itemsize=min(dtype.itemsize for dtype in kv_dtypes))
     n, row_tiles = tiles.row_tile(rows), tiles.row_tiles(rows)
     if schedule is None:

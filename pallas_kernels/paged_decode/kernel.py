@@ -22,7 +22,7 @@ from pallas_kernels.paged_decode.schedule import Schedule, num_partials
 from pallas_kernels.paged_decode.stages import Stages
 from pallas_kernels.paged_decode.step import W, attention_step, f32
 from pallas_kernels.paged_decode.tiles import Tiles
-from pallas_kernels.paged_decode.walk import Segment, Shape, place_of, walk
+from pallas_kernels.paged_decode.walk import Segment, Shape, entries_of, walk
 from pallas_kernels.paged_decode.warpgroup import Warpgroup
 from pallas_kernels.paged_decode.warps import Warps, merge_smem
 from pallas_kernels.shared.dequant import swizzled_smem
@@ -183,8 +183,7 @@ def decode_partials(
                 if v_scale_g is not None and v_scale_g.ndim == 1:
                     v_factor = of_head(v_scale_g, segment)  # its latency passes beside the first keys'
                 plgpu.barrier_wait(q_full.at[buffer])
-                place = place_of(segment, 0, ids_g, tiles.tile_kv, shape)
-                start = *products.start(), (place.firsts, place.heads), count
+                start = *products.start(), entries_of(segment, 0, ids_g, tiles.tile_kv, shape), count
                 query = products.query(q_s.at[buffer])
                 one = functools.partial(step, segment, query, k_factor, slopes_r, first_row)
                 state = lax.fori_loop(0, segment.num_tiles, one, start)

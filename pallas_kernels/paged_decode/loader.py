@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.tiles import Tiles
-from pallas_kernels.paged_decode.walk import Segment, Shape, place_of
+from pallas_kernels.paged_decode.walk import Segment, Shape, entries_of, place_of
 from pallas_kernels.shared import lanes
 from pallas_kernels.shared.tma import padded_slice
 
@@ -55,9 +55,13 @@ def make_loader(
             at = block, part, tokens, segment.kv_head
         return cache_g.at[(*at, chunk, padded_slice(cut.width, cut.chunk, part * 0)) if cut.is_padded else at]
 
-    def sources(segment: Segment, tile_index: Any) -> list[Any]:
+    def read_entries(segment: Segment, tile_index: Any) -> tuple[Any, ...]:
+        return entries_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
+
+    def sources(segment: Segment, tile_index: Any, entries: tuple[Any, ...] = ()) -> list[Any]:
         """The block of each copy of a tile, and the part of it; the tile may be past the last."""
-        place = place_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
+        entries = entries or read_entries(segment, tile_index)
+        place = place_of(segment, tile_index, entries, tiles.tile_kv, shape)
         # What a query cannot see may have no block: the nearest that one can see stands in, and the softmax
         # and the values mask it.
         low = lax.div(segment.low, jnp.int32(size))
@@ -90,15 +94,19 @@ def make_loader(
                     )
 
     def load(segment: Segment, num_tiles: Any, step: Any, meanwhile: Callable[[], None]) -> None:
-        def one(i: Any, blocks: list[Any]) -> list[Any]:
-            # The table is read a tile ahead: its latency passes while a stage is waited for.
-            following = sources(segment, i + 1)
+        def one(i: Any, ahead: tuple[list[Any], tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
+            # The table is read a tile ahead, and a list, which says where in the table, two: their latencies
+            # pass while a stage is waited for.
+            blocks, entries = ahead
+            further = read_entries(segment, i + 2) if shape.listed else ()
+            following = sources(segment, i + 1, entries)
             copy(segment, step + i, blocks)
-            return following
+            return following, further
 
-        first = sources(segment, jnp.int32(0))
+        entries = [read_entries(segment, jnp.int32(i)) if shape.listed else () for i in range(2)]
+        first = sources(segment, jnp.int32(0), entries[0])
         meanwhile()
-        lax.fori_loop(0, num_tiles, one, first)
+        lax.fori_loop(0, num_tiles, one, (first, entries[1]))
 
     return load
 

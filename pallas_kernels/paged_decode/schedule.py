@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.paged_decode.unit_ends import unit_ends
 from pallas_kernels.shared.score import Score
 
 
@@ -63,15 +64,18 @@ def make_schedule(
     With lists, "a request" of the schedule is a request's kv head.
     """
     unit = tiles.split_kv or tiles.tile_kv
-    low, high = score.row_range(seq_lens, decode_query_len)
+    divided = lambda x: lax.div(x, jnp.full_like(x, unit))
     if block_list is not None:
         assert list_block_size is not None
-        listed = block_list.counts.reshape(-1) * list_block_size
-        high = jnp.where(jnp.repeat(high > low, block_list.counts.shape[1]), listed, 0)
-        low = jnp.zeros_like(high)
+        counts = block_list.counts.reshape(-1)
+        if counts.size > MASKED:
+            return Schedule(unit_ends(counts, listed=list_block_size, unit=unit), slots)
+        units = divided(counts * list_block_size + (unit - 1))
+    else:
+        low, high = score.row_range(seq_lens, decode_query_len)
+        units = divided(high + (unit - 1)) - divided(low)
     # A request that sees nothing has a unit too: whoever meets it writes its zeros.
-    divided = lambda x: lax.div(x, jnp.full_like(x, unit))
-    units = jnp.maximum(divided(high + (unit - 1)) - divided(low), 1)
+    units = jnp.maximum(units, 1)
     if units.size <= MASKED:
         rows = jnp.arange(units.size, dtype=jnp.int32)
         ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)

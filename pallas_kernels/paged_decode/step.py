@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.stages import Stages
 from pallas_kernels.paged_decode.tiles import Tiles
-from pallas_kernels.paged_decode.walk import Place, Segment, Shape, place_of
+from pallas_kernels.paged_decode.walk import Place, Segment, Shape, entries_of, place_of
 from pallas_kernels.paged_decode.warpgroup import Warpgroup, has_unseen, only_seen
 from pallas_kernels.paged_decode.warps import Warps
 from pallas_kernels.shared.score import Score
@@ -97,11 +97,10 @@ def attention_step(
     def step(
         segment: Segment, query: Any, k_factor: Any, slopes: Any, first_row: Any, tile_index: Any, carry: Any
     ) -> Any:
-        accs, top, total, (firsts, heads), count = carry
+        accs, top, total, listed, count = carry
         stage = lax.rem(count, jnp.int32(tiles.stages))
-        place = Place(firsts, heads, shape.piece(tile))
-        # Read a tile ahead: a list is in global memory.
-        next_place = place_of(segment, tile_index + 1, ids_g, tile, shape)
+        place = place_of(segment, tile_index, listed, tile, shape)
+        following = entries_of(segment, tile_index + 1, ids_g, tile, shape)
         plgpu.barrier_wait(refs.k_full.at[stage])
         s = scores(stage, query, k_factor)
         plgpu.barrier_arrive(refs.k_free.at[stage])
@@ -132,6 +131,6 @@ def attention_step(
         total = total * products.spread(shrink) + p  # summed over the keys at the end, once
         p = p if weight is None else p * weight
         accs = products.add_values(accs, shrink, p, stage, segment, place)
-        return accs, new_top, total, (next_place.firsts, next_place.heads), count + 1
+        return accs, new_top, total, following, count + 1
 
     return step

@@ -67,6 +67,9 @@ EIGHT_BIT_WIDEST_AT = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
 MOST_BY_WARP = 2048  # elements of an accumulator that each warp has room for, head_dim times rows
 # Bytes that an SM should have under way, and tiles of a thread block: more was slower (benchmarks/results).
 IN_FLIGHT, MOST_STAGES = 96 * 1024, 4
+# Over lists. 64 x 32k, a quarter of the blocks of 16: 273 us in fp8, 279 with 96 KB; in 16 bits 493 with two
+# thread blocks of 64 KB, 502 with one of 96.
+LISTED_IN_FLIGHT = 64 * 1024
 
 
 def default_tiles(
@@ -75,6 +78,7 @@ def default_tiles(
     rows: int,
     kv_dtypes: tuple[DTypeLike, DTypeLike] = ("bfloat16", "bfloat16"),
     batch_invariant: bool = False,
+    has_lists: bool = False,
 ) -> Tiles:
     """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results).
 
@@ -83,6 +87,7 @@ def default_tiles(
         rows: Query rows of a kv head.
         kv_dtypes: Of the keys and of the values.
         batch_invariant: A request's bits must not depend on its batch.
+        has_lists: Lists of sparse blocks say which keys are visited.
     """
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_narrow = min(itemsizes) == 1
@@ -95,13 +100,14 @@ def default_tiles(
     by_warp = width * tile_rows <= MOST_BY_WARP and (is_narrow or tile_rows <= 16)
     # Tiles of few bytes need two thread blocks an SM, or memory waits for the softmax; more rows, or wider
     # heads in 8 bits, fit but one: their registers are over 128 a thread.
-    fits_two = width * max(rows, 8) <= 1024 if is_narrow else width <= 64 and rows <= 32
+    fits_two = width * max(rows, 8) <= 1024 if is_narrow or has_lists else width <= 64 and rows <= 32
     ctas_per_sm = 2 if fits_two else 1
+    in_flight = LISTED_IN_FLIGHT if has_lists else IN_FLIGHT
     tile_kv = 64
     stage = tile_kv * width * sum(itemsizes)
     return Tiles(
         tile_kv=tile_kv,
-        stages=min(max(IN_FLIGHT // ctas_per_sm // stage, 2), MOST_STAGES),
+        stages=min(max(in_flight // ctas_per_sm // stage, 2), MOST_STAGES),
         ctas=ctas_per_sm * NUM_SMS,
         max_rows=max_rows,
         split_kv=2048 if batch_invariant else None,

@@ -115,8 +115,10 @@ class Place:
 NOWHERE = 1 << 30  # a key past every request's end
 
 
-def place_of(segment: Segment, tile_index: Any, ids_g: Any, tile_kv: int, shape: Shape) -> Place:
-    """The keys of a tile of a segment.
+def entries_of(segment: Segment, tile_index: Any, ids_g: Any, tile_kv: int, shape: Shape) -> tuple[Any, ...]:
+    """What a segment's list says of a tile's keys, as it stands there; without lists the tile's first key.
+
+    A list is in global memory: who asks a tile or more before place_of needs the answer does not wait for it.
 
     Args:
         segment: The segment.
@@ -125,22 +127,38 @@ def place_of(segment: Segment, tile_index: Any, ids_g: Any, tile_kv: int, shape:
         tile_kv: Keys of a tile.
         shape: The call's static sizes.
     """
-    nth, piece = segment.first_tile + tile_index, shape.piece(tile_kv)
     if shape.listed is None:
-        return Place((nth * tile_kv,), (), piece)
+        return ((segment.first_tile + tile_index) * tile_kv,)
+    last = jnp.maximum(segment.num_listed - 1, 0)
+    numbers, _ = _listed_at(segment, tile_index, tile_kv, shape)
+    return tuple(ids_g[segment.row, jnp.minimum(number, last)] for number in numbers)
+
+
+def place_of(
+    segment: Segment, tile_index: Any, entries: tuple[Any, ...], tile_kv: int, shape: Shape
+) -> Place:
+    """The keys of a tile of a segment; for `entries` see entries_of."""
+    piece = shape.piece(tile_kv)
+    if shape.listed is None:
+        return Place(entries, (), piece)
+    numbers, inside = _listed_at(segment, tile_index, tile_kv, shape)
+    firsts, heads = [], []
+    for number, entry in zip(numbers, entries, strict=True):
+        if shape.lists_tell_heads:
+            heads.append(lax.shift_right_logical(entry, jnp.int32(PART_SHIFT)))
+            entry = entry & ((1 << PART_SHIFT) - 1)
+        firsts.append(jnp.where(number < segment.num_listed, entry * shape.listed + inside, NOWHERE))
+    return Place(tuple(firsts), tuple(heads), piece)
+
+
+def _listed_at(segment: Segment, tile_index: Any, tile_kv: int, shape: Shape) -> tuple[list[Any], Any]:
+    """Where in the list the sparse blocks of a tile stand, and where in each of them the tile begins."""
+    assert shape.listed is not None
+    nth, piece = segment.first_tile + tile_index, shape.piece(tile_kv)
     tiles_per_block, blocks_per_tile = max(shape.listed // tile_kv, 1), tile_kv // piece
     block = lax.div(nth, jnp.int32(tiles_per_block))
     inside = lax.rem(nth, jnp.int32(tiles_per_block)) * piece
-    firsts, heads = [], []
-    for i in range(blocks_per_tile):
-        entry = block * blocks_per_tile + i
-        last = jnp.maximum(segment.num_listed - 1, 0)
-        number = ids_g[segment.row, jnp.minimum(entry, last)]
-        if shape.lists_tell_heads:
-            heads.append(lax.shift_right_logical(number, jnp.int32(PART_SHIFT)))
-            number = number & ((1 << PART_SHIFT) - 1)
-        firsts.append(jnp.where(entry < segment.num_listed, number * shape.listed + inside, NOWHERE))
-    return Place(tuple(firsts), tuple(heads), piece)
+    return [block * blocks_per_tile + i for i in range(blocks_per_tile)], inside
 
 
 def walk(

@@ -314,6 +314,17 @@ class TestSchedule:
         got = self.schedule(lens, Tiles(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
+    @pytest.mark.parametrize("way", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
+    @pytest.mark.parametrize("reqs", [3, 33, 300])
+    def test_ends_of_lists_add_up_however_many_requests(self, reqs, way):
+        assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
+        counts = np.random.default_rng(reqs).integers(0, 100, (reqs, 8)).astype(np.int32)
+        lists = BlockList(jnp.zeros((reqs, 8, 100), jnp.int32), jnp.asarray(counts))
+        sizes = {"tiles": Tiles(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
+        lens = jnp.full(reqs, 1600, jnp.int32)
+        got = schedule_for(lens, score=Score(scale=1.0), **sizes, block_list=lists, list_block_size=16)
+        np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
+
     @pytest.mark.gpu
     @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MOST_AT_ONCE, 1000])
     def test_a_warp_finds_the_same_start(self, reqs):
