@@ -100,7 +100,7 @@ class DecodeStep:
     def add(
         self, rows: Rows, name: str, mask: Mask, dense_us: float, *, is_planned: bool = False, **names: Any
     ) -> None:
-        """A row: `of_ideal` is the dense time times the share of visible pairs, over the time taken.
+        """A row: `of_ideal` is the dense time times the share of keys that are read, over the time taken.
 
         Planned, the lists are made once for all layers of a step, and their time is not counted.
         """
@@ -125,9 +125,9 @@ class DecodeStep:
         self, rows: Rows, name: str, mask: Mask, dense_us: float, times: dict[str, Any], **names: Any
     ) -> None:
         """Adds a row with its ratios to the dense kernel's time."""
-        density = float(self.density(mask))
-        ratios = {"speedup": dense_us / times["us"], "of_ideal": dense_us * density / times["us"]}
-        rows.add(name=name, **names, density=density, **times, dense_us=dense_us, **ratios)
+        density, read = map(float, self.densities(mask))
+        ratios = {"speedup": dense_us / times["us"], "of_ideal": dense_us * read / times["us"]}
+        rows.add(name=name, **names, density=density, read=read, **times, dense_us=dense_us, **ratios)
 
     def measured(self, run: Any, *arguments: Any, mask: Mask | None) -> dict[str, Any]:
         """Times, the kernel's own apart; the result is checked."""
@@ -162,9 +162,10 @@ class DecodeStep:
         return (errors / jnp.abs(want).max(axis=-1)).max()
 
     @functools.partial(jax.jit, static_argnums=0)
-    def density(self, mask: Mask) -> jax.Array:
-        """Visible keys over all."""
-        return self.sees(mask, slice(None)).mean()
+    def densities(self, mask: Mask) -> tuple[jax.Array, jax.Array]:
+        """Visible keys over all; the same of keys that some query head of a kv head sees, which are read."""
+        sees = self.sees(mask, slice(None))
+        return sees.mean(), sees.reshape(-1, KV_HEADS, Q_HEADS // KV_HEADS, self.context).any(axis=2).mean()
 
     def sees(self, mask: Mask, rows: Any) -> jax.Array:
         """[rows, q_heads, keys] of some rows: what the newest query sees."""

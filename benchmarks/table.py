@@ -134,7 +134,7 @@ def sparse_table(file: str) -> str:
         cells = [
             row["name"],
             f"{row['cache'].replace('none', 'bf16')}, blocks of {row['page']}" if "cache" in row else "bf16",
-            f"{row['density']:.3f}",
+            f"{row['density']:.3f}" + (f", {row['read']:.3f} read" if _reads_more(row) else ""),
             f"{row['us']:.0f}",
             f"{row['us'] - row['kernel_us']:.0f}",
             f"{row['dense_us'] / row['us']:.2f}",
@@ -143,6 +143,11 @@ def sparse_table(file: str) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _reads_more(row: dict[str, Any]) -> bool:
+    """Whether keys are read that some of the query heads that share them do not see."""
+    return row.get("read", row["density"]) > row["density"] + 0.001
 
 
 def sparse_peers_table(file: str, beside: str) -> str:
