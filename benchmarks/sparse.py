@@ -12,7 +12,7 @@ import jattn
 from benchmarks import sparse_decode
 from benchmarks.device_time import Rows, kernel_times
 from jattn import masks
-from jattn.implementations import mosaic_gpu
+from jattn.implementations import mosaic_gpu, xla
 from jattn.masks import Mask, Pairs
 from jattn.sparsity import select_prefill_blocks
 
@@ -22,14 +22,16 @@ CHECKED = 48  # queries, of every head
 TOKENS = {"16k": 16384, "64k": 65536, "128k": 131072}
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
 SHARES = (0.25, 0.1)  # of the mass, by pooled queries and keys
+# MInference's largest pattern, 1000 columns and 6096 slashes; neighbours in a run of them are ours.
+COLUMNS, COLUMN_RUN = 1000, 100
+SLASHES, SLASH_RUN, NEAREST = 6096, 200, 1024
 SPEC = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks sparse` takes."""
-    parser.add_argument(
-        "cases", nargs="*", help="of prefill, pooled, local_strided, decode, quest; default all"
-    )
+    names = "prefill, pooled, local_strided, vertical_slash, decode, quest"
+    parser.add_argument("cases", nargs="*", help=f"of {names}; default all")
     parser.add_argument("--tokens", nargs="+", default=list(TOKENS), choices=TOKENS)
     parser.add_argument("--block", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES), help="of prefill")
@@ -48,6 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
         "prefill": lambda: prefill(rows, a.tokens, a.block, a.density),
         "pooled": lambda: pooled(rows, a.tokens),
         "local_strided": lambda: local_strided(rows),
+        "vertical_slash": lambda: vertical_slash(rows, [name for name in a.tokens if name != "128k"]),
         "decode": lambda: sparse_decode.lists(rows, a.quantization, a.list_block),
         "quest": lambda: sparse_decode.quest(rows, a.quantization, a.page),
     }
@@ -89,6 +92,41 @@ def local_strided(rows: Rows) -> None:
     step.row(rows, "planned_local_strided_32k", mask, dense_us, is_planned=True)
 
 
+def vertical_slash(rows: Rows, tokens: list[str]) -> None:
+    """MInference's pattern with as many columns and slashes as it takes; XLA beside at 16k."""
+    for name in tokens:
+        step = Step(TOKENS[name])
+        dense_us = step.measured(None)["us"]
+        rows.add(name=f"dense_{name}", tokens=step.tokens, us=dense_us)
+        for case, column_run in (("vertical_slash", COLUMN_RUN), ("scattered_vertical_slash", 1)):
+            mask = slashed(step.tokens, column_run)
+            step.row(rows, f"{case}_{name}", mask, dense_us)
+            step.row(rows, f"planned_{case}_{name}", mask, dense_us, is_planned=True)
+            if step.tokens == 16384 and column_run > 1:
+                _, times = kernel_times(
+                    step.by_xla, step.query, step.cache, step.metadata, mask, iterations=2
+                )
+                rows.add(name=f"xla_{case}_{name}", tokens=step.tokens, us=times["us"])
+
+
+def slashed(tokens: int, column_run: int) -> masks.VerticalSlash:
+    """COLUMNS columns and SLASHES slashes of each head: the nearest keys and the first, the rest in runs.
+
+    Args:
+        tokens: Keys; all runs lie among them.
+        column_run: Neighbours that a run of columns has; the first keys are one run.
+    """
+    draw = np.random.default_rng(0)
+    columns, slashes = np.zeros((2, Q_HEADS, tokens), bool)
+    for marks, count, run in ((columns, COLUMNS, column_run), (slashes, SLASHES, SLASH_RUN)):
+        marks[:, : COLUMN_RUN if marks is columns else NEAREST] = True
+        for mine in marks:
+            while mine.sum() < count:
+                first = draw.integers(0, tokens - run)
+                mine[first : first + run] = True
+    return masks.VerticalSlash(columns=jnp.asarray(columns), slashes=jnp.asarray(slashes))
+
+
 def random_blocks(tokens: int, block: int, density: float) -> masks.BlockMask:
     """Each head's own blocks; the diagonal is always there."""
 
@@ -123,6 +161,11 @@ class Step:
         )
         self.run = jax.jit(
             lambda query, kv, metadata, mask, plans: attend(query, kv, metadata, mask=mask, plans=plans)[0]
+        )
+        self.by_xla = jax.jit(
+            lambda query, kv, metadata, mask: xla.attend(
+                query, kv, metadata, SPEC, tiles=None, mask=mask, sinks=None, alibi_slopes=None
+            )[0]
         )
 
         def choose_and_attend(mass: float, *step: Any) -> tuple[jax.Array, Mask]:

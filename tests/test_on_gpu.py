@@ -12,6 +12,7 @@ import jattn
 from jattn import masks
 from jattn.serving.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
+from tests.sparsity.test_attend import MASKS
 
 pytestmark = pytest.mark.gpu
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
@@ -110,6 +111,27 @@ def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
     with_plan = contract.attend(problem, cache=kv, plan=jattn.plan(problem.metadata, problem.spec))
     for a, b in zip(without, with_plan, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["documents", "prefix", "vertical_slash"])
+@pytest.mark.parametrize("kv", ["NHD", "no_cache"])
+def test_masks_with_arrays_of_each_row_hold_in_mixed_steps(name, kv):
+    mask, rule = MASKS[name]
+    changes = {
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "block_size": 16,
+        "padded": True,
+        "heads": (4, 2),
+        "kv": kv,
+    }
+    case = AttentionContract().plain_case(**changes)
+    rows = Problem(case).row_of_request()
+    problem = Problem(case, mask=lambda r, h, i, j: rule(rows[r], h, i, j))
+    contract = AttentionContract()
+    contract.implementation = "mosaic_gpu"
+    kv = jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, problem.kv)
+    problem.check(*contract.attend(problem, cache=kv, mask=mask))
 
 
 def of_heads(heads, size):

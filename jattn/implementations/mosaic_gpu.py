@@ -236,7 +236,7 @@ def _attend_sparsely(
     """A region under a mask: varlen_prefill over lists of tiles."""
     tiles = sparse_tiles(spec, mask)
     where: dict[str, Any]
-    max_seq_len = metadata.block_table.shape[1] * metadata.block_size
+    max_seq_len, is_packed = metadata.block_table.shape[1] * metadata.block_size, isinstance(kv, PackedKV)
     if isinstance(kv, PackedKV):
         max_seq_len = kv.k.shape[0]
     elif _is_stored_otherwise(kv, query.dtype):
@@ -245,9 +245,11 @@ def _attend_sparsely(
         where = {"kv_start_loc": kv.kv_start_loc}
     else:
         where = {"block_table": metadata.block_table, "layout": kv.layout}
+    call: dict[str, Any] = {"max_seq_len": max_seq_len, "is_packed": is_packed}
     starts = where.get("kv_start_loc")
-    plan = prefill_plan(
-        metadata, spec, tiles, mask=mask, plans=plans, kv_start_loc=starts, max_seq_len=max_seq_len
+    plan = prefill_plan(metadata, spec, tiles, mask=mask, plans=plans, kv_start_loc=starts, **call)
+    of_pairs = tile_lists.mask_of_pairs(
+        mask, spec, tiles, **call, is_prefill=metadata.bucket.max_decodes == 0
     )
     return varlen_prefill(
         query,
@@ -259,7 +261,8 @@ def _attend_sparsely(
         schedule=plan.schedule,
         lists=plan.lists,
         tiles=tiles,
-        **tile_lists.kernel_mask(mask, spec, is_prefill=metadata.bucket.max_decodes == 0),
+        block_q=tile_lists.parts_of(mask, tiles, is_packed=is_packed).block_q,
+        mask=None if of_pairs is None else of_pairs._replace(arrays=plan.mask_arrays),
         **where,
         **options,
     )

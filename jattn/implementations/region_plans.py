@@ -50,12 +50,14 @@ class PrefillPlan:
     Attributes:
         schedule: The tiles of queries, longest first.
         lists: The tiles of keys that each of them visits; None without a sparse mask.
+        mask_arrays: What the kernel reads of the mask in tiles that are seen in part.
         layer: Static: the mask that says how long a tile takes; with lists the heads, too.
         tiles: Static: the kernel's sizes.
     """
 
     schedule: prefill_kernel.Schedule
     lists: prefill_kernel.TileLists | None
+    mask_arrays: tuple[Array, ...]
     layer: tuple[Any, ...] = static()
     tiles: prefill_kernel.Tiles = static()
 
@@ -163,6 +165,7 @@ def prefill_plan(
     plans: Sequence[RegionPlan] = (),
     kv_start_loc: Int32[Array, " reqs"] | None = None,
     max_seq_len: int | None = None,
+    is_packed: bool = False,
 ) -> PrefillPlan:
     """The plan for these tiles and a layer like this among `plans`, or a new one.
 
@@ -172,8 +175,9 @@ def prefill_plan(
         tiles: The kernel's sizes.
         mask: What it masks beyond the spec's numbers; why_not_lists is None.
         plans: The step's, under this mask, of keys in a paged cache.
-        kv_start_loc: First key of each request where keys are packed.
+        kv_start_loc: First key of each request where keys are not read from a paged cache.
         max_seq_len: Static bound of the requests' lengths; the block table's when None.
+        is_packed: Static: whether kv_start_loc is the caller's, so that tiles of keys may begin anywhere.
     """
     score, layer = score_of(spec), _prefill_layer(spec, mask)
     for plan in plans:
@@ -188,18 +192,22 @@ def prefill_plan(
         tiles=tiles,
         has_lists=mask is not None,
     )
-    lists = None
+    lists, of_pairs = None, None
     if mask is not None:
-        lists = tile_lists.tile_lists(
-            mask,
-            spec,
-            schedule,
-            tiles,
-            max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
-            is_packed=kv_start_loc is not None,
-            is_prefill=metadata.bucket.max_decodes == 0,
-        )
-    return PrefillPlan(schedule=schedule, lists=lists, layer=layer, tiles=tiles)
+        call: dict[str, Any] = {
+            "max_seq_len": max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
+            "is_packed": is_packed,
+            "is_prefill": metadata.bucket.max_decodes == 0,
+        }
+        lists = tile_lists.tile_lists(mask, spec, schedule, tiles, **call)
+        of_pairs = tile_lists.mask_of_pairs(mask, spec, tiles, **call)
+    return PrefillPlan(
+        schedule=schedule,
+        lists=lists,
+        mask_arrays=() if of_pairs is None else of_pairs.arrays,
+        layer=layer,
+        tiles=tiles,
+    )
 
 
 def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:

@@ -2,11 +2,11 @@
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jattn.implementations.kernel_masks import Call, kernel_mask, leaves, why_not_kernel_mask
 from jattn.masks import (
     And,
     BigBird,
@@ -16,14 +16,12 @@ from jattn.masks import (
     Coverage,
     LocalStrided,
     Mask,
-    Or,
-    Pairs,
     Window,
 )
 from jattn.sparsity.schedule import coverage_of_tiles
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_PARTS, codes_of
-from pallas_kernels.varlen_prefill import Schedule, TileLists, Tiles, make_lists
+from pallas_kernels.varlen_prefill import KernelMask, Schedule, TileLists, Tiles, make_lists
 from pallas_kernels.varlen_prefill.lists import num_parts
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS
 
@@ -31,79 +29,89 @@ MAX_POSITION = 2**30
 
 
 class Parts(NamedTuple):
-    """A mask as the kernel takes it.
+    """A mask as the kernel takes it: what all of these let a query see.
 
     Attributes:
-        formula: The part without arrays, computed in the kernel where a tile is seen in part.
-        blocks: Block masks: all or nothing for a block of queries and a tile of keys.
+        pairs: The part that is computed for each pair of a tile that is seen in part; None = all are seen.
+        blocks: Block masks that are all or nothing for a block of queries and a tile of keys.
         block_q: Queries of such a block; None where all queries are one.
     """
 
-    formula: Mask | None
+    pairs: Mask | None
     blocks: tuple[BlockMask, ...]
     block_q: int | None
 
 
-def parts_of(mask: Mask) -> Parts | str:
-    """Takes a mask apart, or says why the kernel cannot take it."""
-    factors = mask.masks if isinstance(mask, And) else (mask,)
-    formulas = [factor for factor in factors if factor.is_static]
-    blocks = [factor for factor in factors if isinstance(factor, BlockMask)]
-    if len(formulas) + len(blocks) < len(factors):
-        return "there is no kernel for masks with arrays other than BlockMask, alone or joined by &"
-    sizes = {block.block_q for block in blocks} - {None}
-    if len(sizes) > 1:
-        return f"there is no kernel for block masks of several block_q ({sorted(map(str, sizes))}) together"
-    formula = functools.reduce(operator.and_, formulas) if formulas else None
-    return Parts(formula, tuple(blocks), next(iter(sizes), None))
-
-
-def why_not_lists(mask: Mask, tiles: Tiles, *, is_packed: bool) -> str | None:
-    """Why varlen_prefill cannot serve a mask; None if it can.
+def parts_of(mask: Mask, tiles: Tiles, *, is_packed: bool) -> Parts:
+    """Takes a mask apart.
 
     Args:
         mask: Beyond the spec's numbers.
         tiles: The kernel's sizes.
         is_packed: Keys are not in a paged cache, so that tiles of keys may begin anywhere.
     """
-    parts = parts_of(mask)
-    if isinstance(parts, str):
-        return parts
-    if parts.blocks and is_packed:
-        return "there is no kernel for block masks over keys outside a paged cache"
-    for block in parts.blocks:
-        if block.block_kv % tiles.tile_kv:
-            served = f"multiples of {tiles.tile_kv} have one"
-            return f"there is no kernel for blocks of {block.block_kv} keys ({served})"
-    if parts.block_q is not None and num_parts(tiles.tile_q, parts.block_q) > MAX_PARTS:
-        return f"there is no kernel for blocks of {parts.block_q} queries"
-    return None
+    pairs: list[Mask] = []
+    blocks: list[BlockMask] = []
+    block_q: int | None = None
+    for factor in mask.masks if isinstance(mask, And) else (mask,):
+        if (
+            isinstance(factor, BlockMask)
+            and not is_packed
+            and factor.block_kv % tiles.tile_kv == 0
+            and (block_q is None or factor.block_q in (None, block_q))
+            and (factor.block_q is None or num_parts(tiles.tile_q, factor.block_q) <= MAX_PARTS)
+        ):
+            blocks.append(factor)
+            block_q = block_q or factor.block_q
+        else:
+            pairs.append(factor)
+    return Parts(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
+
+
+def why_not_lists(mask: Mask, tiles: Tiles, *, is_packed: bool) -> str | None:
+    """Why varlen_prefill cannot serve a mask; None if it can. Arguments are those of parts_of."""
+    pairs = parts_of(mask, tiles, is_packed=is_packed).pairs
+    return None if pairs is None else why_not_kernel_mask(pairs, tiles.tile_kv)
 
 
 def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
     """Whether some blocks of the mask are narrower than a tile of keys, so that tiles would waste work."""
-    if isinstance(mask, And | Or):
-        return any(has_narrow_blocks(part, tile_kv) for part in mask.masks)
-    size = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}.get(type(mask))
-    return size is not None and getattr(mask, size) % tile_kv != 0
+    sizes = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}
+    return any(
+        getattr(leaf, sizes[type(leaf)]) % tile_kv != 0 for leaf in leaves(mask) if type(leaf) in sizes
+    )
 
 
 def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
     """Whether blocks of fewer queries than a tile has each see tiles of keys of their own."""
-    parts = parts_of(mask)
-    return isinstance(parts, Parts) and parts.block_q is not None and parts.block_q % tile_q != 0
+    sizes = [leaf.block_q for leaf in leaves(mask) if isinstance(leaf, BlockMask)]
+    return any(size is not None and size % tile_q != 0 for size in sizes)
 
 
-def kernel_mask(mask: Mask, spec: AttentionSpec, *, is_prefill: bool) -> dict[str, Any]:
-    """What varlen_prefill wants to know of a mask besides its lists."""
-    parts = parts_of(mask)
-    assert isinstance(parts, Parts)
-    formula: Callable[[Any, Any, Any], Any] | None = None
-    if parts.formula is not None:
-        heads = spec.num_q_heads, spec.num_kv_heads
-        sees = parts.formula.sees
-        formula = lambda head, query, key: sees(Pairs(head, jnp.int32(0), query, key, heads, is_prefill))
-    return {"mask": formula, "block_q": parts.block_q}
+def mask_of_pairs(
+    mask: Mask,
+    spec: AttentionSpec,
+    tiles: Tiles,
+    *,
+    max_seq_len: int,
+    is_packed: bool = False,
+    is_prefill: bool = True,
+) -> KernelMask | None:
+    """What varlen_prefill computes for each pair of a tile that is seen in part; None = nothing. Traced.
+
+    Arguments are tile_lists'.
+    """
+    pairs = parts_of(mask, tiles, is_packed=is_packed).pairs
+    if pairs is None:
+        return None
+    call = Call(
+        num_heads=(spec.num_q_heads, spec.num_kv_heads),
+        is_prefill=is_prefill,
+        is_packed=is_packed,
+        max_seq_len=max_seq_len,
+        tile_kv=tiles.tile_kv,
+    )
+    return kernel_mask(pairs, call)
 
 
 def tile_lists(
@@ -127,8 +135,7 @@ def tile_lists(
         is_packed: Static: whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
         is_prefill: Static: whether the queries stand in the prefill region.
     """
-    parts = parts_of(mask)
-    assert isinstance(parts, Parts)
+    parts = parts_of(mask, tiles, is_packed=is_packed)
     column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
     skew = column["kv_start"] % ALIGN if is_packed else None
     first = jnp.maximum(column["position"] + column["begin"], 0)
@@ -150,7 +157,7 @@ def tile_lists(
             is_inside_blocks=is_inside_blocks,
         )
 
-    numbers = _of_spec(spec) if parts.formula is None else _of_spec(spec) & parts.formula
+    numbers = _of_spec(spec) if parts.pairs is None else _of_spec(spec) & parts.pairs
     some, every = coverage(numbers, first, last)
     first_key = jnp.arange(max_kv_tiles, dtype=jnp.int32)[None, :] * tiles.tile_kv
     if skew is not None:

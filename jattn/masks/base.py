@@ -92,7 +92,7 @@ class Mask(abc.ABC):
 
     def of_rows_from(self, first: int) -> "Mask":
         """The mask of a part of the batch that begins at row `first`."""
-        return self if first == 0 or self.is_static else _RowsFrom(mask=self, first=first)
+        return self if first == 0 or self.is_static else RowsFrom(mask=self, first=first)
 
     @property
     def is_static(self) -> bool:
@@ -143,7 +143,7 @@ class Or(Mask):
 
 
 @pytree
-class _RowsFrom(Mask):
+class RowsFrom(Mask):
     """A mask whose row 0 is `first` of another's."""
 
     mask: Mask

@@ -101,8 +101,15 @@ class VerticalSlash(Mask):
 
         return cls(columns=marked(jnp.asarray(columns)), slashes=marked(jnp.asarray(slashes)))
 
+    def _check_heads(self, num_q_heads: int) -> None:
+        heads = self.columns.shape[0], self.slashes.shape[0]
+        wanted = f"be one for each query head ({num_q_heads})"
+        require(heads == (num_q_heads, num_q_heads), "columns' and slashes' rows", wanted, heads)
+
     @override
     def sees(self, pairs: Pairs) -> Any:
+        self._check_heads(pairs.num_heads[0])
+
         def has(marks: Any, place: Any) -> Any:
             marks = jnp.asarray(marks)
             is_in = (place >= 0) & (place < marks.shape[1])
@@ -112,6 +119,8 @@ class VerticalSlash(Mask):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
+        self._check_heads(tiles.num_heads[0])
+
         def marked(marks: Any, first: Any, last: Any) -> Any:
             """How many marks there are from first to last."""
             marks = jnp.asarray(marks)

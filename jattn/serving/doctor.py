@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jattn.attend import IMPLEMENTATIONS, attend
 from jattn.cache import PagedCache
-from jattn.masks.local_strided import LocalStrided
+from jattn.masks import Document, LocalStrided
 from jattn.metadata.batch import abstract_metadata
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
@@ -17,31 +17,34 @@ REGIONS = {
     "decode": Bucket(max_decodes=8, max_blocks=64),
     "prefill": Bucket(max_prefills=2, max_prefill_tokens=256, max_blocks=64),
 }
+PER_HEAD = jax.ShapeDtypeStruct((32,), jnp.float32)
+DOCUMENTS = jax.eval_shape(lambda: Document(ids=jnp.zeros((8, 1024), jnp.int32)))
 # What each feature changes in AttentionSpec, in CacheSpec, and in the call, for the heads of a Llama 3 8B.
-FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "causal, bfloat16": ({}, {}, ()),
-    "sliding window": ({"window": (1023, 0)}, {}, ()),
-    "soft cap": ({"soft_cap": 50.0}, {}, ()),
-    "ALiBi": ({}, {}, ("alibi_slopes",)),
-    "sinks": ({}, {}, ("sinks",)),
-    "chunked-local": ({"chunk_size": 512}, {}, ()),
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "causal, bfloat16": ({}, {}, {}),
+    "sliding window": ({"window": (1023, 0)}, {}, {}),
+    "soft cap": ({"soft_cap": 50.0}, {}, {}),
+    "ALiBi": ({}, {}, {"alibi_slopes": PER_HEAD}),
+    "sinks": ({}, {}, {"sinks": PER_HEAD}),
+    "chunked-local": ({"chunk_size": 512}, {}, {}),
     "block-sparse": (
         {"sparsity": LocalStrided(block_size=64, local_blocks=8, vert_stride=4)},
         {},
-        (),
+        {},
     ),
-    "fp8 cache": ({}, {"quantization": "fp8_e4m3"}, ()),
-    "fp8 cache, scales per token and head": ({}, {"quantization": "fp8_e4m3_token_head"}, ()),
-    "int8 cache, scales per token and head": ({}, {"quantization": "int8_token_head"}, ()),
-    "int8 keys, 16-bit values": ({}, {"quantization": "int8_k_only"}, ()),
+    "a mask with arrays": ({}, {}, {"mask": DOCUMENTS}),
+    "fp8 cache": ({}, {"quantization": "fp8_e4m3"}, {}),
+    "fp8 cache, scales per token and head": ({}, {"quantization": "fp8_e4m3_token_head"}, {}),
+    "int8 cache, scales per token and head": ({}, {"quantization": "int8_token_head"}, {}),
+    "int8 keys, 16-bit values": ({}, {"quantization": "int8_k_only"}, {}),
     "int8 keys and queries": (
         {"query_quantization": "int8"},
         {"quantization": "int8_token_head"},
-        (),
+        {},
     ),
-    "layout HND": ({}, {"layout": "HND"}, ()),
-    "layout packed": ({}, {"layout": "packed"}, ()),
-    "float32": ({}, {"dtype": jnp.float32}, ()),
+    "layout HND": ({}, {"layout": "HND"}, {}),
+    "layout packed": ({}, {"layout": "packed"}, {}),
+    "float32": ({}, {"dtype": jnp.float32}, {}),
 }
 
 
@@ -65,21 +68,20 @@ def diagnose(feature: str, region: str) -> Diagnosis:
         feature: One of FEATURES.
         region: "decode" or "prefill".
     """
-    changes, cache_changes, per_head = FEATURES[feature]
+    changes, cache_changes, arguments = FEATURES[feature]
     spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **changes})
     cache_spec = CacheSpec(**{"num_blocks": 64, "num_kv_heads": 8, "head_dim": 128, **cache_changes})
     bucket = REGIONS[region]
     cache = jax.eval_shape(lambda: PagedCache.create(cache_spec))
     metadata = abstract_metadata(bucket, cache_spec.block_size)
     query = jax.ShapeDtypeStruct((bucket.max_tokens, spec.num_q_heads, spec.head_dim), cache_spec.dtype)
-    head_values = {name: jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) for name in per_head}
     reasons: list[str] = []
     for name in IMPLEMENTATIONS:
-        call = lambda query, cache, metadata, values, name=name: attend(
-            query, cache, metadata, spec, implementation=name, **values
+        call = lambda query, cache, metadata, arguments, name=name: attend(
+            query, cache, metadata, spec, implementation=name, **arguments
         )
         try:
-            jax.eval_shape(call, query, cache, metadata, head_values)
+            jax.eval_shape(call, query, cache, metadata, arguments)
         except NotImplementedError as error:
             reasons.append(str(error))
         else:

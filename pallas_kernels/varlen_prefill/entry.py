@@ -1,7 +1,6 @@
 """varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.items import Shape
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists, num_parts
+from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, heads_at_once, make_schedule
 from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
 from pallas_kernels.varlen_prefill.warpgroup import LOG2E
@@ -36,7 +36,7 @@ def varlen_prefill(
     schedule: Schedule | None = None,
     lists: TileLists | None = None,
     block_q: int | None = None,
-    mask: Callable[[Any, Any, Any], Any] | None = None,
+    mask: KernelMask | None = None,
     tiles: Tiles | None = None,
     return_lse: bool = False,
     interpret: Any = None,
@@ -63,8 +63,8 @@ def varlen_prefill(
             values of a listed tile must be finite even where no query sees them.
         block_q: Static: queries of a block of queries, where the parts that the lists tell apart are needed:
             queries of one block see a tile's keys alike, but for what `score` and `mask` hide.
-        mask: Static: `mask(head, query, key)`, elementwise, of positions: what queries see in tiles that are
-            listed as seen in part. Only with lists.
+        mask: What queries see in tiles that are listed as seen in part; static but for its arrays. Only with
+            lists.
         tiles: Static. Chosen from the shapes when None.
         return_lse: Static: whether the log-sum-exp is wanted.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.

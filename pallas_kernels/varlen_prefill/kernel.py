@@ -5,7 +5,6 @@ Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, so they
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.varlen_prefill.items import Item, Shape, aligned, rounds_of, row_and_head, stage_of
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
 from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE, make_kv_loader, make_query_loader
+from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, Schedule
 from pallas_kernels.varlen_prefill.tiles import Tiles
 from pallas_kernels.varlen_prefill.warpgroup import COLUMN, LEAN_PARTS, LEAN_WIDTH, ROW, M, W, Warpgroup, f32
@@ -79,7 +79,7 @@ def prefill(
     *,
     shape: Shape,
     score: Score,
-    mask: Callable[[Any, Any, Any], Any] | None,
+    mask: KernelMask | None,
     tiles: Tiles,
     return_lse: bool,
     interpret: Any = None,
@@ -98,7 +98,7 @@ def prefill(
         lists: The items and their tiles of keys; None = every tile that the score's mask leaves.
         shape: The call's static sizes.
         score: The layer.
-        mask: Which keys a query sees besides, in tiles that need a mask: of head and positions, elementwise.
+        mask: Which keys a query sees besides, in tiles that need a mask.
         tiles: The kernel's static sizes.
         return_lse: Whether the second result is wanted.
         interpret: Interpret-mode parameters, or None for a GPU.
@@ -129,6 +129,7 @@ def prefill(
         table_g,  # [tiles, columns], with lists [items, columns]
         live_g,  # [1]
         entries_g,  # [items, max_list] or None
+        mask_g,  # the mask's arrays
         o_g,  # [tokens, q_heads, head_dim]
         lse_g,  # [tiles, q_heads, tile_q] or None
         q_s,  # [warpgroups, query_buffers, chunks, 64, width] in SMEM: swizzled, and plain for few rows
@@ -212,6 +213,7 @@ def prefill(
                 score=score,
                 dtype=dtype,
                 mask=mask,
+                mask_g=mask_g,
                 has_alibi=slopes_g is not None,
                 interpret=interpret,
             )
@@ -324,4 +326,4 @@ def prefill(
         interpret=interpret,
     )
     items = (schedule.table, schedule.num_live, None) if lists is None else lists
-    return kernel(query, key, value, block_table, slopes, sinks, *items)
+    return kernel(query, key, value, block_table, slopes, sinks, *items, () if mask is None else mask.arrays)

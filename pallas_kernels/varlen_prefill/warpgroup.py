@@ -23,6 +23,7 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import votes
 from pallas_kernels.varlen_prefill.items import Item, Shape, stage_of
 from pallas_kernels.varlen_prefill.lists import num_parts
+from pallas_kernels.varlen_prefill.masks import KernelMask, PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
 
@@ -77,14 +78,15 @@ class Warpgroup:
         shape: Shape,
         score: Score,
         dtype: Any,
-        mask: Callable[[Any, Any, Any], Any] | None,
+        mask: KernelMask | None,
+        mask_g: Any,
         has_alibi: bool,
         interpret: Any,
     ):
         self.p_s, self.columns_s, self.lean_s = p_s, columns_s, lean_s
         self.k_s, self.v_s, self.k_full, self.v_full, self.k_free, self.v_free = ring
         self.tiles, self.shape, self.score, self.dtype = tiles, shape, score, dtype
-        self.mask, self.has_alibi, self.interpret = mask, has_alibi, interpret
+        self.mask, self.mask_g, self.has_alibi, self.interpret = mask, mask_g, has_alibi, interpret
         self.wg = lax.axis_index("warpgroup")
         self.team, self.rank = team_and_rank(self.wg, tiles)
         self.s_shape = (M, tiles.tile_kv)
@@ -120,18 +122,42 @@ class Warpgroup:
         column = plgpu.load(self.columns_s.at[self.wg], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(column, self.s_shape, [1])
 
-    def visible(self, item: Item, entry: Any, edges: Edges, s: Any) -> Any:
+    def pair_tile(self, item: Item, entry: Any) -> PairTile:
+        """These rows and a tile of keys, as masks are asked about them."""
+        return PairTile(
+            head=item.head,
+            first_query=item["position"] + self.rank * M,
+            first_key=item.first_key(entry),
+            columns=self.columns,
+            shape=self.s_shape,
+            interpret=self.interpret,
+        )
+
+    def stored(self, item: Item, entry: Any, edges: Edges) -> Any:
+        """What the mask has stored of a tile: read early, for it comes from global memory."""
+        if edges is Edges.NONE or not self.mask_g:
+            return ()
+        assert self.mask is not None
+        return self.mask.load(self.pair_tile(item, entry), item["req"], self.mask_g)
+
+    def visible(self, item: Item, entry: Any, edges: Edges, stored: Any, s: Any) -> Any:
         """-inf where a query does not see a key."""
-        score, first_key = self.score, item.first_key(entry)
+        score, mask, first_key = self.score, self.mask, item.first_key(entry)
         low, high = (x.astype(f32) for x in (0 - first_key, item["seq_len"] - first_key))
         has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         has_parts = self.shape.block_q is not None
         has_low = self.has_low_edge and edges is Edges.BOTH
-        if has_high or has_parts or self.has_window:
+        tile = self.pair_tile(item, entry)
+        words = mask.sees(tile, stored) if mask is not None and mask.is_words else None
+        if has_high or has_parts or self.has_window or words is not None:
             positions = self.positions(item)
             row_low, row_high = (x - first_key for x in key_range(score, positions, item["seq_len"]))
             if has_parts:
                 row_high = jnp.where(self.sees_tile(item, entry, positions), row_high, 0)
+            if words is not None:
+                row_low = jnp.maximum(row_low, 0 - first_key) if has_low else None
+                in_range = tile.words_between(row_low, row_high)
+                return tile.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
             row_low, row_high = (plgpu.layout_cast(x, ROW).astype(f32) for x in (row_low, row_high))
             low = self.wide(row_low, s.shape) if self.has_window and has_low else low
             high = self.wide(row_high, s.shape) if has_high or has_parts else high
@@ -139,9 +165,8 @@ class Warpgroup:
         sees = keys < high
         if has_low:
             sees = sees & (keys >= low)
-        if self.mask is not None:
-            positions = self.wide(self.positions(item), s.shape)
-            sees = sees & self.mask(item.head, positions, keys.astype(jnp.int32) + first_key)
+        if mask is not None:
+            sees = sees & mask.sees(tile, stored)
         return jnp.where(sees, s, -jnp.inf)
 
     def sees_tile(self, item: Item, entry: Any, positions: Any) -> Any:
@@ -175,7 +200,7 @@ class Warpgroup:
         return item.entry(i) if edges is not Edges.NONE or self.has_alibi else None
 
     def softmax(
-        self, item: Item, entry: Any, edges: Edges, slope: Any, s: Any, top: Any
+        self, item: Item, entry: Any, edges: Edges, slope: Any, stored: Any, s: Any, top: Any
     ) -> tuple[Any, Any, Any, Any, Any]:
         """The online softmax's step on a tile.
 
@@ -184,6 +209,7 @@ class Warpgroup:
             entry: What Item.entry said of the tile.
             edges: Which ends of what a query sees may be in the tile.
             slope: ALiBi's, or None.
+            stored: What Warpgroup.stored said of the tile.
             s: Q K^T.
             top: Of each row; None for an item's first tile.
 
@@ -192,7 +218,7 @@ class Warpgroup:
             before are to be multiplied by, and whether that is anything but 1 in the warp, if tops are kept.
         """
         s, row_term = self.modified(item, entry, slope, s)
-        visible = lambda x: x if edges is Edges.NONE else self.visible(item, entry, edges, x)
+        visible = lambda x: x if edges is Edges.NONE else self.visible(item, entry, edges, stored, x)
         is_first = top is None
         if is_first:
             top = plgpu.layout_cast(jnp.full((M,), -jnp.inf if self.has_top else 0.0, f32), ROW)
@@ -333,11 +359,12 @@ class Warpgroup:
         """Scores of tile i and values of tile i - 1, in flight together; softmax meanwhile."""
         accs, total, top, p = carry
         entry = self.entry(item, i, edges)
+        stored = functools.partial(self.stored, item, entry, edges)
         softmax = functools.partial(self.softmax, item, entry, edges, slope)
         if self.interpret:
             s = self.scores(q_s, step)
             accs = self.add_values(accs, p, step - 1)
-            p, sums, top, shrink, *is_due = softmax(s, top)
+            p, sums, top, shrink, *is_due = softmax(stored(), s, top)
             self.await_values(step)
         else:
             k_stage, v_stage = self.stage(step), self.stage(step - 1)
@@ -350,12 +377,13 @@ class Warpgroup:
                     self.issue_scores(s_ref, q_s, k_stage)
                     for chunk, acc_ref in enumerate(acc_refs):
                         plgpu.wgmma(acc_ref, p, self.v_s.at[v_stage, chunk])
-                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs))
+                    meanwhile = stored()
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), meanwhile
 
-                s = pl.run_scoped(issue, plgpu.ACC(self.s_shape, f32))
+                s, meanwhile = pl.run_scoped(issue, plgpu.ACC(self.s_shape, f32))
                 s = lax.optimization_barrier(s)
                 plgpu.barrier_arrive(self.k_free.at[k_stage])
-                results = softmax(s, top)
+                results = softmax(meanwhile, s, top)
                 for ref, result in zip(result_refs, results[: len(result_refs)], strict=True):
                     ref[...] = result
                 # Its branch keeps ptxas from awaiting P V before the softmax.
@@ -425,9 +453,10 @@ class Warpgroup:
         if self.has_window and not has_lists:
             self.skip(step, jnp.int32(0), begin)
         entry = item.first_entry() + begin
+        stored = self.stored(item, entry, Edges.BOTH)
         s = self.scores(q_s, step + begin)
         between()
-        p, total, top, *_ = self.softmax(item, entry, Edges.BOTH, slope, s, None)
+        p, total, top, *_ = self.softmax(item, entry, Edges.BOTH, slope, stored, s, None)
         accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
         carry = accs, total, top, p.astype(self.dtype)
         self.await_values(step + begin)

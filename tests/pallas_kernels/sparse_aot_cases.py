@@ -22,6 +22,18 @@ MASKS = {
     "streaming": lambda: masks.streaming_heads([0, 3], num_first=4, num_recent=256),
     "big_bird": masks.BigBird,
     "dilated": lambda: masks.Dilated(64, 4),
+    "blocks_32": lambda: block_mask(32, 32),
+    "vertical_slash": lambda: jax.eval_shape(
+        lambda: masks.VerticalSlash(
+            columns=jnp.zeros((32, 16384), bool), slashes=jnp.zeros((32, 16384), bool)
+        )
+    ),
+    "prefix_of_documents": lambda: jax.eval_shape(
+        lambda: (
+            (masks.Causal() | masks.Prefix(length=jnp.zeros(2, jnp.int32)))
+            & masks.Document(ids=jnp.zeros((2, 16384), jnp.int32))
+        )
+    ),
 }
 SPECS = {
     "plain": {},
@@ -57,5 +69,8 @@ def aot_cases():
     }
     cases |= {
         f"local_strided-{name}-64-64": case("local_strided", 64, 64, **spec) for name, spec in SPECS.items()
+    }
+    cases |= {
+        f"vertical_slash-{name}-64-64": case("vertical_slash", 64, 64, **spec) for name, spec in SPECS.items()
     }
     return cases

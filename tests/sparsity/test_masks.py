@@ -133,6 +133,10 @@ def test_masks_with_arrays_change_without_a_recompile():
             lambda: masks.dense(masks.BlockMask(blocks=ZEROS.repeat(2, 0), block_q=1, block_kv=1), 1, 1),
             r"blocks' heads must divide the query heads \(1\), got 2",
         ),
+        (
+            lambda: masks.dense(masks.VerticalSlash(columns=ZEROS[0], slashes=ZEROS[0]), 1, 1),
+            r"columns' and slashes' rows must be one for each query head \(1\), got \(2, 2\)",
+        ),
         (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be at most seq_len \(2\), got 3"),
     ],
 )

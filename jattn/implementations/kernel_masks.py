@@ -1,0 +1,257 @@
+"""Masks as the prefill kernel takes them: what is stored for it, and what it makes of that for a tile."""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Pairs, Prefix, VerticalSlash, Window
+from jattn.masks.base import RowsFrom, quotient, remainder
+from jattn.masks.blocks import blocks_of_tile
+from pallas_kernels.varlen_prefill import KernelMask, PairTile
+from pallas_kernels.varlen_prefill.masks import WORD, Words
+from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS
+
+HALF = WORD // 2
+MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
+MAX_QUERY_BLOCKS = 10  # of 64 rows: a word is read for each
+ROWS_BEFORE = 16  # a tile's first row may lie so far before its request
+
+
+class Call(NamedTuple):
+    """What is static of a call besides its mask.
+
+    Attributes:
+        num_heads: Query heads and kv heads.
+        is_prefill: Whether the queries stand in the prefill region.
+        is_packed: Whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
+        max_seq_len: Bound of the requests' lengths.
+        tile_kv: Keys of a tile.
+    """
+
+    num_heads: tuple[int, int]
+    is_prefill: bool
+    is_packed: bool
+    max_seq_len: int
+    tile_kv: int
+
+
+def leaves(mask: Mask) -> Iterator[Mask]:
+    """The masks that a mask is composed of."""
+    if isinstance(mask, And | Or):
+        for part in mask.masks:
+            yield from leaves(part)
+    elif isinstance(mask, RowsFrom):
+        yield from leaves(mask.mask)
+    else:
+        yield mask
+
+
+def why_not_kernel_mask(mask: Mask, tile_kv: int) -> str | None:
+    """Why the kernel cannot compute a mask pair by pair; None if it can."""
+    for leaf in leaves(mask):
+        if isinstance(leaf, BlockMask):
+            if leaf.block_q is not None and blocks_of_tile(WARPGROUP_ROWS, leaf.block_q) > MAX_QUERY_BLOCKS:
+                few = f"{WARPGROUP_ROWS} touch more than {MAX_QUERY_BLOCKS}"
+                return f"there is no kernel for blocks of {leaf.block_q} queries ({few})"
+            if blocks_of_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
+                few = f"{tile_kv} touch more than {MAX_BLOCKS}"
+                return f"there is no kernel for blocks of {leaf.block_kv} keys ({few})"
+        elif not leaf.is_static and not isinstance(leaf, Document | Prefix | VerticalSlash):
+            return f"there is no kernel for the arrays of a {type(leaf).__name__}"
+    return None
+
+
+def kernel_mask(mask: Mask, call: Call) -> KernelMask:
+    """A mask for the kernel; why_not_kernel_mask is None. Traced."""
+    if mask.is_static:
+        return _formula(mask, call)
+    match mask:
+        case And() | Or():
+            parts = [_window(part) or kernel_mask(part, call) for part in mask.masks]
+            return _joined(operator.and_ if isinstance(mask, And) else operator.or_, parts)
+        case RowsFrom():
+            made = kernel_mask(mask.mask, call)
+            return made._replace(load=lambda tile, row, refs: made.load(tile, row + mask.first, refs))
+        case Document():
+            return _document(mask, call)
+        case Prefix():
+            return _prefix(mask)
+        case VerticalSlash():
+            return _vertical_slash(mask)
+    assert isinstance(mask, BlockMask)
+    return _blocks(mask, call)
+
+
+def _formula(mask: Mask, call: Call) -> KernelMask:
+    def sees(tile: PairTile, _: Any) -> Any:
+        row = jnp.int32(0)  # no static mask looks at it
+        return mask.sees(Pairs(tile.head, row, tile.query, tile.key, call.num_heads, call.is_prefill))
+
+    return KernelMask((), lambda *_: (), sees, is_words=False)
+
+
+def _window(mask: Mask) -> KernelMask | None:
+    """A formula as bits, as what it is joined with is; None where it has no two ends."""
+    if isinstance(mask, Causal):
+        mask = Window(right=0)
+    if not isinstance(mask, Window):
+        return None
+    left, right = mask.left, mask.right
+
+    def sees(tile: PairTile, _: Any) -> Words:
+        own = tile.queries - tile.first_key
+        high = own * 0 + tile.shape[1] if right is None else own + (right + 1)
+        return tile.words_between(None if left is None else own - left, high)
+
+    return KernelMask((), lambda *_: (), sees, is_words=True)
+
+
+def _joined(join: Callable[[Any, Any], Any], parts: list[KernelMask]) -> KernelMask:
+    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        rest, loaded = list(refs), []
+        for part in parts:
+            mine, rest = rest[: len(part.arrays)], rest[len(part.arrays) :]
+            loaded.append(part.load(tile, row, tuple(mine)))
+        return tuple(loaded)
+
+    def sees(tile: PairTile, loaded: Any) -> Any:
+        words: list[Words] = []
+        pairs: list[Any] = []
+        for part, x in zip(parts, loaded, strict=True):
+            (words if part.is_words else pairs).append(part.sees(tile, x))
+        if words:
+            joined = tuple(functools.reduce(join, each) for each in zip(*words, strict=True))
+            if not pairs:
+                return joined
+            pairs.append(tile.has_bits(joined))
+        return functools.reduce(join, pairs)
+
+    arrays = tuple(x for part in parts for x in part.arrays)
+    return KernelMask(arrays, load, sees, is_words=all(part.is_words for part in parts))
+
+
+def _document(mask: Document, call: Call) -> KernelMask:
+    """Of each position its document's first key, and one past the last."""
+    ids = jnp.atleast_2d(jnp.asarray(mask.ids))
+    position = jnp.arange(-ROWS_BEFORE, call.max_seq_len + WARPGROUP_ROWS, dtype=jnp.int32)
+    at = lambda position: ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
+    begins, ends = at(position) != at(position - 1), at(position) != at(position + 1)
+    first = lax.cummax(jnp.where(begins, position, 0), axis=1)
+    end = lax.cummin(jnp.where(ends, position + 1, jnp.iinfo(jnp.int32).max), axis=1, reverse=True)
+
+    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        index = (jnp.minimum(row, ids.shape[0] - 1),)
+        place = jnp.maximum(tile.first_query + ROWS_BEFORE, 0)
+        return tuple(tile.rows_from(ref, index, place) for ref in refs)
+
+    def sees(tile: PairTile, ends: tuple[Any, Any]) -> Words:
+        return tile.words_between(*(x - tile.first_key for x in ends))
+
+    return KernelMask((first, end), load, sees, is_words=True)
+
+
+def _prefix(mask: Prefix) -> KernelMask:
+    lengths = jnp.atleast_1d(jnp.asarray(mask.length)).astype(jnp.int32)
+
+    def load(_: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        return refs[0][jnp.minimum(row, lengths.shape[0] - 1)]
+
+    def sees(tile: PairTile, length: Any) -> Words:
+        return tile.words_between(None, jnp.where(tile.queries < length, length - tile.first_key, 0))
+
+    return KernelMask((lengths,), load, sees, is_words=True)
+
+
+def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
+    """Word i has mark `i - 31 + j` as bit j: so many bits from any place on, n + 31 words."""
+    ends = [(0, 0)] * (marks.ndim - 1) + [(WORD - 1, WORD - 1)]
+    words, bits = jnp.pad(marks, ends).astype(jnp.uint32), 1
+    while bits < WORD:
+        words, bits = words[..., :-bits] | (words[..., bits:] << bits), 2 * bits
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _vertical_slash(mask: VerticalSlash) -> KernelMask:
+    """Of each key 32 columns from it on, of each distance that and 31 smaller ones, the smallest last."""
+    columns, slashes = jnp.asarray(mask.columns), jnp.asarray(mask.slashes)
+    num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], WARPGROUP_ROWS
+    of_columns = jnp.pad(words_of(columns), ((0, 0), (1, 1)))  # nothing at either end
+    of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
+
+    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        words = []
+        for begin in range(0, tile.shape[1], WORD):
+            key = tile.first_key + begin
+            column = refs[0][tile.head, jnp.clip(key, -WORD, num_columns) + WORD]
+            distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD - 1)
+            words.append(tile.rows_from(refs[1], (tile.head,), distance + rows) | column)
+        return tuple(words)
+
+    return KernelMask((of_columns, of_slashes), load, lambda _, words: words, is_words=True)
+
+
+def _blocks(mask: BlockMask, call: Call) -> KernelMask:
+    """Of each block of queries, and of each 16th block of keys, 32 blocks of keys from it on."""
+    blocks = jnp.asarray(mask.blocks)
+    blocks = blocks.reshape(-1, *blocks.shape[-3:])
+    reqs, heads, q_blocks, kv_blocks = blocks.shape
+    num_halves = -(-kv_blocks // HALF)
+    padded = jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, (num_halves + 2) * HALF - kv_blocks)))
+    bits = padded.reshape(reqs, heads, q_blocks, -1, HALF).astype(jnp.int32)
+    halves = (bits << lax.broadcasted_iota(jnp.int32, bits.shape, 4)).sum(axis=-1, dtype=jnp.int32)
+    words = halves[..., :-1] | (halves[..., 1:] << HALF)
+    firsts = None if mask.first_q_block is None else jnp.asarray(mask.first_q_block).astype(jnp.int32)
+    block_q, block_kv, group = mask.block_q, mask.block_kv, call.num_heads[0] // heads
+
+    def first_block(tile: PairTile) -> Any:
+        return quotient(jnp.maximum(tile.first_key, 0), block_kv)
+
+    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        head, begin = quotient(tile.head, group), first_block(tile)
+        half = jnp.minimum(quotient(begin, HALF), num_halves)
+        queries = tile.queries
+
+        def word(nth: Any) -> Any:
+            is_in = (nth >= 0) & (nth < q_blocks)
+            index = jnp.minimum(row, reqs - 1), head, jnp.clip(nth, 0, q_blocks - 1), half
+            mine = lax.shift_right_logical(refs[0][index], remainder(begin, HALF))
+            return jnp.where(is_in, mine, 0)
+
+        if block_q is None:
+            return queries * 0 + word(jnp.int32(0))
+        first = quotient(jnp.maximum(tile.first_query, 0), block_q)
+        ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
+        bits = queries * 0 + word(first - ahead)
+        for nth in range(1, blocks_of_tile(WARPGROUP_ROWS, block_q)):
+            is_there = queries >= (first + nth) * block_q
+            bits = jnp.where(is_there, word(first + nth - ahead), bits)
+        return bits
+
+    def sees(tile: PairTile, bits: Any) -> Any:
+        nth = quotient(tile.key, block_kv) - first_block(tile)
+        return lax.shift_right_logical(tile.wide(bits), nth) & 1 != 0
+
+    # Where tiles begin with a block or lie in one, which keys of a tile a bit stands for is static.
+    is_aligned = not call.is_packed and (call.tile_kv % block_kv == 0 or block_kv % call.tile_kv == 0)
+    arrays = (words,) if firsts is None else (words, firsts)
+    as_words = functools.partial(_words_of_blocks, block_kv)
+    return KernelMask(arrays, load, as_words if is_aligned else sees, is_words=is_aligned)
+
+
+def _words_of_blocks(block_kv: int, tile: PairTile, bits: Any) -> Words:
+    """Bits of keys out of those of blocks: a tile begins with the first of these, or lies in it."""
+    words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD)
+    for nth, begin in enumerate(range(0, tile.shape[1], block_kv)):
+        is_seen = 0 - (lax.shift_right_logical(bits, jnp.int32(nth)) & 1)  # all bits or none
+        for n in range(len(words)):
+            low, high = (min(max(end - n * WORD, 0), WORD) for end in (begin, begin + block_kv))
+            if low < high:
+                its = (1 << high) - (1 << low)
+                words[n] = words[n] | (is_seen & np.uint32(its).astype(np.int32))
+    return tuple(words)

@@ -1,0 +1,136 @@
+"""What a mask is to the kernel: arrays, what is read of them for a tile, and who sees whom by that."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.shared.lanes import array_of, f32, i32, lane_row_and_pair, numbers, ptx, times
+
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+WORD = 32  # bits
+
+
+# What a row sees of a tile of keys, as bits, one int32 each row: bit i of word w is that of key 32 w + i.
+type Words = tuple[Any, ...]
+
+
+def lowest_bits(num: Any) -> Any:
+    """The `num` lowest of 32 bits, 0 to 32."""
+    return jnp.where(num == WORD, -1, (jnp.int32(1) << (num & (WORD - 1))) - 1)
+
+
+class KernelMask(NamedTuple):
+    """Which keys a query sees, as a kernel finds out.
+
+    Attributes:
+        arrays: Of 32-bit elements; they stay in global memory.
+        load: `load(tile, row of the batch, arrays)`: what is read of them for a tile, before its scores are
+            there. Not called where there are none: () then.
+        sees: `sees(tile, what was loaded)`: Words, or Bool of the tile's shape.
+        is_words: Static: which of the two.
+    """
+
+    arrays: tuple[Any, ...]
+    load: Callable[["PairTile", Any, tuple[Any, ...]], Any]
+    sees: Callable[["PairTile", Any], Any]
+    is_words: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairTile:
+    """The rows of a warpgroup, which are queries one after the other, and a tile of keys; traced.
+
+    Attributes:
+        head: Query head.
+        first_query: Position of the first row; may lie before the request, as those of later rows behind it.
+        first_key: Position of the first key; likewise.
+        columns: The number of each key in the tile, f32, of the tile's shape.
+        shape: Static: rows and keys.
+        interpret: Static: whether the kernel is interpreted.
+    """
+
+    head: Any
+    first_query: Any
+    first_key: Any
+    columns: Callable[[], Any]
+    shape: tuple[int, int]
+    interpret: Any
+
+    @property
+    def queries(self) -> Any:
+        """Position of each row."""
+        return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_query
+
+    @property
+    def query(self) -> Any:
+        """Position of each pair's query."""
+        return self.wide(self.queries)
+
+    @property
+    def key(self) -> Any:
+        """Position of each pair's key."""
+        return self.columns().astype(jnp.int32) + self.first_key
+
+    def wide(self, x: Any) -> Any:
+        """One value a row to one a pair."""
+        return lax.broadcast_in_dim(x, self.shape, [0])
+
+    def rows_from(self, ref: Any, index: tuple[Any, ...], first: Any) -> Any:
+        """A value for each row: `ref[*index, first + row]`."""
+        return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
+
+    def words_between(self, low: Any, high: Any) -> Words:
+        """Keys from column `low` of the tile up to `high`, one a row; low None: from the first."""
+        words = []
+        for begin in range(0, self.shape[1], WORD):
+            word = lowest_bits(jnp.clip(high - begin, 0, WORD))
+            words.append(word if low is None else word & ~lowest_bits(jnp.clip(low - begin, 0, WORD)))
+        return tuple(words)
+
+    def has_bits(self, words: Words) -> Any:
+        """Whether a pair's bit is set: Bool, of the tile's shape."""
+        if not self.interpret:
+            return self.masked(plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), TILE), words) == 0
+        columns = self.columns().astype(jnp.int32)
+        bits = jnp.zeros(self.shape, jnp.int32)
+        for nth, word in enumerate(words):
+            place = jnp.clip(columns - nth * WORD, 0, WORD - 1)
+            mine = lax.shift_right_logical(self.wide(word), place) & 1
+            bits = jnp.where(lax.div(columns, jnp.int32(WORD)) == nth, mine, bits)
+        return bits != 0
+
+    def masked(self, s: Any, words: Words) -> Any:
+        """The scores of pairs whose bits are set, -inf for the others."""
+        if self.interpret:
+            return jnp.where(self.has_bits(words), s, -jnp.inf)
+
+        # A thread has two neighbours of each eight columns: which bits these are it knows but for one shift.
+        @plgpu.inline_mgpu(
+            arg_types=(TILE, *[ROW] * len(words)),
+            return_type=plgpu.ShapeDtypeStruct(self.shape, s.dtype, layout=TILE),
+        )
+        def select(_: Any, s: Any, *words: Any) -> Any:
+            _, pair = lane_row_and_pair()
+            rows_of = lambda word: [utils.bitcast(row, i32()) for row in word.registers.flat]
+            shifted = [[arith.shrui(row, times(pair, 2)) for row in rows_of(word)] for word in words]
+
+            def one(x: Any, row: Any, bit: int) -> Any:
+                test = f"and.b32 t, $2, {1 << bit:#x}; setp.ne.u32 p, t, 0;"
+                code = f"{{ .reg .pred p; .reg .b32 t; {test} selp.f32 $0, $1, 0fFF800000, p; }}"
+                return ptx(code, x, row, of=f32())
+
+            columns = [
+                [one(x, shifted[8 * nth // WORD][i // 2], 8 * nth % WORD + i % 2) for i, x in enumerate(four)]
+                for nth, four in enumerate(numbers(s))
+            ]
+            return array_of(columns, TILE.to_mgpu())
+
+        return select(s, *words)

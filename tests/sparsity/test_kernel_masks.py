@@ -1,0 +1,157 @@
+"""What a kernel computes of a mask for a tile is the mask, whatever is stored and wherever tiles begin."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks
+from jattn.implementations.kernel_masks import Call, kernel_mask, why_not_kernel_mask, words_of
+from jattn.implementations.tile_lists import parts_of
+from pallas_kernels.varlen_prefill import PairTile, Tiles
+from tests.sparsity import rules
+
+HEADS = (rules.Q_HEADS, rules.KV_HEADS)
+
+
+class ArrayTile(PairTile):
+    """A tile over arrays, not refs in a kernel."""
+
+    @property
+    def queries(self):
+        return jnp.arange(self.shape[0], dtype=jnp.int32) + self.first_query
+
+    def rows_from(self, ref, index, first):
+        assert 0 <= int(first) <= ref.shape[-1] - self.shape[0]
+        return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
+
+
+def seen(mask, seq_len, *, row, head, first_query, first_key, tile_kv):
+    """What the kernel makes of the request's pairs among 64 queries and so many keys; their positions."""
+    made = kernel_mask(mask, Call(HEADS, True, first_key % tile_kv != 0, seq_len, tile_kv))
+    columns = jnp.broadcast_to(jnp.arange(tile_kv, dtype=jnp.float32)[None], (64, tile_kv))
+    place = {"head": head, "first_query": first_query, "first_key": first_key}
+    tile = ArrayTile(
+        **{name: jnp.int32(value) for name, value in place.items()},
+        columns=lambda: columns, shape=columns.shape, interpret=True,
+    )  # fmt: skip
+    sees = made.sees(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
+    queries = [i for i in range(first_query, first_query + 64) if 0 <= i < seq_len]
+    keys = [j for j in range(first_key, first_key + tile_kv) if 0 <= j < seq_len]
+    sees = np.broadcast_to(tile.has_bits(sees) if made.is_words else sees, tile.shape)
+    return sees[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
+
+
+tiles = st.fixed_dictionaries(
+    {
+        "row": st.integers(0, 1),
+        "head": st.integers(0, rules.Q_HEADS - 1),
+        "first_query": st.integers(-15, 40),
+        "first_key": st.just(0) | st.integers(-7, 40),
+        "tile_kv": st.sampled_from([64, 128]),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(rules.SINGLE | rules.compositions(), tiles, st.booleans())
+def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
+    if why_not_kernel_mask(ruled.mask, 128) is not None:
+        return
+    mask = ruled.mask
+    if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
+        mask, tile = mask.of_rows_from(1), tile | {"row": 0}
+    got, queries, keys = seen(mask, rules.MAX_LEN, **tile)
+    wanted = [
+        [ruled.sees(1 if is_second_row else tile["row"], tile["head"], i, j) for j in keys] for i in queries
+    ]
+    np.testing.assert_array_equal(got, np.array(wanted, bool).reshape(got.shape))
+
+
+@pytest.mark.parametrize(("first_query", "first_key"), [(70, -3), (300, 128), (515, 256), (700, 64)])
+@pytest.mark.parametrize("block", [16, 24, 32, 128])
+def test_positions_far_on_have_their_own_bits(first_query, first_key, block):
+    rng = np.random.default_rng(0)
+    marks = rng.random((2, rules.Q_HEADS, 600)) < 0.3
+    slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1])
+    blocks = rng.random((2, 2, 48, 48)) < 0.4
+    blocked = masks.BlockMask(blocks=blocks, block_q=block, block_kv=block)
+    ids = np.cumsum(rng.random((1, 650)) < 0.02, axis=1).astype(np.int32)
+    for mask in (slashed, blocked, masks.Document(ids=ids)):
+        place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
+        got, queries, keys = seen(mask, 764, tile_kv=128, **place)
+        i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
+        wanted = mask.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        np.testing.assert_array_equal(got, wanted)
+        assert got.size > 3000
+
+
+def test_words_hold_32_marks_from_any_place_on():
+    marks = np.random.default_rng(1).random((2, 50)) < 0.5
+    words = np.asarray(words_of(jnp.asarray(marks))).view(np.uint32)
+    padded = np.pad(marks, ((0, 0), (31, 31)))
+    assert words.shape == (2, 81)
+    for nth in (0, 5, 31, 80):
+        bits = (words[:, nth, None] >> np.arange(32, dtype=np.uint32)) & 1
+        np.testing.assert_array_equal(bits, padded[:, nth : nth + 32])
+
+
+def test_other_arrays_are_traced_once(traced_once):
+    def stored(mask):
+        return kernel_mask(mask, Call(HEADS, True, False, 64, 64)).arrays
+
+    of = lambda n: (
+        (masks.Causal() | masks.Prefix(length=jnp.asarray(n))) & masks.Document(ids=jnp.arange(9) // n)
+    )
+    (_, a, _), (_, b, _) = traced_once(stored, (of(2),), (of(3),))
+    assert not np.array_equal(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strange(masks.Mask):
+    """A mask that somebody else wrote."""
+
+    table: jax.Array
+
+    def sees(self, pairs):
+        return self.table[pairs.key]
+
+    def coverage(self, tiles):
+        raise NotImplementedError
+
+
+jax.tree_util.register_dataclass(Strange)
+BLOCKS = np.ones((4, 6, 6), bool)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masks.Sinks(1) | Strange(jnp.zeros(3)).of_rows_from(2), "no kernel for the arrays of a Strange"),
+        (
+            masks.BlockMask(blocks=BLOCKS, block_q=4, block_kv=64) | masks.Sinks(1),
+            "blocks of 4 queries .64 touch more than 10",
+        ),
+        (masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=4), "blocks of 4 keys .128 touch more than 17"),
+    ],
+)
+def test_masks_without_a_kernel_are_named(mask, message):
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(why_not_kernel_mask(mask, 128))
+
+
+def test_a_mask_is_taken_apart():
+    block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
+    fine, wide = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
+    tiles, strided = Tiles(tile_kv=64), jattn.LocalStrided()
+    parts = parts_of(strided & block & fine & wide & masks.Sinks(9), tiles, is_packed=False)
+    assert parts.pairs == strided & fine & wide & masks.Sinks(9)
+    assert parts.blocks == (block,)
+    assert parts.block_q == 64
+    assert parts_of(block, tiles, is_packed=True).pairs == block
+    assert parts_of(block, Tiles(tile_kv=128), is_packed=False).pairs == block
