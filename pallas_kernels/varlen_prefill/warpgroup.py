@@ -225,12 +225,12 @@ class Warpgroup:
         is_due, shrink = jnp.bool_(True), top
         if not self.has_top:
             y = visible(s * self.factor)
-        elif not self.keeps_tops:
+        elif is_first or not self.keeps_tops:
             y, top, shrink = self.with_largest_top(visible(s), row_term, top)
         else:
             base = above_infinity(top) if row_term is None else above_infinity(top) - row_term
             y = visible(s * self.factor - self.wide(base, s.shape))
-            if is_first or self.interpret:
+            if self.interpret:
                 y, top, shrink = self.with_new_tops(y, top)
             else:
                 is_due = votes.is_due(y, top)
@@ -244,8 +244,9 @@ class Warpgroup:
         return p, sums, top, shrink, is_due
 
     def with_largest_top(self, s: Any, row_term: Any, top: Any) -> tuple[Any, Any, Any]:
-        """Scores less the largest that a row has seen, that, and by what sums from before shrink."""
-        new_top = jnp.maximum(top, s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term))
+        """Scores less a top by the largest that a row has seen, that, and by what sums from before shrink."""
+        tile_top = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
+        new_top = jnp.maximum(top, tile_top + (self.room if self.keeps_tops else 0.0))
         base = above_infinity(new_top)
         y = s * self.factor - self.wide(base if row_term is None else base - row_term, s.shape)
         return y, new_top, jnp.exp2(top - base)
@@ -281,13 +282,14 @@ class Warpgroup:
             leans, columns = (ref.at[self.wg] for ref in self.lean_s)
             plgpu.wgmma(s_ref, leans, columns.T)
 
-    def scores(self, q_s: Any, step: Any) -> Any:
+    def scores(self, q_s: Any, step: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """Q K^T of the keys of `step`, awaited."""
         stage = self.stage(step)
         plgpu.barrier_wait(self.k_full.at[stage])
 
         def product(s_ref: Any) -> Any:
             self.issue_scores(s_ref, q_s, stage)
+            meanwhile()
             return s_ref[...]
 
         s = pl.run_scoped(product, plgpu.ACC(self.s_shape, f32))
@@ -444,8 +446,11 @@ class Warpgroup:
                 plgpu.barrier_wait(full.at[stage])
                 plgpu.barrier_arrive(free.at[stage])
 
-    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, between: Callable) -> Any:
-        """Unnormalised output, top and total of these rows, whose item's first keys are those of `step`."""
+    def attend(self, item: Item, q_s: Any, step: Any, slope: Any, meanwhile: Callable[[], None]) -> Any:
+        """Unnormalised output, top and total of these rows, whose item's first keys are those of `step`.
+
+        `meanwhile` is done beside the first scores.
+        """
         has_lists = item.entries_g is not None
         begin, low_edge, high_edge, end = self.share(item)
         zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
@@ -454,8 +459,7 @@ class Warpgroup:
             self.skip(step, jnp.int32(0), begin)
         entry = item.first_entry() + begin
         stored = self.stored(item, entry, Edges.BOTH)
-        s = self.scores(q_s, step + begin)
-        between()
+        s = self.scores(q_s, step + begin, meanwhile)
         p, total, top, *_ = self.softmax(item, entry, Edges.BOTH, slope, stored, s, None)
         accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
         carry = accs, total, top, p.astype(self.dtype)
