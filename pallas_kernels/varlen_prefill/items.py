@@ -129,7 +129,7 @@ def aligned(row: Any) -> Any:
 
 def stage_of(step: Any, tiles: Tiles, team: Any) -> Any:
     """Where a team has the keys and values of a step."""
-    # In every step before its products are issued: a remainder takes 1 % of the time over lists.
+    # Products are issued after this: a remainder costs up to 1 % over lists (sparse-variants).
     is_power_of_2 = tiles.stages & (tiles.stages - 1) == 0
     stage = step & (tiles.stages - 1) if is_power_of_2 else lax.rem(step, jnp.int32(tiles.stages))
     return stage if tiles.teams == 1 else stage + team * tiles.stages
