@@ -48,7 +48,7 @@ class PrefillPlan:
     """varlen_prefill's schedule over a paged cache, for every layer with the mask that it was made for.
 
     Attributes:
-        schedule: The tiles of queries, longest first.
+        schedule: The tiles of queries.
         lists: The tiles of keys that each of them visits; None without a sparse mask.
         mask_arrays: What the kernel reads of the mask in tiles that are seen in part.
         layer: Static: the mask that says how long a tile takes; with lists the heads, too.

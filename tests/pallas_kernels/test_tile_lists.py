@@ -265,9 +265,9 @@ def compiled():
 def test_what_ships_compiles_and_hardly_spills(name):
     """Stores and loads are counted; the most is that of a mask of the keys' and queries' positions."""
     spilled = {kernel.name: kernel.spilled_bytes for kernel in compiled()[name]}
-    assert spilled.pop("list_tiles_mosaic_gpu_kernel") == 0
-    assert spilled.pop("sorted_items_mosaic_gpu_kernel") == 0
-    assert len(spilled) == 1
+    for small in ("list_tiles", "sorted_items"):  # jax 0.12 compiles what two cases share but once
+        assert spilled.pop(f"{small}_mosaic_gpu_kernel", 0) == 0
+    assert list(spilled) == ["varlen_prefill_mosaic_gpu_kernel"]
     assert max(spilled.values()) <= 80
 
 
