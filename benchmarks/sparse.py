@@ -62,8 +62,7 @@ def prefill(rows: Rows, tokens: list[str], blocks: list[int], densities: list[fl
     """Causal attention under random block masks of each head's own."""
     for name in tokens:
         step = Step(TOKENS[name])
-        dense_us = step.measured(None)["us"]
-        rows.add(name=f"dense_{name}", tokens=step.tokens, us=dense_us)
+        dense_us = step.add_dense(rows, f"dense_{name}")
         for block in blocks:
             for density in densities:
                 mask = random_blocks(step.tokens, block, density)
@@ -76,8 +75,7 @@ def pooled(rows: Rows, tokens: list[str]) -> None:
     """Blocks chosen in the same call; of random queries and keys a share of the mass is one of the blocks."""
     for name in tokens:
         step = Step(TOKENS[name])
-        dense_us = step.measured(None)["us"]
-        rows.add(name=f"dense_{name}", tokens=step.tokens, us=dense_us)
+        dense_us = step.add_dense(rows, f"dense_{name}")
         for mass in SHARES:
             step.row_of_chosen(rows, f"pooled_128_{name}", mass, dense_us)
 
@@ -85,8 +83,7 @@ def pooled(rows: Rows, tokens: list[str]) -> None:
 def local_strided(rows: Rows) -> None:
     """Phi-3-small's pattern."""
     step = Step(32768)
-    dense_us = step.measured(None)["us"]
-    rows.add(name="dense_32k", tokens=step.tokens, us=dense_us)
+    dense_us = step.add_dense(rows, "dense_32k")
     mask = masks.LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
     step.row(rows, "local_strided_32k", mask, dense_us)
     step.row(rows, "planned_local_strided_32k", mask, dense_us, is_planned=True)
@@ -96,8 +93,7 @@ def vertical_slash(rows: Rows, tokens: list[str]) -> None:
     """MInference's pattern with as many columns and slashes as it takes; XLA beside at 16k."""
     for name in tokens:
         step = Step(TOKENS[name])
-        dense_us = step.measured(None)["us"]
-        rows.add(name=f"dense_{name}", tokens=step.tokens, us=dense_us)
+        dense_us = step.add_dense(rows, f"dense_{name}")
         for case, column_run in (("vertical_slash", COLUMN_RUN), ("scattered_vertical_slash", 1)):
             mask = slashed(step.tokens, column_run)
             step.row(rows, f"{case}_{name}", mask, dense_us)
@@ -173,6 +169,12 @@ class Step:
             return attend(*step, mask=mask)[0], mask
 
         self.run_chosen = jax.jit(choose_and_attend, static_argnums=0)
+
+    def add_dense(self, rows: Rows, name: str) -> float:
+        """The row without a mask; its time."""
+        us = self.measured(None)["us"]
+        rows.add(name=name, tokens=self.tokens, us=us)
+        return us
 
     def measured(self, mask: Mask | None, *, is_planned: bool = False) -> dict[str, Any]:
         """Times of attention under a mask, whose result is checked."""
