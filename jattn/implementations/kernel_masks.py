@@ -97,16 +97,16 @@ def _formula(mask: Mask, call: Call) -> KernelMask:
 
 
 def _window(mask: Mask) -> KernelMask | None:
-    """A formula as bits, as what it is joined with is; None where it has no two ends."""
+    """A formula as bits, as what it is joined with is; None where it has no end."""
     if isinstance(mask, Causal):
         mask = Window(right=0)
-    if not isinstance(mask, Window):
+    if not isinstance(mask, Window) or mask == Window():
         return None
     left, right = mask.left, mask.right
 
     def sees(tile: PairTile, _: Any) -> Words:
         own = tile.queries - tile.first_key
-        high = own * 0 + tile.shape[1] if right is None else own + (right + 1)
+        high = tile.of_rows(jnp.int32(tile.shape[1])) if right is None else own + (right + 1)
         return tile.words_between(None if left is None else own - left, high)
 
     return KernelMask((), lambda *_: (), sees, is_words=True)
@@ -215,7 +215,6 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         head, begin = quotient(tile.head, group), first_block(tile)
         half = jnp.minimum(quotient(begin, HALF), num_halves)
-        queries = tile.queries
 
         def word(nth: Any) -> Any:
             is_in = (nth >= 0) & (nth < q_blocks)
@@ -224,10 +223,10 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
             return jnp.where(is_in, mine, 0)
 
         if block_q is None:
-            return queries * 0 + word(jnp.int32(0))
-        first = quotient(jnp.maximum(tile.first_query, 0), block_q)
+            return tile.of_rows(word(jnp.int32(0)))
+        queries, first = tile.queries, quotient(jnp.maximum(tile.first_query, 0), block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
-        bits = queries * 0 + word(first - ahead)
+        bits = tile.of_rows(word(first - ahead))
         for nth in range(1, blocks_of_tile(WARPGROUP_ROWS, block_q)):
             is_there = queries >= (first + nth) * block_q
             bits = jnp.where(is_there, word(first + nth - ahead), bits)

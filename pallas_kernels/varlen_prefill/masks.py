@@ -83,6 +83,10 @@ class PairTile:
         """One value a row to one a pair."""
         return lax.broadcast_in_dim(x, self.shape, [0])
 
+    def of_rows(self, x: Any) -> Any:
+        """One value to that of each row. Not `queries * 0 + x`: Pallas finds no layout for unused queries."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), ROW)
+
     def rows_from(self, ref: Any, index: tuple[Any, ...], first: Any) -> Any:
         """A value for each row: `ref[*index, first + row]`."""
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)

@@ -143,28 +143,34 @@ class Warpgroup:
     def visible(self, item: Item, entry: Any, edges: Edges, stored: Any, s: Any) -> Any:
         """-inf where a query does not see a key."""
         score, mask, first_key = self.score, self.mask, item.first_key(entry)
-        low, high = (x.astype(f32) for x in (0 - first_key, item["seq_len"] - first_key))
         has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         has_parts = self.shape.block_q is not None
         has_low = self.has_low_edge and edges is Edges.BOTH
-        tile = self.pair_tile(item, entry)
-        words = mask.sees(tile, stored) if mask is not None and mask.is_words else None
-        if has_high or has_parts or self.has_window or words is not None:
+        # Ends of the request, or of each row; rows are numbered only where they have some of their own: for a
+        # number that nobody uses Pallas finds no layout.
+        low, high = 0 - first_key, item["seq_len"] - first_key
+        if has_high or has_parts or self.has_window:
             positions = self.positions(item)
             row_low, row_high = (x - first_key for x in key_range(score, positions, item["seq_len"]))
             if has_parts:
                 row_high = jnp.where(self.sees_tile(item, entry, positions), row_high, 0)
-            if words is not None:
-                row_low = jnp.maximum(row_low, 0 - first_key) if has_low else None
-                in_range = tile.words_between(row_low, row_high)
-                return tile.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
-            row_low, row_high = (plgpu.layout_cast(x, ROW).astype(f32) for x in (row_low, row_high))
-            low = self.wide(row_low, s.shape) if self.has_window and has_low else low
-            high = self.wide(row_high, s.shape) if has_high or has_parts else high
+            low = row_low if self.has_window and has_low else low
+            high = row_high if has_high or has_parts else high
+        tile = self.pair_tile(item, entry)
+        if mask is not None and mask.is_words:
+            words = mask.sees(tile, stored)
+            in_range = tile.words_between(jnp.maximum(low, 0 - first_key) if has_low else None, high)
+            return tile.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
+
+        def wide(end: Any) -> Any:
+            return (
+                self.wide(plgpu.layout_cast(end, ROW).astype(f32), s.shape) if end.ndim else end.astype(f32)
+            )
+
         keys = self.columns()
-        sees = keys < high
+        sees = keys < wide(high)
         if has_low:
-            sees = sees & (keys >= low)
+            sees = sees & (keys >= wide(low))
         if mask is not None:
             sees = sees & mask.sees(tile, stored)
         return jnp.where(sees, s, -jnp.inf)

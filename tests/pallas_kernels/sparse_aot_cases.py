@@ -11,10 +11,12 @@ from jattn.implementations import mosaic_gpu
 from jattn.metadata.batch import abstract_metadata
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
-BLOCKS = jax.ShapeDtypeStruct((32, 128, 128), jnp.bool_)
-block_mask = lambda block_q, block_kv: jax.eval_shape(
-    lambda: masks.BlockMask(blocks=jnp.zeros((32, 128, 128), bool), block_q=block_q, block_kv=block_kv)
-)
+
+def block_mask(block_q, block_kv):
+    blocks = jnp.zeros((32, 128 if block_q else 1, 128), bool)
+    return jax.eval_shape(lambda: masks.BlockMask(blocks=blocks, block_q=block_q, block_kv=block_kv))
+
+
 MASKS = {
     "blocks_128": lambda: block_mask(128, 128),
     "blocks_64": lambda: block_mask(64, 64),
@@ -22,6 +24,7 @@ MASKS = {
     "streaming": lambda: masks.streaming_heads([0, 3], num_first=4, num_recent=256),
     "big_bird": masks.BigBird,
     "dilated": lambda: masks.Dilated(64, 4),
+    "blocks_of_all_queries": lambda: block_mask(None, 64),
     "blocks_32": lambda: block_mask(32, 32),
     "vertical_slash": lambda: jax.eval_shape(
         lambda: masks.VerticalSlash(
@@ -38,6 +41,7 @@ MASKS = {
 SPECS = {
     "plain": {},
     "window_sinks": {"window": (4095, 0), "has_sinks": True},
+    "encoder": {"causal": False},
     "cap_alibi": {"soft_cap": 30.0, "has_alibi": True},
 }
 
@@ -63,14 +67,10 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
 
 def aot_cases():
     """Name -> function and abstract arguments."""
-    cases = {f"{mask}-plain-16-128": case(mask, 16, 128) for mask in MASKS}
-    cases |= {
-        f"blocks_128-{name}-16-128": case("blocks_128", 16, 128, **spec) for name, spec in SPECS.items()
+    every = [(mask, "plain", 16, 128) for mask in MASKS] + [(mask, "encoder", 64, 64) for mask in MASKS]
+    every += [("blocks_128", spec, 16, 128) for spec in SPECS]
+    every += [(mask, spec, 64, 64) for mask in ("local_strided", "vertical_slash") for spec in SPECS]
+    return {
+        f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
+        for mask, spec, block_size, head_dim in every
     }
-    cases |= {
-        f"local_strided-{name}-64-64": case("local_strided", 64, 64, **spec) for name, spec in SPECS.items()
-    }
-    cases |= {
-        f"vertical_slash-{name}-64-64": case("vertical_slash", 64, 64, **spec) for name, spec in SPECS.items()
-    }
-    return cases
