@@ -163,14 +163,14 @@ class Warpgroup:
             return tile.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
 
         def wide(end: Any) -> Any:
-            return (
-                self.wide(plgpu.layout_cast(end, ROW).astype(f32), s.shape) if end.ndim else end.astype(f32)
-            )
+            is_row = end.ndim > 0
+            return self.wide(plgpu.layout_cast(end, ROW).astype(f32), s.shape) if is_row else end.astype(f32)
 
+        low, high = wide(low), wide(high)
         keys = self.columns()
-        sees = keys < wide(high)
+        sees = keys < high
         if has_low:
-            sees = sees & (keys >= wide(low))
+            sees = sees & (keys >= low)
         if mask is not None:
             sees = sees & mask.sees(tile, stored)
         return jnp.where(sees, s, -jnp.inf)
