@@ -7,17 +7,12 @@ and writes them to where the counts of those before it say.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.shared.lanes import address, thread_of_block
-from pallas_kernels.shared.thread_block import THREADS, WARPGROUPS, WARPS, sum_before, wait_for_all
+from pallas_kernels.shared.thread_block import THREADS, WARPS, run_program, sum_before, wait_for_all
 
 MAX_LEN = 16 * THREADS  # of a list: it stays in registers
 LOG_BINS = 11  # two bins a thread
@@ -43,6 +38,7 @@ def run(
     scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -max_blocks % VECTOR)))
     padded = scores.shape[2]
     code = program(
+        heads=heads,
         stride=padded,
         max_blocks=max_blocks,
         each=-(-padded // (THREADS * VECTOR)) * VECTOR,
@@ -51,53 +47,43 @@ def run(
         num_recent=num_recent,
     )
 
-    def body(scores_g, len_g, least_g, ids_g, counts_g, words_s):  # type: ignore[no-untyped-def]
-        row, req = lax.axis_index("req") * heads + lax.axis_index("head"), lax.axis_index("req")
-        refs = scores_g, len_g, least_g, ids_g, counts_g, words_s
-        scalar = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar), return_type=())
-        def choose(_: Any, *args: Any) -> None:
-            *in_global, words, row, req = args
-            pointers = [*map(utils.memref_ptr, in_global), address(words)]
-            scalars = row.registers.item(), req.registers.item(), thread_of_block()
-            utils.inline_ptx(code, *pointers, *scalars, has_side_effects=True, convergent=True)
-
-        choose(*refs, row, req)
-
-    kernel = plgpu.kernel(
-        body,
+    return run_program(
+        code,
+        (scores, seq_lens),
+        name="best_blocks",
         out_type=(
             jax.ShapeDtypeStruct((reqs, heads), jnp.float32),
             jax.ShapeDtypeStruct((reqs, heads, max_blocks), jnp.int32),
             jax.ShapeDtypeStruct((reqs, heads), jnp.int32),
         ),
-        scratch_types=[plgpu.SMEM((WORDS,), jnp.int32)],
-        grid=(reqs, heads),
-        grid_names=("req", "head"),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        kernel_name="best_blocks",
+        words=WORDS,
+        grid=(reqs * heads,),
     )
-    return kernel(scores, seq_lens)
 
 
 def program(
-    *, stride: int, max_blocks: int, each: int, block_size: int, num_selected: int, num_recent: int
+    *,
+    heads: int,
+    stride: int,
+    max_blocks: int,
+    each: int,
+    block_size: int,
+    num_selected: int,
+    num_recent: int,
 ) -> str:
     """PTX of a thread.
 
     Operands: $0 to $4 the addresses of the scores, the requests' lengths, the least scores, the ids and the
-    counts, $5 that of shared memory, $6 the list's number, $7 the request's, $8 the thread's.
+    counts, $5 that of shared memory; the numbers of the list and the thread.
     """
     mine = range(each)
     lines = [
         f".reg .b32 k<{each}>, lane, warp, num, recent, live, want, lo, hi, range, shift, x, y, bin, sum;",
         ".reg .b32 own, before, low_bin, high_bin, found, above, count, chosen, first, least, top;",
         ".reg .b64 at, out; .reg .f32 f; .reg .pred p, q, is_first;",
-        "and.b32 lane, $8, 31; shr.u32 warp, $8, 5; setp.eq.u32 is_first, lane, 0;",
-        f"mul.lo.u32 first, $8, {each};",
-        "mad.wide.u32 at, $7, 4, $1; ld.global.b32 num, [at];",
+        "and.b32 lane, $7, 31; shr.u32 warp, $7, 5; setp.eq.u32 is_first, lane, 0;",
+        f"mul.lo.u32 first, $7, {each};",
+        f"div.u32 x, $6, {heads}; mad.wide.u32 at, x, 4, $1; ld.global.b32 num, [at];",
         f"mad.wide.u32 at, $6, {stride * 4}, $0; mad.wide.u32 at, first, 4, at;",
         *(f"mov.b32 k{n}, 0;" for n in mine),
         *(
@@ -105,7 +91,7 @@ def program(
             f"@p ld.global.v4.b32 {{k{n}, k{n + 1}, k{n + 2}, k{n + 3}}}, [at + {4 * n}];"
             for n in range(0, each, VECTOR)
         ),
-        "mad.lo.u32 y, $8, 8, $5; st.shared.v2.b32 [y], {0, 0};",
+        "mad.lo.u32 y, $7, 8, $5; st.shared.v2.b32 [y], {0, 0};",
         # -0 becomes 0, so that integers are equal where scores are.
         *(
             f"mov.b32 f, k{n}; add.f32 f, f, 0f00000000; mov.b32 k{n}, f; "
@@ -132,7 +118,7 @@ def program(
         ),
         *wait_for_all(),
         # From the largest bin down: thread t has the bins 2 t and 2 t + 1 from the end.
-        f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $8; sub.u32 bin, bin, $8; mad.lo.u32 y, bin, 4, $5;",
+        f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $7; sub.u32 bin, bin, $7; mad.lo.u32 y, bin, 4, $5;",
         "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;",
         *sum_before("$5", TOTALS * 4),
         # Every bin has been read: the next round finds them empty.
@@ -164,7 +150,7 @@ def program(
             "@p st.global.b32 [out], x; @p add.u64 out, out, 4;"
             for n in mine
         ),
-        f"setp.ne.u32 p, $8, {THREADS - 1}; @p bra DONE;",
+        f"setp.ne.u32 p, $7, {THREADS - 1}; @p bra DONE;",
         "mad.wide.u32 at, $6, 4, $4; st.global.b32 [at], count;",
         "shr.s32 x, least, 31; not.b32 x, x; or.b32 x, x, 0x80000000; xor.b32 least, least, x;",
         "mad.wide.u32 at, $6, 4, $2; st.global.b32 [at], least;",

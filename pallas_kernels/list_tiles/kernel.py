@@ -4,18 +4,13 @@ XLA took five kernels and a cumulative sum for the same: 20 us of a decode step,
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, UInt
 
 from pallas_kernels.list_tiles.codes import FIRST_PART, PART_SHIFT, SEEN, WHOLE, Lists
-from pallas_kernels.shared.lanes import add, address, const, i32, lane_and_warp, times
+from pallas_kernels.shared.thread_block import run_program
 
 LANES, WARPS = 32, 4
 WORD_BYTES = 4
@@ -30,54 +25,40 @@ def kernel(codes: UInt[Array, "lists tiles"]) -> Lists:
     words = -(-tiles // (LANES * warps * per_word))  # of a lane
     codes = jnp.pad(codes, ((0, 0), (0, LANES * warps * words * per_word - tiles)))
     counts = jax.ShapeDtypeStruct((lists,), jnp.int32)
-    code = program(tiles=tiles, words=words, per_word=per_word, warps=warps)
+    code = program(lists=lists, tiles=tiles, words=words, per_word=per_word, warps=warps)
 
-    def body(codes_g, entries_g, num_partial_g, num_full_g, sums_s):  # type: ignore[no-untyped-def]
-        group = lax.axis_index("group")
-        refs = codes_g, entries_g, num_partial_g, num_full_g, sums_s
-        types = (*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT(()))
-
-        @plgpu.inline_mgpu(arg_types=types, return_type=())
-        def make_lists(_: Any, *args: Any) -> None:
-            *in_global, sums, group = args
-            pointers = [*map(utils.memref_ptr, in_global), address(sums)]
-            lane, warp = lane_and_warp()
-            number, nth = group.registers.item(), add(times(warp, LANES), lane)
-            if warps == 1:
-                number, nth = add(times(number, WARPS), warp), lane
-            is_list = arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.slt, number, const(lists)))
-            utils.inline_ptx(code, *pointers, number, nth, is_list, has_side_effects=True, convergent=True)
-
-        make_lists(*refs, group)
-
-    run = plgpu.kernel(
-        body,
+    listed = run_program(
+        code,
+        (codes,),
+        name="list_tiles",
         out_type=(jax.ShapeDtypeStruct((lists, tiles), jnp.int32), counts, counts),
-        scratch_types=[plgpu.SMEM((WARPS,), jnp.int32)],
+        words=WARPS,
         grid=(-(-lists * warps // WARPS),),
-        grid_names=("group",),
-        kernel_name="list_tiles",
+        warpgroups=1,
     )
-    return Lists(*run(codes))
+    return Lists(*listed)
 
 
-def program(*, tiles: int, words: int, per_word: int, warps: int) -> str:
+def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) -> str:
     """PTX of a lane.
 
     Operands: $0 to $3 the addresses of the codes, the entries and the two counts, $4 that of a word of shared
-    memory for each warp, $5 the list's number, $6 the lane's among those of the list, $7 whether there is
-    such a list.
+    memory for each warp; the numbers of the thread block and the thread. From them the list's number, and
+    nth, the lane's among those of the list.
     """
     bits = 8 * WORD_BYTES // per_word
     mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(per_word)):#x}"
     mine, lanes = range(words), LANES * warps
     lines = [
-        f".reg .b32 c<{words}>, t<{WARPS}>, sum, all, x, before, partial, full, entry;",
+        f".reg .b32 c<{words}>, t<{WARPS}>, sum, all, x, before, partial, full, entry, number, nth;",
         ".reg .b64 at, out, to; .reg .pred p, is_whole, is_seen;",
-        "setp.eq.u32 p, $7, 0; @p bra DONE;",
-        f"mad.wide.u32 at, $5, {lanes * words * WORD_BYTES}, $0;",
-        f"mad.wide.u32 at, $6, {words * WORD_BYTES}, at;",
-        f"mad.wide.u32 out, $5, {tiles * 4}, $1;",
+        f"shr.u32 x, $6, 5; mad.lo.u32 number, $5, {WARPS}, x; and.b32 nth, $6, {LANES - 1};"
+        if warps == 1
+        else "mov.b32 number, $5; mov.b32 nth, $6;",
+        f"setp.ge.u32 p, number, {lists}; @p bra DONE;",
+        f"mad.wide.u32 at, number, {lanes * words * WORD_BYTES}, $0;",
+        f"mad.wide.u32 at, nth, {words * WORD_BYTES}, at;",
+        f"mad.wide.u32 out, number, {tiles * 4}, $1;",
         *_loads(words),
         # Tiles seen are counted in the lower half of a register, those seen whole in the upper.
         "mov.b32 sum, 0;",
@@ -96,20 +77,21 @@ def program(*, tiles: int, words: int, per_word: int, warps: int) -> str:
         *(_over_warps() if warps > 1 else ()),
         # all = seen, partial = seen less whole.
         "shr.u32 full, all, 16; and.b32 all, all, 0xffff; sub.u32 all, all, full;",
-        "mad.wide.u32 to, $5, 4, $2; setp.eq.u32 p, $6, 0; @p st.global.b32 [to], all;",
-        "mad.wide.u32 to, $5, 4, $3; @p st.global.b32 [to], full;",
+        "mad.wide.u32 to, number, 4, $2; setp.eq.u32 p, nth, 0; @p st.global.b32 [to], all;",
+        "mad.wide.u32 to, number, 4, $3; @p st.global.b32 [to], full;",
         "shr.u32 full, before, 16; and.b32 partial, before, 0xffff; sub.u32 partial, partial, full;",
         "add.u32 full, full, all; sub.u32 partial, all, partial; sub.u32 partial, partial, 1;",
     ]
     for word in mine:
         lines.append(f"setp.eq.u32 p, c{word}, 0; @p bra AFTER{word};")
-        for nth in range(per_word):
-            bit = nth * bits
+        for place in range(per_word):
+            bit = place * bits
             lines += [
                 f"and.b32 x, c{word}, {1 << (bit + SEEN):#x}; setp.ne.u32 is_seen, x, 0;",
                 f"and.b32 x, c{word}, {1 << (bit + WHOLE):#x}; setp.ne.and.u32 is_whole, x, 0, is_seen;",
                 f"bfe.u32 x, c{word}, {bit + FIRST_PART}, {bits - FIRST_PART}; shl.b32 x, x, {PART_SHIFT};",
-                f"mad.lo.u32 entry, $6, {words * per_word}, {word * per_word + nth}; or.b32 entry, entry, x;",
+                f"mad.lo.u32 entry, nth, {words * per_word}, {word * per_word + place}; "
+                "or.b32 entry, entry, x;",
                 "selp.b32 x, full, partial, is_whole;",
                 "mad.wide.u32 to, x, 4, out; @is_seen st.global.b32 [to], entry;",
                 "@is_whole add.u32 full, full, 1; @is_whole add.u32 partial, partial, 1;",
@@ -131,8 +113,8 @@ def _loads(words: int) -> Iterator[str]:
 def _over_warps() -> Iterator[str]:
     """Adds what the warps before this one have counted, and what all have."""
     totals = [f"t{n}" for n in range(WARPS)]
-    yield "shr.u32 x, $6, 5; mad.lo.u32 x, x, 4, $4; st.shared.b32 [x], all; bar.sync 1, 128;"
+    yield "shr.u32 x, nth, 5; mad.lo.u32 x, x, 4, $4; st.shared.b32 [x], all; bar.sync 1, 128;"
     yield f"ld.shared.v4.b32 {{{', '.join(totals)}}}, [$4]; mov.b32 all, 0;"
     for n, total in enumerate(totals):
-        yield f"setp.gt.u32 p, $6, {LANES * (n + 1) - 1}; @p add.u32 before, before, {total};"
+        yield f"setp.gt.u32 p, nth, {LANES * (n + 1) - 1}; @p add.u32 before, before, {total};"
         yield f"add.u32 all, all, {total};"

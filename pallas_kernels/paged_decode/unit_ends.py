@@ -1,15 +1,10 @@
 """Running sums of the units of lists: where each row of a schedule ends, by one thread block."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from pallas_kernels.shared.lanes import address, thread_of_block
-from pallas_kernels.shared.thread_block import THREADS, WARPGROUPS, WARPS, sum_before
+from pallas_kernels.shared.thread_block import THREADS, WARPS, run_program, sum_before
 
 
 def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[Array, " rows"]:
@@ -27,24 +22,8 @@ def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32
 
     def by_kernel(counts: jax.Array) -> jax.Array:
         code = program(rows=counts.shape[0], listed=listed, unit=unit)
-
-        def body(*refs):  # type: ignore[no-untyped-def]
-            @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(refs), return_type=())
-            def add_up(_: Any, counts_g: Any, ends_g: Any, words_s: Any) -> None:
-                pointers = utils.memref_ptr(counts_g), utils.memref_ptr(ends_g), address(words_s)
-                utils.inline_ptx(code, *pointers, thread_of_block(), has_side_effects=True, convergent=True)
-
-            add_up(*refs)
-
-        run = plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct(counts.shape, jnp.int32),
-            scratch_types=[plgpu.SMEM((WARPS,), jnp.int32)],
-            num_threads=WARPGROUPS,
-            thread_name="warpgroup",
-            kernel_name="unit_ends",
-        )
-        return run(counts)
+        like_counts = jax.ShapeDtypeStruct(counts.shape, jnp.int32)
+        return run_program(code, (counts,), name="unit_ends", out_type=(like_counts,), words=WARPS)[0]
 
     return jax.lax.platform_dependent(counts, cuda=by_kernel, default=by_xla)
 
@@ -52,15 +31,15 @@ def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32
 def program(*, rows: int, listed: int, unit: int) -> str:
     """PTX of a thread, which has neighbouring rows.
 
-    Operands: $0 and $1 the addresses of the counts and the ends, $2 that of shared memory, $3 the thread.
+    Operands: $0 and $1 the addresses of the counts and the ends, $2 that of shared memory; $4 the thread.
     """
     each = range(-(-rows // THREADS))
     is_row = lambda n: f"add.u32 x, first, {n}; setp.lt.u32 p, x, {rows};"
     lines = [
         f".reg .b32 u<{len(each)}>, lane, warp, x, sum, top, own, before, first;",
         ".reg .b64 at; .reg .pred p, is_first;",
-        "and.b32 lane, $3, 31; shr.u32 warp, $3, 5; setp.eq.u32 is_first, lane, 0;",
-        f"mul.lo.u32 first, $3, {len(each)}; mov.b32 own, 0; mad.wide.u32 at, first, 4, $0;",
+        "and.b32 lane, $4, 31; shr.u32 warp, $4, 5; setp.eq.u32 is_first, lane, 0;",
+        f"mul.lo.u32 first, $4, {len(each)}; mov.b32 own, 0; mad.wide.u32 at, first, 4, $0;",
         *(f"{is_row(n)} mov.b32 u{n}, 0; @p ld.global.b32 u{n}, [at + {4 * n}];" for n in each),
         *(
             f"mad.lo.u32 u{n}, u{n}, {listed}, {unit - 1}; div.u32 u{n}, u{n}, {unit}; "

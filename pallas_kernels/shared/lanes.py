@@ -56,11 +56,6 @@ def lane_and_warp() -> tuple[Any, Any]:
     return arith.andi(thread, const(31)), arith.andi(arith.shrui(thread, const(5)), const(3))
 
 
-def thread_of_block() -> Any:
-    """The thread's number among all of the thread block."""
-    return utils.thread_idx()
-
-
 def lane_row_and_pair() -> tuple[Any, Any]:
     """G and t of a fragment."""
     lane, _ = lane_and_warp()

@@ -1,13 +1,72 @@
-"""Pieces of PTX programs whose 1,024 threads count together.
+"""Kernels that are one PTX program, and pieces of those whose 1,024 threads count together.
 
-Registers that they use: lane, warp, x, sum, top, the predicates p and is_first, which is set in lane 0.
+Registers that the pieces use: lane, warp, x, sum, top, the predicates p and is_first, which is set in lane 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.lanes import address
 
 WARPGROUPS = 8
 THREADS = 128 * WARPGROUPS
 WARPS = THREADS // 32
+
+
+def run_program(
+    code: str,
+    arrays: Sequence[jax.Array],
+    *,
+    name: str,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    words: int,
+    grid: tuple[int, ...] = (1,),
+    warpgroups: int = WARPGROUPS,
+) -> Any:
+    """What a PTX program stores. It has no interpreted form.
+
+    Args:
+        code: What a thread does. Its operands, from $0 on: the addresses of the arrays, those of the results,
+            that of shared memory; the thread block's number in each dimension of the grid, the thread's.
+        arrays: In global memory.
+        name: The kernel's.
+        out_type: Of the results.
+        words: Of 32 bits, of shared memory.
+        grid: Thread blocks.
+        warpgroups: Of a thread block.
+    """
+    axes = [f"axis{n}" for n in range(len(grid))]
+
+    def body(*refs: Any) -> None:
+        scalar = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[scalar] * len(grid)), return_type=())
+        def run(_: Any, *args: Any) -> None:
+            *in_global, shared = args[: len(refs)]
+            pointers = [*map(utils.memref_ptr, in_global), address(shared)]
+            numbers = [x.registers.item() for x in args[len(refs) :]]
+            operands = *pointers, *numbers, utils.thread_idx()
+            utils.inline_ptx(code, *operands, has_side_effects=True, convergent=True)
+
+        run(*refs, *map(lax.axis_index, axes))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        scratch_types=[plgpu.SMEM((words,), jnp.int32)],
+        grid=grid,
+        grid_names=tuple(axes),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+    )
+    return kernel(*arrays)
 
 
 def wait_for_all() -> Iterator[str]:

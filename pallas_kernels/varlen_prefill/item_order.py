@@ -5,16 +5,10 @@ have each of them, and sums over warps and lengths say where a warp's items of a
 pairs, 7 us for 8 sets of 1,028 items and 186 us for 8,196, and put rows in their places by two more kernels.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.lanes import address, thread_of_block
-from pallas_kernels.shared.thread_block import THREADS, WARPGROUPS, WARPS, sum_before, wait_for_all
+from pallas_kernels.shared.thread_block import THREADS, WARPS, run_program, sum_before, wait_for_all
 
 MAX_ITEMS = 2**16 - 1  # of a set: counts have 16 bits
 MAX_LEN = 2800  # of a list: the counts of all lengths fit shared memory
@@ -55,33 +49,14 @@ def sorted_items(
     sizes = {"heads": heads, "per_set": heads // sets, "sets": sets, "parts": max(CTAS // sets, 1)}
     code = program(tiles=tiles, width=width, columns=columns, max_len=max_len, **sizes)
 
-    def body(*refs):  # type: ignore[no-untyped-def]
-        where = lax.axis_index("set"), lax.axis_index("part")
-        scalar = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar), return_type=())
-        def sort(_: Any, *args: Any) -> None:
-            *in_global, words, number, part = args
-            pointers = [*map(utils.memref_ptr, in_global), address(words)]
-            scalars = number.registers.item(), part.registers.item(), thread_of_block()
-            utils.inline_ptx(code, *pointers, *scalars, has_side_effects=True, convergent=True)
-
-        sort(*refs, *where)
-
-    run = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((lists, width), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-        ),
-        scratch_types=[plgpu.SMEM((_totals(max_len) // 4 + WARPS,), jnp.int32)],
+    return run_program(
+        code,
+        (table, num_live, entries, num_partial, num_full),
+        name="sorted_items",
+        out_type=(jax.ShapeDtypeStruct((lists, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)),
+        words=_totals(max_len) // 4 + WARPS,
         grid=(sets, sizes["parts"]),
-        grid_names=("set", "part"),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        kernel_name="sorted_items",
     )
-    return run(table, num_live, entries, num_partial, num_full)
 
 
 def _totals(max_len: int) -> int:
