@@ -232,7 +232,7 @@ class Step:
         wanted: float | None,
     ) -> None:
         """Adds a row with its ratios to the dense kernel's time."""
-        density = self.density(mask)
+        density = masks.density(mask, self.tokens, self.tokens, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS)
         ideal = dense_us * density
         rows.add(
             name=name,
@@ -245,19 +245,6 @@ class Step:
             of_ideal=ideal / times["us"],
             kernel_of_ideal=ideal / times["kernel_us"],
         )
-
-    def density(self, mask: Mask) -> float:
-        """Visible pairs over causal pairs, of a sample of the queries."""
-        queries = jnp.arange(0, self.tokens, max(self.tokens // 1024, 1), dtype=jnp.int32) + 3
-        queries = jnp.minimum(queries, self.tokens - 1)
-
-        seen = self.counted(mask, queries)
-        return float(seen.astype(jnp.float32).sum() / (queries + 1).astype(jnp.float32).sum() / Q_HEADS)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def counted(self, mask: Mask, queries: jax.Array) -> jax.Array:
-        """Keys that each of the queries sees, all heads together."""
-        return jax.lax.map(lambda query: self.sees(mask, query[None]).sum(dtype=jnp.int32), queries)
 
     def sees(self, mask: Mask | None, queries: jax.Array) -> jax.Array:
         """[q_heads, queries, tokens]: causal, and the mask."""

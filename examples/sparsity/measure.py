@@ -20,7 +20,6 @@ from jattn.models import Decoder
 
 REPEATS = 5
 CALLS = 10  # in flight together, so that on a GPU the time is the kernels'
-SAMPLED = 512  # queries whose keys are counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,9 @@ def timed(
         out = [step(*arrays) for _ in range(CALLS)]
         out[-1].block_until_ready()
         times.append((time.perf_counter() - start) / CALLS)
-    return Speed(name, 1e3 * statistics.median(times), float(density_of(mask, tokens, spec)))
+    num_q, num_kv = spec.num_q_heads, spec.num_kv_heads
+    density = masks.density(mask, tokens, tokens, num_q_heads=num_q, num_kv_heads=num_kv)
+    return Speed(name, 1e3 * statistics.median(times), density)
 
 
 def first_that_serves(spec: jattn.AttentionSpec, arrays: Any) -> tuple[str, Any]:
@@ -150,17 +151,3 @@ def first_that_serves(spec: jattn.AttentionSpec, arrays: Any) -> tuple[str, Any]
         except NotImplementedError:
             continue
     raise AssertionError("the reference serves everything")
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def density_of(mask: Mask, tokens: int, spec: jattn.AttentionSpec) -> Array:
-    """Pairs seen over causal pairs, of queries as far apart as the sample needs."""
-    queries = jnp.arange(tokens - 1, -1, -max(tokens // SAMPLED, 1), dtype=jnp.int32)
-    heads = jnp.arange(spec.num_q_heads, dtype=jnp.int32)[:, None]
-    keys = jnp.arange(tokens, dtype=jnp.int32)[None, :]
-
-    def seen(query: Array) -> Array:
-        pairs = masks.Pairs(heads, jnp.int32(0), query, keys, (spec.num_q_heads, spec.num_kv_heads))
-        return (mask.sees(pairs) & (keys <= query)).mean(axis=0).sum()
-
-    return jax.lax.map(seen, queries).sum() / (queries + 1).astype(jnp.float32).sum()

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jaxtyping import Array, Bool, Int32
 
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
+
+GOLDEN_RATIO = 0.6180339887
 
 
 class Pairs(NamedTuple):
@@ -184,20 +187,85 @@ def dense(
         ValueError: There are more queries than keys.
     """
     require(query_len <= seq_len, "query_len", f"be at most seq_len ({seq_len})", query_len)
-    axis = lambda start, stop, shape: jnp.arange(start, stop, dtype=jnp.int32).reshape(shape)
+    queries = jnp.arange(seq_len - query_len, seq_len, dtype=jnp.int32)
+    heads = num_q_heads, num_kv_heads or num_q_heads
+    return _seen(mask, queries, seq_len, heads, row=row, is_prefill=is_prefill)
+
+
+def density(
+    mask: Mask,
+    query_len: int,
+    seq_len: int,
+    *,
+    num_q_heads: int = 1,
+    num_kv_heads: int | None = None,
+    row: int = 0,
+    is_prefill: bool = True,
+    max_queries: int = 1024,
+) -> float:
+    """The share that the mask has of the pairs that causality allows, of a request as dense's.
+
+    Args:
+        mask: The mask.
+        query_len: Queries of the request, its last tokens.
+        seq_len: Its keys.
+        num_q_heads: Query heads; all count.
+        num_kv_heads: Default as many.
+        row: The request's row of the batch.
+        is_prefill: Whether its queries stand in the prefill region.
+        max_queries: Of more queries so many are looked at, one in each of so many equal parts of them.
+
+    Raises:
+        ValueError: There are no queries or more than keys, or max_queries is less than 1.
+    """
+    is_some = 1 <= query_len <= seq_len
+    require(is_some, "query_len", f"be at least 1 and at most seq_len ({seq_len})", query_len)
+    require(max_queries >= 1, "max_queries", "be at least 1", max_queries)
+    places = np.arange(min(query_len, max_queries))
+    if query_len > max_queries:
+        # Each at another place in its part, or blocks would be looked at always in the same of their rows.
+        places = ((places + places * GOLDEN_RATIO % 1) * (query_len / max_queries)).astype(int)
+    queries = jnp.asarray(seq_len - query_len + places, jnp.int32)
+    heads = num_q_heads, num_kv_heads or num_q_heads
+    seen = _num_seen(mask, queries, jnp.int32(row), seq_len=seq_len, num_heads=heads, is_prefill=is_prefill)
+    return float(np.asarray(seen, np.float64).sum() / np.asarray(queries + 1, np.float64).sum() / num_q_heads)
+
+
+@functools.partial(jax.jit, static_argnames=("seq_len", "num_heads", "is_prefill"))
+def _num_seen(
+    mask: Mask,
+    queries: Int32[Array, " queries"],
+    row: Int32[Array, ""],
+    *,
+    seq_len: int,
+    num_heads: tuple[int, int],
+    is_prefill: bool,
+) -> Int32[Array, " queries"]:
+    """How many keys up to its own place each of the queries sees, all heads together."""
+
+    def of_one(query: Array) -> Array:
+        seen = _seen(mask, query[None], seq_len, num_heads, row=row, is_prefill=is_prefill)
+        return (seen & (jnp.arange(seq_len, dtype=jnp.int32)[None, None] <= query)).sum(dtype=jnp.int32)
+
+    return jax.lax.map(of_one, queries)
+
+
+def _seen(
+    mask: Mask,
+    queries: Int32[Array, " queries"],
+    seq_len: int,
+    num_heads: tuple[int, int],
+    *,
+    row: int | Int32[Array, ""],
+    is_prefill: bool,
+) -> Bool[Array, "q_heads queries keys"]:
+    """Which of a request's keys the queries at these positions see."""
     pairs = Pairs(
-        head=axis(0, num_q_heads, (-1, 1, 1)),
+        head=jnp.arange(num_heads[0], dtype=jnp.int32)[:, None, None],
         row=jnp.full((1, 1, 1), row, jnp.int32),
-        query=axis(seq_len - query_len, seq_len, (1, -1, 1)),
-        key=axis(0, seq_len, (1, 1, -1)),
-        num_heads=(num_q_heads, num_kv_heads or num_q_heads),
+        query=queries[None, :, None],
+        key=jnp.arange(seq_len, dtype=jnp.int32)[None, None, :],
+        num_heads=num_heads,
         is_prefill=is_prefill,
     )
-    return jnp.broadcast_to(mask.sees(pairs), (num_q_heads, query_len, seq_len))
-
-
-def density(mask: Mask, query_len: int, seq_len: int, *, num_q_heads: int = 1, **options: Any) -> float:
-    """The share that the mask has of the pairs that causality allows; options are dense's."""
-    seen = dense(mask, query_len, seq_len, num_q_heads=num_q_heads, **options)
-    causal = jnp.tri(query_len, seq_len, seq_len - query_len, dtype=bool)[None]
-    return float((seen & causal).sum() / (causal.sum() * num_q_heads))
+    return jnp.broadcast_to(mask.sees(pairs), (num_heads[0], queries.shape[0], seq_len))

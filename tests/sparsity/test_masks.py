@@ -81,6 +81,35 @@ def test_density_is_counted_against_causality():
     assert masks.density(masks.OnlyHeads((0,)), 3, 9, num_q_heads=4) == 0.25
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.LocalStrided(block_size=16, local_blocks=2, vert_stride=4),
+        masks.BlockMask(blocks=np.random.default_rng(0).random((4, 64, 64)) < 0.3, block_q=32, block_kv=32),
+        masks.Document(ids=np.arange(2048) // 300),
+    ],
+)
+def test_density_of_some_queries_is_nearly_that_of_all(mask):
+    heads = {"num_q_heads": 4, "num_kv_heads": 2}
+    exact = masks.density(mask, 2048, 2048, max_queries=2048, **heads)
+    seen = np.asarray(masks.dense(mask, 2048, 2048, **heads)) & np.tri(2048, dtype=bool)
+    assert exact == pytest.approx(seen.sum() / (4 * 2048 * 2049 / 2))
+    assert masks.density(mask, 2048, 2048, max_queries=128, **heads) == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ((5, 4), {}, "query_len must be at least 1 and at most seq_len .4., got 5"),
+        ((0, 4), {}, "query_len must be .* got 0"),
+        ((2, 4), {"max_queries": 0}, "max_queries must be at least 1, got 0"),
+    ],
+)
+def test_density_of_nothing_is_refused(sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        masks.density(masks.Causal(), *sizes, **options)
+
+
 def test_masks_without_arrays_are_values():
     one = masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
     assert one == masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
