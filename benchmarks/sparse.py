@@ -66,9 +66,7 @@ def prefill(rows: Rows, tokens: list[str], blocks: list[int], densities: list[fl
         for block in blocks:
             for density in densities:
                 mask = random_blocks(step.tokens, block, density)
-                for case, is_planned in (("blocks", False), ("planned_blocks", True)):
-                    case = f"{case}_{block}_{name}"
-                    step.row(rows, case, mask, dense_us, wanted=density, is_planned=is_planned)
+                step.add(rows, f"blocks_{block}_{name}", mask, dense_us, wanted=density)
 
 
 def pooled(rows: Rows, tokens: list[str]) -> None:
@@ -77,7 +75,7 @@ def pooled(rows: Rows, tokens: list[str]) -> None:
         step = Step(TOKENS[name])
         dense_us = step.add_dense(rows, f"dense_{name}")
         for mass in SHARES:
-            step.row_of_chosen(rows, f"pooled_128_{name}", mass, dense_us)
+            step.add_chosen(rows, f"pooled_128_{name}", mass, dense_us)
 
 
 def local_strided(rows: Rows) -> None:
@@ -85,8 +83,7 @@ def local_strided(rows: Rows) -> None:
     step = Step(32768)
     dense_us = step.add_dense(rows, "dense_32k")
     mask = masks.LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
-    step.row(rows, "local_strided_32k", mask, dense_us)
-    step.row(rows, "planned_local_strided_32k", mask, dense_us, is_planned=True)
+    step.add(rows, "local_strided_32k", mask, dense_us)
 
 
 def vertical_slash(rows: Rows, tokens: list[str]) -> None:
@@ -96,8 +93,7 @@ def vertical_slash(rows: Rows, tokens: list[str]) -> None:
         dense_us = step.add_dense(rows, f"dense_{name}")
         for case, column_run in (("vertical_slash", COLUMN_RUN), ("scattered_vertical_slash", 1)):
             mask = slashed(step.tokens, column_run)
-            step.row(rows, f"{case}_{name}", mask, dense_us)
-            step.row(rows, f"planned_{case}_{name}", mask, dense_us, is_planned=True)
+            step.add(rows, f"{case}_{name}", mask, dense_us)
             if step.tokens == 16384 and column_run > 1:
                 _, times = kernel_times(
                     step.by_xla, step.query, step.cache, step.metadata, mask, iterations=2
@@ -196,28 +192,20 @@ class Step:
         kernel = sum(us for name, us in times["kernels_us"].items() if "varlen_prefill" in name)
         return times | {"kernel_us": kernel, "max_error": error}
 
-    def row(
-        self,
-        rows: Rows,
-        name: str,
-        mask: Mask,
-        dense_us: float,
-        *,
-        wanted: float | None = None,
-        is_planned: bool = False,
-    ) -> None:
-        """One row: `of_ideal` is the dense time's share that the visible pairs are, over the time taken.
+    def add(self, rows: Rows, name: str, mask: Mask, dense_us: float, *, wanted: float | None = None) -> None:
+        """Two rows: `of_ideal` is the dense time's share that the visible pairs are, over the time taken.
 
         Planned, the lists are made once for all layers of a step, and their time is not counted.
         """
-        try:
-            times = self.measured(mask, is_planned=is_planned)
-        except Exception as error:  # the other rows still count
-            print(f"{name} {wanted}: {type(error).__name__}: {error}"[:500], flush=True)
-            return
-        self.compare(rows, name, mask, dense_us, times, wanted)
+        for case, is_planned in ((name, False), (f"planned_{name}", True)):
+            try:
+                times = self.measured(mask, is_planned=is_planned)
+            except Exception as error:  # the other rows still count
+                print(f"{case} {wanted}: {type(error).__name__}: {error}"[:500], flush=True)
+                continue
+            self.compare(rows, case, mask, dense_us, times, wanted)
 
-    def row_of_chosen(self, rows: Rows, name: str, mass: float, dense_us: float) -> None:
+    def add_chosen(self, rows: Rows, name: str, mass: float, dense_us: float) -> None:
         """One row whose mask is chosen in the same call."""
         (out, mask), times = self.timed(functools.partial(self.run_chosen, mass))
         self.compare(rows, name, mask, dense_us, self.checked(out, mask, times), mass)
