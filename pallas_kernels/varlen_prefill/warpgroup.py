@@ -146,16 +146,16 @@ class Warpgroup:
         has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         has_parts = self.shape.block_q is not None
         has_low = self.has_low_edge and edges is Edges.BOTH
+        has_row_low, has_row_high = self.has_window and has_low, has_high or has_parts
         # Ends of the request, or of each row; rows are numbered only where they have some of their own: for a
         # number that nobody uses Pallas finds no layout.
         low, high = 0 - first_key, item["seq_len"] - first_key
-        if has_high or has_parts or self.has_window:
+        if has_row_low or has_row_high:
             positions = self.positions(item)
             row_low, row_high = (x - first_key for x in key_range(score, positions, item["seq_len"]))
             if has_parts:
                 row_high = jnp.where(self.sees_tile(item, entry, positions), row_high, 0)
-            low = row_low if self.has_window and has_low else low
-            high = row_high if has_high or has_parts else high
+            low, high = row_low if has_row_low else low, row_high if has_row_high else high
         tile = self.pair_tile(item, entry)
         if mask is not None and mask.is_words:
             words = mask.sees(tile, stored)
