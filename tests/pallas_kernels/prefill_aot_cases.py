@@ -16,6 +16,7 @@ FEATURES = {
     "cap_alibi": {"soft_cap": 30.0, "has_alibi": True},
     "chunk_sqrt_alibi": {"chunk_size": 8192, "sqrt_alibi": True, "has_alibi": True},
     "cross_window": {"causal": False, "window": (100, 4)},
+    "cross_left_window": {"causal": False, "window": (100, None)},
     "cross": {"causal": False},
 }
 LOADERS = [("packed", None), *itertools.product(("NHD", "HND"), (8, 16, 64, 256))]
