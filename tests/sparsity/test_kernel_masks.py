@@ -26,6 +26,9 @@ class ArrayTile(PairTile):
     def queries(self):
         return jnp.arange(self.shape[0], dtype=jnp.int32) + self.first_query
 
+    def of_rows(self, x):
+        return jnp.full(self.shape[:1], x)
+
     def rows_from(self, ref, index, first):
         assert 0 <= int(first) <= ref.shape[-1] - self.shape[0]
         return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
