@@ -16,7 +16,6 @@ FEATURES = {
     "cap_alibi": {"soft_cap": 30.0, "has_alibi": True},
     "chunk_sqrt_alibi": {"chunk_size": 8192, "sqrt_alibi": True, "has_alibi": True},
     "cross_window": {"causal": False, "window": (100, 4)},
-    "cross_left_window": {"causal": False, "window": (100, None)},
     "cross": {"causal": False},
 }
 LOADERS = [("packed", None), *itertools.product(("NHD", "HND"), (8, 16, 64, 256))]
@@ -57,4 +56,7 @@ def aot_cases():
         found[f"d{head_dim}-alibi-packed-{dtype}"] = case(
             head_dim, "packed", None, jnp.dtype(dtype), has_alibi=True
         )
+    found["d128-cross_left_window-NHD16-bfloat16"] = case(
+        128, "NHD", 16, jnp.dtype("bfloat16"), causal=False, window=(100, None)
+    )
     return found
