@@ -100,7 +100,8 @@ class Chain(nnx.Module):
 
     def __call__(self, x: jax.Array, caches: Any, metadata: jattn.BatchMetadata) -> tuple[jax.Array, Any]:
         """A step's hidden states, and the caches."""
-        plan, positions, written = jattn.plan(metadata, self.spec), metadata.positions, []
+        plan = jattn.plan(metadata, self.spec, caches[0])
+        positions, written = metadata.positions, []
         for norm, layer, cache in zip(self.norms, self.layers, caches, strict=True):
             out, cache = layer(norm(x), cache, metadata, positions, plan)
             x = x + out
@@ -230,8 +231,7 @@ def measure_loop(rows: Rows, name: str, model: Decoder, batches: list[int]) -> N
 
     def step(params: Any, caches: Any, metadata: Any, tokens: Any) -> tuple[Any, Any]:
         module = nnx.merge(graphdef, params)
-        plan = jattn.plan(metadata, module.config.attention_specs)
-        hidden, caches = module(tokens, caches, metadata, plan=plan)
+        hidden, caches = module(tokens, caches, metadata, plan=module.plan(metadata, caches))
         return module.logits(hidden), caches
 
     sample = lambda logits, index: jnp.argmax(logits, axis=-1)

@@ -12,7 +12,7 @@ import jattn
 from benchmarks import sparse_decode
 from benchmarks.device_time import Rows, kernel_times
 from jattn import masks
-from jattn.implementations import mosaic_gpu, xla
+from jattn.implementations import xla
 from jattn.masks import Mask, Pairs
 from jattn.sparsity import select_prefill_blocks
 
@@ -148,11 +148,9 @@ class Step:
         shape = (blocks + 1, PAGE, KV_HEADS, HEAD_DIM)
         self.query = draw(0, (tokens, Q_HEADS, HEAD_DIM))
         self.cache = jattn.PagedCache(k=draw(1, shape), v=draw(2, shape))
-        attend = functools.partial(
-            mosaic_gpu.attend, spec=SPEC, return_lse=False, sinks=None, alibi_slopes=None
-        )
+        attend = functools.partial(jattn.attend, spec=SPEC, implementation="mosaic_gpu")
         self.run = jax.jit(
-            lambda query, kv, metadata, mask, plans: attend(query, kv, metadata, mask=mask, plans=plans)[0]
+            lambda query, kv, metadata, mask, plan: attend(query, kv, metadata, plan=plan, mask=mask)
         )
         self.by_xla = jax.jit(
             lambda query, kv, metadata, mask: xla.attend(
@@ -162,7 +160,7 @@ class Step:
 
         def choose_and_attend(mass: float, *step: Any) -> tuple[jax.Array, Mask]:
             mask = select_prefill_blocks(*step, SPEC, mass=mass, block_size=128)
-            return attend(*step, mask=mask)[0], mask
+            return attend(*step, mask=mask), mask
 
         self.run_chosen = jax.jit(choose_and_attend, static_argnums=0)
 
@@ -174,10 +172,8 @@ class Step:
 
     def measured(self, mask: Mask | None, *, is_planned: bool = False) -> dict[str, Any]:
         """Times of attention under a mask, whose result is checked."""
-        plans: Any = ()
-        if is_planned:
-            plans = jax.jit(mosaic_gpu.plan_prefill, static_argnums=1)(self.metadata, SPEC, mask)
-        out, times = self.timed(self.run, mask, plans)
+        plan = jattn.plan(self.metadata, SPEC, self.cache, mask=mask) if is_planned else None
+        out, times = self.timed(self.run, None if is_planned else mask, plan)
         return self.checked(out, mask, times)
 
     def timed(self, run: Any, *rest: Any) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,6 @@ import jattn
 from benchmarks.decode import inputs
 from benchmarks.device_time import Rows, kernel_times
 from jattn import masks
-from jattn.implementations import mosaic_gpu
 from jattn.masks import Mask, Pairs
 from jattn.sparsity import KeyBounds, select_blocks
 from pallas_kernels.cases import DecodeCase
@@ -73,10 +72,10 @@ class DecodeStep:
         """Both, as a layer does."""
         return self.attend(query, cache, metadata, self.select(query, bounds, metadata))
 
-    def attend(self, query: Any, cache: Any, metadata: Any, mask: Mask | None, plans: Any = ()) -> jax.Array:
-        """As jattn.attend, on this GPU."""
-        options: dict[str, Any] = {"return_lse": False, "sinks": None, "alibi_slopes": None}
-        return mosaic_gpu.attend(query, cache, metadata, SPEC, mask=mask, plans=plans, **options)[0]
+    def attend(self, query: Any, cache: Any, metadata: Any, mask: Mask | None, plan: Any = None) -> jax.Array:
+        """By the kernels."""
+        how: dict[str, Any] = {"plan": plan, "mask": mask, "implementation": "mosaic_gpu"}
+        return jattn.attend(query, cache, metadata, SPEC, **how)
 
     def select(self, query: Any, bounds: KeyBounds, metadata: Any) -> masks.BlockMask:
         """The mask of the best blocks."""
@@ -104,10 +103,11 @@ class DecodeStep:
 
         Planned, the lists are made once for all layers of a step, and their time is not counted.
         """
-        plans: Any = ()
+        step: tuple[Any, ...] = (self.query, self.cache, self.metadata, mask)
         if is_planned:
-            plans = jax.jit(mosaic_gpu.plan_decode, static_argnums=1)(self.metadata, SPEC, mask)
-        times = self.measured(self.run, self.query, self.cache, self.metadata, mask, plans, mask=mask)
+            plan = jattn.plan(self.metadata, SPEC, self.cache, mask=mask, query_dtype=self.query.dtype)
+            step = (*step[:3], None, plan)
+        times = self.measured(self.run, *step, mask=mask)
         self.compare(rows, name, mask, dense_us, times, **names)
 
     def add_selected(self, rows: Rows, name: str, dense_us: float, **names: Any) -> None:

@@ -1,7 +1,7 @@
 """vLLM's attention stack for JAX: metadata as pytrees, a paged KV cache, attention, a Flax module, graphs."""
 
 from jattn import masks, models, pytree, requests, serving, sparsity
-from jattn.attend import attend
+from jattn.attending import attend
 from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, swap_blocks, write_kv
 from jattn.calibrate import calibrate
 from jattn.cascade import cascade_attend
@@ -52,7 +52,7 @@ from jattn.metadata.split import (
 )
 from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table
 from jattn.module import PagedAttention, attention_fn
-from jattn.plan import Plan, plan
+from jattn.planning import KernelFallbackWarning, Plan, plan
 from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
@@ -68,6 +68,7 @@ __all__ = [
     "CascadeMetadata",
     "DecodeGraphs",
     "DecodeLoopOutput",
+    "KernelFallbackWarning",
     "LocalStrided",
     "PackedKV",
     "PagedAttention",

@@ -237,7 +237,7 @@ def write_kv(
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
         require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
-    reason = support.why_not(platform=jax.default_backend()) or _why_not_write(cache, key.dtype)
+    reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
     use_kernel = support.takes_kernel("write_kv", implementation, reason)
     written = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel

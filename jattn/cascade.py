@@ -7,7 +7,7 @@ from typing import Literal, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.attend import attend
+from jattn.attending import attend
 from jattn.cache import PagedCache
 from jattn.merge import merge_attn_states
 from jattn.metadata.cascade import CascadeMetadata

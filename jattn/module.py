@@ -9,11 +9,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from jattn.attend import attend
+from jattn.attending import attend
 from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.implementations import reference
 from jattn.metadata.batch import BatchMetadata
-from jattn.plan import Plan
+from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape, unsupported
 

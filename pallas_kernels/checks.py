@@ -27,6 +27,13 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], meanin
     require(tuple(got) == tuple(want), name, f"have shape {tuple(want)} ({meaning})", tuple(got))
 
 
+def require_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:
+    """`value` must be of a type; the hint says where to get one, or what to write."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    names = " or ".join(one.__name__ for one in kinds)
+    require(isinstance(value, kind), name, f"be a {names} ({hint})", f"{type(value).__name__}: {value!r:.80}")
+
+
 def unsupported(what: str, reason: str, way_out: str) -> NotImplementedError:
     """The error for a right request that cannot be served here."""
     return NotImplementedError(f"{what}: {reason}. {way_out}")

@@ -16,13 +16,37 @@ LAYOUTS = ("NHD", "HND")
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
 COMPUTE_CAPABILITY = "9.0"
+GPU_PLATFORMS = ("gpu", "cuda")
 
 
-def why_not(*, platform: str) -> str | None:
-    """Why the Mosaic GPU kernels cannot run on this platform at all; None if they can."""
-    if platform not in ("gpu", "cuda"):
-        return f"the kernels need an NVIDIA GPU, and JAX's platform here is {platform!r}"
-    found = getattr(jax.devices()[0], "compute_capability", None)
+def device_of(*trees: Any) -> jax.Device:
+    """The device of the first array that has one; else jax's default one: a traced array does not say."""
+    for leaf in jax.tree.leaves(trees):
+        if isinstance(leaf, jax.Array) and is_concrete(leaf):
+            return min(leaf.devices(), key=lambda device: device.id)
+    default = jax.config.jax_default_device
+    if isinstance(default, str):
+        return jax.devices(default)[0]
+    return jax.devices()[0] if default is None else default
+
+
+def is_concrete(*trees: Any) -> bool:
+    """Whether all arrays have values: none is traced, none a shape alone."""
+    leaves = jax.tree.leaves(trees)
+    return not any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def is_gpu(*trees: Any) -> bool:
+    """Whether these arrays are on a GPU, of any kind."""
+    return device_of(*trees).platform in GPU_PLATFORMS
+
+
+def why_not_on(*trees: Any) -> str | None:
+    """Why the Mosaic GPU kernels cannot run at all where these arrays are; None if they can."""
+    device = device_of(*trees)
+    if device.platform not in GPU_PLATFORMS:
+        return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
+    found = getattr(device, "compute_capability", None)
     if found != COMPUTE_CAPABILITY:
         return (
             f"the kernels are compiled for compute capability {COMPUTE_CAPABILITY}, and this GPU has {found}"

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.attend import choose_implementation
-from jattn.implementations import block_lists, mosaic_gpu, region_plans, tile_lists
+from jattn.implementations import block_lists, kernel_work, mosaic_gpu, tile_lists
+from jattn.implementations.choice import asked_for, first_able
 from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
@@ -40,19 +40,24 @@ class TestDispatch:
     def problem(self):
         return Problem(AttentionContract().plain_case())
 
-    def test_none_takes_the_best_that_can(self):
-        assert choose_implementation() == "xla"
-        assert choose_implementation(("mosaic_gpu", "reference")) == "reference"
+    def attend(self, **changes):
+        problem = self.problem()
+        arguments = {"cache": problem.kv, "metadata": problem.metadata, "spec": problem.spec}
+        return jattn.attend(jnp.asarray(problem.query), **(arguments | changes))
+
+    def test_the_first_that_nothing_speaks_against_is_taken(self):
+        assert first_able(asked_for(None), {"mosaic_gpu": "no GPU"}) == ("xla", "mosaic_gpu: no GPU")
+        assert first_able(("mosaic_gpu", "reference"), {}) == ("mosaic_gpu", None)
 
     def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
-            choose_implementation("mosaic_gpu")
+            self.attend(implementation="mosaic_gpu")
 
     def test_unknown_name_is_refused(self):
         with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
-            choose_implementation("triton")
+            self.attend(implementation="triton")
         with pytest.raises(ValueError, match="implementation must name at least one"):
-            choose_implementation(())
+            self.attend(implementation=())
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -93,61 +98,6 @@ class TestDispatch:
         with pytest.raises(ValueError, match=r"metadata.block_table must have columns.*\(1, 0\)"):
             jattn.attend(jnp.zeros((1, 4, 16)), self.problem().kv, metadata, self.problem().spec)
 
-    def test_a_plan_of_another_bucket_is_refused(self):
-        problem = self.problem()
-        other = jattn.plan(jattn.build_batch_metadata([1], [1], [[1]], block_size=4), problem.spec)
-        with pytest.raises(
-            ValueError, match=r"plan.bucket must be Bucket.*max_decodes=2.*got Bucket.*max_decodes=1"
-        ):
-            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, other)
-
-    @pytest.mark.parametrize(
-        ("head_dim", "query_lens", "change", "has_schedule"),
-        [
-            (64, [1], {}, True),
-            (20, [1], {}, False),
-            (64, [5], {}, False),
-            (64, [1], {"sparsity": jattn.LocalStrided()}, True),
-            (20, [1], {"sparsity": jattn.LocalStrided()}, False),
-        ],
-    )
-    def test_a_plan_schedules_a_kernel_only_where_there_is_one(
-        self, monkeypatch, head_dim, query_lens, change, has_schedule
-    ):
-        monkeypatch.setattr("pallas_kernels.support.why_not", lambda platform: None)  # as on a Hopper GPU
-        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=head_dim, **change)
-        metadata = jattn.build_batch_metadata(query_lens, [9], [[1, 2]], block_size=8)
-        assert bool(jattn.plan(metadata, spec).decode) == has_schedule
-
-    def test_a_plan_s_mask_holds_in_every_layer(self):
-        problem, mask = self.problem(), masks.Sinks(2)
-        arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec
-        plan = jattn.plan(problem.metadata, problem.spec, mask=mask)
-        out, wanted = jattn.attend(*arguments, plan), jattn.attend(*arguments, mask=mask)
-        np.testing.assert_array_equal(out, wanted)
-        assert (np.asarray(out) != np.asarray(jattn.attend(*arguments))).any()
-        with pytest.raises(ValueError, match=r"mask must be None with a plan .* for a mask, got Sinks"):
-            jattn.attend(*arguments, plan, mask=mask)
-
-    def test_a_plan_without_a_layer_s_mask_is_refused(self):
-        problem = self.problem()
-        planned = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=8))
-        plan = jattn.plan(problem.metadata, [problem.spec, planned])
-        other = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=4))
-        message = r"spec.sparsity must be .* the plan was made for \(None, LocalStrided\(block_size=8.*size=4"
-        with pytest.raises(ValueError, match=message):
-            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, other, plan)
-
-    def test_a_plan_for_another_cache_is_refused(self):
-        problem = self.problem()
-        for wrong, message in (
-            ({"head_dim": 8}, "cache_spec.head_dim must be .*16.*got 8"),
-            ({"block_size": 16}, "cache_spec.block_size must be .*4.*got 16"),
-        ):
-            sizes = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 16} | wrong
-            with pytest.raises(ValueError, match=message):
-                jattn.plan(problem.metadata, problem.spec, jattn.CacheSpec(**sizes))
-
     def test_no_cache_wants_one_start_a_row(self):
         metadata = jattn.build_batch_metadata([2], [2], None)
         kv = jattn.PackedKV(
@@ -168,13 +118,13 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
-        kernels = region_plans.decode_kernel, region_plans.prefill_kernel
+        kernels = kernel_work.decode_kernel, kernel_work.prefill_kernel
         decode, prefill = (kernel.Tiles(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_tiles", lambda *args, **kwargs: decode)
         monkeypatch.setattr(kernels[1], "default_tiles", lambda *args, **kwargs: prefill)
         in_entry = "pallas_kernels.varlen_prefill.entry.default_tiles"
         monkeypatch.setattr(in_entry, lambda *args, **kwargs: prefill)
-        monkeypatch.setattr(support, "why_not", lambda platform: None)
+        monkeypatch.setattr(support, "why_not_on", lambda *_: None)
         interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(mosaic_gpu, "attend", interpret)
 
@@ -191,8 +141,8 @@ class TestKernels:
         problem = Problem(self.case)
         without = self.run(problem)
         problem.check(*without)
-        plan = jattn.plan(problem.metadata, problem.spec)
-        assert len(plan.decode) == len(plan.prefill) == 1
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
+        assert len(plan.works) == 2
         with_plan = self.run(problem, plan=plan)
         for a, b in zip(without, with_plan, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -222,14 +172,6 @@ class TestKernels:
         problem.check(*rounded)
         problem.spec = dataclasses.replace(problem.spec, query_quantization=None)
         assert (np.asarray(self.run(problem)[0]) != np.asarray(rounded[0])).any()
-
-    def test_too_much_to_read_is_declined_by_name(self, monkeypatch):
-        problem = Problem(self.case | {"region": "chunked", "stored": "int8_token_head"})
-        region = jnp.asarray(problem.query), problem.kv, problem.metadata.prefill_part, problem.spec
-        assert mosaic_gpu.why_not(*region) is None
-        monkeypatch.setattr(mosaic_gpu, "MAX_READ_BYTES", 2**10)
-        with pytest.raises(AssertionError, match=r"positions of an 8-bit cache would take .* limit"):
-            raise AssertionError(mosaic_gpu.why_not(*region))
 
     @pytest.mark.parametrize("homo_head", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_decode_under_a_mask_of_whole_blocks_walks_through_lists_of_them(self, monkeypatch, homo_head):
@@ -269,10 +211,10 @@ class TestKernels:
         for name in ("paged_decode", "varlen_prefill"):
             monkeypatch.setattr(mosaic_gpu, name, kernel)
         without = jax.jit(taken)(None, mask)
-        plan = jattn.plan(problem.metadata, problem.spec, mask=mask)
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
         for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
             monkeypatch.delattr(module, makes)
-        (_, *in_decode), (_, *in_prefill) = planned = taken(plan, None)
+        (_, *in_decode), (_, *in_prefill) = planned = jax.jit(taken)(plan, None)
         assert [x is None for x in (*in_decode, *in_prefill)] == [is_of_blocks, not is_of_blocks, False, True]
         for a, b in zip(jax.tree.leaves(without), jax.tree.leaves(planned), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -283,7 +225,7 @@ class TestKernels:
 
         def step(query, cache, metadata, num_layers):
             capped = dataclasses.replace(spec, soft_cap=5.0)
-            plan = jattn.plan(metadata, [spec, capped])
+            plan = jattn.plan(metadata, [spec, capped], cache)
             for layer in range(num_layers):
                 query = jattn.attend(query, cache, metadata, (spec, capped)[layer % 2], plan)
             return query
@@ -299,8 +241,9 @@ class TestKernels:
         problem = Problem(self.case)
         capped = dataclasses.replace(problem.spec, soft_cap=5.0)
         windowed = dataclasses.replace(problem.spec, window=(7, 0))
-        plan = jattn.plan(problem.metadata, [problem.spec, capped, windowed, problem.spec])
-        assert len(plan.decode) == len(plan.prefill) == 2
+        specs = [problem.spec, capped, windowed, problem.spec]
+        plan = jattn.plan(problem.metadata, specs, problem.kv)
+        assert [one.works for one in plan.layers] == [(0, 1), (0, 1), (2, 3)]
 
     def test_what_has_no_kernel_goes_to_xla_unless_asked_for_by_name(self):
         problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})

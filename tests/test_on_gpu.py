@@ -108,7 +108,7 @@ def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
         kv = jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, kv)
     without = contract.attend(problem, cache=kv)
     problem.check(*without)
-    with_plan = contract.attend(problem, cache=kv, plan=jattn.plan(problem.metadata, problem.spec))
+    with_plan = contract.attend(problem, cache=kv, plan=jattn.plan(problem.metadata, problem.spec, kv))
     for a, b in zip(without, with_plan, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 import jattn
 from examples.sparsity.patterns import Pattern, probabilities
 from jattn import masks
-from jattn.attend import IMPLEMENTATIONS
+from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.masks import Mask
 from jattn.models import Decoder
 

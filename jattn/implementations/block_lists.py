@@ -6,6 +6,7 @@ import operator
 
 import jax.numpy as jnp
 
+from jattn.implementations.layers import Region
 from jattn.masks import And, BlockMask, LocalStrided, Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.sparsity.schedule import coverage_of_tiles
@@ -16,7 +17,7 @@ from pallas_kernels.paged_decode import BlockList
 from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
 
 
-def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) -> int | str:
+def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | str:
     """Keys of a listed block, or why paged_decode cannot walk through lists of this mask.
 
     A list serves all query heads of a kv head: it names what one of them sees, and who does.
@@ -24,9 +25,9 @@ def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) ->
     Args:
         mask: Beyond the spec's numbers.
         spec: The layer.
-        metadata: The decode region as a step of its own.
+        region: The decode region.
     """
-    if metadata.bucket.decode_query_len > 1:
+    if region.bucket.decode_query_len > 1:
         return "block lists are for one query of each request"
     sizes = []
     for factor in _factors(mask):
@@ -39,11 +40,9 @@ def list_block_size(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata) ->
     if tells_heads(mask, spec) and spec.q_heads_per_kv_head > MAX_PARTS:
         return f"block lists tell at most {MAX_PARTS} query heads of a kv head apart"
     size = math.gcd(*sizes)
-    fits = size % metadata.block_size == 0 or metadata.block_size % size == 0
+    fits = size % region.block_size == 0 or region.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:
-        return (
-            f"there are no block lists for blocks of {size} keys over cache blocks of {metadata.block_size}"
-        )
+        return f"there are no block lists for blocks of {size} keys over cache blocks of {region.block_size}"
     return size
 
 

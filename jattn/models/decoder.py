@@ -11,12 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jattn.cache import PagedCache
+from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import RMSNorm, matmul_precision
 from jattn.models.scales import KVScales, LayerScales
-from jattn.plan import Plan
+from jattn.planning import Plan, plan
 from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
@@ -117,6 +118,20 @@ class Decoder(nnx.Module):
             x, cache = layer(x, None if caches is None else caches[i], metadata, positions, plan)
             written.append(cache)
         return self.norm(x), None if caches is None else tuple(written)
+
+    def plan(
+        self, metadata: BatchMetadata, caches: tuple[PagedCache, ...] | None, *, mask: Mask | None = None
+    ) -> Plan:
+        """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them."""
+        layers = [layer.self_attn for layer in self.layers]
+        return plan(
+            metadata,
+            [layer.spec for layer in layers],
+            caches,
+            mask=mask,
+            implementation=layers[0].implementation,
+            query_dtype=self.dtype,
+        )
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
         """Next-token scores of some hidden states, soft-capped where the config says so."""

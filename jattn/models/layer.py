@@ -11,7 +11,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.layers import MLP, RMSNorm, matmul_precision
 from jattn.module import PagedAttention
-from jattn.plan import Plan
+from jattn.planning import Plan
 
 
 class DecoderLayer(nnx.Module):

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jattn.attend import IMPLEMENTATIONS
+from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models import load
 from jattn.serving.doctor import report
 from jattn.serving.engine import Engine

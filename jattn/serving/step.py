@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jattn.attend import choose_implementation
 from jattn.graphs import GraphStep
+from jattn.implementations.choice import asked_for, first_able
 from jattn.module import PagedAttention
-from jattn.plan import plan
 from jattn.serving.sampler import SamplingMetadata, sample
+from pallas_kernels import support
 
 
 class StepTokens(NamedTuple):
@@ -39,7 +39,7 @@ def make_step(graphdef: Any) -> GraphStep:
 
     def step(params: Any, caches: Any, metadata: Any, tokens: StepTokens) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
-        shared = plan(metadata, model.config.attention_specs)
+        shared = model.plan(metadata, caches)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
         return model.logits(hidden[metadata.last_token_indices]), caches
@@ -67,7 +67,8 @@ def with_implementation(model: Any, implementation: str | Sequence[str] | None) 
     """The model over the same arrays, its attention by `implementation`; the given one is left as it is."""
     if implementation is None:
         return model
-    choose_implementation(implementation)  # raises now, not in the first step
+    # Raises now, not in the first step.
+    first_able(asked_for(implementation), {"mosaic_gpu": support.why_not_on(nnx.state(model))})
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, PagedAttention):

@@ -60,7 +60,7 @@ def select_prefill_blocks(
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_positive(block_size=block_size)
     bucket = metadata.bucket
-    reason = None if interpret else support.why_not(platform=jax.default_backend())
+    reason = None if interpret else support.why_not_on(query)
     reason = reason or _why_not_least(kv, metadata, block_size)
     use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
     first_q_block = metadata.num_computed_tokens // block_size

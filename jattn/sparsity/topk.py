@@ -140,7 +140,7 @@ def select_blocks(
     require_shape("block_table", block_table.shape, (query.shape[0], max_blocks), "one row per request")
     is_possible = 1 <= num_selected <= max_blocks
     require(is_possible, "num_selected", f"lie in [1, max_blocks ({max_blocks})]", num_selected)
-    reason = None if interpret else support.why_not(platform=jax.default_backend())
+    reason = None if interpret else support.why_not_on(query)
     reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
     use_kernel = support.takes_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]

@@ -28,10 +28,12 @@ def case(choices):
     mask = MASKS[choices["mask"]][0] if choices["mask"] else None
 
     def run(query, kv, metadata, mask, **per_head):
-        plan = jattn.plan(metadata, problem.spec, mask=mask) if choices["planned"] else None
-        where = {"plan": plan, "mask": None if choices["planned"] else mask}
         attend = functools.partial(jattn.attend, implementation="mosaic_gpu", return_lse=True)
-        with mock.patch("pallas_kernels.support.why_not", return_value=None):  # there is no GPU here
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
+            where = {"mask": mask}
+            if choices["planned"]:
+                made = jattn.plan(metadata, problem.spec, kv, mask=mask, query_dtype=query.dtype)
+                where = {"plan": made}
             return attend(query, kv, metadata, problem.spec, **where, **per_head)
 
     as_jax = lambda x: None if x is None else jnp.asarray(x)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from jattn import masks
 from jattn.cache import PagedCache
-from jattn.implementations import mosaic_gpu
 from jattn.metadata.batch import abstract_metadata
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from tests.regions import attend_region
 
 
 def block_mask(block_q, block_kv):
@@ -61,7 +61,7 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
         "sinks": per_head if has_sinks else None,
         "alibi_slopes": per_head if has_alibi else None,
     }
-    run = functools.partial(mosaic_gpu.attend, spec=spec)
+    run = functools.partial(attend_region, spec=spec)
     return lambda arrays: run(**arrays), (arrays,)
 
 

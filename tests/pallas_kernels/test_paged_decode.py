@@ -9,16 +9,17 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.implementations import mosaic_gpu, region_plans, xla
+from jattn.implementations import kernel_work, xla
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
 from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import why_not, why_not_decode
+from pallas_kernels.support import why_not_decode, why_not_on
 from tests import aot, races
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
 from tests.pallas_kernels.decode_aot_cases import aot_cases
+from tests.regions import attend_region
 
 FACTORS = {
     "region": ["decode", "speculative", "mixed"],
@@ -79,7 +80,7 @@ def attend(problem: Problem, interpret=None, tiles=None):
         decode, prefill, spec = metadata.decode_part, metadata.prefill_part, problem.spec
         first = decode.bucket.max_tokens
         results = [
-            mosaic_gpu.attend(query[:first], kv, decode, spec, interpret=interpret, **per_head),
+            attend_region(query[:first], kv, decode, spec, interpret=interpret, **per_head),
             xla.attend(query[first:], kv, prefill, spec, tiles=None, mask=None, **per_head),
         ]
         outs, lses = zip(*results, strict=True)
@@ -89,7 +90,7 @@ def attend(problem: Problem, interpret=None, tiles=None):
     per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
     with pytest.MonkeyPatch.context() as patched:
         if tiles is not None:
-            patched.setattr(region_plans.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+            patched.setattr(kernel_work.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
         return jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 
@@ -110,16 +111,6 @@ class TestContract:
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
 
-    def test_a_plan_for_another_mask_is_not_used(self, monkeypatch):
-        problem = Problem(plain_case(window=(4, 0), region="decode"))
-        tiles = tiles_of(problem.case)
-        monkeypatch.setattr(region_plans.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
-        other = mosaic_gpu.plan_decode(problem.metadata, Problem(plain_case(region="decode")).spec)
-        assert other
-        run = functools.partial(mosaic_gpu.attend, spec=problem.spec, sinks=None, alibi_slopes=None)
-        run = functools.partial(run, interpret=plgpu.InterpretGPUParams(), plans=other)
-        problem.check(*jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata))
-
 
 @pytest.mark.gpu
 class TestOnGpu:
@@ -135,7 +126,7 @@ class TestOnGpu:
         arguments = jnp.asarray(problem.query), problem.kv, problem.metadata
         chosen = jax.jit(run)(*arguments)
         problem.check(*chosen)
-        plan = jattn.plan(problem.metadata, problem.spec)
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
         for named in (run(*arguments, implementation="mosaic_gpu"), run(*arguments, plan=plan)):
             for a, b in zip(chosen, named, strict=True):
                 np.testing.assert_array_equal(a, b)
@@ -415,7 +406,7 @@ class TestRefusals:
 
     def test_a_machine_without_an_nvidia_gpu_is_named(self):
         with pytest.raises(AssertionError, match="'cpu'"):
-            raise AssertionError(why_not(platform="cpu"))
+            raise AssertionError(why_not_on(jnp.zeros(1)))
 
     def test_the_kernel_refuses_by_name(self):
         args, kwargs = random_step([5], 2, 2, 72, 16)

@@ -10,16 +10,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations import block_lists, mosaic_gpu, tile_lists
+from jattn.implementations import block_lists, tile_lists
+from jattn.implementations.kernel_work import score_of
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import Schedule, Tiles, item_order, make_lists, varlen_prefill
-from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, sorted_items
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, sorted_places
+from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists, sorted_items
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, make_schedule, sorted_places
 from tests import aot, contract, races
 from tests.contract import FACTORS, Problem
 from tests.covering import covering_array
 from tests.pallas_kernels.sparse_aot_cases import aot_cases
+from tests.regions import attend_region
 
 # Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
 LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
@@ -132,10 +134,7 @@ def finite_below_the_end(problem):
 
 
 def solved(case, interpret=None):
-    """The problem's rule holds for every request; the region as attend gives it to the kernels.
-
-    Over NHD caches with the plan that a step makes for all layers.
-    """
+    """The problem's rule holds for every request; the region as attend gives it to the kernels."""
     plain = {name: values[0] for name, values in FACTORS.items()}
     mask, rule = MASKS[case["mask"]]
     case = plain | {"heads": (4, 2), "dtype": "bfloat16"} | case
@@ -143,13 +142,7 @@ def solved(case, interpret=None):
     cache = finite_below_the_end(problem)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     query = jnp.nan_to_num(jnp.asarray(problem.query))
-    assert mosaic_gpu.why_not(query, cache, problem.metadata, problem.spec, mask) is None
-
-    def run(metadata, mask, **arrays):
-        plans = mosaic_gpu.plan_prefill(metadata, problem.spec, mask) if case["kv"] == "NHD" else ()
-        options = {"plans": plans, "spec": problem.spec, "interpret": interpret}
-        return mosaic_gpu.attend(metadata=metadata, mask=mask, **options, **arrays)
-
+    run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     out, lse = jax.jit(run)(
         query=query,
         kv=cache,
@@ -188,11 +181,11 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
     mask = masks.BlockMask(blocks=blocks, block_q=64, block_kv=64)
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
     tiles = Tiles(tile_kv=64)
-    schedule = mosaic_gpu.prefill_kernel.make_schedule(
+    schedule = make_schedule(
         jnp.asarray([0, 192]),
         jnp.asarray([192]),
         num_tokens=192,
-        score=mosaic_gpu.score_of(spec),
+        score=score_of(spec),
         tiles=tiles,
         has_lists=True,
     )
@@ -308,7 +301,7 @@ def test_arguments_that_disagree_are_named(options, message):
     starts = jnp.asarray([0, 8]), jnp.asarray([8])
     run = functools.partial(varlen_prefill, score=Score(scale=1.0), tiles=Tiles())
     if "lists" in options:
-        options["lists"] = mosaic_gpu.prefill_kernel.TileLists(*[jnp.zeros((1, 32), jnp.int32)] * 3)
+        options["lists"] = TileLists(*[jnp.zeros((1, 32), jnp.int32)] * 3)
     with pytest.raises(Exception, match=f"{message}|Type-check"):
         run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), **options)
 
@@ -320,9 +313,7 @@ def test_warpgroups_do_not_race_over_lists():
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
     cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
     mask = masks.BlockMask(blocks=SMALL[:2, :4, :4] | np.eye(4, dtype=bool), block_q=64, block_kv=64)
-    run = functools.partial(
-        mosaic_gpu.attend, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True)
-    )
-    out, _ = jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask, sinks=None, alibi_slopes=None)
+    run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    out, _ = jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask)
     out.block_until_ready()
     races.check_none_were_found()

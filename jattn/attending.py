@@ -1,0 +1,272 @@
+"""Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.cache import PackedKV, PagedCache
+from jattn.implementations import mosaic_gpu, reference, xla
+from jattn.implementations.choice import Choice, asked_for
+from jattn.implementations.layers import layer_of
+from jattn.implementations.underivable import underivable
+from jattn.masks import Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.planning import LayerPlan, Plan, check_batch_of, choose_layers, planned
+from jattn.pytree import replace
+from jattn.spec import QUERY_DTYPES, AttentionSpec
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_shape, require_type
+
+
+@overload
+def attend(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    *,
+    mask: Mask | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+@overload
+def attend(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    *,
+    mask: Mask | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
+def attend(
+    query: Float[Array, "tokens q_heads head_dim"],
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    plan: Plan | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    *,
+    mask: Mask | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Attends each token of a step to the keys of its request. Write the step's own keys first (write_kv).
+
+    Scores are `scale * q.k`, soft-capped, masked, ALiBi-biased; softmax in f32.
+
+    Args:
+        query: The step's queries, laid out as the metadata says; padding may be anything.
+        cache: A paged cache, or the keys and values themselves.
+        metadata: The step's metadata.
+        spec: The layer's attention.
+        plan: From `plan(metadata, ...)`, for layers like this one among others: what it says is done. Made
+            here for this layer when None. A mask that it was made for holds here, too.
+        sinks: One more score for each head, not scaled, without a value; f32.
+        alibi_slopes: Bias `slope * (key position - query position)` of each head, or spec.sqrt_alibi's.
+        mask: Which keys a query sees, on top of what the spec says; may hold arrays that change from step to
+            step. Rows are those of the metadata. For one that all layers share: `plan(mask=)`; with a plan
+            this is None.
+        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
+            that the device and the layer allow, or what the plan says. Only "reference" has a derivative.
+        return_lse: Return the log-sum-exp too.
+
+    Returns:
+        Output in query.dtype; rows without a key and padding are 0. With return_lse also the natural log of
+        the softmax's denominator, f32 [q_heads, tokens], sinks included; -inf where the output is 0 for want
+        of keys.
+
+    Raises:
+        ValueError: Arguments disagree.
+        NotImplementedError: No implementation asked for can serve this; the message says why.
+
+    Source: vLLM V1 attention backends' `forward`.
+    """
+    _check_types(query, cache, metadata, spec, plan, mask)
+    per_head = PerHead(_one_a_head("sinks", sinks, spec), _one_a_head("alibi_slopes", alibi_slopes, spec))
+    _check(query, cache, metadata, spec, per_head)
+    layer = layer_of(spec, cache, query.dtype)
+    if plan is None:
+        (chosen,) = choose_layers(metadata, (layer,), mask, implementation=implementation)
+    else:
+        require(mask is None, "mask", "be None with a plan (give it to plan, or leave plan=None)", mask)
+        check_batch_of(plan, metadata)
+        chosen = plan.layer_plan(layer)
+        _check_asked(implementation, chosen)
+    is_eager = support.is_concrete(query, cache, metadata, plan, mask, per_head)
+    run = _attend_eagerly if is_eager else _attend
+    out, lse = run(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+class PerHead(NamedTuple):
+    """What a layer has one of for each query head, f32 [q_heads], or None."""
+
+    sinks: Array | None
+    alibi_slopes: Array | None
+
+
+def _attend(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    plan: Plan | None,
+    mask: Mask | None,
+    per_head: PerHead,
+    *,
+    layer: LayerPlan,
+    return_lse: bool,
+) -> tuple[Array, Array | None]:
+    """Both regions by what was chosen for them."""
+    spec, bucket = layer.layer.spec, metadata.bucket
+    if plan is None:
+        plan = planned(metadata, (layer,), mask)
+        layer = plan.layers[0]
+    whole, tokens = spec.mask_with(plan.mask), bucket.max_decode_tokens
+    outs: list[Array] = []
+    lses: list[Any] = []
+    for region, (choice, work) in enumerate(zip((layer.decode, layer.prefill), layer.works, strict=True)):
+        if choice is None:
+            continue
+        first = (0, bucket.max_decodes)[region]
+        kv = cache
+        if isinstance(cache, PackedKV):
+            rows = (slice(0, bucket.max_decodes), slice(bucket.max_decodes, bucket.max_reqs))[region]
+            kv = replace(cache, kv_start_loc=cache.kv_start_loc[rows])
+        out, lse = _attend_region(
+            (query[:tokens], query[tokens:])[region],
+            kv,
+            (metadata.decode_part, metadata.prefill_part)[region],
+            spec,
+            choice,
+            plan,
+            work,
+            None if whole is None else whole.of_rows_from(first),
+            per_head,
+            return_lse=return_lse,
+        )
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        return query, jnp.zeros((spec.num_q_heads, 0), jnp.float32)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
+
+
+# Without it each eager call would compile its loops anew.
+_attend_eagerly = jax.jit(_attend, static_argnames=("layer", "return_lse"))
+
+
+def _attend_region(
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    choice: Choice,
+    plan: Plan,
+    work: int | None,
+    mask: Mask | None,
+    per_head: PerHead,
+    *,
+    return_lse: bool,
+) -> tuple[Array, Array | None]:
+    """One region, as the plan says."""
+    if choice.implementation == "reference":
+        return reference.attend(query, kv, metadata, spec, mask=mask, **per_head._asdict())
+    query, kv, per_head = underivable((query, kv, per_head), choice.implementation)
+    modifiers: dict[str, Any] = {"mask": mask, **per_head._asdict()}
+    if choice.implementation == "xla":
+        return xla.attend(query, kv, metadata, spec, tiles=plan.query_tiles, **modifiers)
+    assert choice.kernel is not None
+    shared = None if work is None else plan.works[work]
+    return mosaic_gpu.attend(
+        query, kv, metadata, spec, choice.kernel, shared, return_lse=return_lse, **modifiers
+    )
+
+
+# --------------------------------------------------------------------------------------- checking
+def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, mask: Any) -> None:
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
+    require_type("spec", spec, AttentionSpec, "the layer's")
+    require_type("cache", cache, (PagedCache, PackedKV), "PagedCache.create makes one")
+    require_type("plan", plan, (Plan, type(None)), "plan makes it; a mask is given as mask=")
+    require_type("mask", mask, (Mask, type(None)), "of jattn.masks; BlockMask(blocks=) takes an array")
+    shape = getattr(query, "shape", type(query).__name__)
+    require(hasattr(query, "dtype"), "query", "be an array [tokens, q_heads, head_dim]", shape)
+    is_real = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1
+    require(is_real, "query", "be of a floating-point type of 16 bits or more", query.dtype)
+
+
+def _one_a_head(name: str, values: Any, spec: AttentionSpec) -> Array | None:
+    """Numbers of each query head as an array."""
+    if values is None:
+        return None
+    array = jnp.asarray(values)
+    require_shape(name, array.shape, (spec.num_q_heads,), "q_heads")
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
+
+
+def _check_asked(implementation: str | Sequence[str] | None, chosen: LayerPlan) -> None:
+    """What is asked for beside a plan must be what the plan has."""
+    if implementation is None:
+        return
+    asked = asked_for(implementation)
+    for region, choice in chosen.choices:
+        rule = f"be None or have the plan's choice ({choice.implementation} for {region})"
+        require(choice.implementation in asked, "implementation", rule, implementation)
+
+
+def _check(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    per_head: PerHead,
+) -> None:
+    want = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
+    require_shape("query", query.shape, want, "tokens of the bucket, q_heads, head_dim")
+    got = (cache.num_kv_heads, cache.head_dim)
+    require_shape("cache's kv_heads and head_dim", got, (spec.num_kv_heads, spec.head_dim), "as spec")
+    require(
+        per_head.alibi_slopes is not None or not spec.sqrt_alibi,
+        "alibi_slopes",
+        "be given with spec.sqrt_alibi",
+        None,
+    )
+    require(
+        QUERY_DTYPES[spec.query_quantization] in (None, cache.k.dtype),
+        "spec.query_quantization",
+        f"be None with keys of {cache.k.dtype}",
+        repr(spec.query_quantization),
+    )
+    if isinstance(cache, PackedKV):
+        require_shape("cache.v", cache.v.shape, cache.k.shape, "as cache.k")
+        rows = (metadata.bucket.max_reqs,)
+        require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
+        return
+    size = cache.block_size
+    require(
+        metadata.block_size == size, "metadata.block_size", f"be the cache's ({size})", metadata.block_size
+    )
+    has_blocks = metadata.block_table.shape[1] > 0
+    require(
+        has_blocks,
+        "metadata.block_table",
+        "have columns to attend over a paged cache",
+        metadata.block_table.shape,
+    )

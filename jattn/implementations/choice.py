@@ -1,0 +1,92 @@
+"""Which implementation serves a kind of layer in a region of a step: the one place that chooses."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jattn.implementations import reference
+from jattn.implementations.kernel_work import Kernel, choose_kernel
+from jattn.implementations.layers import Layer, Region
+from jattn.masks import Mask
+from pallas_kernels.checks import require, require_one_of, unsupported
+
+IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # best first
+
+type Asked = str | Sequence[str] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What serves a kind of layer in a region.
+
+    Attributes:
+        implementation: Its name.
+        kernel: Which kernel, of which sizes; None of the others.
+        reason: Why a better one was passed over; None where none was.
+    """
+
+    implementation: str
+    kernel: Kernel | None = None
+    reason: str | None = None
+
+
+def asked_for(implementation: Asked) -> tuple[str, ...]:
+    """The names of implementations in the order in which they are tried.
+
+    Raises:
+        ValueError: There is no implementation of a name, or none is named.
+    """
+    asked = IMPLEMENTATIONS if implementation is None else implementation
+    asked = (asked,) if isinstance(asked, str) else tuple(asked)
+    require(len(asked) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), asked)
+    for name in asked:
+        require_one_of("implementation", name, IMPLEMENTATIONS)
+    return asked
+
+
+def first_able(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
+    """The first name that no reason speaks against, and the reasons against those before it.
+
+    Raises:
+        NotImplementedError: There is none; the message has each one's reason.
+    """
+    declined: list[str] = []
+    for name in asked:
+        reason = reasons.get(name)
+        if reason is None:
+            return name, "; ".join(declined) or None
+        declined.append(f"{name}: {reason}")
+    raise unsupported("attend", "; ".join(declined), "Leave implementation=None or ask for 'xla'")
+
+
+def choose(
+    layer: Layer,
+    region: Region,
+    mask: Mask | None,
+    *,
+    implementation: Asked,
+    no_kernels: str | None,
+) -> Choice:
+    """The first implementation of those asked for that can serve a region. Looks at shapes alone.
+
+    Args:
+        layer: The kind of layer.
+        region: Its sizes.
+        mask: What queries see beyond the spec's numbers.
+        implementation: A name, several in order of preference, or None = the best.
+        no_kernels: Why the kernels cannot run where this step runs; None if they can.
+
+    Raises:
+        ValueError: There is no implementation of that name.
+        NotImplementedError: None of them can; the message has each one's reason.
+    """
+    asked = asked_for(implementation)
+    kernel: Kernel | None = None
+    reasons = {"mosaic_gpu": no_kernels, "reference": reference.why_not(layer.spec)}
+    if no_kernels is None and "mosaic_gpu" in asked:
+        found = choose_kernel(layer, region, mask)
+        if isinstance(found, str):
+            reasons["mosaic_gpu"] = found
+        else:
+            kernel = found
+    name, reason = first_able(asked, reasons)
+    return Choice(implementation=name, kernel=kernel if name == "mosaic_gpu" else None, reason=reason)

@@ -1,0 +1,140 @@
+"""What the choice of an implementation depends on: a layer's spec, its queries, how its keys are stored."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jattn.cache import PackedKV, PagedCache, has_token_axis
+from jattn.metadata.batch import BatchMetadata
+from jattn.spec import AttentionSpec, Bucket, CacheSpec
+
+REGIONS = ("decode", "prefill")
+
+type AnyCache = CacheSpec | PagedCache | PackedKV
+
+
+class CacheFormat(NamedTuple):
+    """How a paged cache stores keys, and values.
+
+    Attributes:
+        layout: "NHD", "HND" or "packed".
+        dtypes: Of the arrays.
+        scales: None, "static" or "token_head" (made when written) for each.
+    """
+
+    layout: str
+    dtypes: tuple[np.dtype, np.dtype]
+    scales: tuple[str | None, str | None]
+
+    @property
+    def has_token_scales(self) -> tuple[bool, bool]:
+        """Whether keys, and whether values, have a scale per token and head."""
+        return self.scales[0] == "token_head", self.scales[1] == "token_head"
+
+    def is_plain(self, dtype: DTypeLike) -> bool:
+        """Whether queries of this dtype meet keys and values as they are stored."""
+        return self.scales == (None, None) and set(self.dtypes) == {jnp.dtype(dtype)}
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(
+            dtype.name + {None: "", "static": " x scale", "token_head": " x scale a token and head"}[scale]
+            for dtype, scale in zip(self.dtypes, self.scales, strict=True)
+        )
+        return f"{self.layout} {' and '.join(kinds)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A kind of layer: those that agree in this are served alike.
+
+    Attributes:
+        spec: The layers' attention.
+        query_dtype: Of their queries.
+        cache: How their keys are stored; None = they are not in a paged cache.
+    """
+
+    spec: AttentionSpec
+    query_dtype: np.dtype
+    cache: CacheFormat | None
+
+    def __str__(self) -> str:
+        where = "keys outside a cache" if self.cache is None else str(self.cache)
+        return f"{_described(self.spec)}; {self.query_dtype.name} queries, {where}"
+
+
+class Region(NamedTuple):
+    """The static sizes of a region of a step.
+
+    Attributes:
+        name: One of REGIONS.
+        bucket: Of the region as a step of its own.
+        max_blocks: Columns of the block table; 0 without a paged cache.
+        block_size: Tokens of a block.
+    """
+
+    name: str
+    bucket: Bucket
+    max_blocks: int
+    block_size: int
+
+
+def regions_of(metadata: BatchMetadata) -> tuple[Region, ...]:
+    """The regions of a step that have room for tokens. Looks at shapes alone."""
+    bucket = metadata.bucket
+    parts = (
+        dataclasses.replace(bucket, max_prefills=0, max_prefill_tokens=0),
+        dataclasses.replace(bucket, max_decodes=0),
+    )
+    max_blocks = metadata.block_table.shape[1]
+    regions = (
+        Region(name, part, max_blocks, metadata.block_size) for name, part in zip(REGIONS, parts, strict=True)
+    )
+    return tuple(region for region in regions if region.bucket.max_tokens)
+
+
+def layer_of(spec: AttentionSpec, cache: AnyCache | None, query_dtype: DTypeLike | None = None) -> Layer:
+    """The kind of a layer.
+
+    Args:
+        spec: Its attention.
+        cache: What its keys are in, or that cache's spec; None = keys outside a cache.
+        query_dtype: Of its queries; None = what the cache was made for.
+    """
+    dtype = _computed_in(cache) if query_dtype is None else query_dtype
+    return Layer(spec=spec, query_dtype=jnp.dtype(dtype), cache=format_of(cache))
+
+
+def format_of(cache: AnyCache | None) -> CacheFormat | None:
+    """How a cache stores what it holds; None where there is no paged cache."""
+    if cache is None or isinstance(cache, PackedKV):
+        return None
+    if isinstance(cache, CacheSpec):
+        kinds = {None: None, "static": "static", "channel": "static", "token_head": "token_head"}
+        scales = (kinds[cache.stored[0].scale], kinds[cache.stored[1].scale])
+        return CacheFormat(cache.layout, (cache.key_dtype, cache.value_dtype), scales)
+    kind = lambda scale: None if scale is None else "token_head" if has_token_axis(scale) else "static"
+    scales = (kind(cache.stored_k_scale), kind(cache.stored_v_scale))
+    return CacheFormat(cache.layout, (jnp.dtype(cache.k.dtype), jnp.dtype(cache.v.dtype)), scales)
+
+
+def _computed_in(cache: AnyCache | None) -> DTypeLike:
+    """The dtype of the layer that a cache belongs to, as far as the cache shows it."""
+    if isinstance(cache, CacheSpec):
+        return cache.dtype
+    if cache is not None and jnp.dtype(cache.v.dtype).itemsize > 1:
+        return cache.v.dtype
+    return jnp.bfloat16
+
+
+def _described(spec: AttentionSpec) -> str:
+    """A spec in few words: what is as usual is left out."""
+    said = [f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
+    said += [] if spec.causal else ["not causal"]
+    for name in ("window", "soft_cap", "chunk_size", "sparsity", "query_quantization"):
+        value = getattr(spec, name)
+        said += [] if value is None else [f"{name}={value}"]
+    said += [name for name in ("sqrt_alibi", "batch_invariant") if getattr(spec, name)]
+    return ", ".join(said)

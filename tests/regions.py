@@ -1,0 +1,19 @@
+"""A region of a step by the kernel that a plan chooses for it on a GPU; interpreted where there is none."""
+
+from jattn.implementations import mosaic_gpu
+from jattn.implementations.kernel_work import choose_kernel
+from jattn.implementations.layers import layer_of, regions_of
+
+
+def kernel_for(query, kv, metadata, spec, mask=None):
+    """The kernel, or why there is none."""
+    (region,) = regions_of(metadata)
+    return choose_kernel(layer_of(spec, kv, query.dtype), region, mask)
+
+
+def attend_region(query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, **options):
+    """Output and log-sum-exp of a region as a step of its own."""
+    kernel = kernel_for(query, kv, metadata, spec, mask)
+    assert not isinstance(kernel, str), kernel
+    modifiers = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    return mosaic_gpu.attend(query, kv, metadata, spec, kernel, None, **modifiers, **options)

@@ -1,0 +1,351 @@
+"""plan: it chooses, says why, is obeyed, and serves no layer and no batch that it was not made for."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+from jattn.implementations import mosaic_gpu
+from jattn.planning import COLUMNS, rows
+from pallas_kernels import support
+from tests.contract import AttentionContract, Problem
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2}
+SPEC = jattn.AttentionSpec(**HEADS, head_dim=64)
+CACHE = jattn.CacheSpec(num_blocks=8, num_kv_heads=2, head_dim=64)
+STRIDED = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2)
+undecorated = lambda function: getattr(function, "__wrapped__", function)  # without the run-time type checks
+
+
+def batch(query_lens=(1, 1, 5), seq_lens=(41, 8, 5), **changes):
+    return jattn.build_batch_metadata(query_lens, seq_lens, [[3, 4, 5], [1], [2]][: len(seq_lens)], **changes)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(support, "why_not_on", lambda *_: None)
+    monkeypatch.setattr(support, "is_gpu", lambda *_: True)
+
+
+def choices_of(plan, layer=0):
+    return dict(plan.layers[layer].choices)
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("spec", "cache", "decode", "prefill"),
+        [
+            ({}, {}, "paged_decode", "varlen_prefill"),
+            ({}, {"layout": "HND", "dtype": jnp.float16}, "paged_decode", "varlen_prefill"),
+            ({}, {"quantization": "int8_token_head"}, "paged_decode", "cache_read, varlen_prefill"),
+            (
+                {"head_dim": 96, "window": (5, None)},
+                {"quantization": "fp8_e5m2"},
+                "paged_decode",
+                "cache_read, varlen_prefill",
+            ),
+            (
+                {"sparsity": STRIDED},
+                {},
+                "paged_decode over lists of blocks of 16",
+                "varlen_prefill over lists of tiles",
+            ),
+            (
+                {"sparsity": masks.Sinks(3)},
+                {"quantization": "fp8_e4m3"},
+                "cache_read, varlen_prefill over lists of tiles",
+                "cache_read, varlen_prefill over lists of tiles",
+            ),
+        ],
+    )
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_each_region_of_each_kind_of_layer_gets_its_kernel(self, spec, cache, decode, prefill):
+        spec = dataclasses.replace(SPEC, **spec)
+        plan = jattn.plan(batch(), spec, dataclasses.replace(CACHE, head_dim=spec.head_dim, **cache))
+        assert {name: str(choice.kernel) for name, choice in choices_of(plan).items()} == {
+            "decode": decode,
+            "prefill": prefill,
+        }
+        assert all(choice.implementation == "mosaic_gpu" for choice in choices_of(plan).values())
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_layers_of_one_model_may_be_served_by_different_implementations(self):
+        wide = dataclasses.replace(SPEC, head_dim=20)
+        with pytest.warns(jattn.KernelFallbackWarning, match="head_dim 20"):
+            plan = jattn.plan(batch(), [SPEC, wide], [CACHE, dataclasses.replace(CACHE, head_dim=20)])
+        names = [[choice.implementation for _, choice in one.choices] for one in plan.layers]
+        assert names == [["mosaic_gpu"] * 2, ["xla"] * 2]
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_layers_stored_otherwise_are_of_another_kind(self):
+        in_8_bits = dataclasses.replace(CACHE, quantization="int8_token_head")
+        plan = jattn.plan(batch([1], [9]), [SPEC, SPEC, SPEC], [CACHE, in_8_bits, CACHE])
+        assert len(plan.layers) == 2
+        assert len(plan.works) == len({one.decode.kernel.tiles.spans for one in plan.layers})
+
+    def test_where_no_kernel_runs_the_reason_is_kept(self):
+        (choice,) = choices_of(jattn.plan(batch([1], [9]), SPEC, CACHE)).values()
+        assert choice.implementation == "xla"
+        assert choice.reason == "mosaic_gpu: the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'"
+
+    def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
+        with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
+            jattn.plan(batch(), SPEC, CACHE, implementation="mosaic_gpu")
+        plan = jattn.plan(batch([1], [9]), SPEC, CACHE, implementation=("mosaic_gpu", "reference"))
+        assert choices_of(plan)["decode"].implementation == "reference"
+
+    def test_a_plan_is_traced_once_for_all_batches_of_a_bucket(self, traced_once):
+        bucket = jattn.Bucket(max_decodes=3, max_prefills=2, max_prefill_tokens=16, max_blocks=4)
+        batches = batch(bucket=bucket), batch([1, 3], [9, 3], bucket=bucket)
+        traced_once(lambda metadata: jattn.plan(metadata, SPEC, CACHE).query_tiles, *[(x,) for x in batches])
+
+    def test_the_devices_of_the_arguments_decide(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(support, "why_not_on", lambda *trees: asked.append(trees) or "no")
+        metadata = batch()
+        jattn.plan(metadata, SPEC, CACHE)
+        assert asked == [(metadata,)]
+        assert support.device_of(metadata) == jax.devices()[0]
+        with jax.default_device("cpu"):
+            assert support.device_of().platform == "cpu"
+
+
+class TestWarning:
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_a_layer_that_falls_to_xla_on_a_gpu_warns_with_the_reason_and_the_way_out(self):
+        packed = dataclasses.replace(CACHE, layout="packed")
+        with pytest.warns(jattn.KernelFallbackWarning) as caught:
+            jattn.plan(batch([1], [9]), SPEC, packed)
+        (warning,) = caught
+        message = str(warning.message)
+        assert "falls to xla" in message
+        assert "no kernel for the packed layout (NHD, HND have one)" in message
+        assert "implementation='xla'" in message
+        assert "jattn/planning" not in warning.filename
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_attend_without_a_plan_warns_likewise(self):
+        problem = Problem(AttentionContract().plain_case(region="decode"))
+        with pytest.warns(jattn.KernelFallbackWarning, match="queries of float32") as caught:
+            jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec)
+        assert len(caught) == 1
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_python_s_filters_show_it_once(self):
+        packed = dataclasses.replace(CACHE, layout="packed")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                jattn.plan(batch([1], [9]), SPEC, packed)
+        assert len(caught) == 1
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_what_was_asked_for_by_name_is_not_warned_of(self):
+        packed = dataclasses.replace(CACHE, layout="packed")
+        jattn.plan(batch([1], [9]), SPEC, packed, implementation="xla")
+        with pytest.raises(NotImplementedError, match="packed layout"):
+            jattn.plan(batch([1], [9]), SPEC, packed, implementation="mosaic_gpu")
+
+    def test_without_a_gpu_there_is_nothing_to_warn_of(self):
+        jattn.plan(batch(), SPEC, CACHE)
+
+
+class TestTable:
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_a_plan_prints_a_line_for_each_kind_of_layer_and_region(self):
+        invariant = dataclasses.replace(SPEC, window=(1023, 0), batch_invariant=True)
+        plan = jattn.plan(batch(), [SPEC, invariant], CACHE)
+        head, _, *lines = str(plan).splitlines()
+        assert head.split() == list(COLUMNS)
+        assert len(lines) == 4
+        assert "window=(1023, 0), batch_invariant" in lines[2]
+        assert "mosaic_gpu paged_decode" in lines[2]
+        assert "every 2048 keys" in lines[2]
+        assert "192 x 128 keys, 3 stages" in lines[1]
+
+    def test_reasons_stand_behind_what_was_passed_over(self):
+        (row,) = rows(jattn.plan(batch([1], [9]), SPEC, CACHE).layers)
+        assert row[1:3] == ("decode", "xla")
+        assert row[-1].startswith("mosaic_gpu: the kernels need an NVIDIA GPU")
+
+
+class TestObedience:
+    """attend does what the plan says, for the layers and the batch that it was made for."""
+
+    def problem(self, **changes):
+        return Problem(AttentionContract().plain_case(**changes))
+
+    def attend(self, problem, plan, **changes):
+        arguments = {"cache": problem.kv, "metadata": problem.metadata, "spec": problem.spec}
+        return jattn.attend(jnp.asarray(problem.query), **(arguments | changes), plan=plan)
+
+    @pytest.mark.parametrize("implementation", ["xla", "reference"])
+    def test_the_plan_s_implementation_is_taken(self, monkeypatch, implementation):
+        problem, other = self.problem(), {"xla": "reference", "reference": "xla"}[implementation]
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv, implementation=implementation)
+        monkeypatch.setattr(f"jattn.implementations.{other}.attend", None)
+        self.attend(problem, plan)
+
+    def test_what_is_asked_for_beside_a_plan_must_be_the_plan_s(self):
+        problem = self.problem()
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
+        self.attend(problem, plan, implementation=("mosaic_gpu", "xla"))
+        message = r"implementation must be None or have the plan's choice \(xla for decode\), got reference"
+        with pytest.raises(ValueError, match=message):
+            self.attend(problem, plan, implementation="reference")
+
+    def test_a_plan_of_another_bucket_is_refused(self):
+        problem = self.problem()
+        other = jattn.plan(
+            jattn.build_batch_metadata([1], [1], [[1]], block_size=4), problem.spec, problem.kv
+        )
+        message = r"plan.bucket must be Bucket.*max_decodes=2.*got Bucket.*max_decodes=1"
+        with pytest.raises(ValueError, match=message):
+            self.attend(problem, other)
+
+    def test_a_plan_of_another_batch_of_the_bucket_is_refused(self):
+        bucket = jattn.Bucket(max_decodes=2, max_blocks=4)
+        spec, cache = dataclasses.replace(SPEC, head_dim=16), dataclasses.replace(CACHE, head_dim=16)
+        mine, other = (
+            jattn.build_batch_metadata([1], [n], [[1, 2, 3]], block_size=16, bucket=bucket) for n in (41, 9)
+        )
+        arguments = jnp.zeros((2, 4, 16), jnp.bfloat16), jattn.PagedCache.create(cache), mine, spec
+        jattn.attend(*arguments, jattn.plan(mine, spec, cache))
+        message = r"plan must be made for this batch \(seq_lens \[41, 0\]\), got one for seq_lens \[9, 0\]"
+        with pytest.raises(ValueError, match=message):
+            jattn.attend(*arguments, jattn.plan(other, spec, cache))
+
+    def test_a_plan_s_mask_holds_in_every_layer(self):
+        problem, mask = self.problem(), masks.Sinks(2)
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
+        out, wanted = self.attend(problem, plan), self.attend(problem, None, mask=mask)
+        np.testing.assert_array_equal(out, wanted)
+        assert (np.asarray(out) != np.asarray(self.attend(problem, None))).any()
+        with pytest.raises(ValueError, match=r"mask must be None with a plan .* leave plan=None.*got Sinks"):
+            self.attend(problem, plan, mask=mask)
+
+    def test_a_layer_that_the_plan_does_not_cover_is_refused_with_both(self):
+        problem = self.problem()
+        planned = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=8))
+        plan = jattn.plan(problem.metadata, [problem.spec, planned], problem.kv)
+        other = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=4))
+        message = r"the layer must be one that the plan was made for, .*block_size=8.*got .*block_size=4"
+        with pytest.raises(ValueError, match=message):
+            self.attend(problem, plan, spec=other)
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_with_kernels_a_cache_stored_otherwise_is_refused_too(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu, "attend", lambda query, *_, **__: (query, None))
+        metadata, query = batch([1], [9]), jnp.zeros((1, 4, 64), jnp.bfloat16)
+        plan = jattn.plan(metadata, SPEC, CACHE)
+        run = jax.jit(lambda query, cache: jattn.attend(query, cache, metadata, SPEC, plan))
+        run(query, jattn.PagedCache.create(CACHE))
+        stored = jattn.PagedCache.create(dataclasses.replace(CACHE, quantization="int8_token_head"))
+        with pytest.raises(ValueError, match=r"made for, .*NHD bfloat16\), got .*NHD int8 x scale a token"):
+            run(query, stored)
+        zeros = jnp.zeros((9, 2, 64), jnp.bfloat16)
+        packed = jattn.PackedKV(k=zeros, v=zeros, kv_start_loc=jnp.zeros(1, jnp.int32))
+        with pytest.raises(ValueError, match=r"got .*keys outside a cache"):
+            run(query, packed)
+
+    def test_a_plan_crosses_jit(self):
+        problem = self.problem()
+        plan = jax.jit(lambda metadata: jattn.plan(metadata, problem.spec, problem.kv))(problem.metadata)
+        np.testing.assert_array_equal(self.attend(problem, plan), self.attend(problem, None))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"head_dim": 8}, "cache_spec.head_dim must be .*64.*got 8"),
+            ({"num_kv_heads": 1}, "cache_spec.num_kv_heads must be .*2.*got 1"),
+            ({"block_size": 8}, "cache_spec.block_size must be .*16.*got 8"),
+        ],
+    )
+    def test_a_cache_that_does_not_belong_to_the_step_is_refused(self, wrong, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.plan(batch(), SPEC, dataclasses.replace(CACHE, **wrong))
+
+    def test_layers_and_caches_are_counted(self):
+        with pytest.raises(ValueError, match="cache_specs must be one or 2, as specs, got 1"):
+            jattn.plan(batch(), [SPEC, SPEC], [CACHE])
+        with pytest.raises(ValueError, match="specs must be a layer or at least one"):
+            jattn.plan(batch(), [], CACHE)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"plan": masks.Sinks(1)}, "plan must be a Plan .*mask is given as mask=.*got Sinks"),
+            ({"mask": np.ones((3, 3), bool)}, "mask must be a Mask or NoneType .*BlockMask.*got ndarray"),
+            ({"metadata": "plan"}, "metadata must be a BatchMetadata .*build_batch_metadata.*got str"),
+            ({"spec": None}, "spec must be a AttentionSpec"),
+            ({"cache": CACHE}, r"cache must be a PagedCache or PackedKV .*PagedCache.create.*got CacheSpec"),
+            ({"query": [1.0]}, r"query must be an array \[tokens, q_heads, head_dim\], got list"),
+            (
+                {"query": jnp.zeros((7, 4, 64), jnp.int32)},
+                "query must be of a floating-point.*got int32",
+            ),
+            ({"query": jnp.zeros((1, 7, 4, 64))}, r"query must have shape .*got \(1, 7, 4, 64\)"),
+            ({"sinks": [0.0, 1.0]}, r"sinks must have shape \(4,\).*got \(2,\)"),
+        ],
+    )
+    def test_what_is_no_such_thing_is_named(self, change, message):
+        cache = jattn.PagedCache.create(CACHE)
+        arguments = {
+            "query": jnp.zeros((7, 4, 64), jnp.bfloat16),
+            "cache": cache,
+            "metadata": batch(),
+            "spec": SPEC,
+        }
+        with pytest.raises(ValueError, match=message):
+            undecorated(jattn.attend)(**(arguments | change))
+
+    def test_lists_of_numbers_serve_as_sinks_and_slopes(self):
+        arguments = jnp.ones((7, 4, 64), jnp.bfloat16), jattn.PagedCache.create(CACHE), batch(), SPEC
+        numbers = [0.0, 1.0, 2.0, 3.0]
+        for name in ("sinks", "alibi_slopes"):
+            out = undecorated(jattn.attend)(*arguments, **{name: numbers})
+            np.testing.assert_array_equal(out, jattn.attend(*arguments, **{name: jnp.asarray(numbers)}))
+
+
+class TestEager:
+    def test_calls_outside_jit_are_compiled_once(self, caplog):
+        problem = Problem(AttentionContract().plain_case(region="chunked", head_dim=24))
+        arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec
+        queries = [arguments[0] * scale for scale in (1.0, 2.0, 3.0)]
+        jattn.attend(*arguments)
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            for query in queries:
+                jattn.attend(query, *arguments[1:])
+            assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+            jattn.attend(*arguments, return_lse=True)
+        assert [record for record in caplog.records if "Compiling" in record.getMessage()]
+
+    @pytest.mark.parametrize("argument", ["query", "keys", "sinks"])
+    def test_a_derivative_of_xla_names_the_one_that_has_one(self, argument):
+        problem = Problem(AttentionContract().plain_case(sinks=True))
+        kv = jax.tree.map(jnp.nan_to_num, problem.kv)
+        start = {"query": jnp.asarray(problem.query), "keys": kv.k, "sinks": jnp.asarray(problem.sinks)}
+
+        def loss(x, implementation):
+            given = start | {argument: x}
+            cache = jattn.pytree.replace(kv, k=given["keys"])
+            out = jattn.attend(
+                given["query"],
+                cache,
+                problem.metadata,
+                problem.spec,
+                sinks=given["sinks"],
+                implementation=implementation,
+            )
+            return out.sum()
+
+        with pytest.raises(NotImplementedError, match=r"attend: xla has.*implementation='reference'"):
+            jax.grad(loss)(start[argument], "xla")
+        assert np.isfinite(jax.grad(loss)(start[argument], "reference")).all()
