@@ -1,16 +1,19 @@
 """What this machine gets: which implementation serves which feature, and why not a faster one."""
 
 import importlib.metadata
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jattn.graphs import listed_buckets
 from jattn.implementations.choice import IMPLEMENTATIONS, Choice
 from jattn.implementations.layers import layer_of
 from jattn.masks import Document, LocalStrided
 from jattn.metadata.batch import abstract_metadata
-from jattn.planning import aligned, choose_layers
+from jattn.planning import KernelFallbackWarning, aligned, choose_layers
 from jattn.spec import AttentionSpec, Bucket, CacheSpec
 
 REGIONS = {
@@ -61,6 +64,25 @@ def diagnose(feature: str, region: str) -> Choice:
     (chosen,) = choose_layers(metadata, (layer_of(spec, cache_spec),), mask, implementation=IMPLEMENTATIONS)
     ((_, choice),) = chosen.choices
     return choice
+
+
+def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int) -> str:
+    """What serves each kind of layer of a model, for every bucket: tables as plans print them.
+
+    Args:
+        model: As the engine takes it.
+        caches: Its caches, or their shapes.
+        buckets: The sizes that are compiled; those of equal tables share one.
+        block_size: Tokens of a cache block.
+    """
+    alike: dict[str, list[Bucket]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KernelFallbackWarning)  # the tables say it
+        for bucket in buckets:
+            metadata = abstract_metadata(bucket, block_size)
+            made = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
+            alike.setdefault(str(made), []).append(bucket)
+    return "\n\n".join(f"buckets {listed_buckets(of)}:\n\n{text}" for text, of in alike.items())
 
 
 def report() -> str:

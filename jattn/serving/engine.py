@@ -23,6 +23,7 @@ from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
 from jattn.requests import pack_tokens, row_indices
 from jattn.serving.block_manager import BlockManager
+from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation, GenerationResult, StreamedToken
 from jattn.serving.prompts import Prompt, PromptLimits, build_generations
 from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
@@ -130,7 +131,8 @@ class Engine:
             # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
             buckets = default_buckets(max(max_num_seqs, 2), max_blocks=max_blocks, prefill_tokens=sizes)
             buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
-        graphdef, self._params = nnx.split(with_implementation(model, implementation))
+        self._served = with_implementation(model, implementation)
+        graphdef, self._params = nnx.split(self._served)
         self.graphs = DecodeGraphs(make_step(graphdef), buckets)
         self.graphs.choose(  # raises where a step could be too large
             num_decodes=max_num_seqs,
@@ -158,6 +160,10 @@ class Engine:
             num_blocks=manager.capacity,
             peak_blocks=manager.peak_used,
         )
+
+    def explain(self) -> str:
+        """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""
+        return explain(self._served, self._caches, self.graphs.buckets, self.block_size)
 
     def precompile(self, *, progress: bool = True) -> None:
         """Compiles every bucket now, not when a step first needs it. `progress` shows a bar."""

@@ -412,3 +412,15 @@ class TestRefuses:
     def test_an_implementation_that_this_machine_lacks(self, golden):
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*cpu"):
             Engine(golden.model, implementation="mosaic_gpu")
+
+
+def test_an_engine_explains_what_serves_it():
+    engine = Engine(one_layer_model(), max_num_seqs=4, max_num_batched_tokens=64)
+    text = engine.explain()
+    assert engine.stats.num_compiles == 0
+    for bucket in engine.graphs.buckets:
+        rows = f"{bucket.max_decodes}+{bucket.max_prefills}/{bucket.max_prefill_tokens}x{bucket.max_blocks}"
+        (part,) = [part for part in text.split("\n\nbuckets ") if f"{rows}," in part or f"{rows}:" in part]
+        assert ("  decode  " in part) == (bucket.max_decodes > 0)
+        assert ("  prefill  " in part) == (bucket.max_prefills > 0)
+        assert "6/2 heads of 32; float32 queries, NHD float32" in part
