@@ -97,13 +97,8 @@ class DecodeGraphs:
     def _compile_now(
         self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any
     ) -> jax.stages.Compiled:
-        listed = metadata.bucket in self.buckets
-        require(
-            listed,
-            "metadata.bucket",
-            f"be one of the buckets {listed_buckets(self.buckets)}",
-            metadata.bucket,
-        )
+        is_one = metadata.bucket in self.buckets
+        require(is_one, "metadata.bucket", f"be one of the buckets {listed(self.buckets)}", metadata.bucket)
         with self._lock:  # two threads that miss the same bucket compile it once
             if metadata.bucket not in self._executables:
                 lowered = self._lower(params, caches, metadata, *inputs)
@@ -184,9 +179,7 @@ class DecodeGraphs:
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 return bucket
         batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
-        raise ValueError(
-            f"the batch must fit one of the buckets {listed_buckets(self.buckets)}, got {batch}."
-        )
+        raise ValueError(f"the batch must fit one of the buckets {listed(self.buckets)}, got {batch}.")
 
 
 def default_buckets(
@@ -257,7 +250,7 @@ def _fits(bucket: Bucket, num_decodes: int, num_prefills: int, num_prefill_token
     )
 
 
-def listed_buckets(buckets: Iterable[Bucket]) -> str:
+def listed(buckets: Iterable[Bucket]) -> str:
     """Each as decodes+prefills/prefill tokens x block columns."""
     sizes = (f"{b.max_decodes}+{b.max_prefills}/{b.max_prefill_tokens}x{b.max_blocks}" for b in buckets)
     return f"(decodes+prefills/prefill_tokens x max_blocks) {', '.join(sizes)}"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.graphs import listed_buckets
+from jattn.graphs import listed
 from jattn.implementations.choice import IMPLEMENTATIONS, Choice
 from jattn.implementations.layers import layer_of
 from jattn.masks import Document, LocalStrided
@@ -82,7 +82,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
             metadata = abstract_metadata(bucket, block_size)
             made = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
             alike.setdefault(str(made), []).append(bucket)
-    return "\n\n".join(f"buckets {listed_buckets(of)}:\n\n{text}" for text, of in alike.items())
+    return "\n\n".join(f"buckets {listed(of)}:\n\n{text}" for text, of in alike.items())
 
 
 def report() -> str:
