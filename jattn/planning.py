@@ -89,11 +89,11 @@ class Plan:
         Raises:
             ValueError: The plan was made for others.
         """
-        found = next((one for one in self.layers if one.covers(layer)), None)
+        for one in self.layers:
+            if one.covers(layer):
+                return one
         kinds = " or ".join(f"({one.layer})" for one in self.layers)
-        require(found is not None, "the layer", f"be one that the plan was made for, {kinds}", f"({layer})")
-        assert found is not None
-        return found
+        raise ValueError(f"the layer must be one that the plan was made for, {kinds}, got ({layer}).")
 
     def __str__(self) -> str:
         return table(self.layers)
@@ -289,12 +289,11 @@ def check_batch_of(plan: Plan, metadata: BatchMetadata) -> None:
         ValueError: It was made for another.
     """
     require(plan.bucket == metadata.bucket, "plan.bucket", f"be {metadata.bucket}", plan.bucket)
-    mine, theirs = plan.seq_lens, metadata.seq_lens
-    if mine is theirs or not support.is_concrete(mine, theirs):
+    if plan.seq_lens is metadata.seq_lens or not support.is_concrete(plan.seq_lens, metadata.seq_lens):
         return
-    is_same = np.array_equal(np.asarray(mine), np.asarray(theirs))
-    got = f"one for seq_lens {np.asarray(mine).tolist()}"
-    require(is_same, "plan", f"be made for this batch (seq_lens {np.asarray(theirs).tolist()})", got)
+    mine, theirs = np.asarray(plan.seq_lens), np.asarray(metadata.seq_lens)
+    rule, got = f"be made for this batch (seq_lens {theirs})", f"one for seq_lens {mine}"
+    require(np.array_equal(mine, theirs), "plan", rule, got)
 
 
 def _warn_of_fallbacks(one: LayerPlan) -> None:

@@ -29,9 +29,13 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], meanin
 
 def require_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:
     """`value` must be of a type; the hint says where to get one, or what to write."""
+    if isinstance(value, kind):
+        return
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join(one.__name__ for one in kinds)
-    require(isinstance(value, kind), name, f"be a {names} ({hint})", f"{type(value).__name__}: {value!r:.80}")
+    names = " or ".join("None" if one is type(None) else one.__name__ for one in kinds)
+    shape = getattr(value, "shape", None)  # of an array rather than its numbers
+    got = repr(value)[:80] if shape is None else f"shape {shape}"
+    require(False, name, f"be a {names} ({hint})", f"{type(value).__name__}: {got}")
 
 
 def unsupported(what: str, reason: str, way_out: str) -> NotImplementedError:
