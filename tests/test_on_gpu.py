@@ -12,6 +12,7 @@ import jattn
 from jattn import masks
 from jattn.serving.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
+from tests.pallas_kernels.listed_problem import ListedProblem
 from tests.sparsity.test_attend import MASKS
 
 pytestmark = pytest.mark.gpu
@@ -100,15 +101,13 @@ def test_the_xla_path_meets_float64_on_a_gpu():
 @pytest.mark.parametrize("kv", ["cache", "no_cache"])
 def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
     changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True} | case
-    problem = Problem(AttentionContract().plain_case(**changes | ({"kv": kv} if kv == "no_cache" else {})))
+    make = ListedProblem if "sparsity" in case else Problem
+    problem = make(AttentionContract().plain_case(**changes | ({"kv": kv} if kv == "no_cache" else {})))
     contract = AttentionContract()
     contract.implementation = "mosaic_gpu"
-    kv = problem.kv
-    if "sparsity" in case:  # a tile of keys is read whole, with what no query sees in it
-        kv = jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, kv)
-    without = contract.attend(problem, cache=kv)
+    without = contract.attend(problem)
     problem.check(*without)
-    with_plan = contract.attend(problem, cache=kv, plan=jattn.plan(problem.metadata, problem.spec, kv))
+    with_plan = contract.attend(problem, plan=jattn.plan(problem.metadata, problem.spec, problem.kv))
     for a, b in zip(without, with_plan, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -127,11 +126,10 @@ def test_masks_with_arrays_of_each_row_hold_in_mixed_steps(name, kv):
     }
     case = AttentionContract().plain_case(**changes)
     rows = Problem(case).row_of_request()
-    problem = Problem(case, mask=lambda r, h, i, j: rule(rows[r], h, i, j))
+    problem = ListedProblem(case, mask=lambda r, h, i, j: rule(rows[r], h, i, j))
     contract = AttentionContract()
     contract.implementation = "mosaic_gpu"
-    kv = jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, problem.kv)
-    problem.check(*contract.attend(problem, cache=kv, mask=mask))
+    problem.check(*contract.attend(problem, mask=mask))
 
 
 def of_heads(heads, size):

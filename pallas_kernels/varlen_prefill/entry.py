@@ -59,8 +59,9 @@ def varlen_prefill(
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
         schedule: make_schedule's for the same lengths and tiles; made here when None.
-        lists: make_lists' for that schedule: each head's tiles of keys. Below a request's length, keys and
-            values of a listed tile must be finite even where no query sees them.
+        lists: make_lists' for that schedule: each head's tiles of keys. Of a listed tile, values must be
+            finite from the first key that some query of the request sees by the score's numbers to the
+            request's last, even where the mask hides them; the others may be anything.
         block_q: Static: queries of a block of queries, where the parts that the lists tell apart are needed:
             queries of one block see a tile's keys alike, but for what `score` and `mask` hide.
         mask: What queries see in tiles that are listed as seen in part; static but for its arrays. Only with

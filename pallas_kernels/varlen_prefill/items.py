@@ -11,7 +11,7 @@ from pallas_kernels.list_tiles import PART_SHIFT
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill.schedule import ALIGN, kv_tile_range, tile_range
-from pallas_kernels.varlen_prefill.tiles import Tiles
+from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class Item:
 
     Attributes:
         head: Query head.
-        low: First key that some query of the tile sees.
+        low: First key whose block is certain to be there; a stand-in for those before may not hold keys that
+            are neither seen nor cleared.
         high: One past the last.
         first: First tile of keys, where there are no lists.
         num: Tiles of keys.
@@ -66,10 +67,15 @@ class Item:
         self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
-        self.low, self.high = tile_range(score, first, last, column("seq_len"))
+        self.low, self.high = low, high = tile_range(score, first, last, column("seq_len"))
+        # The request's last block may hold anything behind its end, and must not stand in for blocks whose
+        # keys some query of the request sees. No item of more than 64 queries begins in it and has others in
+        # its first tile.
+        if has_lists or tiles.tile_q <= WARPGROUP_ROWS:
+            self.low, self.high = column("seen"), column("seq_len")
         is_packed = shape.block_size is None
         self.skew = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
-        self.first, self.num = kv_tile_range(self.low, self.high, self.skew, tiles.tile_kv)
+        self.first, self.num = kv_tile_range(low, high, self.skew, tiles.tile_kv)
         if has_lists:
             self.num = column("num")
 

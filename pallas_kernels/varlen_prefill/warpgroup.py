@@ -46,12 +46,13 @@ BIASED_KEYS = 64
 f32 = jnp.float32
 
 
-class Edges(enum.Enum):
-    """Which ends of what a query sees a tile of keys may hold: with none of them there is nothing to mask."""
+class Edges(enum.Flag):
+    """Which ends of what is seen a tile of keys may hold: with none of them there is nothing to mask."""
 
-    NONE = enum.auto()
+    NONE = 0
+    LOW = enum.auto()
     HIGH = enum.auto()
-    BOTH = enum.auto()
+    BOTH = LOW | HIGH
 
 
 def team_and_rank(wg: Any, tiles: Tiles) -> tuple[Any, Any]:
@@ -145,7 +146,7 @@ class Warpgroup:
         score, mask, first_key = self.score, self.mask, item.first_key(entry)
         has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         has_parts = self.shape.block_q is not None
-        has_low = self.has_low_edge and edges is Edges.BOTH
+        has_low = self.has_low_edge and Edges.LOW in edges
         has_row_low, has_row_high = self.has_window and has_low, has_high or has_parts
         # Ends of the request, or of each row; rows are numbered only where they have some of their own: for a
         # number that nobody uses Pallas finds no layout.
@@ -328,12 +329,47 @@ class Warpgroup:
 
             plgpu.commit_smem()
 
-    def await_values(self, step: Any) -> None:
-        """Waits for the values of a step."""
-        plgpu.barrier_wait(self.v_full.at[self.stage(step)])
+    def await_values(self, item: Item, entry: Any, step: Any, edges: Edges) -> None:
+        """Waits for the values of a step and clears those that no query of the request sees.
+
+        Args:
+            item: The item.
+            entry: What Item.entry said of the tile; of no meaning without edges.
+            step: The tile's.
+            edges: Which ends of what the request sees are to be cleared: what `edges_of_values` says.
+        """
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.v_full.at[stage])
+        if Edges.LOW in edges and self.has_low_edge:
+            self.clear_unseen_values(item, entry, stage, is_low=True)
+        if Edges.HIGH in edges:
+            self.clear_unseen_values(item, entry, stage, is_low=False)
+
+    def edges_of_values(self, item: Item, edges: Edges, *, is_first: bool) -> Edges:
+        """Which ends of what the request sees are in a tile whose values are awaited.
+
+        A list begins with the tile that the request ends in, if that is listed; what is seen may begin in any
+        tile that is seen in part. Without lists it begins in the first tile and ends in the last, whose end
+        `add_last_values` clears: a compare for each tile before it would be one too many.
+
+        Args:
+            item: The item.
+            edges: Those of the tile's scores.
+            is_first: Whether it is the item's first tile.
+        """
+        if item.entries_g is None:
+            return Edges.LOW if is_first else Edges.NONE
+        return Edges.BOTH if is_first else edges & Edges.LOW
+
+    def add_last_values(self, item: Item, accs: Any, p: Any, step: Any, last: Any) -> Any:
+        """O + P V of an item's tile `last`, whose values have come with those of `step`; awaited."""
+        if item.entries_g is None:
+            entry = self.entry(item, last, Edges.HIGH)
+            self.clear_unseen_values(item, entry, self.stage(step), is_low=False)
+        return self.add_values(accs, p, step)
 
     def add_values(self, accs: Any, p: Any, step: Any) -> Any:
-        """O + P V with the values of `step`, which have come; awaited."""
+        """O + P V with the values of `step`, which have come and are clear; awaited."""
         stage = self.stage(step)
         if self.interpret:  # which has neither accumulators with a past nor operands in registers
             p_s = self.p_s.at[self.wg]
@@ -369,11 +405,12 @@ class Warpgroup:
         entry = self.entry(item, i, edges)
         stored = functools.partial(self.stored, item, entry, edges)
         softmax = functools.partial(self.softmax, item, entry, edges, slope)
+        of_values = self.edges_of_values(item, edges, is_first=False)
         if self.interpret:
             s = self.scores(q_s, step)
             accs = self.add_values(accs, p, step - 1)
             p, sums, top, shrink, *is_due = softmax(stored(), s, top)
-            self.await_values(step)
+            self.await_values(item, entry, step, of_values)
         else:
             k_stage, v_stage = self.stage(step), self.stage(step - 1)
             plgpu.barrier_wait(self.k_full.at[k_stage])
@@ -395,7 +432,7 @@ class Warpgroup:
                 for ref, result in zip(result_refs, results[: len(result_refs)], strict=True):
                     ref[...] = result
                 # Its branch keeps ptxas from awaiting P V before the softmax.
-                self.await_values(step)
+                self.await_values(item, entry, step, of_values)
 
             start = tuple(plgpu.ACC.init(acc) for acc in accs)
             zeros = plgpu.layout_cast(jnp.zeros(self.s_shape, f32), W)
@@ -469,11 +506,8 @@ class Warpgroup:
         p, total, top, *_ = self.softmax(item, entry, Edges.BOTH, slope, stored, s, None)
         accs = tuple(zeros(M, self.shape.cut.width) for _ in range(self.shape.cut.chunks))
         carry = accs, total, top, p.astype(self.dtype)
-        self.await_values(step + begin)
-        if has_lists:  # a list begins with the tile in which the request ends, if that is in it
-            self.clear_unseen_values(item, entry, self.stage(step), is_low=False)
-        elif self.has_low_edge:
-            self.clear_unseen_values(item, entry, self.stage(step + begin), is_low=True)
+        of_values = self.edges_of_values(item, Edges.BOTH, is_first=True)
+        self.await_values(item, entry, step + begin, of_values)
 
         def loop(first: Any, end: Any, edges: Edges, carry: Any) -> Any:
             def one(i: Any, carry: Any) -> Any:
@@ -488,10 +522,7 @@ class Warpgroup:
             carry = loop(high_edge, end, Edges.HIGH, carry)
         accs, total, top, p = carry
         total = total.sum(axis=1)
-        if not has_lists:
-            last = self.entry(item, end - 1, Edges.HIGH)
-            self.clear_unseen_values(item, last, self.stage(step + end - 1), is_low=False)
-        accs = self.add_values(accs, p, step + end - 1)
+        accs = self.add_last_values(item, accs, p, step + end - 1, end - 1)
         if not has_lists:
             self.skip(step, end, item.num)
         return accs, top, total

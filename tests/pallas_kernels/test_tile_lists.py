@@ -1,5 +1,6 @@
 """varlen_prefill over lists of tiles: every mask that has some, against the float64 oracle; on a GPU too."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,26 +12,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations import block_lists, tile_lists
-from jattn.implementations.kernel_work import score_of
+from jattn.implementations.kernel_work import score_of, sparse_tiles
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import Schedule, Tiles, item_order, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill import tiles as tiles_module
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists, sorted_items
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, make_schedule, sorted_places
 from tests import aot, contract, races
-from tests.contract import FACTORS, Problem
+from tests.contract import FACTORS
 from tests.covering import covering_array
+from tests.pallas_kernels.listed_problem import ListedProblem
 from tests.pallas_kernels.sparse_aot_cases import aot_cases
 from tests.regions import attend_region
 
 # Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
 LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
+SHORT = {
+    "neighbours": ([13, 200], [13, 200], 1),
+    "late": ([16], [370], 1),
+    "many": ([3, 130], [5, 333], 1),
+    "decode_65": ([1], [65], 1),
+    "one_left": ([13], [206], 1),
+    "prompt_206": ([206], [206], 1),
+    "one_more": ([130], [200], 1),
+}
 RNG = np.random.default_rng(0)
 WIDE, SMALL, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((4, 6, 6)) < 0.4, RNG.random((2, 24, 24)) < 0.3
 DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
 LENGTHS = np.array([120, 3, 340, 200], np.int32)
 VERTICAL, SLASHES = RNG.random((4, 333)) < 0.05, RNG.random((4, 37)).repeat(10, axis=1) < 0.2
 strided = masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3)
+odd = lambda head, query, key: (query + key) % 2 == 1
 strange = lambda head, query, key: (query * 3 + key + head) % 4 != 0
 
 
@@ -69,6 +82,12 @@ MASKS = {
         masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64) & masks.MaskFunction(strange),
         lambda r, h, i, j: SMALL[h, i // 64, j // 64] and strange(h, i, j),
     ),
+    "sinks": (masks.Sinks(50), lambda r, h, i, j: j < 50),
+    "half": (masks.MaskFunction(odd), lambda r, h, i, j: odd(h, i, j)),
+    "causal_or_dilated": (
+        masks.Causal() | masks.Dilated(18, 4),
+        lambda r, h, i, j: j <= i or (abs(i - j) % 4 == 0 and abs(i - j) <= 72),
+    ),
     "dilated": (
         masks.Dilated(20, 5) | masks.Sinks(3),
         lambda r, h, i, j: (abs(i - j) % 5 == 0 and abs(i - j) <= 100) or j < 3,
@@ -96,7 +115,7 @@ MASKS |= {
 }
 INTERPRET = plgpu.InterpretGPUParams()
 CHOICES = {
-    "mask": list(MASKS),
+    "mask": [name for name in MASKS if name not in ("sinks", "half", "causal_or_dilated")],
     "region": list(LONG),
     "causal": [True, False],
     "window": [None, (200, None)],
@@ -111,47 +130,95 @@ CASES = covering_array(CHOICES, lambda case: True)
 
 
 @pytest.fixture(autouse=True)
+def _few_thread_blocks(request, monkeypatch):
+    """Interpreted, those without work take time too."""
+    if "gpu" not in request.keywords:
+        few = {width: dataclasses.replace(tiles, ctas=2) for width, tiles in tiles_module.LIST_TABLE.items()}
+        monkeypatch.setattr(tiles_module, "LIST_TABLE", few)
+
+
+@pytest.fixture(autouse=True)
 def _long_regions(monkeypatch):
-    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG | SHORT)
 
 
-def finite_below_the_end(problem):
-    """A tile of keys is read whole: only what is behind a request's end stays NaN."""
-    cache = jax.tree.map(lambda x: x if x.ndim < 3 else jnp.nan_to_num(x), problem.kv)
-    if isinstance(cache, jattn.PackedKV):
-        return cache
-    size, table = cache.block_size, np.asarray(problem.metadata.block_table)
-    k, v = np.array(cache.k), np.array(cache.v)
-    for row, seq_len in zip(table, np.asarray(problem.metadata.seq_lens), strict=True):
-        if seq_len % size:
-            behind = (
-                (slice(None), slice(seq_len % size, None))
-                if cache.layout == "HND"
-                else slice(seq_len % size, None)
-            )
-            k[row[seq_len // size]][behind] = v[row[seq_len // size]][behind] = np.nan
-    return jattn.PagedCache(k=jnp.asarray(k), v=jnp.asarray(v), layout=cache.layout)
-
-
-def solved(case, interpret=None):
+def solved(case, interpret=None, *, is_sparse=False):
     """The problem's rule holds for every request; the region as attend gives it to the kernels."""
     plain = {name: values[0] for name, values in FACTORS.items()}
     mask, rule = MASKS[case["mask"]]
     case = plain | {"heads": (4, 2), "dtype": "bfloat16"} | case
-    problem = Problem(case, mask=rule)
-    cache = finite_below_the_end(problem)
+    tile_kv = sparse_tiles(contract.make_spec(case), mask).tile_kv if is_sparse else None
+    problem = ListedProblem(case, mask=rule, sparse_tile_kv=tile_kv)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
-    query = jnp.nan_to_num(jnp.asarray(problem.query))
+    query, metadata = jnp.asarray(problem.query), problem.metadata
+    region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     out, lse = jax.jit(run)(
         query=query,
-        kv=cache,
-        metadata=problem.metadata.prefill_part,
+        kv=problem.kv,
+        metadata=region,
         mask=mask,
         sinks=as_jax(problem.sinks),
         alibi_slopes=as_jax(problem.slopes),
     )
     problem.check(out, lse)
+
+
+# Requests that begin within 8 rows of another's end; windows that begin, requests that end, within a tile.
+POISONED = {
+    "a neighbour's values": {"region": "neighbours", "mask": "dilated", "kv": "no_cache", "causal": False},
+    "before a window, widened": {
+        "region": "late", "mask": "dilated", "window": (150, None), "stored": "int8_scalar",
+    },
+    "before a window, in many tiles": {"region": "many", "mask": "half", "window": (64, 0), "kv": "no_cache"},
+    "before a chunk, behind the end": {
+        "region": "decode_65", "mask": "sinks", "chunk_size": 64, "causal": False, "sinks": True,
+    },
+    "behind the end": {
+        "region": "one_left", "mask": "causal_or_dilated", "window": (0, 0), "kv": "HND", "block_size": 64,
+        "causal": False,
+    },
+    "in the last block, which stands in for others": {
+        "region": "one_more", "mask": "dilated", "window": (0, 0), "block_size": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_what_no_query_sees_may_be_anything(name):
+    solved({"head_dim": 64, "block_size": 16, "kv": "NHD"} | POISONED[name], INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_no_query_sees_may_be_anything_on_a_gpu(name, head_dim):
+    solved({"block_size": 16, "kv": "NHD"} | POISONED[name] | {"head_dim": head_dim})
+
+
+@pytest.mark.parametrize("mask", ["blocks_128", "blocks_64"])
+def test_tiles_that_no_list_names_are_never_read(mask):
+    case = {"region": "prompt_206", "mask": mask, "head_dim": 64, "block_size": 16, "kv": "HND"}
+    solved(case, INTERPRET, is_sparse=True)
+
+
+def test_a_nan_among_a_request_s_values_does_not_reach_the_next():
+    rows = lambda seed, heads: jax.random.normal(jax.random.key(seed), (213, heads, 64), jnp.bfloat16)
+    spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
+    metadata = jattn.build_batch_metadata([13, 200], [13, 200], [[1], [*range(2, 15)]])
+    run = functools.partial(
+        mosaic_gpu.attend, spec=spec, mask=masks.Sinks(4) | masks.Window(60, 0), interpret=INTERPRET
+    )
+    starts, v = jnp.asarray([0, 13], jnp.int32), rows(2, 1)
+
+    def attended(v):
+        kv = jattn.PackedKV(k=rows(1, 1), v=v, kv_start_loc=starts)
+        out, _ = jax.jit(run)(rows(0, 1), kv, metadata.prefill_part, sinks=None, alibi_slopes=None)
+        return np.asarray(out)
+
+    poisoned = attended(v.at[12].set(jnp.nan))
+    assert np.isnan(poisoned[12]).all()
+    np.testing.assert_array_equal(poisoned[13:], attended(v)[13:])
 
 
 def test_equals_float64_under_any_mask():
