@@ -13,6 +13,7 @@ import jattn
 from jattn import masks
 from jattn.implementations import block_lists, tile_lists
 from jattn.implementations.kernel_work import score_of, sparse_tiles
+from jattn.implementations.layers import regions_of
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import Schedule, Tiles, item_order, make_lists, varlen_prefill
@@ -207,7 +208,7 @@ def test_a_nan_among_a_request_s_values_does_not_reach_the_next():
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
     metadata = jattn.build_batch_metadata([13, 200], [13, 200], [[1], [*range(2, 15)]])
     run = functools.partial(
-        mosaic_gpu.attend, spec=spec, mask=masks.Sinks(4) | masks.Window(60, 0), interpret=INTERPRET
+        attend_region, spec=spec, mask=masks.Sinks(4) | masks.Window(60, 0), interpret=INTERPRET
     )
     starts, v = jnp.asarray([0, 13], jnp.int32), rows(2, 1)
 
@@ -352,8 +353,8 @@ def test_what_ships_compiles_and_hardly_spills(name):
 )
 def test_masks_without_block_lists_are_named(mask, q_heads, message):
     spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=64)
-    metadata = jattn.build_batch_metadata([1], [5], [[1]], block_size=16)
-    assert message in block_lists.list_block_size(mask, spec, metadata)
+    (region,) = regions_of(jattn.build_batch_metadata([1], [5], [[1]], block_size=16))
+    assert message in block_lists.list_block_size(mask, spec, region)
 
 
 @pytest.mark.parametrize(
