@@ -1,5 +1,6 @@
 """The wording of every error, so that each names the argument, the rule and the value."""
 
+import numbers
 from collections.abc import Collection
 from typing import Any
 
@@ -8,6 +9,13 @@ def require(condition: bool, name: str, rule: str, got: object) -> None:
     """Raises `ValueError("{name} must {rule}, got {got}.")` unless `condition`."""
     if not condition:
         raise ValueError(f"{name} must {rule}, got {got}.")
+
+
+def require_int(**values: Any) -> None:
+    """Every named value must be an int, Python's or numpy's; a bool is none."""
+    for name, value in values.items():
+        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        require(is_int, name, "be an int", repr(value))
 
 
 def require_positive(**values: int | float) -> None:

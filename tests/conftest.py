@@ -31,6 +31,14 @@ def metadata_cases():
 
 
 @pytest.fixture
+def types_unchecked():
+    """As for a user: shapes and types in annotations are not executed, so wrong ones reach our own checks."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def traced_once():
     """Runs a function under jit on several argument tuples of the same shapes; it must be traced once."""
 

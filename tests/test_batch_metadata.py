@@ -142,6 +142,7 @@ class TestBuild:
         )
 
 
+@pytest.mark.usefixtures("types_unchecked")
 class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -178,12 +179,71 @@ class TestRefusals:
         ):
             jattn.build_batch_metadata([3, 1], [3, 9], [[1], [2]], bucket=bucket)
 
-    def test_a_table_wider_than_the_bucket_is_refused_when_the_blocks_are_needed(self):
+    @pytest.mark.parametrize("bucket", [None, jattn.Bucket(max_decodes=4, max_blocks=6)])
+    @pytest.mark.parametrize("build", [jattn.build_batch_metadata, jattn.build_cross_attention_metadata])
+    def test_a_ragged_row_that_is_too_short_is_not_filled_with_block_0(self, build, bucket):
+        message = "block_table must have 3 blocks of 16 for request 1 with 33 tokens, got 2"
+        for table in ([[1, 2, 8], [3, 4], [5, 6, 7]], [np.asarray([1, 2, 8]), (3, 4), range(5, 8)]):
+            with pytest.raises(ValueError, match=message):
+                build([1, 1, 1], [33, 33, 40], table, bucket=bucket)
+
+    def test_a_narrow_bucket_is_named_where_the_row_is_long_enough(self):
         bucket = jattn.Bucket(max_decodes=1, max_blocks=1)
         with pytest.raises(
-            ValueError, match="block_table must have 2 blocks of 16 for request 0 with 17 tokens, got 1"
+            ValueError, match=r"bucket.max_blocks must be at least 2 for request 0 with 17 tokens.*, got 1"
         ):
             jattn.build_batch_metadata([1], [17], [[1, 2]], bucket=bucket)
+
+    @pytest.mark.parametrize("build", [jattn.build_batch_metadata, jattn.build_cross_attention_metadata])
+    @pytest.mark.parametrize(
+        ("table", "message"),
+        [
+            ([[1, 2], [3, 2**32 + 4]], r"block_table\[1\] must hold block ids of at most .*4294967300\]"),
+            ([[1, 2], [3, 2**70]], r"block_table\[1\] must be a list of ints, got object"),
+            (np.asarray([[1, 2], [3, 2**40]]), r"block_table\[1\] must hold block ids of at most 536870911"),
+            ([[1, 2], [3, 2**29]], r"block_table\[1\] must hold .* 536870911 \(slots are int32\), got"),
+            ([[1, 2.5], [3, 4]], r"block_table\[0\] must be a list of ints, got float64"),
+            ([[1, 2], np.asarray([3.0, 4.0])], r"block_table\[1\] must be a list of ints, got float64"),
+            ([[1, 2], [3, True]], r"block_table\[1\] must be a list of ints, got bool"),
+            ([[1, 2], ["a"]], r"block_table\[1\] must be a list of ints, got <U1"),
+            ([[1, 2], 3], r"block_table\[1\] must be a list of ints, got shape \(\)"),
+            ([[1, 2], None], r"block_table\[1\] must be a list of ints, got shape \(\)"),
+            ([[1, 2], [[3, 4]]], r"block_table\[1\] must be a list of ints, got shape \(1, 2\)"),
+            ([[1, 2], [[3], 4]], r"block_table\[1\] must be a list of ints, got \[\[3\], 4\]"),
+            (np.asarray([1, 2]), r"block_table must have 2 axes, got shape \(2,\)"),
+            (np.ones((2, 2)), "block_table must hold ints, got float64"),
+            (jnp.ones((2, 2), bool), "block_table must hold ints, got bool"),
+            (7, "block_table must be a table of block ids or None, got 7"),
+            ([[1, 2], [-3, 4]], r"block_table\[1\] must hold block ids >= 0 for its 7 tokens, got \[-3, 4\]"),
+        ],
+    )
+    def test_what_is_no_block_id_is_named_with_its_request(self, build, table, message):
+        with pytest.raises(ValueError, match=message):
+            build([1, 1], [8, 7], table, block_size=4)
+
+    def test_what_stands_past_a_requests_end_may_be_negative(self):
+        table = np.asarray([[1, -7], [3, 4]])
+        metadata = jattn.build_batch_metadata([1, 1], [4, 7], table, block_size=4)
+        assert metadata.slot_mapping.tolist() == [7, 18]
+
+    @pytest.mark.parametrize(
+        ("query_lens", "seq_lens", "message"),
+        [
+            ([True, 1], [4, 7], "query_lens must be a list of ints, got bool"),
+            ([1, 1], [4, 2**31], r"seq_lens must be at most 2147483647, got \[2147483648\]"),
+            ([1, 1], [4, 2**70], "seq_lens must be a list of ints, got object"),
+            ([1, [1]], [4, 7], r"query_lens must be a list of ints, got \[1, \[1\]\]"),
+            (3, [4], r"query_lens must be a list of ints, got shape \(\)"),
+        ],
+    )
+    def test_lengths_that_are_no_int32_are_named(self, query_lens, seq_lens, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.build_batch_metadata(query_lens, seq_lens, None)
+
+    @pytest.mark.parametrize("block_size", [16.0, True, "16", None])
+    def test_a_block_size_that_is_no_int_is_named(self, block_size):
+        with pytest.raises(ValueError, match=f"block_size must be an int, got {block_size!r}"):
+            jattn.build_batch_metadata([1], [4], [[1]], block_size=block_size)
 
     def test_cross_attention_lengths_are_checked_too(self):
         with pytest.raises(ValueError, match=r"kv_lens must have one entry per request \(2\), got 1"):

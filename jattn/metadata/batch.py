@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jattn.metadata.host import block_rows, int_vector, require_blocks, with_columns
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
 from jattn.spec import Bucket
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_int, require_positive
 
 type HostInts = Sequence[int] | np.ndarray | Array
 type HostTable = Sequence[HostInts] | np.ndarray | Array
@@ -147,8 +148,10 @@ def build_batch_metadata(
     Args:
         query_lens: New tokens of each request.
         seq_lens: All tokens of each request, the new ones included.
-        block_table: Block ids of each request, in order; rows may be ragged lists or padded with anything.
-            None: no cache (encoder-only attention); every slot is -1.
+        block_table: Block ids of each request, in order: ragged lists, each as long as its request's tokens
+            need or longer, or a 2-D array. In an array a row that is padded looks like one with more blocks:
+            that it is too short cannot be told, so pad with a negative number, which is refused where a block
+            is needed. None: no cache (encoder-only attention); every slot is -1.
         block_size: Tokens of a block.
         bucket: Static sizes to pad to; None = exactly these requests. Its decode_query_len wins.
         decode_query_len: Tokens of a decode row where `bucket` is None.
@@ -156,25 +159,19 @@ def build_batch_metadata(
             sends them itself, and sooner than device_put does. A traced function must not capture them.
 
     Raises:
-        ValueError: Lengths disagree, a request has more tokens than blocks, a needed block id is negative, or
-            the requests do not fit `bucket`.
+        ValueError: Lengths disagree, a request has more tokens than blocks, a needed block id is negative,
+            an id is no int or makes slots beyond int32, or the requests do not fit `bucket`.
     """
-    query_lens, seq_lens = _int_vector("query_lens", query_lens), _int_vector("seq_lens", seq_lens)
+    query_lens, seq_lens = int_vector("query_lens", query_lens), int_vector("seq_lens", seq_lens)
+    require_int(block_size=block_size)
     require_positive(block_size=block_size)
-    require(
-        len(query_lens) == len(seq_lens),
-        "seq_lens",
-        f"have one entry per request ({len(query_lens)})",
-        len(seq_lens),
-    )
+    _require_one_each("seq_lens", seq_lens, query_lens)
     short = np.flatnonzero(seq_lens < query_lens)
     for r in short[:1]:
         require(False, f"seq_lens[{r}]", f"count the new tokens ({query_lens[r]})", seq_lens[r])
-    table = _padded_table(block_table, len(query_lens), bucket.max_blocks if bucket else None)
+    table = _host_table(block_table, seq_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
-    if block_table is not None:
-        _check_blocks(table, seq_lens, block_size)
     metadata = _laid_out(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
     return jax.device_put(metadata) if to_device else metadata
 
@@ -196,53 +193,31 @@ def build_cross_attention_metadata(
     Raises:
         ValueError: As build_batch_metadata.
     """
-    query_lens, kv_lens = _int_vector("query_lens", query_lens), _int_vector("kv_lens", kv_lens)
-    require(
-        len(query_lens) == len(kv_lens),
-        "kv_lens",
-        f"have one entry per request ({len(query_lens)})",
-        len(kv_lens),
-    )
-    table = _padded_table(block_table, len(query_lens), bucket.max_blocks if bucket else None)
+    query_lens, kv_lens = int_vector("query_lens", query_lens), int_vector("kv_lens", kv_lens)
+    require_int(block_size=block_size)
+    require_positive(block_size=block_size)
+    _require_one_each("kv_lens", kv_lens, query_lens)
+    table = _host_table(block_table, kv_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
-    if block_table is not None:
-        _check_blocks(table, kv_lens, block_size)
     return jax.device_put(_laid_out(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
 
 
-def _int_vector(name: str, values: HostInts) -> np.ndarray:
-    array = np.asarray(values)
-    require(array.ndim == 1, name, "be a list of ints", f"shape {array.shape}")
-    require(array.size == 0 or array.dtype.kind in "iu", name, "be a list of ints", array.dtype)
-    negative = np.flatnonzero(array < 0)
-    require(negative.size == 0, name, "be at least 0", array[negative[:1]])
-    return array.astype(np.int64)
+def _require_one_each(name: str, lens: np.ndarray, query_lens: np.ndarray) -> None:
+    num_reqs = len(query_lens)
+    require(len(lens) == num_reqs, name, f"have one entry per request ({num_reqs})", len(lens))
 
 
-def _padded_table(block_table: HostTable | None, num_reqs: int, max_blocks: int | None) -> np.ndarray:
+def _host_table(
+    block_table: HostTable | None, seq_lens: np.ndarray, block_size: int, bucket: Bucket | None
+) -> np.ndarray:
+    """The block table as numpy, as wide as the bucket says; every request has the blocks that it needs."""
+    max_blocks = None if bucket is None else bucket.max_blocks
     if block_table is None:
-        return np.zeros((num_reqs, max_blocks or 0), np.int64)
-    rows = [np.asarray(row, np.int64).reshape(-1) for row in block_table]
-    shape = getattr(block_table, "shape", f"{len(rows)} rows")
-    require(len(rows) == num_reqs, "block_table", f"have one row per request ({num_reqs})", shape)
-    width = max((len(row) for row in rows), default=0) if max_blocks is None else max_blocks
-    table = np.zeros((num_reqs, width), np.int64)
-    for r, row in enumerate(rows):
-        table[r, : len(row)] = row[:width]
-    return table
-
-
-def _check_blocks(table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> None:
-    needed = -(-seq_lens // block_size)
-    for r in np.flatnonzero(needed > table.shape[1])[:1]:
-        rule = f"have {needed[r]} blocks of {block_size} for request {r} with {seq_lens[r]} tokens"
-        require(False, "block_table", rule, table.shape[1])
-    used = np.arange(table.shape[1]) < needed[:, None]
-    for r in np.flatnonzero((used & (table < 0)).any(axis=1))[:1]:
-        require(
-            False, f"block_table[{r}]", f"hold block ids >= 0 for its {seq_lens[r]} tokens", table[r].tolist()
-        )
+        return np.zeros((len(seq_lens), max_blocks or 0), np.int64)
+    table = block_rows(block_table, len(seq_lens), block_size=block_size)
+    require_blocks(table, seq_lens, block_size)
+    return with_columns(table, max_blocks, seq_lens, block_size)
 
 
 def _laid_out(

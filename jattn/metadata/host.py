@@ -1,0 +1,150 @@
+"""What the host hands in: lists and arrays of ints, checked by name, as numpy."""
+
+import array
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pallas_kernels.checks import require
+
+INT32_MAX = int(np.iinfo(np.int32).max)
+BOOLS = frozenset((bool, np.bool_))
+
+
+class BlockTable(NamedTuple):
+    """A block table of the host.
+
+    Attributes:
+        ids: int64 [reqs, columns]; 0 where a row is shorter.
+        lens: How many blocks each row was given, int64 [reqs]. A padded array gives every row all columns:
+            which of them are padding cannot be told.
+    """
+
+    ids: np.ndarray
+    lens: np.ndarray
+
+
+def int_vector(name: str, values: Any) -> np.ndarray:
+    """Ints of the host, at least 0 and at most an int32 can hold, as int64.
+
+    Raises:
+        ValueError: They are not.
+    """
+    ints = _ints(name, values)
+    if ints.size and (ints.min() < 0 or ints.max() > INT32_MAX):
+        is_low = bool(ints.min() < 0)
+        rule = "be at least 0" if is_low else f"be at most {INT32_MAX}"
+        require(False, name, rule, ints[ints < 0 if is_low else ints > INT32_MAX][:1])
+    return ints
+
+
+def block_rows(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTable:
+    """A block table from ragged rows or an array.
+
+    Args:
+        block_table: One row of block ids for each request: lists, arrays, or one 2-D array.
+        num_reqs: Rows that it must have.
+        block_size: Tokens of a block: the last slot of a block must fit an int32.
+
+    Raises:
+        ValueError: It has another number of rows, or something in it is not an int of that range. What is
+            negative passes: it may be padding.
+    """
+    is_array = isinstance(block_table, np.ndarray | jax.Array)
+    if not is_array and not isinstance(block_table, Sequence):
+        require(False, "block_table", "be a table of block ids or None", block_table)
+    if is_array:
+        require(block_table.ndim == 2, "block_table", "have 2 axes", f"shape {block_table.shape}")
+    got = block_table.shape if is_array else f"{len(block_table)} rows"
+    require(len(block_table) == num_reqs, "block_table", f"have one row per request ({num_reqs})", got)
+    table = _from_array(block_table) if is_array else _from_rows(block_table)
+    limit = (INT32_MAX + 1) // block_size - 1
+    if table.ids.size and table.ids.max() > limit:
+        row = int(np.argmax((table.ids > limit).any(axis=1)))
+        rule = f"hold block ids of at most {limit} (slots are int32)"
+        require(False, f"block_table[{row}]", rule, table.ids[row].tolist())
+    return table
+
+
+def require_blocks(table: BlockTable, seq_lens: np.ndarray, block_size: int) -> None:
+    """Every request must have the blocks that its tokens need.
+
+    Raises:
+        ValueError: One has too few, or a negative id among them; it names the request.
+    """
+    needed = -(-seq_lens // block_size)
+    for r in np.flatnonzero(needed > table.lens)[:1]:
+        rule = f"have {needed[r]} blocks of {block_size} for request {r} with {seq_lens[r]} tokens"
+        require(False, "block_table", rule, table.lens[r])
+    if table.ids.size == 0 or table.ids.min() >= 0:
+        return
+    is_used = np.arange(table.ids.shape[1]) < needed[:, None]
+    for r in np.flatnonzero((is_used & (table.ids < 0)).any(axis=1))[:1]:
+        rule = f"hold block ids >= 0 for its {seq_lens[r]} tokens"
+        require(False, f"block_table[{r}]", rule, table.ids[r, : table.lens[r]].tolist())
+
+
+def with_columns(
+    table: BlockTable, num_columns: int | None, seq_lens: np.ndarray, block_size: int
+) -> np.ndarray:
+    """The ids in `num_columns` columns; None = as many as the longest row has.
+
+    Raises:
+        ValueError: A request needs more.
+    """
+    if num_columns is None:
+        return table.ids
+    needed = -(-seq_lens // block_size)
+    for r in np.flatnonzero(needed > num_columns)[:1]:
+        rule = f"be at least {needed[r]} for request {r} with {seq_lens[r]} tokens in blocks of {block_size}"
+        require(False, "bucket.max_blocks", rule, num_columns)
+    width = table.ids.shape[1]
+    if width >= num_columns:
+        return table.ids[:, :num_columns]
+    return np.pad(table.ids, ((0, 0), (0, num_columns - width)))
+
+
+def _ints(name: str, values: Any) -> np.ndarray:
+    """One axis of ints; neither bools, which numpy takes for ints among ints, nor what wraps or truncates."""
+    try:
+        ints = np.asarray(values)
+    except ValueError:  # lists in lists
+        require(False, name, "be a list of ints", values)
+        raise
+    require(ints.ndim == 1, name, "be a list of ints", f"shape {ints.shape}")
+    has_bools = not isinstance(values, np.ndarray | jax.Array) and not BOOLS.isdisjoint(map(type, values))
+    dtype = np.dtype(bool) if has_bools else ints.dtype
+    require(ints.size == 0 or dtype.kind in "iu", name, "be a list of ints", dtype)
+    return ints.astype(np.int64)
+
+
+def _from_array(values: Any) -> BlockTable:
+    ids = np.asarray(values)
+    require(ids.size == 0 or ids.dtype.kind in "iu", "block_table", "hold ints", ids.dtype)
+    return BlockTable(ids.astype(np.int64), np.full(len(ids), ids.shape[1], np.int64))
+
+
+def _from_rows(rows: Sequence[Any]) -> BlockTable:
+    """All rows at once where they are lists of Python ints, as an engine's are; else one by one."""
+    ids = _all_ids(rows) if {list, tuple}.issuperset(map(type, rows)) else None
+    if ids is None:
+        rows = [_ints(f"block_table[{r}]", row) for r, row in enumerate(rows)]
+        ids = np.concatenate([*rows, np.zeros(0, np.int64)])
+    lens = np.fromiter(map(len, rows), np.int64, len(rows))
+    table = np.zeros((len(rows), int(lens.max(initial=0))), np.int64)
+    table[np.arange(table.shape[1]) < lens[:, None]] = ids
+    return BlockTable(table, lens)
+
+
+def _all_ids(rows: Sequence[Sequence[Any]]) -> np.ndarray | None:
+    """The ids of all rows; None where one is no int, for which `_ints` finds the words."""
+    flat = list(itertools.chain.from_iterable(rows))
+    try:
+        ids = np.asarray(array.array("q", flat), np.int64)  # twice as fast as numpy, and takes no float
+    except (TypeError, OverflowError):
+        return None
+    maybe_bool = np.flatnonzero(ids >> 1 == 0)
+    return None if any(type(flat[i]) in BOOLS for i in maybe_bool.tolist()) else ids
