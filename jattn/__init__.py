@@ -12,6 +12,7 @@ from jattn.merge import merge_attn_states
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
 from jattn.metadata.buckets import default_capture_sizes, padded_capture_size, round_capture_sizes
 from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata, use_cascade_attention
+from jattn.metadata.check import check_batch
 from jattn.metadata.context_parallel import (
     compute_dcp_slot_mapping,
     cp_lse_combine,
@@ -83,6 +84,7 @@ __all__ = [
     "build_cross_attention_metadata",
     "calibrate",
     "cascade_attend",
+    "check_batch",
     "choose_kv_cache_layout",
     "choose_paged_attention_version",
     "compute_dcp_slot_mapping",

@@ -151,7 +151,8 @@ def build_batch_metadata(
         block_table: Block ids of each request, in order: ragged lists, each as long as its request's tokens
             need or longer, or a 2-D array. In an array a row that is padded looks like one with more blocks:
             that it is too short cannot be told, so pad with a negative number, which is refused where a block
-            is needed. None: no cache (encoder-only attention); every slot is -1.
+            is needed. None: no cache (encoder-only attention); every slot is -1, and all `seq_lens[r]` keys
+            of a request, a decode's past among them, must stand in the PackedKV that attend gets.
         block_size: Tokens of a block.
         bucket: Static sizes to pad to; None = exactly these requests. Its decode_query_len wins.
         decode_query_len: Tokens of a decode row where `bucket` is None.

@@ -1,0 +1,208 @@
+"""Whether a step's numbers make sense together: what the device would get wrong without a word."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jattn.cache import PackedKV
+from jattn.metadata.batch import BatchMetadata
+from jattn.spec import Bucket, CacheSpec
+from pallas_kernels.checks import require, require_shape
+
+
+class _Rows(NamedTuple):
+    """Each row of the metadata: its keys, its new tokens, and the first of them among the step's tokens."""
+
+    seq_lens: np.ndarray
+    query_lens: np.ndarray
+    starts: np.ndarray
+
+
+class _Tokens(NamedTuple):
+    """The tokens that write: their row, their position in it, and their slot."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+
+
+def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None) -> None:
+    """Checks a step's numbers on the host: for tests and debugging, not for every step of a server.
+
+    It waits for the metadata's arrays. What passes: every row's blocks are blocks of the cache and hold its
+    keys; each token that is written goes where its row's table has its position, into a slot that is its
+    alone, and not into block 0, the null block that padding points to; what a row writes is, to every other
+    row that has the block, context at the same position, as with a shared prefix; padding writes nothing; the
+    regions are as `BatchMetadata` says. Tokens with a slot < 0 are not written, which is right for cross
+    attention and for layers that share another's cache. A row may read block 0, as where a window has left
+    a block, so a table that was padded with 0s in place of context cannot be told from one that was not.
+
+    Args:
+        metadata: A whole step's, not a region's or a part of a cascade.
+        cache_spec: The cache's; or the keys outside a cache; None = each row's keys are this step's own
+            (`PagedAttention` without a cache), so no row may have context.
+
+    Raises:
+        ValueError: Something is wrong. The message names the array, the row and the value.
+    """
+    is_tracer = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata))
+    require(not is_tracer, "metadata", "be concrete (check_batch runs outside jit)", "a tracer")
+    is_known = cache_spec is None or isinstance(cache_spec, CacheSpec | PackedKV)
+    kind = type(cache_spec).__name__
+    require(is_known, "cache_spec", "be a CacheSpec, a PackedKV or None", kind)
+    require(isinstance(metadata, BatchMetadata), "metadata", "be a BatchMetadata", type(metadata).__name__)
+    step = jax.device_get(metadata)
+    _check_arrays(step)
+    rows = _checked_rows(step)
+    if isinstance(cache_spec, CacheSpec):
+        _check_blocks(step, rows, cache_spec)
+        tokens = _checked_tokens(step, rows)
+        _check_slots_differ(tokens, step.block_size)
+        _check_sharing(step, rows, tokens)
+        return
+    _check_nothing_is_written(step)
+    if cache_spec is None:
+        _check_has_no_context(rows)
+    else:
+        _check_keys_outside(rows, jax.device_get(cache_spec))
+
+
+def _check_arrays(step: BatchMetadata) -> None:
+    """Shapes and dtypes are the bucket's."""
+    bucket: Bucket = step.bucket
+    columns = step.block_table.shape[-1] if bucket.max_blocks is None else bucket.max_blocks
+    shapes = {
+        "seq_lens": (bucket.max_reqs,),
+        "query_start_loc": (bucket.max_reqs + 1,),
+        "block_table": (bucket.max_reqs, columns),
+        "slot_mapping": (bucket.max_tokens,),
+        "num_decodes": (),
+        "num_prefills": (),
+    }
+    for name, shape in shapes.items():
+        array = getattr(step, name)
+        require_shape(name, array.shape, shape, f"as {bucket}")
+        require(array.dtype == np.int32, name, "be int32", array.dtype)
+
+
+def _checked_rows(step: BatchMetadata) -> _Rows:
+    """The rows, once lengths and regions are right."""
+    bucket, lens, starts = step.bucket, np.asarray(step.seq_lens), np.asarray(step.query_start_loc)
+    for r in np.flatnonzero(lens < 0)[:1]:
+        require(False, f"seq_lens[{r}]", "be at least 0", lens[r])
+    first, tokens = bucket.max_decodes, bucket.max_decode_tokens
+    begin, prefill_begin, end = (int(starts[i]) for i in (0, first, -1))
+    require(begin == 0, "query_start_loc", "begin with 0", begin)
+    require(bool((np.diff(starts) >= 0).all()), "query_start_loc", "never fall", starts.tolist())
+    rule = f"be at most the step's {bucket.max_tokens} tokens"
+    require(end <= bucket.max_tokens, f"query_start_loc[{bucket.max_reqs}]", rule, end)
+    if bucket.max_prefills:
+        rule = f"be where the prefill tokens begin ({tokens})"
+        require(prefill_begin == tokens, f"query_start_loc[{first}]", rule, prefill_begin)
+    for name, live, limit in (
+        ("decode", np.flatnonzero(lens[:first]), first),
+        ("prefill", np.flatnonzero(lens[first:]), bucket.max_prefills),
+    ):
+        got, last = int(getattr(step, f"num_{name}s")), int(live[-1]) + 1 if live.size else 0
+        require(got <= limit, f"num_{name}s", f"be at most the bucket's {limit}", got)
+        require(got >= last, f"num_{name}s", f"cover the last live {name} row ({last})", got)
+    is_decode = np.arange(bucket.max_reqs) < first
+    query_lens = np.where(is_decode, bucket.decode_query_len, np.diff(starts))
+    firsts = np.where(is_decode, np.arange(bucket.max_reqs) * bucket.decode_query_len, starts[:-1])
+    return _Rows(lens.astype(np.int64), np.where(lens > 0, query_lens, 0), firsts)
+
+
+def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> None:
+    """Every row has blocks of the cache for all its keys."""
+    size, table = cache_spec.block_size, np.asarray(step.block_table)
+    require(step.block_size == size, "metadata.block_size", f"be the cache's ({size})", step.block_size)
+    room = table.shape[1] * size
+    for r in np.flatnonzero(rows.seq_lens > room)[:1]:
+        rule = f"fit the block table's {table.shape[1]} columns of {size} ({room})"
+        require(False, f"seq_lens[{r}]", rule, rows.seq_lens[r])
+    is_outside = (table < 0) | (table >= cache_spec.num_blocks)
+    for r in np.flatnonzero((_is_used(rows, table, size) & is_outside).any(axis=1))[:1]:
+        rule = f"hold ids of the cache's {cache_spec.num_blocks} blocks for its {rows.seq_lens[r]} tokens"
+        require(False, f"block_table[{r}]", rule, table[r].tolist())
+
+
+def _is_used(rows: _Rows, table: np.ndarray, block_size: int) -> np.ndarray:
+    """Which entries of the table hold keys: [reqs, max_blocks]."""
+    return np.arange(table.shape[1]) * block_size < rows.seq_lens[:, None]
+
+
+def _checked_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
+    """The tokens that are written, each where its row's table has its position."""
+    slots, size = np.asarray(step.slot_mapping), step.block_size
+    row = np.repeat(np.arange(len(rows.seq_lens)), rows.query_lens)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(rows.query_lens) - rows.query_lens, rows.query_lens)
+    token = rows.starts[row] + nth
+    is_padding = np.ones(len(slots), bool)
+    is_padding[token] = False
+    for t in np.flatnonzero(is_padding & (slots >= 0))[:1]:
+        require(False, f"slot_mapping[{t}]", "be < 0 for padding", slots[t])
+    is_written = slots[token] >= 0
+    row, nth, token = row[is_written], nth[is_written], token[is_written]
+    for r in row[rows.query_lens[row] > rows.seq_lens[row]][:1]:
+        require(False, f"seq_lens[{r}]", f"count its {rows.query_lens[r]} new tokens", rows.seq_lens[r])
+    position = rows.seq_lens[row] - rows.query_lens[row] + nth
+    block = np.asarray(step.block_table, np.int64)[row, position // size]
+    want = block * size + position % size
+    for i in np.flatnonzero(slots[token] != want)[:1]:
+        rule = f"be {want[i]} or < 0 (block {block[i]} has row {row[i]}'s position {position[i]})"
+        require(False, f"slot_mapping[{token[i]}]", rule, slots[token[i]])
+    for i in np.flatnonzero(block == 0)[:1]:
+        rule = f"not lie in block 0, which padding points to: row {row[i]} has no other at {position[i]}"
+        require(False, f"slot_mapping[{token[i]}]", rule, want[i])
+    return _Tokens(row, position, want)
+
+
+def _check_slots_differ(tokens: _Tokens, block_size: int) -> None:
+    order = np.argsort(tokens.slots, kind="stable")
+    slots, rows = tokens.slots[order], tokens.rows[order]
+    for i in np.flatnonzero(slots[1:] == slots[:-1])[:1]:
+        got = f"{slots[i]} for rows {rows[i]} and {rows[i + 1]}"
+        require(False, "slot_mapping", "give each token a slot of its own", got)
+
+
+def _check_sharing(step: BatchMetadata, rows: _Rows, tokens: _Tokens) -> None:
+    """What a row writes into a block that other rows have is their context, at the same position."""
+    size, table = step.block_size, np.asarray(step.block_table)
+    user, column = np.nonzero(_is_used(rows, table, size))
+    held, written = table[user, column], tokens.slots // size
+    blocks, num_users = np.unique(held, return_counts=True)
+    context = rows.seq_lens - rows.query_lens
+    for block in np.intersect1d(blocks[num_users > 1], written):
+        for i in np.flatnonzero(written == block):
+            writer, position = tokens.rows[i], tokens.positions[i]
+            is_here = held == block
+            users, columns = user[is_here], column[is_here]
+            for u in np.flatnonzero(columns != position // size)[:1]:
+                rule = f"hold block {block} as number {position // size}, where row {writer} writes it"
+                require(False, f"block_table[{users[u]}]", rule, f"it as number {columns[u]}")
+            for u in users[(users != writer) & (context[users] <= position)][:1]:
+                rule = f"not share block {block} with row {writer}, which writes position {position} into it"
+                require(False, f"block_table[{u}]", rule, f"row {u} with a context of {context[u]}")
+
+
+def _check_nothing_is_written(step: BatchMetadata) -> None:
+    slots = np.asarray(step.slot_mapping)
+    for t in np.flatnonzero(slots >= 0)[:1]:
+        require(False, f"slot_mapping[{t}]", "be < 0 without a cache", slots[t])
+
+
+def _check_has_no_context(rows: _Rows) -> None:
+    for r in np.flatnonzero(rows.seq_lens != rows.query_lens)[:1]:
+        rule = f"be its {rows.query_lens[r]} new tokens without a cache"
+        require(False, f"seq_lens[{r}]", rule, rows.seq_lens[r])
+
+
+def _check_keys_outside(rows: _Rows, kv: PackedKV) -> None:
+    """Every row's keys are among those given."""
+    firsts, lens, num_keys = np.asarray(kv.kv_start_loc, np.int64), rows.seq_lens, kv.k.shape[0]
+    require_shape("kv_start_loc", firsts.shape, lens.shape, "rows of the metadata")
+    is_outside = (firsts < 0) | (firsts + lens > num_keys)
+    for r in np.flatnonzero(is_outside & (lens > 0))[:1]:
+        rule = f"leave row {r}'s {lens[r]} keys within k's {num_keys}"
+        require(False, f"kv_start_loc[{r}]", rule, firsts[r])
