@@ -204,7 +204,7 @@ def kernel_calls(monkeypatch):
         return cache_write(key, value, k, v, *args, **options, interpret=plgpu.InterpretGPUParams())
 
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
-    monkeypatch.setattr("jattn.cache.cache_write", write)
+    monkeypatch.setattr("jattn.cache.write.cache_write", write)
     return calls
 
 

@@ -1,0 +1,17 @@
+"""The paged KV cache: what it is, how it is written, how its blocks move."""
+
+from jattn.cache.move import copy_blocks, swap_blocks
+from jattn.cache.types import PackedKV, PagedCache, block_arrays, blocks_of, has_token_axis
+from jattn.cache.write import reshape_and_cache, write_kv
+
+__all__ = [
+    "PackedKV",
+    "PagedCache",
+    "block_arrays",
+    "blocks_of",
+    "copy_blocks",
+    "has_token_axis",
+    "reshape_and_cache",
+    "swap_blocks",
+    "write_kv",
+]

@@ -1,0 +1,117 @@
+"""Whole blocks within a cache, between caches, and to the host and back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jattn.cache.types import PagedCache, block_arrays
+from jattn.pytree import replace
+from pallas_kernels.checks import require, require_shape
+
+
+def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | np.ndarray) -> Caches:
+    """Copies block `src` onto block `dst` for every pair (src, dst), in every cache. The caches are donated.
+
+    All sources are read before any destination is written, so chains see the old blocks. Pairs with a
+    negative number are skipped: pad with them to keep the number of compiled shapes small.
+
+    Args:
+        caches: A PagedCache or any tree of them, e.g. one a layer.
+        block_mapping: int [pairs, 2].
+
+    Source: vLLM `copy_blocks`.
+    """
+    leaves, tree = jax.tree.flatten(caches, is_leaf=lambda node: isinstance(node, PagedCache))
+    moved = _copy_blocks([block_arrays(cache) for cache in leaves], jnp.asarray(block_mapping, jnp.int32))
+    return jax.tree.unflatten(tree, [replace(c, **arrays) for c, arrays in zip(leaves, moved, strict=True)])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy_blocks(arrays: list[dict[str, Array]], block_mapping: Array) -> list[dict[str, Array]]:
+    source, target = block_mapping[:, 0], block_mapping[:, 1]
+    return jax.tree.map(
+        lambda a: _put_blocks(a, jnp.take(a, source, axis=0, mode="clip"), source, target), arrays
+    )
+
+
+def _put_blocks(array: Array, blocks: Array, source: Array, target: Array) -> Array:
+    skipped = (source < 0) | (target < 0)
+    return array.at[jnp.where(skipped, array.shape[0], target)].set(blocks, mode="drop")
+
+
+def swap_blocks(
+    source: PagedCache, target: PagedCache, block_mapping: Int[Array, "pairs 2"] | np.ndarray
+) -> PagedCache:
+    """Copies blocks from one cache to another: device to device, device to host, or host to device.
+
+    A cache lives on the host if its arrays are numpy's (`PagedCache.create_on_host`). The target is donated:
+    a device target is written in place by XLA, a host target by numpy. Not for use inside jit.
+
+    Args:
+        source: Where blocks come from; unchanged.
+        target: Where they go.
+        block_mapping: int [pairs, 2] of (source block, target block); pairs with a negative number are
+            skipped.
+
+    Returns:
+        The target, written.
+
+    Raises:
+        ValueError: The caches differ in layout or in the shape of a block, or a number is past the end.
+
+    Source: vLLM `swap_blocks`.
+    """
+    require(
+        source.layout == target.layout, "target.layout", f"be the source's ({source.layout})", target.layout
+    )
+    theirs, ours = block_arrays(source), block_arrays(target)
+    require(
+        theirs.keys() == ours.keys(), "target", f"have the source's arrays ({sorted(theirs)})", sorted(ours)
+    )
+    for name in ours:
+        require_shape(
+            f"a block of target.{name}", ours[name].shape[1:], theirs[name].shape[1:], "as the source's"
+        )
+    pairs = np.asarray(block_mapping)
+    pairs = pairs[(pairs >= 0).all(axis=1)]
+    for column, cache in ((0, source), (1, target)):
+        past = pairs[pairs[:, column] >= cache.num_blocks]
+        require(
+            past.size == 0,
+            "block_mapping",
+            f"stay below {cache.num_blocks} in column {column}",
+            past.tolist(),
+        )
+    # A power of two of pairs, so that a serving loop compiles a handful of shapes.
+    padded = np.full((1 << max(len(pairs) - 1, 0).bit_length(), 2), -1, np.int32)
+    padded[: len(pairs)] = pairs
+    if isinstance(target.k, np.ndarray):
+        gathered = jax.device_get(
+            {
+                name: np.take(a, pairs[:, 0], axis=0)
+                if isinstance(a, np.ndarray)
+                else _gather(a, padded[:, 0])
+                for name, a in theirs.items()
+            }
+        )
+        for name, array in ours.items():
+            array[pairs[:, 1]] = gathered[name][: len(pairs)]
+        return target
+    if isinstance(source.k, np.ndarray):
+        blocks = {name: np.take(array, padded[:, 0], axis=0, mode="clip") for name, array in theirs.items()}
+    else:
+        blocks = {name: _gather(array, padded[:, 0]) for name, array in theirs.items()}
+    return replace(target, **_scatter(ours, blocks, padded))
+
+
+@jax.jit
+def _gather(array: Array, ids: Array) -> Array:
+    return jnp.take(array, ids, axis=0, mode="clip")
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -> dict[str, Array]:
+    return {name: _put_blocks(a, blocks[name], pairs[:, 0], pairs[:, 1]) for name, a in arrays.items()}

@@ -1,0 +1,202 @@
+"""Where keys and values are: in blocks of one of three layouts, or one request after the other."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from jattn.pytree import pytree, static
+from jattn.spec import LAYOUTS, CacheSpec
+from pallas_kernels.checks import require, require_one_of, require_shape
+
+type _Array = Shaped[Array, "..."] | np.ndarray
+type _Scale = Float[Array, "..."] | np.ndarray
+
+
+@pytree
+class PagedCache:
+    """Keys and values of one layer.
+
+    Attributes:
+        k: Keys: NHD [blocks, block_size, kv_heads, head_dim], HND [blocks, kv_heads, block_size, head_dim],
+            or packed [blocks, kv_heads, head_dim / x, block_size, x].
+        v: Values: as k, but packed [blocks, kv_heads, head_dim, block_size]. May be of another dtype.
+        stored_k_scale: key = stored * scale: a scalar, [kv_heads], or [blocks, kv_heads, block_size], so that
+            a head's scales of a block are one piece of memory for the kernels; None = 1.
+        stored_v_scale: The same for values, or [kv_heads, head_dim].
+        layout: "NHD", "HND" or "packed".
+    """
+
+    k: _Array
+    v: _Array
+    stored_k_scale: _Scale | None
+    stored_v_scale: _Scale | None
+    layout: str = static()
+
+    def __init__(
+        self,
+        *,
+        k: _Array,
+        v: _Array,
+        k_scale: _Scale | None = None,
+        v_scale: _Scale | None = None,
+        layout: str = "NHD",
+    ) -> None:
+        """A cache of arrays that exist.
+
+        Args:
+            k: As the attribute.
+            v: As the attribute.
+            k_scale: None, a scalar, [kv_heads], or per token and head [blocks, block_size, kv_heads] in every
+                layout.
+            v_scale: As k_scale, or per channel [kv_heads, head_dim].
+            layout: As the attribute.
+
+        Raises:
+            ValueError: Shapes disagree.
+        """
+        for name, value in (("k", k), ("v", v), ("layout", layout)):
+            object.__setattr__(self, name, value)
+        require_one_of("layout", layout, LAYOUTS)
+        rank = 5 if layout == "packed" else 4
+        require(k.ndim == rank, "k", f"have {rank} axes in the {layout} layout", f"shape {k.shape}")
+        require_shape("v", v.shape, self._value_shape(), f"as k {k.shape}, {layout}")
+        heads = self.num_kv_heads
+        shapes = ((), (heads,), (self.num_blocks, self.block_size, heads))
+        for name, scale in (("k", k_scale), ("v", v_scale)):
+            if scale is not None:
+                allowed = (*shapes, (heads, self.head_dim)) if name == "v" else shapes
+                require_one_of(f"{name}_scale's shape", tuple(jnp.shape(scale)), allowed)
+            object.__setattr__(self, f"stored_{name}_scale", _swap_token_and_head(scale))
+
+    def _value_shape(self) -> tuple[int, ...]:
+        if self.layout != "packed":
+            return self.k.shape
+        blocks, heads, groups, size, x = self.k.shape
+        return (blocks, heads, groups * x, size)
+
+    @classmethod
+    def create(
+        cls, spec: CacheSpec, *, k_scale: _Scale | None = None, v_scale: _Scale | None = None
+    ) -> "PagedCache":
+        """A cache of zeros.
+
+        Args:
+            spec: Its sizes.
+            k_scale: The static scale of a quantisation that has one; None = ones.
+            v_scale: The same of values.
+
+        Raises:
+            ValueError: The quantisation has no static scale, or one of another shape.
+        """
+        scales = {}
+        for name, stored, scale in zip(("k_scale", "v_scale"), spec.stored, (k_scale, v_scale), strict=True):
+            shapes = stored.scale_shapes(spec)
+            if scale is not None:
+                kind = f"with quantization={spec.quantization!r}"
+                require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
+                require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
+                scale = jnp.asarray(scale, jnp.float32)
+            elif shapes:
+                scale = jnp.ones(shapes[0], jnp.float32)
+            scales[name] = scale
+        return cls(
+            k=jnp.zeros(spec.key_shape, spec.key_dtype),
+            v=jnp.zeros(spec.value_shape, spec.value_dtype),
+            **scales,
+            layout=spec.layout,
+        )
+
+    @classmethod
+    def create_on_host(cls, spec: CacheSpec) -> "PagedCache":
+        """The same in numpy: a place to swap blocks out to."""
+        shapes = jax.eval_shape(lambda: cls.create(spec))
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.k.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.k.shape[{"NHD": 1, "HND": 2, "packed": 3}[self.layout]]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.k.shape[2 if self.layout == "NHD" else 1]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.v.shape[2] if self.layout == "packed" else self.v.shape[3]
+
+    @property
+    def k_scale(self) -> Any:
+        """The keys' scale as the constructor takes it."""
+        return _swap_token_and_head(self.stored_k_scale)
+
+    @property
+    def v_scale(self) -> Any:
+        """The values' scale as the constructor takes it."""
+        return _swap_token_and_head(self.stored_v_scale)
+
+
+def _swap_token_and_head(scale: Any) -> Any:
+    """Scales per token and head from the constructor's order to the stored one, or back."""
+    if not has_token_axis(scale):
+        return scale
+    return np.swapaxes(scale, 1, 2) if isinstance(scale, np.ndarray) else jnp.swapaxes(scale, 1, 2)
+
+
+def has_token_axis(scale: Any) -> bool:
+    """Whether a stored scale is one per token and head, made when written; the others are static."""
+    return scale is not None and jnp.ndim(scale) == 3
+
+
+@pytree
+class PackedKV:
+    """Keys and values that are not in a cache: those of every request one after the other.
+
+    For encoders, cross attention, and prompts attended to as they are. Stands in for a PagedCache in attend.
+
+    Attributes:
+        k: [kv_tokens, kv_heads, head_dim]
+        v: [kv_tokens, kv_heads, head_dim]
+        kv_start_loc: First key of each row of the metadata; row r has `seq_lens[r]` keys from there.
+    """
+
+    k: Float[Array, "kv_tokens kv_heads head_dim"]
+    v: Float[Array, "kv_tokens kv_heads head_dim"]
+    kv_start_loc: Int[Array, " reqs"]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.k.shape[2]
+
+
+def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
+    """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim]."""
+    k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
+    if cache.layout == "HND":
+        return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
+    if cache.layout == "packed":
+        k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
+        return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
+    return k, v
+
+
+def block_arrays(cache: PagedCache) -> dict[str, Any]:
+    """The arrays whose first axis is the block, by their attribute's name: what moves when a block moves."""
+    scales = {"stored_k_scale": cache.stored_k_scale, "stored_v_scale": cache.stored_v_scale}
+    return {"k": cache.k, "v": cache.v} | {name: s for name, s in scales.items() if has_token_axis(s)}

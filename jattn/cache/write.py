@@ -1,0 +1,179 @@
+"""New keys and values into their slots, rounded on the way where the cache is of 8 bits."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from jattn.cache.types import PagedCache, block_arrays, has_token_axis
+from jattn.pytree import replace
+from jattn.quantize import quantize_static, quantize_token_head
+from pallas_kernels import support
+from pallas_kernels.cache_write import cache_write
+from pallas_kernels.checks import require, require_shape
+
+EIGHT_BIT = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def write_kv(
+    cache: PagedCache,
+    key: Float[Array, "kv_tokens kv_heads head_dim"],
+    value: Float[Array, "kv_tokens kv_heads head_dim"],
+    slot_mapping: Int[Array, " tokens"],
+    *,
+    implementation: str | None = None,
+) -> PagedCache:
+    """Writes new keys and values into their slots. The given cache is donated: use the one returned.
+
+    An 8-bit cache is quantised on the way: with its static scales, or, where it has scales per token and
+    head, with new ones that are written too.
+
+    Args:
+        cache: What to write into.
+        key: Keys of the step's tokens; may be padded longer than slot_mapping.
+        value: Values, as key.
+        slot_mapping: `block * block_size + offset` of each token; slots < 0 are not written.
+        implementation: "mosaic_gpu" or "xla"; None = the best that this machine and this cache allow.
+
+    Raises:
+        ValueError: Shapes disagree.
+        NotImplementedError: The implementation asked for cannot write here; the message says why.
+
+    Source: vLLM `reshape_and_cache`, `reshape_and_cache_flash`.
+    """
+    tokens = slot_mapping.shape[0]
+    require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
+    require_shape("key", key.shape[1:], (cache.num_kv_heads, cache.head_dim), "kv_heads, head_dim")
+    require_shape("value", value.shape, key.shape, "as key")
+    for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
+        is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
+        require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
+    reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
+    use_kernel = support.takes_kernel("write_kv", implementation, reason)
+    written = _write_kv(
+        block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
+    )
+    return replace(cache, **written)
+
+
+def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
+    """Why cache_write does not serve; what is no 8-bit cache gets its rows in its own dtype."""
+    is_rounded = cache.k.dtype in EIGHT_BIT or cache.v.dtype in EIGHT_BIT
+    ndim = lambda scale: None if scale is None or not is_rounded else jnp.ndim(scale)
+    return support.why_not_write(
+        dtype=dtype if is_rounded else cache.k.dtype,
+        k_dtype=cache.k.dtype,
+        v_dtype=cache.v.dtype,
+        k_scale_ndim=ndim(cache.stored_k_scale),
+        v_scale_ndim=ndim(cache.stored_v_scale),
+        layout=cache.layout,
+        kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+    )
+
+
+def _static_scales(cache: PagedCache) -> tuple[Any, Any]:
+    """Scales that writing reads and does not change; not donated, since both may be one array."""
+    k_scale, v_scale = (
+        None if has_token_axis(s) else s for s in (cache.stored_k_scale, cache.stored_v_scale)
+    )
+    return k_scale, v_scale
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(5, 6))
+def _write_kv(
+    arrays: dict[str, Array],
+    static_scales: tuple[Any, Any],
+    key: Array,
+    value: Array,
+    slots: Array,
+    layout: str,
+    use_kernel: bool,
+) -> dict[str, Array]:
+    """The arrays of block_arrays, written."""
+    key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+    is_rounded = any(arrays[name].dtype in EIGHT_BIT for name in ("k", "v"))
+    if use_kernel and is_rounded:
+        return _write_rounded(arrays, static_scales, key, value, slots, layout)
+    new, scales = {}, {}
+    for name, rows, scale in zip(("k", "v"), (key, value), static_scales, strict=True):
+        if f"stored_{name}_scale" in arrays:
+            new[name], scales[f"stored_{name}_scale"] = quantize_token_head(rows, arrays[name].dtype)
+        else:
+            new[name] = quantize_static(rows, scale, arrays[name].dtype)
+    if use_kernel:
+        k, v, *_ = cache_write(new["k"], new["v"], arrays["k"], arrays["v"], slots, layout=layout)
+        return {"k": k, "v": v}
+    num_blocks, block_size = (
+        arrays["v"].shape[0],
+        arrays["v"].shape[{"NHD": 1, "HND": 2, "packed": 3}[layout]],
+    )
+    # A negative slot becomes the block past the end, which `mode="drop"` skips; a negative index would wrap.
+    block, offset = jnp.where(slots < 0, num_blocks, slots // block_size), slots % block_size
+    index: tuple[Any, ...] = {
+        "NHD": (block, offset),
+        "HND": (block, slice(None), offset),
+        "packed": (block, slice(None), slice(None), offset),
+    }[layout]
+    if layout == "packed":
+        new["k"] = new["k"].reshape(*key.shape[:2], -1, arrays["k"].shape[-1])
+    put = lambda array, index, rows: array.at[index].set(rows, mode="drop")
+    written = {name: put(arrays[name], index, rows) for name, rows in new.items()}
+    by_head = (block, slice(None), offset)
+    return written | {name: put(arrays[name], by_head, rows) for name, rows in scales.items()}
+
+
+def _write_rounded(
+    arrays: dict[str, Array],
+    static_scales: tuple[Any, Any],
+    key: Array,
+    value: Array,
+    slots: Array,
+    layout: str,
+) -> dict[str, Array]:
+    """By the kernel that rounds on the way."""
+    names = ("k", "v", "stored_k_scale", "stored_v_scale")
+    scales = [
+        arrays[name] if name in arrays else None if static is None else jnp.asarray(static, jnp.float32)
+        for name, static in zip(names[2:], static_scales, strict=True)
+    ]
+    written = cache_write(
+        key,
+        value,
+        arrays["k"],
+        arrays["v"],
+        slots,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        layout=layout,
+    )
+    return {name: _as_jax(array) for name, array in zip(names, written, strict=True) if name in arrays}
+
+
+def _as_jax(array: Any) -> Array:
+    """For the type checker: inside jit no array is numpy's."""
+    return array
+
+
+def reshape_and_cache(
+    key: Float[Array, "kv_tokens kv_heads head_dim"],
+    value: Float[Array, "kv_tokens kv_heads head_dim"],
+    key_cache: Shaped[Array, "blocks kv_heads packs block_size x"],
+    value_cache: Shaped[Array, "blocks kv_heads head_dim block_size"],
+    slot_mapping: Int[Array, " tokens"],
+    k_scale: Float[Array, ""] | float | None = None,
+    v_scale: Float[Array, ""] | float | None = None,
+) -> tuple[Array, Array]:
+    """write_kv over vLLM's packed arrays: returns them written; those given are donated.
+
+    Source: vLLM `reshape_and_cache`; the cache's dtype says what kv_cache_dtype said there.
+    """
+    as_scale = lambda scale: None if scale is None else jnp.asarray(scale, jnp.float32)
+    cache = PagedCache(
+        k=key_cache, v=value_cache, k_scale=as_scale(k_scale), v_scale=as_scale(v_scale), layout="packed"
+    )
+    cache = write_kv(cache, key, value, slot_mapping)
+    return _as_jax(cache.k), _as_jax(cache.v)
