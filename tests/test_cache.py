@@ -72,7 +72,7 @@ class TestWrite:
 
     def test_the_donated_cache_is_aliased_and_never_copied(self, layout, quantization):
         cache_spec = spec(layout=layout, quantization=quantization, num_blocks=64)
-        cache = jattn.PagedCache.create(cache_spec)
+        cache = create(layout=layout, quantization=quantization, num_blocks=64)
         key, value = random_kv(3)
         write = jax.jit(jattn.write_kv, donate_argnums=0)
         compiled = write.lower(cache, key, value, jnp.arange(3)).compile()
@@ -85,7 +85,7 @@ class TestWrite:
             assert copies_of(compiled, cache.k) == []
 
     def test_written_eagerly_the_old_arrays_are_gone(self, layout, quantization):
-        cache = jattn.PagedCache.create(spec(layout=layout, quantization=quantization))
+        cache = create(layout=layout, quantization=quantization)
         jattn.write_kv(cache, *random_kv(1), jnp.asarray([3]))
         assert cache.k.is_deleted()
         assert cache.v.is_deleted()
@@ -253,7 +253,7 @@ class TestMoves:
         np.testing.assert_array_equal(rows(second)[0].reshape(5, 4, 2, 16), other_k[[0, 1, 1, 2, 4]])
 
     def test_copying_aliases_the_caches(self, quantization):
-        cache = jattn.PagedCache.create(spec(num_blocks=64, quantization=quantization))
+        cache = create(num_blocks=64, quantization=quantization)
         copy = jax.jit(jattn.copy_blocks, donate_argnums=0)
         compiled = copy.lower(cache, jnp.asarray([[1, 2]])).compile()
         assert (
@@ -318,6 +318,19 @@ class TestRefusals:
         ):
             jattn.PagedCache.create(spec(quantization="fp8_e4m3"), v_scale=scale)
 
+    def test_values_per_channel_are_not_rounded_by_1_where_scales_are_missing(self):
+        with pytest.raises(
+            ValueError,
+            match=r"v_scale must be given with quantization='int8_static_v' \(jattn.calibrate.*'int8_k_only'"
+            r" and 'int8_token_head' need none\), got None",
+        ):
+            jattn.PagedCache.create(spec(quantization="int8_static_v"))
+
+    def test_a_static_scale_must_be_positive_and_finite(self):
+        for scale, got in ((0.0, "0.0"), (float("nan"), "nan"), (-1.0, "-1.0"), (float("inf"), "inf")):
+            with pytest.raises(ValueError, match=f"k_scale must be positive and finite, got {got}"):
+                jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=jnp.float32(scale))
+
     def test_a_scale_per_token_cannot_be_made_for_what_is_not_8_bit(self):
         zeros = jnp.zeros((5, 4, 2, 16))
         cache = jattn.PagedCache(k=zeros, v=zeros, v_scale=jnp.ones((5, 4, 2)))
@@ -357,7 +370,7 @@ class TestSpec:
     )
     def test_bytes_are_those_of_the_arrays(self, layout, quantization, dtype):
         cache_spec = spec(layout=layout, quantization=quantization, dtype=dtype)
-        cache = jax.eval_shape(lambda: jattn.PagedCache.create(cache_spec))
+        cache = jax.eval_shape(lambda: create(layout=layout, quantization=quantization, dtype=dtype))
         arrays = jattn.cache.block_arrays(cache).values()
         assert cache_spec.num_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
 

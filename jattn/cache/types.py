@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from jattn.pytree import pytree, static
-from jattn.spec import LAYOUTS, CacheSpec
+from jattn.spec import LAYOUTS, CacheSpec, Stored
 from pallas_kernels.checks import require, require_one_of, require_shape
 
 type _Array = Shaped[Array, "..."] | np.ndarray
@@ -85,23 +85,19 @@ class PagedCache:
 
         Args:
             spec: Its sizes.
-            k_scale: The static scale of a quantisation that has one; None = ones.
-            v_scale: The same of values.
+            k_scale: The static scale of a quantisation that has one; None = 1, vLLM's default for fp8.
+            v_scale: The same of values; one per channel has no default (`jattn.calibrate` makes them).
 
         Raises:
-            ValueError: The quantisation has no static scale, or one of another shape.
+            ValueError: The quantisation has no static scale, one of another shape, or needs one that is not
+                given; a scale is not positive and finite.
         """
-        scales = {}
-        for name, stored, scale in zip(("k_scale", "v_scale"), spec.stored, (k_scale, v_scale), strict=True):
-            shapes = stored.scale_shapes(spec)
-            if scale is not None:
-                kind = f"with quantization={spec.quantization!r}"
-                require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
-                require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
-                scale = jnp.asarray(scale, jnp.float32)
-            elif shapes:
-                scale = jnp.ones(shapes[0], jnp.float32)
-            scales[name] = scale
+        scales = {
+            name: _initial_scale(name, spec, stored, scale)
+            for name, stored, scale in zip(
+                ("k_scale", "v_scale"), spec.stored, (k_scale, v_scale), strict=True
+            )
+        }
         return cls(
             k=jnp.zeros(spec.key_shape, spec.key_dtype),
             v=jnp.zeros(spec.value_shape, spec.value_dtype),
@@ -111,8 +107,12 @@ class PagedCache:
 
     @classmethod
     def create_on_host(cls, spec: CacheSpec) -> "PagedCache":
-        """The same in numpy: a place to swap blocks out to."""
-        shapes = jax.eval_shape(lambda: cls.create(spec))
+        """The same in numpy: a place to swap blocks out to. Static scales stay with the other cache."""
+        is_static = lambda stored: stored.scale in ("static", "channel")
+        k_scale, v_scale = (
+            jnp.ones(stored.scale_shapes(spec)[0]) if is_static(stored) else None for stored in spec.stored
+        )
+        shapes = jax.eval_shape(lambda: cls.create(spec, k_scale=k_scale, v_scale=v_scale))
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
     @property
@@ -144,6 +144,22 @@ class PagedCache:
     def v_scale(self) -> Any:
         """The values' scale as the constructor takes it."""
         return _swap_token_and_head(self.stored_v_scale)
+
+
+def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | None) -> _Scale | None:
+    """What a new cache holds for `k_scale` or `v_scale`."""
+    shapes, kind = stored.scale_shapes(spec), f"with quantization={spec.quantization!r}"
+    if scale is None:
+        way_out = "jattn.calibrate makes it; 'int8_k_only' and 'int8_token_head' need none"
+        require(stored.scale != "channel", name, f"be given {kind} ({way_out})", None)
+        return jnp.ones(shapes[0], jnp.float32) if shapes else None
+    require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
+    require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
+    if not isinstance(scale, jax.core.Tracer):
+        values = np.asarray(scale, np.float32)
+        is_right = bool((np.isfinite(values) & (values > 0)).all())
+        require(is_right, name, "be positive and finite", scale)
+    return jnp.asarray(scale, jnp.float32)
 
 
 def _swap_token_and_head(scale: Any) -> Any:

@@ -18,6 +18,7 @@ from jattn.models.layer import DecoderLayer
 from jattn.models.layers import RMSNorm, matmul_precision
 from jattn.models.scales import KVScales, LayerScales
 from jattn.planning import Plan, plan
+from jattn.quantize import warn_uncalibrated
 from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
@@ -192,6 +193,8 @@ class Decoder(nnx.Module):
     ) -> tuple[PagedCache, ...]:
         """Empty caches, one a layer, with kv_scales where scales are static; arguments as `cache_specs`.
 
+        Warns (`quantize.UncalibratedWarning`) where an fp8 cache rounds with scale 1 for want of kv_scales.
+
         Raises:
             ValueError: The quantisation needs scales per channel and kv_scales has none, or of another shape.
         """
@@ -203,7 +206,14 @@ class Decoder(nnx.Module):
             quantization=quantization,
             skip_layers=skip_layers,
         )
-        return tuple(PagedCache.create(spec, **self._scales(i, spec)) for i, spec in enumerate(specs))
+        scales = [self._scales(i, spec) for i, spec in enumerate(specs)]
+        is_missing = lambda i: any(
+            stored.scale == "static" and scale is None
+            for stored, scale in zip(specs[i].stored, scales[i].values(), strict=True)
+        )
+        if quantization is not None:
+            warn_uncalibrated(quantization, [i for i in range(len(specs)) if is_missing(i)])
+        return tuple(PagedCache.create(spec, **scale) for spec, scale in zip(specs, scales, strict=True))
 
     def _scales(self, layer: int, spec: CacheSpec) -> dict[str, Any]:
         """A layer's static scales, of those that its cache has."""
