@@ -1,7 +1,6 @@
 """The paged cache: layouts, writes that skip and never copy, moves of blocks, sizes."""
 
 import functools
-import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.cache import blocks_of
 from pallas_kernels.cache_write import cache_write
+from tests.in_place import copies_of
 
 LAYOUTS = ["NHD", "HND", "packed"]
 QUANTIZATIONS = list(jattn.spec.QUANTIZATIONS)
@@ -84,17 +84,18 @@ class TestWrite:
             assert compiled.memory_analysis().temp_size_in_bytes < moving / 4
             assert copies_of(compiled, cache.k) == []
 
+    def test_a_jit_that_does_not_donate_copies_the_cache(self, layout, quantization):
+        cache = create(layout=layout, quantization=quantization, num_blocks=64)
+        compiled = jax.jit(jattn.write_kv).lower(cache, *random_kv(3), jnp.arange(3)).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes == 0
+        jax.jit(jattn.write_kv)(cache, *random_kv(3), jnp.arange(3))
+        assert not cache.k.is_deleted()
+
     def test_written_eagerly_the_old_arrays_are_gone(self, layout, quantization):
         cache = create(layout=layout, quantization=quantization)
         jattn.write_kv(cache, *random_kv(1), jnp.asarray([3]))
         assert cache.k.is_deleted()
         assert cache.v.is_deleted()
-
-
-def copies_of(compiled, array):
-    """Instructions of the compiled program that copy something of the array's shape."""
-    shape = ",".join(map(str, array.shape))
-    return re.findall(rf"\S+ = \w+\[{shape}\]\S* copy\(.*", compiled.as_text())
 
 
 class TestLayouts:

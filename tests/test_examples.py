@@ -3,10 +3,12 @@
 import pathlib
 import re
 
+import jax.numpy as jnp
 import pytest
 
-import jattn.models
+import jattn
 from examples import decode_one_step, demo, flax_layer, serve_a_batch
+from tests.in_place import check_in_place
 from tests.serving.tiny import one_layer_model
 
 EXAMPLES = pathlib.Path(demo.__file__).parent
@@ -26,6 +28,12 @@ def test_decode_one_step(capsys):
     assert "slot of each new token: [38 10 28 29 30 31 12]" in out
     assert "position of each:       [6 2 0 1 2 3 4]" in out
     assert "first prompt token == its value: True" in out
+
+
+def test_decode_one_step_writes_into_the_cache_it_is_given():
+    metadata = jattn.build_batch_metadata([1, 1, 5], [7, 3, 5], [[5, 9], [2], [7, 3]], block_size=4)
+    rows = [jnp.ones((7, heads, 64)) for heads in (8, 2, 2)]
+    check_in_place(decode_one_step.step, decode_one_step.CACHE_SPEC, lambda cache: (cache, metadata, *rows))
 
 
 def test_flax_layer_steps_to_what_it_computes_at_once(capsys):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import jattn
 from benchmarks.table import filled
+from tests.in_place import check_in_place
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 GLOSSARY = README.split("## From vLLM to jattn")[1].split("\n## ")[0]
@@ -19,6 +20,14 @@ def test_the_example_runs():
     exec(compile(example, "README.md", "exec"), names)
     assert names["out"].shape == (7, 8, 64)
     assert len(example.strip().splitlines()) <= 24
+
+
+def test_the_examples_step_writes_into_the_cache_it_is_given():
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    rows = [jnp.ones((7, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+    check_in_place(names["step"], names["cache_spec"], lambda cache: (*rows, cache, names["metadata"]))
 
 
 def test_the_masks_example_runs():

@@ -28,6 +28,10 @@ def write_kv(
 ) -> PagedCache:
     """Writes new keys and values into their slots. The given cache is donated: use the one returned.
 
+    It is written in place where its memory may be reused: called outside jit, always; inside a jit where that
+    jit donates the cache (`jax.jit(step, donate_argnames="cache")`) or made it, as a loop carries it. A jit
+    that does not donate copies the whole cache first, in every call.
+
     An 8-bit cache is quantised on the way: with its static scales, or, where it has scales per token and
     head, with new ones that are written too.
 
