@@ -32,6 +32,9 @@ def attend(
     """Output and log-sum-exp of every token, as `jattn.attend` defines them."""
     tokens = query.shape[0]
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    # What is masked is cleared before it is multiplied, not only after: in the gradient of a product, NaN of a
+    # padding query or of a key that nobody sees is multiplied by 0, which is NaN, in every row of the other side.
+    query = jnp.where(metadata.is_live_token[:, None, None], query, jnp.zeros((), query.dtype))
     q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
         jnp.arange(tokens, dtype=jnp.int32) - metadata.row_starts[metadata.token_rows]
@@ -45,13 +48,13 @@ def attend(
         sees = visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
         mine = (metadata.token_rows == row) & metadata.is_live_token
         sees &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
+        k, v = (jnp.where(sees.any(axis=1)[..., None], x, 0.0) for x in (k, v))
         s = jnp.einsum("htd,hkd->htk", q, k, precision="highest") * spec.softmax_scale
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         if alibi_slopes is not None:
             s += alibi_bias(spec, alibi_slopes.astype(dtype), positions, k_positions)
-        s = jnp.where(sees, s, -jnp.inf)
-        out, lse = softmax_average(s, jnp.where(sees.any(axis=1)[..., None], v, 0.0), sinks)
+        out, lse = softmax_average(jnp.where(sees, s, -jnp.inf), v, sinks)
         outs, lses = carry
         return (jnp.where(mine[None, :, None], out, outs), jnp.where(mine[None, :], lse, lses)), None
 
@@ -81,7 +84,9 @@ def softmax_average(
     p = jnp.exp(s - top[..., None])
     total = p.sum(axis=-1) + jnp.exp(sink - top)
     out = jnp.einsum("htk,hkd->htd", p, v, precision="highest")
-    return out / jnp.where(total == 0, 1.0, total)[..., None], top + jnp.log(total)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1.0, total)  # before the logarithm, whose gradient at 0 is infinite
+    return out / total[..., None], jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
 
 
 def visible(
