@@ -1,5 +1,6 @@
 """Logits and greedy tokens of transformers, reproduced through the paged cache however prompts are cut."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.models import load
+from jattn.models import Decoder, load
 from tests.conftest import GOLDEN
 
 BLOCK = 16
@@ -58,7 +59,7 @@ def golden_of(name):
     return Golden(name)
 
 
-@pytest.fixture(params=["llama", "qwen3", "gemma2"])
+@pytest.fixture(params=["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2"])
 def golden(request):
     return golden_of(request.param)
 
@@ -117,3 +118,27 @@ def test_decodes_what_it_says_itself(golden):
             break
         assert token == want
         (logits,) = golden.run([(1, [token], len(prompt) + n)])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 25}),
+        ("qwen2", {"sliding_window": 19}),
+        ("qwen2", {"layer_types": ("sliding_attention",) * 2}),
+        ("llama3", {"high_freq_factor": 5.0}),
+        ("llama3", {"rope_type": "linear"}),
+    ],
+)
+def test_the_checkpoints_can_tell_a_wrong_window_or_rope(name, change):
+    golden = golden_of(name)
+    config = golden.model.config
+    if name == "llama3":
+        change = {"ropes": tuple(dataclasses.replace(rope, **change) for rope in config.ropes)}
+    other = Decoder(dataclasses.replace(config, **change), rngs=nnx.Rngs(0))
+    nnx.update(other, nnx.state(golden.model))
+    prompt = golden.prompt(3)
+    metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], None)
+    logits, _ = step(other, jnp.asarray(prompt, jnp.int32), None, metadata)
+    assert golden.error(3, np.asarray(logits)) > 100 * TOLERANCE

@@ -1,0 +1,89 @@
+"""Makes tiny random checkpoints, and what transformers computes for them in f32: logits and greedy tokens.
+
+Not run by the tests: it needs torch and transformers (2.13.0 and 5.23.0 made what lies here).
+
+python make.py DIR [NAME ...]
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the least that the kernels take
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CHECKPOINTS = {
+    "mistral": ("Mistral", {"sliding_window": 24}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+}
+PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
+
+
+def make(name: str, directory: pathlib.Path) -> None:
+    """Writes one checkpoint and its expected.npz."""
+    family, options = CHECKPOINTS[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options, dtype="float32")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():  # large enough that every part matters
+            if parameter.ndim == 1:
+                parameter.normal_(0.0 if key.endswith("bias") else 0.8, 0.3)
+            else:
+                parameter.normal_(0.0, 1.0 if "embed" in key else 1.5 * parameter.shape[1] ** -0.5)
+    model.set_attn_implementation("eager")
+    expected: dict[str, np.ndarray] = {}
+    rng = np.random.default_rng(0)
+    for i, length in enumerate(PROMPT_LENS):
+        prompt = rng.integers(3, SIZES["vocab_size"], length)
+        expected |= {f"{key}{i}": value for key, value in outputs_of(model, prompt).items()}
+    model.save_pretrained(directory / name)
+    np.savez_compressed(directory / name / "expected.npz", **expected)
+
+
+@torch.no_grad()
+def outputs_of(model: torch.nn.Module, prompt: np.ndarray) -> dict[str, np.ndarray]:
+    """Logits of a prompt's tokens, and a greedy continuation with each token's lead over the next best."""
+    tokens, greedy, margins = list(prompt), [], []
+    whole = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    for _ in range(NUM_TOKENS):
+        last = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        best = torch.topk(last, 2)
+        greedy.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        tokens.append(greedy[-1])
+    return {
+        "prompt": np.asarray(prompt, np.int64),
+        "logits": whole.astype(np.float32),
+        "greedy": np.asarray(greedy, np.int64),
+        "margin": np.asarray(margins, np.float32),
+    }
+
+
+if __name__ == "__main__":
+    folder, *names = sys.argv[1:]
+    for name in names or CHECKPOINTS:
+        make(name, pathlib.Path(folder))
