@@ -6,6 +6,7 @@ from jattn.cache import PackedKV, PagedCache, copy_blocks, reshape_and_cache, sw
 from jattn.calibrate import calibrate
 from jattn.cascade import cascade_attend
 from jattn.decode_loop import DecodeLoopOutput, decode_loop
+from jattn.flax_attention import attention_fn
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.masks.local_strided import LocalStrided, get_head_sliding_step
 from jattn.merge import merge_attn_states
@@ -52,7 +53,7 @@ from jattn.metadata.split import (
     split_prefill_chunks,
 )
 from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table
-from jattn.module import PagedAttention, attention_fn
+from jattn.module import PagedAttention
 from jattn.planning import KernelFallbackWarning, Plan, plan
 from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
 from jattn.spec import AttentionSpec, Bucket, CacheSpec

@@ -1,21 +1,18 @@
-"""Flax modules over `attend`: a paged layer for models, and an attention_fn for nnx.MultiHeadAttention."""
+"""The Flax module over `attend`: a paged layer for models."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jattn.attending import attend
 from jattn.cache import PackedKV, PagedCache, write_kv
-from jattn.implementations import reference
 from jattn.metadata.batch import BatchMetadata
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_shape, unsupported
+from pallas_kernels.checks import require, require_shape
 
 Rope = Callable[[Array, Array], Array]
 
@@ -147,69 +144,3 @@ class PagedAttention(nnx.Module):
         x = projected.reshape(projected.shape[0], num_heads, self.spec.head_dim)
         x = x if norm is None else norm(x)
         return x if self.rope is None else self.rope(x, positions)
-
-
-def attention_fn(
-    query: Float[Array, "*batch q_tokens q_heads head_dim"],
-    key: Float[Array, "*batch kv_tokens kv_heads head_dim"],
-    value: Float[Array, "*batch kv_tokens kv_heads head_dim"],
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
-    alibi_slopes: Float[Array, " q_heads"] | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = True,
-    **unused: Any,
-) -> Float[Array, "*batch q_tokens q_heads head_dim"]:
-    """Dense attention with all that a spec can say, for `nnx.MultiHeadAttention(attention_fn=...)`.
-
-    Differentiable; memory grows with q_tokens x kv_tokens. Give the spec with functools.partial.
-
-    Args:
-        query: Queries; the last of them stands at the last key (bottom-right aligned).
-        key: Keys.
-        value: Values.
-        bias: Added to the scores, broadcastable to [*batch, q_heads, q_tokens, kv_tokens].
-        mask: True where a query may see a key, beyond what the spec says; shape as bias.
-        spec: The attention; None = every key is seen, scale head_dim ** -0.5.
-        sinks: As in `attend`.
-        alibi_slopes: As in `attend`.
-        dropout_rate: Must be 0 unless deterministic.
-        deterministic: No dropout.
-        unused: What flax also passes: dropout_rng, broadcast_dropout, dtype, precision, module.
-
-    Raises:
-        NotImplementedError: Dropout was asked for.
-        ValueError: Shapes disagree.
-    """
-    if dropout_rate > 0 and not deterministic:
-        raise unsupported(f"dropout_rate={dropout_rate}", "attention_fn has no dropout", "Set it to 0")
-    (q_tokens, q_heads, head_dim), kv_heads = query.shape[-3:], key.shape[-2]
-    if spec is None:
-        spec = AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, causal=False)
-    got = (q_heads, kv_heads, head_dim)
-    require_shape(
-        "q_heads, kv_heads, head_dim", got, (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), "as spec"
-    )
-    dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=-2).astype(dtype) for x in (key, value))
-    k_positions = jnp.arange(key.shape[-3], dtype=jnp.int32)
-    q_positions = jnp.arange(q_tokens, dtype=jnp.int32) + (key.shape[-3] - q_tokens)
-    s = jnp.einsum("...qhd,...khd->...hqk", query.astype(dtype), k, precision="highest") * spec.softmax_scale
-    if spec.soft_cap is not None:
-        s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
-    all_prefill = jnp.ones(q_tokens, bool)
-    sees = reference.visible(spec, spec.sparsity, jnp.int32(0), q_positions, k_positions, all_prefill)
-    sees = jnp.broadcast_to(sees.reshape((1,) * (s.ndim - 3) + sees.shape), s.shape)
-    sees = sees if mask is None else sees & mask
-    if alibi_slopes is not None:
-        slopes = reference.alibi_bias(spec, alibi_slopes.astype(dtype), q_positions, k_positions)
-        s = s + slopes.reshape((1,) * (s.ndim - 3) + slopes.shape)
-    s = s if bias is None else s + bias.astype(dtype)
-    v = jnp.moveaxis(v, -2, -3)
-    average = lambda s, v: reference.softmax_average(s, v, sinks)[0]
-    for _ in range(s.ndim - 3):
-        average = jax.vmap(average)
-    return jnp.moveaxis(average(jnp.where(sees, s, -jnp.inf), v), -3, -2).astype(query.dtype)

@@ -32,8 +32,8 @@ def attend(
     """Output and log-sum-exp of every token, as `jattn.attend` defines them."""
     tokens = query.shape[0]
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    # What is masked is cleared before it is multiplied, not only after: in the gradient of a product, NaN of a
-    # padding query or of a key that nobody sees is multiplied by 0, which is NaN, in every row of the other side.
+    # What is masked is cleared before it is multiplied, not only after: the gradient of a product multiplies
+    # NaN of a padding query, or of a key nobody sees, by 0: NaN in every row of the other side.
     query = jnp.where(metadata.is_live_token[:, None, None], query, jnp.zeros((), query.dtype))
     q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (

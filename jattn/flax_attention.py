@@ -1,0 +1,208 @@
+"""Dense attention with all that a spec can say, as the attention_fn of Flax's multi-head attention."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Shaped
+
+from jattn.implementations import reference
+from jattn.spec import AttentionSpec
+from pallas_kernels.checks import require, require_shape, unsupported
+
+
+def attention_fn(
+    query: Float[Array, "..."],
+    key: Float[Array, "..."],
+    value: Float[Array, "..."],
+    bias: Float[Array, "..."] | None = None,
+    mask: Shaped[Array, "..."] | None = None,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    deterministic: bool = True,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+    input_positions: Shaped[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Dense attention with all that a spec can say, for `nnx.MultiHeadAttention(attention_fn=...)`.
+
+    Differentiable; memory grows with q_tokens x kv_tokens. Give the spec with functools.partial.
+
+    Where a query stands among the keys matters to causality, windows, chunks, patterns and ALiBi. It is what
+    `input_positions` says, or else: query i at key i where there are as many; a single query with a mask at
+    the last key that the mask shows it, which in Flax's decode mode is the cache's index; without a mask the
+    last query at the last key (bottom-right aligned).
+
+    Args:
+        query: [*batch, q_tokens, q_heads, head_dim].
+        key: [*batch, kv_tokens, kv_heads, head_dim].
+        value: As key.
+        bias: Added to the scores, broadcastable to [*batch, q_heads, q_tokens, kv_tokens].
+        mask: Which keys a query may see, beyond what the spec says; shape as bias. Bool, or Flax's numbers: 0
+            hides. A negative number is a bias in the wrong place, and its row becomes NaN.
+        spec: The attention; None = every key is seen, scale head_dim ** -0.5.
+        sinks: As in `attend`.
+        alibi_slopes: As in `attend`.
+        dropout_rng: Not used: there is no dropout.
+        dropout_rate: Must be 0 unless deterministic.
+        broadcast_dropout: Not used.
+        deterministic: No dropout.
+        dtype: Of the output; None = the query's. Scores and sums are f32, or f64 for f64 queries.
+        precision: Not used: products are never less exact than asked for.
+        module: Must be None: there are no weights to sow.
+        is_causal: Query i sees keys up to key i, as in Flax; the spec must not say otherwise.
+        input_positions: Integers [*batch, q_tokens]: where each query stands; with as many keys as queries
+            also where each key does.
+
+    Returns:
+        [*batch, q_tokens, q_heads, head_dim]; rows that see no key are 0.
+
+    Raises:
+        NotImplementedError: Dropout, or weights to sow, were asked for.
+        ValueError: Shapes disagree, is_causal disagrees with the spec, or nothing says where queries stand.
+    """
+    if dropout_rate > 0 and not deterministic:
+        raise unsupported(f"dropout_rate={dropout_rate}", "attention_fn has no dropout", "Set it to 0")
+    if module is not None:
+        what, reason = f"module={type(module).__name__}", "attention_fn keeps no weights to sow"
+        raise unsupported(what, reason, "Leave sow_weights=False, or use nnx.dot_product_attention")
+    spec = _spec_for(query, key, value, spec, is_causal)
+    _check_per_head(spec, sinks, alibi_slopes)
+    q_tokens, kv_tokens = query.shape[-3], key.shape[-3]
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    scores = _scores(query, key, spec, wide)  # [*batch, q_heads, q_tokens, kv_tokens]
+    sees = jnp.ones(scores.shape, bool)
+    if mask is not None:
+        mask = _broadcast("mask", mask, scores.shape)
+        sees = mask.astype(bool)
+        scores = scores if mask.dtype == bool else jnp.where(mask < 0, jnp.nan, scores)
+    if _is_positional(spec) or alibi_slopes is not None:
+        shown = None if mask is None else sees
+        positions = _positions(query.shape[:-2], kv_tokens, shown, input_positions)
+        by_spec, slopes = _of_positions(spec, alibi_slopes, positions, wide)
+        sees, scores = sees & _over_batch(by_spec, scores), scores + _over_batch(slopes, scores)
+    if is_causal or (spec.causal and q_tokens == kv_tokens):
+        sees &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), scores.shape)
+    if bias is not None:
+        scores += _broadcast("bias", bias, scores.shape).astype(wide)
+    average = _average(jnp.where(sees, scores, -jnp.inf), value, sinks, spec)
+    return average.astype(query.dtype if dtype is None else dtype)
+
+
+def _spec_for(
+    query: Array, key: Array, value: Array, spec: AttentionSpec | None, is_causal: bool
+) -> AttentionSpec:
+    """The spec, or the plainest one that these arrays fit; shapes and is_causal must agree with it."""
+    for name, array in (("query", query), ("key", key)):
+        rule = "have shape [*batch, tokens, heads, head_dim]"
+        require(array.ndim >= 3, name, rule, array.shape)
+    (*batch, q_tokens, q_heads, head_dim), (kv_tokens, kv_heads) = query.shape, key.shape[-3:-1]
+    require_shape("key", key.shape, (*batch, kv_tokens, kv_heads, head_dim), "the query's batch, head_dim")
+    require_shape("value", value.shape, key.shape, "as key")
+    if spec is None:
+        return AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, causal=False)
+    want = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+    require_shape("q_heads, kv_heads, head_dim", (q_heads, kv_heads, head_dim), want, "as spec")
+    agrees = f"agree with spec.causal ({spec.causal})"
+    require(spec.causal or not is_causal, "is_causal", agrees, is_causal)
+    aligned = "(Flax aligns the first of them, a spec the last)"
+    rule = f"be False with a spec, {q_tokens} queries and {kv_tokens} keys {aligned}"
+    require(q_tokens == kv_tokens or not is_causal, "is_causal", rule, is_causal)
+    return spec
+
+
+def _check_per_head(spec: AttentionSpec, sinks: Array | None, alibi_slopes: Array | None) -> None:
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is not None:
+            require_shape(name, per_head.shape, (spec.num_q_heads,), "q_heads")
+    has_slopes = alibi_slopes is not None or not spec.sqrt_alibi
+    require(has_slopes, "alibi_slopes", "be given with spec.sqrt_alibi", None)
+
+
+def _is_positional(spec: AttentionSpec) -> bool:
+    """Whether it matters to the spec where a query stands."""
+    return spec.causal or any(x is not None for x in (spec.window, spec.chunk_size, spec.sparsity))
+
+
+def _scores(query: Array, key: Array, spec: AttentionSpec, dtype: DTypeLike) -> Array:
+    """Scaled and soft-capped [*batch, q_heads, q_tokens, kv_tokens]."""
+    keys = jnp.repeat(key, spec.q_heads_per_kv_head, axis=-2).astype(dtype)
+    scores = jnp.einsum("...qhd,...khd->...hqk", query.astype(dtype), keys, precision="highest")
+    scores = scores * spec.softmax_scale
+    return scores if spec.soft_cap is None else spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+
+
+def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    try:
+        return jnp.broadcast_to(array, shape)
+    except ValueError:
+        rule = f"broadcast to {shape} (*batch, q_heads, q_tokens, kv_tokens)"
+        require(False, name, rule, array.shape)
+        raise
+
+
+def _positions(
+    queries: tuple[int, ...], kv_tokens: int, sees: Bool[Array, "..."] | None, given: Array | None
+) -> tuple[Array, Array]:
+    """Where queries and keys stand: each [tokens], or [*batch, tokens].
+
+    Args:
+        queries: (*batch, q_tokens).
+        kv_tokens: Keys.
+        sees: The mask.
+        given: input_positions.
+    """
+    *batch, q_tokens = queries
+    keys = jnp.arange(kv_tokens, dtype=jnp.int32)
+    if given is not None:
+        are_integers = jnp.issubdtype(given.dtype, jnp.integer)
+        require(are_integers, "input_positions", "be integers", given.dtype)
+        require_shape("input_positions", given.shape, queries, "*batch, q_tokens")
+        given = given.astype(jnp.int32)
+        return given, given if q_tokens == kv_tokens else jnp.broadcast_to(keys, (*batch, kv_tokens))
+    if q_tokens == kv_tokens or sees is None:
+        return keys[:q_tokens] + (kv_tokens - q_tokens), keys
+    rule = f"be given for {q_tokens} queries over {kv_tokens} keys with a mask (where each query stands)"
+    require(q_tokens == 1, "input_positions", rule, None)
+    last = jnp.max(jnp.where(sees.any(axis=-3), keys, 0), axis=-1)  # [*batch, 1]
+    return last, jnp.broadcast_to(keys, (*batch, kv_tokens))
+
+
+def _of_positions(
+    spec: AttentionSpec, alibi_slopes: Array | None, positions: tuple[Array, Array], dtype: DTypeLike
+) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
+    """What a query sees by the spec, and ALiBi's bias: [*batch, q_heads, q_tokens, kv_tokens] or no batch."""
+    in_prefill = jnp.ones(positions[0].shape[-1], bool)
+    slopes = jnp.zeros(spec.num_q_heads, dtype) if alibi_slopes is None else alibi_slopes.astype(dtype)
+
+    def of_row(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
+        row = jnp.int32(0)
+        sees = reference.visible(spec, spec.sparsity, row, q_positions, k_positions, in_prefill)
+        return sees, reference.alibi_bias(spec, slopes, q_positions, k_positions)
+
+    for _ in range(positions[0].ndim - 1):
+        of_row = jax.vmap(of_row)
+    return of_row(*positions)
+
+
+def _over_batch(array: Array, scores: Array) -> Array:
+    """`array`, which may lack the batch's axes, in the scores' shape."""
+    missing = (1,) * (scores.ndim - array.ndim)
+    return jnp.broadcast_to(array.reshape(missing + array.shape), scores.shape)
+
+
+def _average(scores: Array, value: Array, sinks: Array | None, spec: AttentionSpec) -> Array:
+    """softmax(scores) @ value: [*batch, q_tokens, q_heads, head_dim]."""
+    v = jnp.repeat(value, spec.q_heads_per_kv_head, axis=-2).astype(scores.dtype)
+    average = lambda s, v: reference.softmax_average(s, v, sinks)[0]
+    for _ in range(scores.ndim - 3):
+        average = jax.vmap(average)
+    return jnp.moveaxis(average(scores, jnp.moveaxis(v, -2, -3)), -3, -2)

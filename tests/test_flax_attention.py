@@ -1,0 +1,232 @@
+"""attention_fn inside Flax's layers and on its own: what Flax means, or an error that says what is not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jattn
+
+HIDDEN, LENGTH = 24, 6
+SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+POSITIONAL = {
+    "causal": {},
+    "window": {"window": (2, 0)},
+    "chunks": {"chunk_size": 3},
+    "sparse": {"sparsity": jattn.masks.Sinks(1) | jattn.masks.Window(left=1)},
+}
+
+
+def hidden(tokens, seed=1):
+    return jax.random.normal(jax.random.key(seed), (tokens, HIDDEN))
+
+
+def texts():
+    return hidden(2 * LENGTH).reshape(2, LENGTH, HIDDEN)
+
+
+def flax_layer(**options):
+    return nnx.MultiHeadAttention(4, HIDDEN, rngs=nnx.Rngs(0), **({"decode": False} | options))
+
+
+def with_spec(**fields):
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=4, head_dim=6, **fields)
+    return functools.partial(jattn.attention_fn, spec=spec)
+
+
+def test_a_flax_layer_computes_the_same_with_it():
+    make = flax_layer
+    x = texts()
+    for mask in (None, nnx.make_causal_mask(jnp.ones((2, 6)), dtype=bool)):
+        np.testing.assert_allclose(
+            make(attention_fn=jattn.attention_fn)(x, mask=mask), make()(x, mask=mask), atol=1e-6
+        )
+
+
+def test_a_spec_says_what_attend_says():
+    spec = jattn.AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=8, window=(3, 0), soft_cap=2.0, sqrt_alibi=True
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, 3, n, h, 8)) for key, n, h in zip(keys, (5, 9, 9), (4, 2, 2), strict=True)
+    )
+    modifiers = {"sinks": jnp.linspace(-1.0, 1.0, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
+    dense = jattn.attention_fn(q, k, v, spec=spec, **modifiers)
+    metadata = jattn.build_batch_metadata([5], [9], None)
+
+    @jax.jit
+    def attend(q, k, v):
+        kv = jattn.PackedKV(k=k, v=v, kv_start_loc=jnp.zeros(1, jnp.int32))
+        return jattn.attend(q, kv, metadata, spec, **modifiers)
+
+    for i, j in np.ndindex(2, 3):
+        np.testing.assert_allclose(dense[i, j], attend(q[i, j], k[i, j], v[i, j]), atol=2e-6)
+
+
+def test_bias_is_added_to_the_scores():
+    q, k, v = (jnp.ones((1, 2, 1, 8)) for _ in range(3))
+    v = v.at[0, 1].set(3.0)
+    bias = jnp.asarray([0.0, jnp.log(3.0)]).reshape(1, 1, 1, 2)
+    np.testing.assert_allclose(jattn.attention_fn(q, k, v, bias), 2.5, rtol=1e-6)
+
+
+def test_dropout_is_refused_by_name():
+    q = jnp.ones((1, 2, 1, 8))
+    with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn has no dropout"):
+        jattn.attention_fn(q, q, q, dropout_rate=0.5, deterministic=False)
+
+
+def test_heads_that_are_not_the_specs_are_named():
+    q = jnp.ones((1, 2, 1, 8))
+    with pytest.raises(ValueError, match=r"must have shape \(4, 2, 8\).*got \(1, 1, 8\)"):
+        jattn.attention_fn(q, q, q, spec=SPEC)
+
+
+class TestWhatFlaxPasses:
+    @pytest.mark.parametrize("length", [LENGTH, 4])
+    def test_is_causal_hides_what_flax_hides(self, length):
+        """Of fewer queries than keys, too: Flax aligns the first query with the first key."""
+        x, keys = texts()[:, :length], texts()
+        ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
+        want = flax(x, keys, is_causal=True)
+        np.testing.assert_allclose(ours(x, keys, is_causal=True), want, atol=1e-6)
+        assert jnp.abs(flax(x, keys) - want).max() > 1e-2
+
+    def test_is_causal_and_a_causal_spec_are_one(self):
+        x, layer = texts(), flax_layer(attention_fn=with_spec(window=(2, 0)))
+        np.testing.assert_array_equal(layer(x, is_causal=True), layer(x))
+
+    def test_is_causal_is_refused_where_the_spec_says_otherwise(self):
+        with pytest.raises(ValueError, match=r"is_causal must agree with spec.causal \(False\), got True"):
+            flax_layer(attention_fn=with_spec(causal=False))(texts(), is_causal=True)
+        layer = flax_layer(attention_fn=with_spec())
+        message = r"is_causal must be False with a spec, 4 queries and 6 keys \(.*\), got True"
+        with pytest.raises(ValueError, match=message):
+            layer(texts()[:, :4], texts(), is_causal=True)
+
+    @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
+    def test_masks_of_every_dtype_that_flax_makes(self, dtype):
+        mask = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=dtype)
+        ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
+        np.testing.assert_allclose(ours(texts(), mask=mask), flax(texts(), mask=mask), atol=1e-6)
+
+    def test_a_bias_in_the_masks_place_is_not_read_backwards(self):
+        """Flax takes -inf for "sees" and 0 for "does not"; here nobody takes the result for an answer."""
+        mask = jnp.where(nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool), 0.0, -jnp.inf)
+        out = jax.jit(flax_layer(attention_fn=jattn.attention_fn).__call__)(texts(), mask=mask)
+        assert jnp.isnan(out[:, :-1]).all()
+
+    @pytest.mark.parametrize(
+        ("name", "says_position"), [*((name, False) for name in POSITIONAL), ("window", True)]
+    )
+    def test_a_step_of_decode_stands_where_the_caches_index_says(self, name, says_position):
+        x, fn = texts(), with_spec(**POSITIONAL[name])
+        whole = flax_layer(attention_fn=fn)(x)
+        layer = flax_layer(attention_fn=fn, decode=True)
+        layer.init_cache((2, LENGTH + 3, HIDDEN))
+        step = nnx.jit(lambda layer, x, **options: layer(x, **options))
+        for i in range(LENGTH):
+            options = {"input_positions": jnp.full((2, 1), i)} if says_position else {}
+            np.testing.assert_allclose(
+                step(layer, x[:, i : i + 1], **options), whole[:, i : i + 1], atol=1e-5
+            )
+
+    def test_alibi_in_decode_counts_from_the_caches_index(self):
+        fn = functools.partial(jattn.attention_fn, alibi_slopes=jnp.linspace(0.1, 0.4, 4))
+        causal = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool)
+        whole = flax_layer(attention_fn=fn)(texts(), mask=causal)
+        layer = flax_layer(attention_fn=fn, decode=True)
+        layer.init_cache((2, LENGTH + 3, HIDDEN))
+        for i in range(LENGTH):
+            np.testing.assert_allclose(layer(texts()[:, i : i + 1])[:, 0], whole[:, i], atol=1e-5)
+
+    def test_several_queries_over_a_masked_cache_must_say_where_they_stand(self):
+        q, kv = jnp.ones((2, 2, 4, 6)), jnp.ones((2, 9, 4, 6))
+        mask = jnp.arange(9) < 5
+        message = r"input_positions must be given for 2 queries over 9 keys with a mask .*, got None"
+        with pytest.raises(ValueError, match=message):
+            with_spec()(q, kv, kv, mask=mask)
+        with_spec(causal=False)(q, kv, kv, mask=mask)  # says nothing of positions
+
+    def test_positions_say_where_queries_stand_in_a_longer_cache(self):
+        q, k, v = (
+            jax.random.normal(jax.random.key(i), (2, n, 4, 6)) for i, n in enumerate((3, LENGTH, LENGTH))
+        )
+        fn = with_spec(window=(2, 0))
+        garbage = jnp.full((2, 4, 4, 6), 7.0)
+        longer = (jnp.concatenate([x, garbage], axis=1) for x in (k, v))
+        positions = jnp.broadcast_to(jnp.arange(3, 6), (2, 3))
+        mask = jnp.arange(LENGTH + 4) < LENGTH
+        out = fn(q, *longer, mask=mask, input_positions=positions)
+        np.testing.assert_allclose(out, fn(q, k, v), atol=1e-6)
+
+    def test_positions_of_queries_and_keys_shift_together(self):
+        x, fn = texts(), with_spec(window=(2, 0))
+        layer = flax_layer(attention_fn=fn)
+        shifted = jnp.broadcast_to(jnp.arange(LENGTH) + 100, (2, LENGTH))
+        np.testing.assert_array_equal(layer(x, input_positions=shifted), layer(x))
+
+    @pytest.mark.parametrize("wrong", [jnp.zeros((2, LENGTH)), jnp.zeros((LENGTH,), jnp.int32)])
+    def test_positions_that_are_none_are_named(self, wrong):
+        with pytest.raises(
+            ValueError, match=r"input_positions must (be integers|have shape \(2, 6\)).*, got"
+        ):
+            flax_layer(attention_fn=with_spec())(texts(), input_positions=wrong)
+
+    def test_dropout_that_is_switched_off_changes_nothing(self):
+        layer = flax_layer(attention_fn=jattn.attention_fn, dropout_rate=0.5, deterministic=True)
+        np.testing.assert_array_equal(layer(texts()), flax_layer(attention_fn=jattn.attention_fn)(texts()))
+
+    def test_weights_to_sow_are_refused_by_name(self):
+        with pytest.raises(
+            NotImplementedError, match=r"module=MultiHeadAttention: attention_fn .*sow_weights"
+        ):
+            flax_layer(attention_fn=jattn.attention_fn)(texts(), sow_weights=True)
+
+    def test_dtype_is_the_outputs(self):
+        q = jnp.ones((1, 2, 1, 8))
+        assert jattn.attention_fn(q, q, q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+        assert flax_layer(attention_fn=jattn.attention_fn, dtype=jnp.bfloat16)(texts()).dtype == jnp.bfloat16
+
+    def test_linens_layer_takes_it_too(self):
+        make = lambda **options: linen.MultiHeadDotProductAttention(num_heads=4, **options)
+        params = make().init(jax.random.key(0), texts())
+        ours, flax = make(attention_fn=jattn.attention_fn), make()
+        mask = linen.make_causal_mask(jnp.ones((2, LENGTH)))
+        np.testing.assert_allclose(
+            ours.apply(params, texts(), mask=mask), flax.apply(params, texts(), mask=mask), atol=1e-6
+        )
+
+    def test_a_keyword_that_nobody_knows_is_pythons_error(self):
+        q = jnp.ones((1, 2, 1, 8))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
+            jattn.attention_fn(q, q, q, is_casual=True)
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"value": (1, 3, 1, 8)}, r"value must have shape \(1, 2, 1, 8\) \(as key\), got \(1, 3, 1, 8\)"),
+            ({"query": (3, 2, 1, 8)}, r"key must have shape \(3, 2, 1, 8\) .*, got \(1, 2, 1, 8\)"),
+            ({"key": (1, 2, 1, 4), "value": (1, 2, 1, 4)}, r"key must have shape .*, got \(1, 2, 1, 4\)"),
+            ({"query": (2, 8)}, r"query must have shape \[\*batch, tokens, heads, head_dim\], got \(2, 8\)"),
+            ({"mask": (1, 1, 2, 3)}, r"mask must broadcast to \(1, 1, 2, 2\) .*, got \(1, 1, 2, 3\)"),
+            ({"bias": (5,)}, r"bias must broadcast to \(1, 1, 2, 2\) .*, got \(5,\)"),
+            ({"sinks": (3,)}, r"sinks must have shape \(1,\) \(q_heads\), got \(3,\)"),
+            ({"alibi_slopes": (3,)}, r"alibi_slopes must have shape \(1,\) \(q_heads\), got \(3,\)"),
+        ],
+    )
+    def test_that_disagree_are_named(self, change, message):
+        arrays = {name: jnp.ones(change.get(name, (1, 2, 1, 8))) for name in ("query", "key", "value")}
+        with pytest.raises(ValueError, match=message):
+            jattn.attention_fn(**arrays | {name: jnp.ones(shape) for name, shape in change.items()})
+
+    def test_sqrt_alibi_needs_slopes(self):
+        q = jnp.ones((1, 2, 4, 6))
+        with pytest.raises(ValueError, match=r"alibi_slopes must be given with spec.sqrt_alibi, got None"):
+            with_spec(sqrt_alibi=True)(q, q, q)
