@@ -15,6 +15,7 @@ import numpy as np
 
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
 from jattn.metadata.buckets import default_capture_sizes
+from jattn.parameters import Leaves
 from jattn.requests import count_decodes
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
@@ -27,6 +28,7 @@ class DecodeGraphs:
 
     What varies inside a bucket (lengths, members, blocks) is traced, so nothing compiles after `precompile`.
     Parameters and caches must keep their shapes and dtypes; another shape is jax's TypeError, not a compile.
+    Parameters may be changed in place: a step runs those that it is given as they are then.
 
     Source: vLLM `CudagraphDispatcher`; larger batches are an error here, not an eager step.
     """
@@ -46,8 +48,7 @@ class DecodeGraphs:
         require(len(ordered) > 0, "buckets", "hold at least one Bucket", ordered)
         self.buckets = tuple(ordered)
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=0, donate_argnums=2)
-        self._structure: Any = None
-        self._last: tuple[Any, list[Any]] = (self, [])  # parameters and their leaves
+        self._leaves: Leaves | None = None  # of the last step's parameters
         self._executables: dict[Bucket, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._num_compiles = 0
@@ -75,23 +76,21 @@ class DecodeGraphs:
         executable = self._executables.get(metadata.bucket)
         if executable is None:
             executable = self._compile_now(params, caches, metadata, *inputs)
-        return executable(self._flattened(params), caches, metadata, *inputs)
+        return executable(self._leaves_of(params).values, caches, metadata, *inputs)
 
-    def _flattened(self, params: Any) -> list[Any]:
-        """The leaves of the parameters, kept for the next step: collecting them costs more than passing them.
+    def _leaves_of(self, params: Any) -> Leaves:
+        """The parameters' leaves as they are now; those of the step before where nothing has changed.
 
         Raises:
             ValueError: They have not the structure of the first ones.
         """
-        last_params, leaves = self._last
-        if params is last_params:
-            return leaves
-        leaves, structure = jax.tree.flatten(params)
-        if self._structure is None:
-            self._structure = structure
-        same = f"keep the structure {self._structure}"
-        require(structure == self._structure, "params", same, structure)
-        self._last = params, leaves
+        last = self._leaves
+        if last is not None and last.are_those_of(params):
+            return last
+        leaves = Leaves(params)
+        if last is not None and leaves.structure != last.structure:
+            require(False, "params", f"keep the structure {last.structure}", leaves.structure)
+        self._leaves = leaves
         return leaves
 
     def _compile_now(
@@ -106,8 +105,8 @@ class DecodeGraphs:
         return self._executables[metadata.bucket]
 
     def _lower(self, params: Any, *arguments: Any) -> jax.stages.Lowered:
-        leaves = self._flattened(params)
-        return self._step.lower(self._structure, leaves, *arguments)
+        leaves = self._leaves_of(params)
+        return self._step.lower(leaves.structure, leaves.values, *arguments)
 
     def _keep(self, bucket: Bucket, executable: jax.stages.Compiled) -> None:
         self._executables[bucket] = executable

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
+from jattn import graphs as graphs_module
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import abstract_metadata
 from jattn.requests import row_indices
@@ -127,27 +129,6 @@ class TestCompiles:
         assert [int(run.result()[0]) for run in runs] == [8] * 4
         assert graphs.num_compiles == 1
 
-    def test_parameters_are_flattened_once(self):
-        flattened = []
-
-        class Params:
-            value = jnp.float32(3)
-
-        def flatten(params):
-            flattened.append(1)
-            return (params.value,), None
-
-        jax.tree_util.register_pytree_node(Params, flatten, lambda _, leaves: leaves[0])
-        bucket, params = jattn.Bucket(max_decodes=1, max_blocks=1), Params()
-        graphs = jattn.DecodeGraphs(lambda params, caches, metadata: (params * 2, caches), [bucket])
-        metadata = jattn.build_batch_metadata([1], [1], [[1]], bucket=bucket)
-        for _ in range(3):
-            out, _ = graphs(params, jnp.zeros(1), metadata)
-            assert out == 6
-        assert len(flattened) == 1
-        with pytest.raises(ValueError, match=r"params must keep the structure .*Params.*got PyTreeDef\(\*\)"):
-            graphs(jnp.float32(3), jnp.zeros(1), metadata)
-
     def test_shapes_without_arrays_are_enough_to_precompile(self):
         graphs = DecodeGraphs(step, buckets=[DECODES])
         params, caches = jax.eval_shape(lambda: (PARAMS, new_caches()))
@@ -240,6 +221,110 @@ class TestRuns:
         )
         with pytest.raises(ValueError, match=message):
             compiled_graphs(PARAMS, new_caches(), metadata, tokens)
+
+
+class Doubled:
+    """A node that jax knows by registration: what changes in it shows only when it is flattened."""
+
+    def __init__(self, value):
+        self.inside = [value]
+
+
+jax.tree_util.register_pytree_node(Doubled, lambda node: (node.inside, None), lambda _, leaves: leaves[0])
+
+
+def put(tree, *path):
+    """Assigns a new number at the end of a path, as a person would."""
+    for key in path[:-1]:
+        tree = tree[key]
+    tree[path[-1]] = jnp.float32(5)
+
+
+TREES = {
+    "a dictionary": (lambda: {"a": {"b": jnp.float32(3)}}, lambda tree: put(tree, "a", "b")),
+    "a dictionary inside": (
+        lambda: {"a": {"b": jnp.float32(3)}},
+        lambda tree: tree.update(a={"b": jnp.float32(5)}),
+    ),
+    "a list": (lambda: {"a": [jnp.float32(3)]}, lambda tree: put(tree, "a", 0)),
+    "in a tuple": (lambda: ({"a": jnp.float32(3)},), lambda tree: put(tree, 0, "a")),
+    "a Variable": (
+        lambda: {"a": nnx.Param(jnp.float32(3))},
+        lambda tree: tree["a"].set_value(jnp.float32(5)),
+    ),
+    "a State": (
+        lambda: nnx.State({"a": {"b": jnp.float32(3)}}),
+        lambda tree: put(tree, "a", "b"),
+    ),
+    "a State's new Variable": (
+        lambda: nnx.State({"a": nnx.Param(jnp.float32(3))}),
+        lambda tree: tree.update(a=nnx.Param(jnp.float32(5))),
+    ),
+    "a State's Variable": (
+        lambda: nnx.State({"a": {"b": nnx.Param(jnp.float32(3))}}),
+        lambda tree: tree["a"]["b"].set_value(jnp.float32(5)),
+    ),
+    "a State within": (lambda: [nnx.State({"a": jnp.float32(3)})], lambda tree: put(tree, 0, "a")),
+    "a tree in a Variable": (
+        lambda: [nnx.Param({"a": jnp.float32(3)})],
+        lambda tree: put(tree[0].get_raw_value(), "a"),
+    ),
+    "a node of one's own": (lambda: [Doubled(jnp.float32(3))], lambda tree: put(tree[0].inside, 0)),
+    "numpy's numbers": (lambda: [np.full(1, 3, np.float32)], lambda tree: put(tree[0], 0)),
+}
+
+
+def sum_of_leaves(params, caches, metadata):
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)), caches
+
+
+class TestParameters:
+    BUCKET = Bucket(max_decodes=1, max_blocks=1)
+    METADATA = jattn.build_batch_metadata([1], [1], [[1]], bucket=BUCKET)
+
+    def run(self, graphs, params):
+        return float(graphs(params, jnp.zeros(1), self.METADATA)[0])
+
+    @pytest.mark.parametrize("kind", TREES)
+    def test_that_are_changed_in_place_run_as_they_are_now(self, kind):
+        make, change = TREES[kind]
+        graphs, params = DecodeGraphs(sum_of_leaves, [self.BUCKET]), make()
+        assert [self.run(graphs, params) for _ in range(2)] == [3, 3]
+        change(params)
+        assert [self.run(graphs, params) for _ in range(2)] == [5, 5]
+        assert graphs.num_compiles == 1
+
+    def test_are_flattened_once_while_they_stay_as_they_are(self, monkeypatch):
+        collected = []
+
+        class Counting(graphs_module.Leaves):
+            def __init__(self, tree):
+                collected.append(tree)
+                super().__init__(tree)
+
+        monkeypatch.setattr(graphs_module, "Leaves", Counting)
+        graphs, params = DecodeGraphs(step, [DECODES]), PARAMS
+        caches = new_caches()
+        for _ in range(3):
+            metadata, tokens = batch([[3]], [1], [[5]], DECODES)
+            _, caches = graphs(params, caches, metadata, tokens)
+        assert len(collected) == 1
+
+    @pytest.mark.parametrize(
+        "change", [lambda tree: tree.update(c=1.0), lambda tree: tree.update(c=tree.pop("a"))]
+    )
+    def test_of_another_structure_are_an_error(self, change):
+        graphs, params = (
+            DecodeGraphs(sum_of_leaves, [self.BUCKET]),
+            {"a": jnp.float32(3), "b": jnp.float32(3)},
+        )
+        self.run(graphs, params)
+        change(params)
+        message = r"params must keep the structure PyTreeDef\(\{'a': \*, 'b': \*\}\), got .*'c': \*"
+        with pytest.raises(ValueError, match=message):
+            self.run(graphs, params)
+        with pytest.raises(ValueError, match=r"params must keep the structure .*, got PyTreeDef\(\*\)"):
+            self.run(graphs, jnp.float32(3))
 
 
 class TestProgress:
