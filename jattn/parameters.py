@@ -32,7 +32,7 @@ class Leaves:
         if tree is not self.tree or not self._is_watched:
             return False
         values = [variable.get_raw_value() for variable in self._variables]
-        return _is_same(_seen(tree), self._before) and _is_same(values, self._variable_values)
+        return is_same(_seen(tree), self._before) and is_same(values, self._variable_values)
 
     def _copy_of(self, node: Any) -> Any:
         """The containers copied, what they contain not."""
@@ -53,7 +53,7 @@ def _seen(tree: Any) -> Any:
     return tree.raw_mapping if isinstance(tree, nnx.State) else tree
 
 
-def _is_same(now: Any, before: Any) -> bool:
+def is_same(now: Any, before: Any) -> bool:
     """Whether containers hold the same objects. Those that are identical are not compared any further."""
     try:
         return bool(now == before)

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jattn.cache import copy_blocks
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
 from jattn.requests import pack_tokens, row_indices
@@ -28,8 +29,9 @@ from jattn.serving.generation import Generation, GenerationResult, StreamedToken
 from jattn.serving.prompts import Prompt, PromptLimits, build_generations
 from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
 from jattn.serving.scheduler import Scheduler, Step
-from jattn.serving.sizes import num_blocks_in, prefill_sizes
+from jattn.serving.sizes import num_blocks_in, padded_pairs, prefill_sizes
 from jattn.serving.step import StepTokens, make_step, next_tokens, with_implementation
+from jattn.serving.weights import Weights
 from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
 
@@ -131,9 +133,9 @@ class Engine:
             # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
             buckets = default_buckets(max(max_num_seqs, 2), max_blocks=max_blocks, prefill_tokens=sizes)
             buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
-        self._served = with_implementation(model, implementation)
-        graphdef, self._params = nnx.split(self._served)
-        self.graphs = DecodeGraphs(make_step(graphdef), buckets)
+        self._weights = Weights(model)
+        self._graphdef = nnx.graphdef(with_implementation(model, implementation))
+        self.graphs = DecodeGraphs(make_step(self._graphdef), buckets)
         self.graphs.choose(  # raises where a step could be too large
             num_decodes=max_num_seqs,
             num_prefills=min(max_num_seqs, max_num_batched_tokens),
@@ -163,7 +165,8 @@ class Engine:
 
     def explain(self) -> str:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""
-        return explain(self._served, self._caches, self.graphs.buckets, self.block_size)
+        model = nnx.merge(self._graphdef, self._weights.refresh())
+        return explain(model, self._caches, self.graphs.buckets, self.block_size)
 
     def precompile(self, *, progress: bool = True) -> None:
         """Compiles every bucket now, not when a step first needs it. `progress` shows a bar."""
@@ -173,7 +176,11 @@ class Engine:
             return [StepTokens._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
 
         self.graphs.precompile(
-            self._params, self._caches, block_size=self.block_size, inputs=inputs, progress=progress
+            self._weights.refresh(),
+            self._caches,
+            block_size=self.block_size,
+            inputs=inputs,
+            progress=progress,
         )
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
         for rows in {bucket.max_reqs for bucket in self.graphs.buckets}:
@@ -181,6 +188,21 @@ class Engine:
             for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
                 sampling = build_sampling_metadata([params], num_rows=rows)
                 next_tokens(logits, sampling, np.zeros(rows, np.int32), max_rows=self._max_rows)
+
+    def update_weights(self, state: Any) -> None:
+        """Puts new weights in the place of the model's: the next step runs them, and nothing compiles.
+
+        Assigning to the model's own Variables (`nnx.update`) does the same. Requests under way keep the keys
+        and values that the old weights made.
+
+        Args:
+            state: `nnx.state` of a model of the same structure, or nested dictionaries of arrays; what it
+                lacks stays as it is.
+
+        Raises:
+            ValueError: It holds what the model has not, or another shape or dtype. Nothing has changed then.
+        """
+        self._weights.update(state)
 
     def generate(
         self,
@@ -242,6 +264,7 @@ class Engine:
         ignore_eos: bool,
     ) -> list[Generation]:
         config = self.model.config
+        self._weights.refresh()
         limits = PromptLimits(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
@@ -295,7 +318,9 @@ class Engine:
         )
         rows = row_indices(np.asarray(step.query_lens), bucket)
         tokens, sampling, num_generated = self._inputs(step, bucket, rows)
-        logits, self._caches = self.graphs(self._params, self._caches, metadata, tokens)
+        if step.block_copies:
+            self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
+        logits, self._caches = self.graphs(self._weights.state, self._caches, metadata, tokens)
         self._last_tokens = next_tokens(logits, sampling, num_generated, max_rows=self._max_rows)
         self._last_tokens.copy_to_host_async()
         self._in_flight.append(_InFlight(step, rows, self._last_tokens))

@@ -17,6 +17,8 @@ class Step:
         query_lens: New tokens of each row.
         seq_lens: Tokens of each row once it has run, the new ones included.
         block_tables: Blocks of each row, enough for seq_lens.
+        block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`): rows that
+            would write into a block that others share have one of their own now.
         samples: Whether the row's last token is the last one that its request has: its logits make the next.
         num_decodes: Leading rows with exactly one new token and context before it.
         preempted: Requests that lost their blocks to make room; they wait to be computed again.
@@ -26,6 +28,7 @@ class Step:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     block_tables: tuple[tuple[int, ...], ...]
+    block_copies: tuple[tuple[int, int], ...]
     samples: tuple[bool, ...]
     num_decodes: int
     preempted: tuple[int, ...]
@@ -91,6 +94,7 @@ class Scheduler:
         self._waiting: collections.deque[_Progress] = collections.deque()  # oldest first, as _running,
         self._running: list[_Progress] = []  # which are all older
         self._known: set[int] = set()
+        self._copies: dict[int, list[tuple[int, int]]] = {}  # of each request, until its step has run
 
     @property
     def num_unfinished(self) -> int:
@@ -139,7 +143,8 @@ class Scheduler:
             preempted += self._make_room(request, missing)
             if self.block_manager.blocks_to_append(request.request_id, missing) > self.block_manager.num_free:
                 break  # the latest of all: it waits, with the blocks it has
-            self.block_manager.append(request.request_id, missing)
+            if copies := self.block_manager.append(request.request_id, missing):
+                self._copies[request.request_id] = copies
             chunks.append((request, count))
             budget, index = budget - count, index + 1
         while budget > 0 and len(chunks) == len(self._running) and self._can_admit():
@@ -169,6 +174,7 @@ class Scheduler:
         for request_id, count in zip(step.request_ids, step.query_lens, strict=True):
             by_id[request_id].num_computed += count
             by_id[request_id].num_tokens += request_id in sampled
+            self._copies.pop(request_id, None)
         for request_id in finished:
             self.abort(request_id)
 
@@ -183,7 +189,7 @@ class Scheduler:
         num_running = len(self._running)
         self._running = [request for request in self._running if request.request_id != request_id]
         if len(self._running) < num_running:
-            self.block_manager.free(request_id)
+            self._free(request_id)
         else:
             self._waiting = collections.deque(r for r in self._waiting if r.request_id != request_id)
 
@@ -196,12 +202,17 @@ class Scheduler:
             if self._running[-1] is request:
                 break
             victim = self._running.pop()
-            manager.free(victim.request_id)
+            self._free(victim.request_id)
             victim.num_computed = 0
             self._waiting.appendleft(victim)
             self.num_preemptions += 1
             preempted.append(victim.request_id)
         return preempted
+
+    def _free(self, request_id: int) -> None:
+        """Gives a request's blocks back; nothing is copied onto them any more."""
+        self.block_manager.free(request_id)
+        self._copies.pop(request_id, None)
 
     def _can_admit(self) -> bool:
         """Whether the blocks for all tokens of the oldest waiting request are free."""
@@ -220,6 +231,9 @@ class Scheduler:
             query_lens=tuple(count for _, count in ordered),
             seq_lens=tuple(request.num_computed + count for request, count in ordered),
             block_tables=tuple(self.block_manager.block_table(request.request_id) for request, _ in ordered),
+            block_copies=tuple(
+                pair for request, _ in ordered for pair in self._copies.get(request.request_id, ())
+            ),
             samples=tuple(request.num_new == count for request, count in ordered),
             num_decodes=sum(is_decode),
             preempted=tuple(preempted),

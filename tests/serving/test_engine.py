@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jattn.models
+from jattn import cache
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampler import SamplingParams
@@ -69,6 +71,10 @@ def nothing_is_left_running(request):
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
         assert (engine.scheduler.num_unfinished, engine.scheduler.block_manager.num_used) == (0, 0)
+
+
+def copy_blocks_compiles():
+    return cache._copy_blocks._cache_size()
 
 
 class TestGreedy:
@@ -317,6 +323,102 @@ def test_streams_that_stop_close_and_preempt_each_other_get_what_a_lone_prompt_g
         assert got[5] == alone[5][: len(got[5])]
         assert (tight.scheduler.num_unfinished, tight.scheduler.block_manager.num_used) == (0, 0)
     assert tight.stats.num_preemptions > 0
+
+
+class TestForks:
+    def test_a_request_whose_blocks_are_forked_again_and_again_decodes_what_it_would(self, golden):
+        engine = Engine(golden.model, **one_bucket(4, 160, 65))
+        manager = engine.scheduler.block_manager
+        streams = [engine.stream([golden.prompts[i]], NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
+        got, num_compiles = [[], []], copy_blocks_compiles()
+        for n in range(NUM_TOKENS):
+            for ids, stream in zip(got, streams, strict=True):
+                ids.append(next(stream).token_id)
+            if n in (3, 4, 9):
+                for request_id in (0, 1):
+                    manager.fork(request_id, 100 * n + request_id + 1000)
+        assert got == [golden.greedy[1], golden.greedy[2]]
+        assert manager.num_used > 0
+        assert copy_blocks_compiles() - num_compiles <= 2  # for one pair, and for two
+
+
+class TestWeights:
+    """Whoever changes the model's weights gets the new ones, however it is done."""
+
+    @pytest.mark.parametrize(
+        ("how", "implementation"),
+        [
+            ("a Variable's value", None),
+            ("nnx.update", "reference"),
+            ("a new Variable", None),
+            ("a new Variable", "reference"),
+            ("update_weights", None),
+        ],
+    )
+    def test_that_are_changed_after_the_engine_was_made_run(self, how, implementation):
+        model, other = one_layer_model(), one_layer_model(seed=1)
+        options = one_bucket(2, 16, 9) | {"implementation": implementation}
+        (want,) = Engine(other, **options).generate([[3, 1, 4]], 6)
+        engine = Engine(model, **options)
+        (before,) = engine.generate([[3, 1, 4]], 6)
+        assert before.token_ids != want.token_ids
+        if how == "a Variable's value":
+            pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True)
+            for (_, mine), (_, theirs) in pairs:
+                mine.set_value(theirs.get_value())
+        elif how == "nnx.update":
+            nnx.update(model, nnx.state(other))
+        elif how == "a new Variable":
+            model.layers = other.layers
+            model.norm, model.lm_head = other.norm, other.lm_head
+            model.embed_tokens.embedding = nnx.Param(other.embed_tokens.embedding[...])
+        else:
+            engine.update_weights(nnx.state(other))
+        (after,) = engine.generate([[3, 1, 4]], 6)
+        assert after.token_ids == want.token_ids
+        assert engine.stats.num_compiles == 1
+
+    def test_some_of_them_may_be_given_as_plain_arrays(self):
+        model, other = one_layer_model(), one_layer_model(seed=1)
+        engine = Engine(model, **one_bucket(2, 16, 9))
+        engine.update_weights({"embed_tokens": {"embedding": np.asarray(other.embed_tokens.embedding[...])}})
+        np.testing.assert_array_equal(model.embed_tokens.embedding[...], other.embed_tokens.embedding[...])
+        kernel = engine.update_weights(
+            {"layers": {0: {"mlp": {"up_proj": {"kernel": jnp.zeros((96, 192))}}}}}
+        )
+        assert kernel is None
+        assert not model.layers[0].mlp.up_proj.kernel[...].any()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"norm": {"bias": np.ones(96)}}, r"state must hold only what the model has, got norm.bias\."),
+            (
+                {"norm": {"weight": np.ones(95, np.float32)}},
+                r"norm.weight must have shape \(96,\) .*, got \(95,\)",
+            ),
+            ({"norm": {"weight": np.ones(96, np.float16)}}, r"norm.weight must be float32, got float16\."),
+            ({"norm": {"weight": "x"}}, r"norm.weight must be an array, got 'x'\."),
+            (jnp.ones(3), r"state must be a tree of the model's weights \(nnx.state\(model\)\), got \["),
+        ],
+    )
+    def test_that_do_not_fit_are_named_and_none_is_changed(self, change, message):
+        model = one_layer_model()
+        engine = Engine(model, **one_bucket(2, 16, 9))
+        before = np.asarray(model.embed_tokens.embedding[...])
+        if isinstance(change, dict):
+            change = {"embed_tokens": {"embedding": jnp.zeros((320, 96))}} | change
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(change)
+        np.testing.assert_array_equal(model.embed_tokens.embedding[...], before)
+
+    def test_of_another_structure_in_the_model_are_an_error(self):
+        model = one_layer_model()
+        engine = Engine(model, **one_bucket(2, 16, 9))
+        engine.generate([[3]], 1)
+        model.norm.bias = nnx.Param(jnp.zeros(96))
+        with pytest.raises(ValueError, match=r"params must keep the structure .*bias"):
+            engine.generate([[3]], 1)
 
 
 class TestCacheSize:

@@ -36,6 +36,12 @@ class FakeModel:
 
     def run(self, step, num_wanted):
         rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
+        copied = {
+            (target, offset): self.memory.get((source, offset))
+            for source, target in step.block_copies
+            for offset in range(BLOCK_SIZE)
+        }
+        self.memory.update(copied)
         for request, count, length, table in rows:
             for position in range(length - count, length):
                 self.memory[self.slot(table, position)] = self.tokens[request][position]
@@ -208,6 +214,69 @@ def test_a_step_that_failed_is_scheduled_again_with_the_same_blocks():
         step = scheduler.schedule()
         assert scheduler.schedule() == step
         scheduler.complete(step)
+
+
+@settings(max_examples=60)
+@given(
+    prompt_lens=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    budget=st.integers(1, 12),
+    forks=st.lists(st.booleans(), min_size=30, max_size=30),
+)
+def test_requests_whose_blocks_are_forked_keep_their_tokens_and_the_forks_theirs(prompt_lens, budget, forks):
+    """Between two steps somebody else comes to share all blocks; nobody may write into what is shared."""
+    manager = BlockManager(400, BLOCK_SIZE)
+    scheduler = Scheduler(manager, max_num_seqs=3, max_num_batched_tokens=budget)
+    model, wanted, held = FakeModel(scheduler), {}, {}
+    for request, length in enumerate(prompt_lens):
+        model.tokens[request] = [request * 37 + i for i in range(length)]
+        wanted[request] = length + 7
+        scheduler.add(request, length, 7)
+    for is_forked in forks:
+        step = scheduler.schedule()
+        if step is None:
+            break
+        model.run(step, wanted)
+        rows = zip(step.request_ids, step.seq_lens, strict=True)
+        for request, length in rows if is_forked else ():
+            if len(model.tokens[request]) < wanted[request]:
+                name = 1000 + len(held)
+                held[name] = model.tokens[request][:length], manager.fork(request, name)
+    for tokens, table in held.values():
+        assert [model.memory[model.slot(table, i)] for i in range(len(tokens))] == tokens
+
+
+def forked(num_tokens=6):
+    """A scheduler whose one request shares its partly filled block with a fork, 99."""
+    scheduler = scheduler_of(9)
+    scheduler.add(0, num_tokens, 5)
+    scheduler.complete(scheduler.schedule())
+    scheduler.block_manager.fork(0, 99)
+    return scheduler
+
+
+def test_the_copy_that_a_fork_asks_for_is_in_the_step_until_it_runs():
+    scheduler = forked()
+    shared = scheduler.block_manager.block_table(99)
+    step = scheduler.schedule()
+    assert step.block_tables[0][0] == shared[0]
+    assert step.block_copies == ((shared[1], step.block_tables[0][1]),)
+    assert scheduler.schedule() == step  # it was not run
+    scheduler.complete(step)
+    assert scheduler.schedule().block_copies == ()
+
+
+def test_no_copy_is_made_for_a_request_that_is_gone():
+    scheduler = forked()
+    (source, target) = scheduler.schedule().block_copies[0]
+    scheduler.abort(0)
+    scheduler.add(1, 4, 5)  # takes the block that was to be copied onto
+    step = scheduler.schedule()
+    assert (step.block_tables, step.block_copies) == (((target,),), ())
+    assert source in scheduler.block_manager.block_table(99)
+
+
+def test_a_full_block_that_is_shared_is_not_copied():
+    assert forked(num_tokens=4).schedule().block_copies == ()
 
 
 @pytest.mark.parametrize("is_running", [True, False])

@@ -25,7 +25,7 @@ def byte_tokenizer():
 BYTES = byte_tokenizer()
 
 
-def one_layer_model():
+def one_layer_model(seed=0):
     """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
     config = read_config(GOLDEN / "hf" / "llama")
     config = dataclasses.replace(
@@ -35,6 +35,6 @@ def one_layer_model():
         ropes=config.ropes[:1],
         eos_token_ids=(),
     )
-    model = Decoder(config, rngs=nnx.Rngs(0))
+    model = Decoder(config, rngs=nnx.Rngs(seed))
     model.tokenizer = BYTES
     return model
