@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.masks import Mask
+from jattn.masks import Mask, Sizes, check_ahead
 from pallas_kernels.checks import require, require_one_of, require_positive
 
 LAYOUTS = ("NHD", "HND", "packed")
@@ -73,6 +73,7 @@ class AttentionSpec:
         sqrt_alibi: With alibi_slopes, the bias is `-slope * sqrt(distance)` to the past and 0 to the future,
             not `-slope * distance`.
         sparsity: A mask without arrays, on top of the above; None = none. One with arrays: `attend(mask=)`.
+            Where it lets queries see later keys, as a prefix LM does, causal must be False.
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
         query_quantization: "int8" or "fp8_e4m3": queries are rounded to it, with a scale per token and head,
@@ -117,6 +118,9 @@ class AttentionSpec:
             self.chunk_size,
         )
         require(self.scale is None or math.isfinite(self.scale), "scale", "be finite or None", self.scale)
+        if self.sparsity is not None:
+            check_ahead("sparsity", self.sparsity, causal=self.causal)
+            self.sparsity.check(Sizes(num_q_heads=self.num_q_heads))
         require(
             self.sparsity is None or self.sparsity.is_static,
             "sparsity",

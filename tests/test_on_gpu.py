@@ -13,7 +13,7 @@ from jattn import masks
 from jattn.serving.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
 from tests.pallas_kernels.listed_problem import ListedProblem
-from tests.sparsity.test_attend import MASKS
+from tests.sparsity.test_attend import masked
 
 pytestmark = pytest.mark.gpu
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
@@ -115,18 +115,9 @@ def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
 @pytest.mark.parametrize("name", ["documents", "prefix", "vertical_slash"])
 @pytest.mark.parametrize("kv", ["NHD", "no_cache"])
 def test_masks_with_arrays_of_each_row_hold_in_mixed_steps(name, kv):
-    mask, rule = MASKS[name]
-    changes = {
-        "head_dim": 128,
-        "dtype": "bfloat16",
-        "block_size": 16,
-        "padded": True,
-        "heads": (4, 2),
-        "kv": kv,
-    }
-    case = AttentionContract().plain_case(**changes)
-    rows = Problem(case).row_of_request()
-    problem = ListedProblem(case, mask=lambda r, h, i, j: rule(rows[r], h, i, j))
+    changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True, "kv": kv}
+    changes |= {"mask": name, "region": "mixed", "causal": name != "prefix"}
+    problem, mask = masked(changes, ListedProblem)
     contract = AttentionContract()
     contract.implementation = "mosaic_gpu"
     problem.check(*contract.attend(problem, mask=mask))

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jattn
 from benchmarks.table import filled
@@ -31,12 +32,15 @@ def test_the_examples_step_writes_into_the_cache_it_is_given():
 
 
 def test_the_masks_example_runs():
+    pytest.importorskip("matplotlib")
     (example,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
     names = {"jax": jax, "jnp": jnp, "jattn": jattn}
     exec(compile(example, "README.md", "exec"), names)
     lists = names["tiles"].num_partial + names["tiles"].num_full
     assert lists.shape == (16, 8)
     assert int(lists.max()) <= 8
+    assert 0 < names["share"] < 0.3
+    assert [axis.get_title() for axis in names["picture"].axes] == [f"head {n}" for n in range(4)]
 
 
 def test_every_function_that_the_glossary_promises_exists():

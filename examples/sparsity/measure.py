@@ -47,6 +47,7 @@ class Result:
         bits: Bits per byte of the held-out windows.
         speed: Of the middle layer's attention.
         mask: What the middle layer sees of the last window.
+        num_kv_heads: Of a layer.
     """
 
     density: np.ndarray
@@ -54,6 +55,7 @@ class Result:
     bits: float
     speed: Speed
     mask: Mask
+    num_kv_heads: int
 
 
 def measure(
@@ -74,6 +76,7 @@ def measure(
         bits=statistics.mean(bits),
         speed=timed(model.layers[0].self_attn.spec, pattern, query, key, value, timed_tokens),
         mask=masks.Causal() & mask,
+        num_kv_heads=model.layers[0].self_attn.spec.num_kv_heads,
     )
 
 

@@ -34,7 +34,9 @@ def draw_masks(results: dict[str, Result], tokens: int) -> Figure:
         for axis in row:
             axis.set_axis_off()
     for row, (name, result) in zip(axes, shown.items(), strict=False):
-        seen = classes(result.mask, tokens, num_heads=num_heads)
+        seen = classes(
+            result.mask, tokens, num_heads=num_heads, num_q_heads=num_heads, num_kv_heads=result.num_kv_heads
+        )
         for axis, picture in zip(row, seen, strict=True):
             axis.imshow(picture, cmap=ListedColormap(COLORS), vmin=EMPTY, vmax=FULL, interpolation="nearest")
             axis.set_xticks([])

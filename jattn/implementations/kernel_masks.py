@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Pairs, Prefix, VerticalSlash, Window
-from jattn.masks.base import RowsFrom, quotient, remainder
+from jattn.masks.base import leaves, quotient, remainder
 from jattn.masks.blocks import blocks_of_tile
 from pallas_kernels.varlen_prefill import KernelMask, PairTile
 from pallas_kernels.varlen_prefill.masks import WORD, Words
@@ -41,17 +41,6 @@ class Call(NamedTuple):
     tile_kv: int
 
 
-def leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that a mask is composed of."""
-    if isinstance(mask, And | Or):
-        for part in mask.masks:
-            yield from leaves(part)
-    elif isinstance(mask, RowsFrom):
-        yield from leaves(mask.mask)
-    else:
-        yield mask
-
-
 def why_not_kernel_mask(mask: Mask, tile_kv: int) -> str | None:
     """Why the kernel cannot compute a mask pair by pair; None if it can."""
     for leaf in leaves(mask):
@@ -75,9 +64,6 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
         case And() | Or():
             parts = [_window(part) or kernel_mask(part, call) for part in mask.masks]
             return _joined(operator.and_ if isinstance(mask, And) else operator.or_, parts)
-        case RowsFrom():
-            made = kernel_mask(mask.mask, call)
-            return made._replace(load=lambda tile, row, refs: made.load(tile, row + mask.first, refs))
         case Document():
             return _document(mask, call)
         case Prefix():

@@ -6,8 +6,10 @@ hashable and go into `AttentionSpec.sparsity`; masks that hold arrays are pytree
 where they change without a recompile.
 """
 
-from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Tiles, dense, density
+from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Sizes, Tiles
 from jattn.masks.blocks import BigBird, BlockMask
+from jattn.masks.checks import check_ahead, check_mask
+from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.local_strided import LocalStrided
 from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
@@ -30,10 +32,14 @@ __all__ = [
     "Pairs",
     "Prefix",
     "Sinks",
+    "Sizes",
     "Tiles",
     "VerticalSlash",
     "Window",
+    "check_ahead",
+    "check_mask",
     "dense",
     "density",
+    "heads_of",
     "streaming_heads",
 ]

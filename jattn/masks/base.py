@@ -3,18 +3,20 @@
 import abc
 import dataclasses
 import functools
+import math
 import operator
-from typing import Any, NamedTuple, override
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
 
-from jattn.pytree import pytree, static
+from jattn.pytree import replace
 from pallas_kernels.checks import require
 
-GOLDEN_RATIO = 0.6180339887
+if TYPE_CHECKING:
+    from jattn.metadata.batch import BatchMetadata
 
 
 class Pairs(NamedTuple):
@@ -76,8 +78,31 @@ class Coverage(NamedTuple):
     every: Any
 
 
+class Sizes(NamedTuple):
+    """What is static of a step that a mask meets.
+
+    Attributes:
+        num_q_heads: Query heads of this device.
+        num_rows: Rows of the step's metadata; None = unknown.
+        max_query_len: Bound of a request's queries; None = unknown.
+        max_seq_len: Bound of its keys, and so of the positions of queries; None = unknown.
+    """
+
+    num_q_heads: int
+    num_rows: int | None = None
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+
+
 class Mask(abc.ABC):
-    """Which keys a query sees. Compose with & and |."""
+    """Which keys a query sees. Compose with & and |.
+
+    Attributes:
+        row_axes: Which of its arrays may have a row for each request, and how many axes they have then. A
+            mask with arrays must say; {} = none has.
+    """
+
+    row_axes: ClassVar[Mapping[str, int] | None] = None
 
     @abc.abstractmethod
     def sees(self, pairs: Pairs) -> Any:
@@ -93,26 +118,179 @@ class Mask(abc.ABC):
     def __or__(self, other: "Mask") -> "Mask":
         return Or(masks=(*_parts(self, Or), *_parts(other, Or)))
 
-    def of_rows_from(self, first: int) -> "Mask":
-        """The mask of a part of the batch that begins at row `first`."""
-        return self if first == 0 or self.is_static else RowsFrom(mask=self, first=first)
+    __rand__, __ror__ = __and__, __or__
+    __array_ufunc__ = None  # numpy's arrays leave & and | to masks, which say what they are not
+
+    @property
+    def is_causal(self) -> bool:
+        """No query sees a later key."""
+        return False
+
+    @property
+    def sees_all_before(self) -> bool:
+        """Every query sees itself and all earlier keys."""
+        return False
+
+    @property
+    def sees_ahead(self) -> bool:
+        """It is made to let queries see later keys, which causal attention would undo.
+
+        Masks that choose among keys wherever these are, as blocks and documents do, are not: causal
+        attention may be put on top.
+        """
+        return False
+
+    @property
+    def num_heads(self) -> tuple[int | None, int | None]:
+        """Of how many query heads, and how many kv heads, there must be a multiple.
+
+        1 where what is seen does not depend on heads; None where it depends on how many there are.
+        """
+        return 1, 1
 
     @property
     def is_static(self) -> bool:
         """It holds no arrays, so it is hashable and may be a part of a spec."""
         return not jax.tree.leaves(self)
 
+    def check(self, sizes: Sizes) -> None:
+        """Raises ValueError where a step of these sizes asks for what the mask does not hold.
 
-def _parts(mask: Mask, kind: "type[And] | type[Or]") -> tuple[Mask, ...]:
+        An array with a row for each request must have the step's rows, or one for all of them.
+        """
+        rule = (
+            f"have one row for all requests, or the {sizes.num_rows} rows of the metadata "
+            "(mask.of_requests(metadata) makes them of the requests' rows; a mask of the decode rows alone "
+            "goes with metadata.decode_part)"
+        )
+        for name, got in row_counts(self):
+            require(got in (1, sizes.num_rows) or sizes.num_rows is None, name, rule, got)
+
+    def map_rows(self, of: Callable[[Any], Any]) -> "Mask":
+        """The mask with `of` applied to every array that has a row for each request."""
+        changed = {name: of(array) for name, array in row_arrays(self).items()}
+        return replace(self, **changed) if changed else self
+
+    def of_rows_from(self, first: int) -> "Mask":
+        """The mask of a part of the batch that begins at row `first`."""
+        return self if first == 0 else self.map_rows(lambda x: x if x.shape[0] == 1 else x[first:])
+
+    def of_requests(self, metadata: "BatchMetadata") -> "Mask":
+        """The mask of a step's rows, from one whose arrays are in the order of the requests.
+
+        A bucket pads the decode rows, so prefill rows begin behind them; a mask is to have the metadata's
+        rows. Traced or not; `advance` keeps the rows, so later steps take the same mask.
+
+        Args:
+            metadata: The step's, as build_batch_metadata made it of these requests.
+
+        Raises:
+            ValueError: There are more rows than the bucket has, or, where the metadata is not traced, another
+                number than requests.
+        """
+        bucket, counts = metadata.bucket, (metadata.num_decodes, metadata.num_prefills)
+        is_known = not any(isinstance(count, jax.core.Tracer) for count in counts)
+        num_reqs = sum(map(int, counts)) if is_known else None
+        for name, num_rows in row_counts(self):
+            is_possible = num_rows <= bucket.max_reqs if num_reqs is None else num_rows == num_reqs
+            rule = "have one row for each request"
+            wanted = f"at most {bucket.max_reqs}" if num_reqs is None else num_reqs
+            require(num_rows == 1 or is_possible, name, f"{rule} ({wanted})", num_rows)
+        row = np.arange(bucket.max_reqs, dtype=np.int32)
+        behind = jnp.asarray(metadata.num_decodes, jnp.int32) + (row - bucket.max_decodes)
+        request = jnp.where(row < bucket.max_decodes, row, behind)
+        # Padding rows get some request's: they have no keys.
+        at_rows = lambda array: jnp.take(jnp.asarray(array), request, axis=0, mode="clip")
+        return self.map_rows(lambda array: array if array.shape[0] == 1 else at_rows(array))
+
+
+def check_is_mask(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is a mask."""
+    got = f"a {type(value).__name__}"
+    require(isinstance(value, Mask), name, "be a mask of jattn.masks (BlockMask takes arrays of bool)", got)
+
+
+def leaves(mask: Mask) -> Iterator[Mask]:
+    """The masks that a mask is composed of."""
+    if isinstance(mask, _Joined):
+        for part in mask.masks:
+            yield from leaves(part)
+    else:
+        yield mask
+
+
+def row_arrays(mask: Mask) -> dict[str, Any]:
+    """The arrays of a mask, not of its parts, that have a row for each request."""
+    if mask.is_static:
+        return {}
+    axes, name = mask.row_axes, type(mask).__name__
+    rule = "name the arrays that may have a row for each request, with their axes"
+    require(axes is not None, f"{name}.row_axes", rule, axes)
+    arrays = {field: (getattr(mask, field), count) for field, count in (axes or {}).items()}
+    return {field: array for field, (array, count) in arrays.items() if getattr(array, "ndim", None) == count}
+
+
+def row_counts(mask: Mask) -> list[tuple[str, int]]:
+    """The arrays that have a row for each request, by name, and how many rows."""
+    return [
+        (f"{type(leaf).__name__}.{field}", array.shape[0])
+        for leaf in leaves(mask)
+        for field, array in row_arrays(leaf).items()
+    ]
+
+
+def _parts(mask: Mask, kind: "type[_Joined]") -> tuple[Mask, ...]:
+    check_is_mask("what a mask is joined with", mask)
     return mask.masks if isinstance(mask, kind) else (mask,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined(Mask):
+    """Masks under & or |."""
+
+    masks: tuple[Mask, ...]
+
+    @override
+    def map_rows(self, of: Callable[[Any], Any]) -> Mask:
+        return type(self)(masks=tuple(mask.map_rows(of) for mask in self.masks))
+
+    @override
+    def check(self, sizes: Sizes) -> None:
+        for mask in self.masks:
+            mask.check(sizes)
+
+    @property
+    @override
+    def sees_all_before(self) -> bool:
+        return all(mask.sees_all_before for mask in self.masks)
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        query, kv = zip(*(mask.num_heads for mask in self.masks), strict=True)
+        return _common(query), _common(kv)
+
+
+def _common(nums: Sequence[int | None]) -> int | None:
+    """The heads that some masks need together: arrays say how many, and then formulas are about as many."""
+    said = math.lcm(*(num for num in nums if num is not None))
+    return None if said == 1 and None in nums else said
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class And(Mask):
+class And(_Joined):
     """Pairs that every one of `masks` lets see each other."""
 
-    masks: tuple[Mask, ...]
+    @property
+    @override
+    def is_causal(self) -> bool:
+        return any(mask.is_causal for mask in self.masks)
+
+    @property
+    @override
+    def sees_ahead(self) -> bool:
+        return not self.is_causal and any(mask.sees_ahead for mask in self.masks)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -123,17 +301,23 @@ class And(Mask):
         some, every = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
         return Coverage(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
 
-    @override
-    def of_rows_from(self, first: int) -> Mask:
-        return And(masks=tuple(mask.of_rows_from(first) for mask in self.masks))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Or(Mask):
+class Or(_Joined):
     """Pairs that at least one of `masks` lets see each other."""
 
-    masks: tuple[Mask, ...]
+    @property
+    @override
+    def is_causal(self) -> bool:
+        return all(mask.is_causal for mask in self.masks)
+
+    @property
+    @override
+    def sees_ahead(self) -> bool:
+        # Beside causality itself, what another mask adds is later keys.
+        is_more = any(mask.is_causal and mask.sees_all_before for mask in self.masks) and not self.is_causal
+        return is_more or any(mask.sees_ahead for mask in self.masks)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -145,22 +329,6 @@ class Or(Mask):
         return Coverage(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
 
 
-@pytree
-class RowsFrom(Mask):
-    """A mask whose row 0 is `first` of another's."""
-
-    mask: Mask
-    first: int = static()
-
-    @override
-    def sees(self, pairs: Pairs) -> Any:
-        return self.mask.sees(pairs._replace(row=pairs.row + self.first))
-
-    @override
-    def coverage(self, tiles: Tiles) -> Coverage:
-        return self.mask.coverage(tiles._replace(row=tiles.row + self.first))
-
-
 def quotient(x: Any, size: int) -> Any:
     """`x // size` for x >= 0, in arrays and in kernels, which have no floor division."""
     return jax.lax.div(x, jnp.full_like(x, size))
@@ -169,103 +337,3 @@ def quotient(x: Any, size: int) -> Any:
 def remainder(x: Any, size: int) -> Any:
     """`x % size` for x >= 0."""
     return jax.lax.rem(x, jnp.full_like(x, size))
-
-
-def dense(
-    mask: Mask,
-    query_len: int,
-    seq_len: int,
-    *,
-    num_q_heads: int = 1,
-    num_kv_heads: int | None = None,
-    row: int = 0,
-    is_prefill: bool = True,
-) -> Bool[Array, "q_heads queries keys"]:
-    """The whole mask of a request whose last `query_len` of `seq_len` tokens are queries. For tests.
-
-    Raises:
-        ValueError: There are more queries than keys.
-    """
-    require(query_len <= seq_len, "query_len", f"be at most seq_len ({seq_len})", query_len)
-    queries = jnp.arange(seq_len - query_len, seq_len, dtype=jnp.int32)
-    heads = num_q_heads, num_kv_heads or num_q_heads
-    return _seen(mask, queries, seq_len, heads, row=row, is_prefill=is_prefill)
-
-
-def density(
-    mask: Mask,
-    query_len: int,
-    seq_len: int,
-    *,
-    num_q_heads: int = 1,
-    num_kv_heads: int | None = None,
-    row: int = 0,
-    is_prefill: bool = True,
-    max_queries: int = 1024,
-) -> float:
-    """The share that the mask has of the pairs that causality allows, of a request as dense's.
-
-    Args:
-        mask: The mask.
-        query_len: Queries of the request, its last tokens.
-        seq_len: Its keys.
-        num_q_heads: Query heads; all count.
-        num_kv_heads: Default as many.
-        row: The request's row of the batch.
-        is_prefill: Whether its queries stand in the prefill region.
-        max_queries: Of more queries so many are looked at, one in each of so many equal parts of them.
-
-    Raises:
-        ValueError: There are no queries or more than keys, or max_queries is less than 1.
-    """
-    is_some = 1 <= query_len <= seq_len
-    require(is_some, "query_len", f"be at least 1 and at most seq_len ({seq_len})", query_len)
-    require(max_queries >= 1, "max_queries", "be at least 1", max_queries)
-    places = np.arange(min(query_len, max_queries))
-    if query_len > max_queries:
-        # Each at another place in its part, or blocks would be looked at always in the same of their rows.
-        places = ((places + places * GOLDEN_RATIO % 1) * (query_len / max_queries)).astype(int)
-    queries = jnp.asarray(seq_len - query_len + places, jnp.int32)
-    heads = num_q_heads, num_kv_heads or num_q_heads
-    seen = _num_seen(mask, queries, jnp.int32(row), seq_len=seq_len, num_heads=heads, is_prefill=is_prefill)
-    return float(np.asarray(seen, np.float64).sum() / np.asarray(queries + 1, np.float64).sum() / num_q_heads)
-
-
-@functools.partial(jax.jit, static_argnames=("seq_len", "num_heads", "is_prefill"))
-def _num_seen(
-    mask: Mask,
-    queries: Int32[Array, " queries"],
-    row: Int32[Array, ""],
-    *,
-    seq_len: int,
-    num_heads: tuple[int, int],
-    is_prefill: bool,
-) -> Int32[Array, " queries"]:
-    """How many keys up to its own place each of the queries sees, all heads together."""
-
-    def of_one(query: Array) -> Array:
-        seen = _seen(mask, query[None], seq_len, num_heads, row=row, is_prefill=is_prefill)
-        return (seen & (jnp.arange(seq_len, dtype=jnp.int32)[None, None] <= query)).sum(dtype=jnp.int32)
-
-    return jax.lax.map(of_one, queries)
-
-
-def _seen(
-    mask: Mask,
-    queries: Int32[Array, " queries"],
-    seq_len: int,
-    num_heads: tuple[int, int],
-    *,
-    row: int | Int32[Array, ""],
-    is_prefill: bool,
-) -> Bool[Array, "q_heads queries keys"]:
-    """Which of a request's keys the queries at these positions see."""
-    pairs = Pairs(
-        head=jnp.arange(num_heads[0], dtype=jnp.int32)[:, None, None],
-        row=jnp.full((1, 1, 1), row, jnp.int32),
-        query=queries[None, :, None],
-        key=jnp.arange(seq_len, dtype=jnp.int32)[None, None, :],
-        num_heads=num_heads,
-        is_prefill=is_prefill,
-    )
-    return jnp.broadcast_to(mask.sees(pairs), (num_heads[0], queries.shape[0], seq_len))

@@ -2,16 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
-from jattn.pytree import pytree, replace, static
-from pallas_kernels.checks import require, require_positive
+from jattn.masks.arguments import require_array, require_ints
+from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles, quotient, remainder
+from jattn.pytree import pytree, static
+from pallas_kernels.checks import require
 
 
 def block_coverage(
@@ -43,7 +44,11 @@ def blocks_of_tile(tile: int, block: int) -> int:
 
 @pytree
 class BlockMask(Mask):
-    """Which block of queries sees which block of keys, as an array; what lies outside it sees nothing.
+    """Which block of queries sees which block of keys, as an array.
+
+    It is a filter: causal attention may be put on top. What lies outside the array sees nothing and is not
+    seen. So a step refuses a mask that is smaller than its static bounds (`attend`: the block table's width);
+    where only the traced lengths know, as for keys outside a paged cache, such queries come out as zeros.
 
     Attributes:
         blocks: For all rows [heads, q_blocks, kv_blocks] or for each [reqs, heads, q_blocks, kv_blocks]. The
@@ -58,24 +63,44 @@ class BlockMask(Mask):
     block_q: int | None = static()
     block_kv: int = static()
 
+    row_axes: ClassVar[dict[str, int]] = {"blocks": 4, "first_q_block": 1}
+
     def __post_init__(self) -> None:
+        axes = "[heads, q_blocks, kv_blocks]"
+        require_array("blocks", self.blocks, "bool", {3: axes, 4: f"[reqs, *{axes}]"})
+        if self.first_q_block is not None:
+            require_array("first_q_block", self.first_q_block, "integer", {1: "[reqs]"})
+        require_ints(1, block_kv=self.block_kv)
         shape = self.blocks.shape
-        require(
-            len(shape) in (3, 4), "blocks", "have axes [heads, q_blocks, kv_blocks] or [reqs, ...]", shape
-        )
-        require_positive(block_kv=self.block_kv)
         if self.block_q is None:
             require(shape[-2] == 1, "blocks", "have one block of queries where block_q is None", shape)
         else:
-            require_positive(block_q=self.block_q)
+            require_ints(1, block_q=self.block_q)
+        require(0 not in shape[-3:], "blocks", "have at least one block and one head", shape)
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        return self.blocks.shape[-3], 1
 
     @override
-    def of_rows_from(self, first: int) -> Mask:
-        rows = lambda x: x[min(first, x.shape[0] - 1) :]  # later rows are as the last
-        firsts = None if self.first_q_block is None else rows(self.first_q_block)
-        return replace(
-            self, blocks=rows(self.blocks) if self.blocks.ndim == 4 else self.blocks, first_q_block=firsts
-        )
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        _, q_blocks, kv_blocks = self.blocks.shape[-3:]
+        self._check_heads(sizes.num_q_heads)
+        max_query = sizes.max_seq_len if self.first_q_block is None else sizes.max_query_len
+        for axis, got, size, positions in (
+            ("kv_blocks", kv_blocks, self.block_kv, sizes.max_seq_len),
+            ("q_blocks", q_blocks, self.block_q, max_query),
+        ):
+            if size is not None and positions is not None:
+                need = -(-positions // size)
+                wanted = f"be at least {need}, to reach over the {positions} positions that a row may have"
+                require(got >= need, f"BlockMask's {axis} of {size}", wanted, got)
+
+    def _check_heads(self, num_q_heads: int) -> None:
+        heads = self.blocks.shape[-3]
+        require(num_q_heads % heads == 0, "blocks' heads", f"divide the query heads ({num_q_heads})", heads)
 
     def _query_block(self, row: Any, query: Any) -> Any:
         """Where in `blocks` the query's block stands; may lie outside."""
@@ -89,7 +114,7 @@ class BlockMask(Mask):
     def _at(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
         blocks = jnp.asarray(self.blocks)
         heads, q_blocks, kv_blocks = blocks.shape[-3:]
-        require(num_q_heads % heads == 0, "blocks' heads", f"divide the query heads ({num_q_heads})", heads)
+        self._check_heads(num_q_heads)
         head = quotient(jnp.asarray(head), num_q_heads // heads)
 
         def sees(a: Any, b: Any) -> Any:
@@ -137,9 +162,14 @@ class BigBird(Mask):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_positive(block_size=self.block_size)
-        for name in ("local_blocks", "global_blocks", "random_blocks"):
-            require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        require_ints(1, block_size=self.block_size)
+        for name in ("local_blocks", "global_blocks", "random_blocks", "seed"):
+            require_ints(0, **{name: getattr(self, name)})
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        return (None if self.random_blocks else 1), 1
 
     def _sees_block(self, head: Any, a: Any, b: Any) -> Any:
         sees = (jnp.abs(a - b) < self.local_blocks) | (jnp.minimum(a, b) < self.global_blocks)

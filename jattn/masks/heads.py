@@ -6,8 +6,10 @@ from typing import Any, override
 
 import jax
 
-from jattn.masks.base import Coverage, Mask, Pairs, Tiles
+from jattn.masks.arguments import require_ints
+from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
 from jattn.masks.positions import Sinks, Window
+from pallas_kernels.checks import require
 
 
 @jax.tree_util.register_static
@@ -15,10 +17,25 @@ from jattn.masks.positions import Sinks, Window
 class OnlyHeads(Mask):
     """Every key for the query heads of `heads`, none for the others; `OnlyHeads(h) | m`: the others see m."""
 
-    heads: tuple[int, ...]
+    heads: Sequence[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", tuple(sorted(set(self.heads))))
+        is_several = isinstance(self.heads, Sequence) and not isinstance(self.heads, str)
+        require(is_several, "heads", "be a tuple of query heads", repr(self.heads))
+        for head in self.heads:
+            require_ints(0, **{"each of heads": head})
+        object.__setattr__(self, "heads", tuple(sorted(set(map(int, self.heads)))))
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        return None, 1
+
+    @override
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        is_there = not self.heads or self.heads[-1] < sizes.num_q_heads
+        require(is_there, "OnlyHeads.heads", f"lie in [0, {sizes.num_q_heads})", self.heads)
 
     def _has(self, head: Any) -> Any:
         sees = head != head
@@ -45,4 +62,5 @@ def streaming_heads(retrieval_heads: Sequence[int], *, num_first: int, num_recen
 
     Source: DuoAttention.
     """
-    return OnlyHeads(tuple(retrieval_heads)) | Sinks(num_first) | Window(left=num_recent - 1)
+    require_ints(1, num_recent=num_recent)
+    return OnlyHeads(retrieval_heads) | Sinks(num_first) | Window(left=num_recent - 1)

@@ -6,8 +6,9 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
+from jattn.masks.arguments import require_ints
 from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require
 
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
@@ -52,9 +53,16 @@ class LocalStrided(Mask):
     vllm_prefill_heads: bool = False
 
     def __post_init__(self) -> None:
-        require_positive(block_size=self.block_size, vert_stride=self.vert_stride, tp_size=self.tp_size)
-        require(self.local_blocks >= 0, "local_blocks", "be at least 0", self.local_blocks)
+        require_ints(1, block_size=self.block_size, vert_stride=self.vert_stride, tp_size=self.tp_size)
+        require_ints(0, local_blocks=self.local_blocks, tp_rank=self.tp_rank)
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", f"lie in [0, {self.tp_size})", self.tp_rank)
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        if self.homo_head:
+            return 1, 1
+        return None, None if self.homo_head_group else 1
 
     def head_sliding_step(self, num_q_heads: int, num_kv_heads: int) -> int:
         """VLLM's head_sliding_step for these per-device head counts; negative = counted in kv heads."""

@@ -7,8 +7,9 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
+from jattn.masks.arguments import require_ints
 from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require
 
 
 def distances(tiles: Tiles) -> tuple[Any, Any]:
@@ -20,6 +21,16 @@ def distances(tiles: Tiles) -> tuple[Any, Any]:
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
     """Keys up to the query's own position."""
+
+    @property
+    @override
+    def is_causal(self) -> bool:
+        return True
+
+    @property
+    @override
+    def sees_all_before(self) -> bool:
+        return True
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -41,7 +52,23 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name, width in (("left", self.left), ("right", self.right)):
-            require(width is None or width >= 0, name, "be None or at least 0", width)
+            if width is not None:
+                require_ints(0, **{name: width})
+
+    @property
+    @override
+    def is_causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    @override
+    def sees_all_before(self) -> bool:
+        return self.left is None
+
+    @property
+    @override
+    def sees_ahead(self) -> bool:
+        return bool(self.right)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -72,7 +99,7 @@ class Sinks(Mask):
     num: int
 
     def __post_init__(self) -> None:
-        require_positive(num=self.num)
+        require_ints(1, num=self.num)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -91,7 +118,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        require_positive(size=self.size)
+        require_ints(1, size=self.size)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -119,8 +146,8 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        require(self.num >= 0, "num", "be at least 0", self.num)
-        require_positive(step=self.step)
+        require_ints(0, num=self.num)
+        require_ints(1, step=self.step)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -148,6 +175,15 @@ class MaskFunction(Mask):
     """
 
     function: Callable[[Any, Any, Any], Any]
+
+    def __post_init__(self) -> None:
+        is_function = callable(self.function)
+        require(is_function, "function", "be a function of head, query and key", repr(self.function))
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        return None, 1
 
     @override
     def sees(self, pairs: Pairs) -> Any:

@@ -1,12 +1,14 @@
 """Masks that hold arrays: pytrees, so that they change from step to step without a recompile."""
 
-from typing import Any, override
+import numbers
+from typing import Any, ClassVar, override
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn.masks.base import Coverage, Mask, Pairs, Tiles
+from jattn.masks.arguments import require_array
+from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
 from jattn.masks.positions import distances
 from jattn.pytree import pytree
 from pallas_kernels.checks import require
@@ -32,8 +34,12 @@ class Document(Mask):
 
     ids: Int[Array, "*reqs positions"] | Int[np.ndarray, "*reqs positions"]
 
+    row_axes: ClassVar[dict[str, int]] = {"ids": 2}
+
     def __post_init__(self) -> None:
-        require(self.ids.ndim in (1, 2), "ids", "have axes [positions] or [reqs, positions]", self.ids.shape)
+        axes = {1: "[positions]", 2: "[reqs, positions]"}
+        require_array("ids", self.ids, "integer", axes)
+        require(self.ids.shape[-1] > 0, "ids", "have at least one position", self.ids.shape)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -50,16 +56,27 @@ class Document(Mask):
 
 @pytree
 class Prefix(Mask):
-    """The first `length` tokens of a request see each other. `Causal() | Prefix(length=n)`: a prefix LM.
+    """The first `length` tokens of a request see each other, later ones too: no mask for causal attention.
+
+    A prefix LM is `Causal() | Prefix(length=n)` with `AttentionSpec(causal=False)`. Where a prompt is
+    computed in chunks, the first should have the whole prefix: what is not in the cache yet is not seen.
 
     Attributes:
-        length: Of every request [] or of each [reqs].
+        length: Of every request, an int or [], or of each [reqs].
     """
 
-    length: Int[Array, "*reqs"] | Int[np.ndarray, "*reqs"]
+    length: Int[Array, "*reqs"] | Int[np.ndarray, "*reqs"] | int | np.integer
+    row_axes: ClassVar[dict[str, int]] = {"length": 1}
 
     def __post_init__(self) -> None:
-        require(jnp.ndim(self.length) < 2, "length", "have axes [] or [reqs]", jnp.shape(self.length))
+        if isinstance(self.length, numbers.Integral) and not isinstance(self.length, bool):
+            object.__setattr__(self, "length", np.asarray(self.length, np.int32))
+        require_array("length", self.length, "integer", {0: "[]", 1: "[reqs]"})
+
+    @property
+    @override
+    def sees_ahead(self) -> bool:
+        return True
 
     def _length(self, row: Any) -> Any:
         lengths = jnp.asarray(self.length)
@@ -80,6 +97,8 @@ class Prefix(Mask):
 class VerticalSlash(Mask):
     """Columns (keys that all queries see) and slashes (distances at which every query sees), for each head.
 
+    Positions and distances past the ends of the arrays have no column and no slash.
+
     Attributes:
         columns: Whether all queries see the key at a position.
         slashes: Whether a query sees the key so many positions before it.
@@ -89,6 +108,23 @@ class VerticalSlash(Mask):
 
     columns: Bool[Array, "q_heads positions"] | Bool[np.ndarray, "q_heads positions"]
     slashes: Bool[Array, "q_heads distances"] | Bool[np.ndarray, "q_heads distances"]
+    row_axes: ClassVar[dict[str, int]] = {}
+
+    def __post_init__(self) -> None:
+        require_array("columns", self.columns, "bool", {2: "[q_heads, positions]"})
+        require_array("slashes", self.slashes, "bool", {2: "[q_heads, distances]"})
+        for name, marks in (("columns", self.columns), ("slashes", self.slashes)):
+            require(0 not in marks.shape, name, "have at least one head and one place", marks.shape)
+
+    @property
+    @override
+    def num_heads(self) -> tuple[int | None, int | None]:
+        return self.columns.shape[0], 1
+
+    @override
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        self._check_heads(sizes.num_q_heads)
 
     @classmethod
     def of(cls, columns: Array, slashes: Array, max_seq_len: int) -> "VerticalSlash":

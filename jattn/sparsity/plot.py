@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jattn.masks import Mask, dense
+from jattn.masks.arguments import require_ints
 from jattn.sparsity.schedule import TileSchedule, tile_classes
 from pallas_kernels.checks import require
 
@@ -23,11 +24,11 @@ def plot(
     Args:
         what: A mask, or the schedule of one; of a schedule every tile of queries is drawn, row after row.
         seq_len: Of a mask: queries and keys.
-        num_heads: How many query heads to draw: the first ones.
-        options: Of a mask: `dense`'s.
+        num_heads: How many query heads to draw at most: the first ones. One, where all see the same.
+        options: Of a mask: `dense`'s; num_q_heads where it tells heads apart and holds no array of them.
 
     Raises:
-        ValueError: seq_len is not given for a mask, or is for a schedule.
+        ValueError: seq_len is not given for a mask, or is for a schedule; or as `dense`.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -49,6 +50,7 @@ def classes(
     what: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
 ) -> np.ndarray:
     """What `plot` draws: [heads, queries, keys] of 0 = not seen, 1 = in part, 2 = seen."""
+    require_ints(1, num_heads=num_heads)
     is_schedule = isinstance(what, TileSchedule)
     rule = "be given for a mask, and for a mask only"
     require(is_schedule == (seq_len is None), "seq_len", rule, seq_len)
@@ -56,5 +58,4 @@ def classes(
         partial, full = (np.asarray(x).swapaxes(0, 1) for x in tile_classes(what))
         return (partial * PARTIAL + full * FULL)[:num_heads]
     assert seq_len is not None
-    heads = {"num_q_heads": num_heads} | options
-    return np.asarray(dense(what, seq_len, seq_len, **heads))[:num_heads] * FULL
+    return np.asarray(dense(what, seq_len, seq_len, **options))[:num_heads] * FULL

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.masks import Coverage, Mask, Tiles
+from jattn.masks import Coverage, Mask, Sizes, Tiles, check_mask
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require_positive, require_shape
 from pallas_kernels.list_tiles import by_sorting, codes_of
@@ -71,11 +71,14 @@ def schedule(
         Tiles of queries in order, `ceil(max_query_len / tile_q)` for each request.
 
     Raises:
-        ValueError: A bound or a size is not positive, or query_lens and seq_lens disagree.
+        ValueError: A bound or a size is not positive, query_lens and seq_lens disagree, or the mask has other
+            rows or heads or does not reach as far.
     """
     require_positive(max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
     query_lens = seq_lens if query_lens is None else query_lens
     require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
+    bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+    check_mask(mask, Sizes(num_q_heads, num_rows=seq_lens.shape[0], **bounds), causal=False)
     per_req = -(-max_query_len // tile_q)
     rows = jnp.repeat(jnp.arange(seq_lens.shape[0], dtype=jnp.int32), per_req)
     ahead = jnp.tile(jnp.arange(per_req, dtype=jnp.int32) * tile_q, seq_lens.shape[0])

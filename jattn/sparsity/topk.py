@@ -6,14 +6,14 @@ Source: Quest.
 """
 
 import functools
-from typing import Any, override
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jattn.masks import BlockMask, Mask
-from jattn.pytree import pytree, replace
+from jattn.masks import BlockMask
+from jattn.pytree import pytree
 from jattn.spec import CacheSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
@@ -50,13 +50,7 @@ class ListedBlocks(BlockMask):
 
     ids: Int32[Array, "reqs heads kv_blocks"]
     counts: Int32[Array, "reqs heads"]
-
-    @override
-    def of_rows_from(self, first: int) -> Mask:
-        blocks = super().of_rows_from(first)
-        assert isinstance(blocks, ListedBlocks)
-        first = min(first, self.ids.shape[0] - 1)
-        return replace(blocks, ids=self.ids[first:], counts=self.counts[first:])
+    row_axes: ClassVar[dict[str, int]] = BlockMask.row_axes | {"ids": 3, "counts": 2}
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="block_size")

@@ -108,11 +108,12 @@ def vertical_slash(draw):
 
 
 @st.composite
-def block_masks(draw):
+def block_masks(draw, reach=36):
+    """The arrays reach over more than `reach - 16` positions: by default not over the longest request's."""
     heads, block_q = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([None, 1, 4, 16]))
     block_kv, has_rows = draw(st.sampled_from([1, 5, 16])), draw(st.booleans())
     first = draw(st.none() | st.lists(st.integers(0, 3), min_size=2, max_size=2)) if block_q else None
-    shape = (2, heads, 1 if block_q is None else 40 // block_q, 36 // block_kv)
+    shape = (2, heads, 1 if block_q is None else (reach + 4) // block_q, reach // block_kv)
     blocks = np.random.default_rng(draw(st.integers(0, 99))).random(shape) < draw(
         st.sampled_from([0.1, 0.5, 0.9])
     )
@@ -155,19 +156,20 @@ def local_strided(draw):
     return Ruled(mask, sees)
 
 
-ANALYTIC = st.one_of(
+WHOLE = st.one_of(
     causal, windows(), first_keys(), chunked(), dilated(), functions(), only_heads(), documents(), prefixes(),
-    block_masks(), local_strided(),
+    block_masks(MAX_LEN + 15), local_strided(),
 )  # fmt: skip
+ANALYTIC = WHOLE | block_masks()
 SINGLE = ANALYTIC | vertical_slash()
 
 
 @st.composite
-def compositions(draw):
+def compositions(draw, of=SINGLE):
     """Two or three masks under & and |."""
-    result = draw(SINGLE)
+    result = draw(of)
     for _ in range(draw(st.integers(1, 2))):
-        a, b = result, draw(SINGLE)
+        a, b = result, draw(of)
         if draw(st.booleans()):
             result = Ruled(lambda a=a, b=b: a.mask & b.mask, lambda *p, a=a, b=b: a.sees(*p) and b.sees(*p))
         else:

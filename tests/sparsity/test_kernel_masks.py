@@ -1,6 +1,7 @@
 """What a kernel computes of a mask for a tile is the mask, whatever is stored and wherever tiles begin."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,7 @@ class Strange(masks.Mask):
     """A mask that somebody else wrote."""
 
     table: jax.Array
+    row_axes: ClassVar = {}
 
     def sees(self, pairs):
         return self.table[pairs.key]

@@ -15,7 +15,6 @@ ZEROS = np.zeros((1, 2, 2), bool)
 
 
 def drawn(mask, query_len, seq_len, **options):
-    options = {"num_q_heads": 1} | options
     return np.asarray(masks.dense(mask, query_len, seq_len, **options)).astype(int).tolist()
 
 
@@ -59,7 +58,7 @@ def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data
     np.testing.assert_array_equal(got, ruled.dense(query_len, seq_len, row))
 
 
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("first", [1, 2])
 def test_the_rows_of_a_region_see_what_they_saw(first):
     """A block mask stays one: the kernels take no other with arrays."""
     blocks = np.random.default_rng(0).random((3, 2, 4, 5)) < 0.5
@@ -68,7 +67,7 @@ def test_the_rows_of_a_region_see_what_they_saw(first):
     whole = many & masks.Window(left=20)
     part = whole.of_rows_from(first)
     assert [type(mask) for mask in part.masks] == [masks.BlockMask, masks.Window]
-    for row in range(2):
+    for row in range(3 - first):
         of = [
             masks.dense(mask, 40, 40, num_q_heads=4, row=r) for mask, r in ((part, row), (whole, row + first))
         ]
@@ -145,7 +144,7 @@ def test_masks_with_arrays_change_without_a_recompile():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: masks.Window(left=-1), "left must be None or at least 0, got -1"),
+        (lambda: masks.Window(left=-1), "left must be at least 0, got -1"),
         (lambda: masks.Sinks(0), "num must be positive, got 0"),
         (lambda: masks.Chunked(0), "size must be positive, got 0"),
         (lambda: masks.Dilated(-1, 2), "num must be at least 0, got -1"),
@@ -159,36 +158,21 @@ def test_masks_with_arrays_change_without_a_recompile():
             r"blocks must have one block of queries where block_q is None, got \(1, 2, 2\)",
         ),
         (
-            lambda: masks.dense(masks.BlockMask(blocks=ZEROS.repeat(2, 0), block_q=1, block_kv=1), 1, 1),
-            r"blocks' heads must divide the query heads \(1\), got 2",
+            lambda: masks.dense(
+                masks.BlockMask(blocks=ZEROS.repeat(2, 0), block_q=1, block_kv=1), 1, 1, num_q_heads=3
+            ),
+            r"blocks' heads must divide the query heads \(3\), got 2",
         ),
         (
-            lambda: masks.dense(masks.VerticalSlash(columns=ZEROS[0], slashes=ZEROS[0]), 1, 1),
-            r"columns' and slashes' rows must be one for each query head \(1\), got \(2, 2\)",
+            lambda: masks.dense(masks.VerticalSlash(columns=ZEROS[0], slashes=ZEROS[0]), 1, 1, num_q_heads=4),
+            r"columns' and slashes' rows must be one for each query head \(4\), got \(2, 2\)",
         ),
-        (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be at most seq_len \(2\), got 3"),
+        (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be .* at most seq_len \(2\), got 3"),
     ],
 )
 def test_nonsense_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda z: masks.BlockMask(blocks=z[0, 0], block_q=1, block_kv=1),
-            r"blocks must have axes .*, got \(2,\)",
-        ),
-        (lambda z: masks.Document(ids=z), r"ids must have axes .*, got \(1, 2, 2\)"),
-        (lambda z: masks.Prefix(length=z), r"length must have axes .*, got \(1, 2, 2\)"),
-    ],
-)
-def test_arrays_of_the_wrong_rank_are_named(make, message):
-    """The run-time type check, which tests switch on, is faster; what users see is this."""
-    with pytest.raises(Exception, match=f"{message}|Type-check error"):
-        make(ZEROS)
 
 
 def test_a_spec_takes_no_arrays():

@@ -22,14 +22,14 @@ def test_a_schedule_is_drawn_tile_by_tile():
 
 
 def test_a_mask_is_drawn_pair_by_pair():
-    picture = classes(MASK, 20, num_heads=2)
+    picture = classes(MASK, 20, num_q_heads=2)
     np.testing.assert_array_equal(picture[1], 2 * np.tri(20))
     assert picture[0, 19].tolist() == [2] * 16 + [0] * 4
 
 
 def test_a_picture_has_a_square_for_each_head():
     pytest.importorskip("matplotlib")
-    for figure in (plot(MASK, 20, num_heads=2), plot(made())):
+    for figure in (plot(MASK, 20, num_q_heads=2), plot(made())):
         assert [axis.get_title() for axis in figure.axes] == ["head 0", "head 1"]
         assert figure.axes[0].images[0].get_array().max() == 2
 

@@ -1,0 +1,330 @@
+"""A mask and a step belong together, or an error says why not; so do a mask and what it is made from."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+
+# Two decodes, two prompts; the bucket has room for five and three.
+BUCKET = jattn.Bucket(max_decodes=5, max_prefills=3, max_prefill_tokens=20, max_blocks=4)
+LENS = [1, 1, 3, 6], [9, 4, 3, 6]
+ROWS = [0, 1, 5, 6]
+IDS = np.arange(4 * 64).reshape(4, 64).astype(np.int32)
+
+
+def metadata(**options):
+    blocks = [[1, 2], [3], [4], [5]]
+    return jattn.build_batch_metadata(*LENS, blocks, block_size=8, **{"bucket": BUCKET} | options)
+
+
+def sizes(**changes):
+    known = {"num_q_heads": 4, "num_rows": 8, "max_query_len": 20, "max_seq_len": 32}
+    return masks.Sizes(**known | changes)
+
+
+def of_each_request():
+    """Masks with an array of every kind, whose row r has something of r only."""
+    firsts = np.arange(4, dtype=np.int32)
+    blocks = np.eye(4, dtype=bool)[:, None, :, None].repeat(8, axis=3)
+    return [
+        masks.Document(ids=IDS),
+        masks.Causal() | masks.Prefix(length=firsts),
+        masks.BlockMask(blocks=blocks, first_q_block=firsts, block_q=8, block_kv=8) & masks.Window(left=9),
+    ]
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_requests_are_laid_out_where_their_rows_stand(to_device):
+    assert jattn.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
+    for mask in of_each_request():
+        laid = mask.of_requests(metadata(to_device=to_device))
+        traced = jax.jit(lambda mask, step: mask.of_requests(step))(mask, metadata())
+        for got, again, given in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got)[ROWS], given)
+            np.testing.assert_array_equal(got, again)
+            assert got.shape[0] == BUCKET.max_reqs
+        masks.check_mask(laid, sizes(num_rows=8, max_seq_len=None), causal=False)
+
+
+def test_what_holds_for_all_requests_stays_as_it_is():
+    for mask in (
+        masks.Document(ids=IDS[0]),
+        masks.Prefix(length=3),
+        masks.Document(ids=IDS[:1]),
+        masks.Causal(),
+    ):
+        assert mask.of_requests(metadata()) is mask or jax.tree.map(np.array_equal, mask, mask)
+        laid = jax.tree.leaves(mask.of_requests(metadata()))
+        assert [x.shape for x in laid] == [x.shape for x in jax.tree.leaves(mask)]
+        masks.check_mask(mask, sizes(), causal=False)
+
+
+def test_rows_that_are_not_the_requests_are_named():
+    with pytest.raises(ValueError, match=r"Document.ids must have one row for each request \(4\), got 3"):
+        masks.Document(ids=IDS[:3]).of_requests(metadata())
+    many = masks.Prefix(length=np.arange(9))
+    with pytest.raises(ValueError, match=r"Prefix.length must have one row for each request .* 8\), got 9"):
+        jax.eval_shape(lambda step: many.of_requests(step), metadata())
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "rows"),
+    [
+        (masks.Document(ids=IDS), "Document.ids", 4),
+        (masks.Causal() & (masks.Sinks(1) | masks.Prefix(length=np.arange(7))), "Prefix.length", 7),
+        (
+            masks.BlockMask(blocks=np.ones((9, 2, 1, 9), bool), block_q=None, block_kv=8),
+            "BlockMask.blocks",
+            9,
+        ),
+        (
+            masks.BlockMask(
+                blocks=np.ones((2, 9, 9), bool), block_q=8, block_kv=8, first_q_block=np.zeros(3, np.int32)
+            ),
+            "BlockMask.first_q_block",
+            3,
+        ),
+    ],
+)
+def test_a_mask_of_other_rows_than_the_step_s_is_named(mask, name, rows):
+    wanted = (
+        rf"{name} must have one row for all requests, or the 8 rows .*of_requests\(metadata\).*, got {rows}\."
+    )
+    with pytest.raises(ValueError, match=wanted):
+        masks.check_mask(mask, sizes(), causal=False)
+    masks.check_mask(mask, sizes(num_rows=rows), causal=False)
+
+
+def test_a_mask_of_somebody_s_own_says_which_of_its_arrays_have_rows():
+    class Own(masks.Mask):
+        sees = coverage = None
+
+    Own.__abstractmethods__ = frozenset()
+    jax.tree_util.register_pytree_node(Own, lambda own: ((jnp.ones(3),), None), lambda _, leaves: Own())
+    with pytest.raises(
+        ValueError, match=r"Own.row_axes must name the arrays that may have a row .* got None"
+    ):
+        masks.check_mask(Own(), sizes(), causal=False)
+
+
+n, blocks = np.int32(5), masks.BlockMask(blocks=np.ones((1, 4, 4), bool), block_q=8, block_kv=8)
+AHEAD = {
+    "(Causal | Prefix)": masks.Causal() | masks.Prefix(length=n),
+    "Prefix": masks.Prefix(length=n),
+    "(Document & (Causal | Prefix))": masks.Document(ids=IDS[0]) & (masks.Causal() | masks.Prefix(length=n)),
+    "(Causal | Sinks)": masks.Causal() | masks.Sinks(4),
+    "(Window | BlockMask)": masks.Window(right=0) | blocks,
+    "Window": masks.Window(left=3, right=2),
+    "(Window | Sinks)": masks.Window(left=3, right=2) | masks.Sinks(2),
+}
+FILTERS = [
+    masks.Causal(),
+    masks.Causal() & masks.Prefix(length=n),
+    masks.Causal() & masks.Window(3, 3),
+    masks.Window(left=3) | masks.Sinks(4),
+    (masks.Causal() & masks.Window(left=3)) | masks.Sinks(4),
+    masks.streaming_heads([1], num_first=4, num_recent=8),
+    blocks | masks.Document(ids=IDS[0]),
+    masks.MaskFunction(lambda head, query, key: key >= query) & masks.Dilated(3, 4),
+    masks.BigBird() | masks.Chunked(8),
+    masks.LocalStrided(),
+    masks.Causal() | masks.Causal(),
+]
+
+
+@pytest.mark.parametrize(("written", "mask"), AHEAD.items())
+def test_a_mask_that_sees_ahead_is_refused_on_top_of_causality(written, mask):
+    message = rf"mask must let no query of a causal layer .*causal=False.*, got {re.escape(written)}\."
+    with pytest.raises(ValueError, match=message):
+        masks.check_mask(mask, sizes(), causal=True)
+    masks.check_mask(mask, sizes(), causal=False)
+
+
+@pytest.mark.parametrize("mask", FILTERS, ids=str)
+def test_a_filter_may_stand_on_top_of_causality(mask):
+    masks.check_mask(mask, sizes(), causal=True)
+
+
+def test_a_spec_refuses_what_causality_would_undo_and_heads_that_it_has_not():
+    spec = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    with pytest.raises(
+        ValueError, match=r"sparsity must let no query of a causal .*, got \(Causal \| Sinks\)\."
+    ):
+        jattn.AttentionSpec(**spec, sparsity=masks.Causal() | masks.Sinks(4))
+    jattn.AttentionSpec(**spec, sparsity=masks.Causal() | masks.Sinks(4), causal=False)
+    with pytest.raises(ValueError, match=r"OnlyHeads.heads must lie in \[0, 4\), got \(1, 4\)"):
+        jattn.AttentionSpec(**spec, sparsity=masks.OnlyHeads((4, 1)) | masks.Sinks(4))
+
+
+def block_mask(q_blocks, kv_blocks, first=None):
+    blocks = np.ones((2, q_blocks, kv_blocks), bool)
+    return masks.BlockMask(blocks=blocks, block_q=8, block_kv=16, first_q_block=first)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (block_mask(3, 2), "q_blocks of 8 must be at least 4, to reach over the 32 positions .*, got 3"),
+        (block_mask(4, 1), "kv_blocks of 16 must be at least 2, to reach over the 32 positions .*, got 1"),
+        (
+            block_mask(2, 2, np.zeros(8, np.int32)),
+            "q_blocks of 8 must be at least 3, .* 20 positions .*, got 2",
+        ),
+        (masks.Sinks(2) | block_mask(9, 1), "kv_blocks of 16 must be at least 2, .*, got 1"),
+    ],
+)
+def test_a_mask_that_does_not_reach_is_named(mask, message):
+    """Such as a prompt's, in the decode steps behind it."""
+    with pytest.raises(ValueError, match=message):
+        masks.check_mask(mask, sizes(), causal=False)
+    masks.check_mask(mask, sizes(max_query_len=None, max_seq_len=None), causal=False)
+
+
+def test_a_mask_that_reaches_is_served_to_its_edge():
+    masks.check_mask(block_mask(4, 2), sizes(), causal=False)
+    masks.check_mask(block_mask(3, 2, np.zeros(8, np.int32)), sizes(), causal=False)
+    of_all = masks.BlockMask(blocks=np.ones((4, 1, 2), bool), block_q=None, block_kv=16)
+    masks.check_mask(of_all, sizes(), causal=False)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_what_only_traced_lengths_know_to_lie_outside_sees_nothing(implementation):
+    """Keys outside a cache: how long a request may be nobody says."""
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=8)
+    step = jattn.build_batch_metadata([40], [40], None)
+    x = jnp.ones((40, 2, 8))
+    kv = jattn.PackedKV(k=x, v=x, kv_start_loc=jnp.zeros(1, jnp.int32))
+    out = jattn.attend(x, kv, step, spec, mask=block_mask(3, 2), implementation=implementation)
+    np.testing.assert_allclose(out[:24], 1.0, rtol=1e-6)
+    assert not np.asarray(out[24:]).any()
+
+
+CHOSEN = masks.BlockMask(blocks=np.ones((8, 4, 4), bool), block_q=8, block_kv=8) & (
+    masks.OnlyHeads((0, 3)) | masks.Sinks(2)
+)
+
+
+def test_heads_are_as_many_as_a_mask_tells_apart():
+    assert masks.dense(masks.Causal(), 3, 4).shape == (1, 3, 4)
+    assert masks.dense(CHOSEN, 32, 32).shape == (8, 32, 32)
+    slash = masks.VerticalSlash(columns=np.ones((6, 8), bool), slashes=np.ones((6, 8), bool))
+    assert masks.dense(slash & masks.MaskFunction(lambda h, i, j: i > j), 3, 4).shape == (6, 3, 4)
+    assert masks.dense(masks.LocalStrided(homo_head=True), 3, 4).shape == (1, 3, 4)
+    seen = 2 * 32 * 33 / 2 + 6 * (1 + 2 * 31)  # two heads see all that is past, six two keys each
+    assert masks.density(CHOSEN, 32, 32) == pytest.approx(seen / (8 * 32 * 33 / 2))
+    assert masks.density(CHOSEN, 32, 32) == masks.density(CHOSEN, 32, 32, num_q_heads=8)
+
+
+@pytest.mark.parametrize("of", [masks.dense, masks.density])
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (
+            masks.OnlyHeads((1,)),
+            {},
+            "num_q_heads must be given for a mask that tells heads apart .*, got None",
+        ),
+        (masks.BigBird(), {}, "num_q_heads must be given .*, got None"),
+        (masks.LocalStrided(), {}, "num_q_heads must be given .*, got None"),
+        (
+            masks.LocalStrided(homo_head_group=True),
+            {"num_q_heads": 4},
+            "num_kv_heads must be given .*, got None",
+        ),
+        (masks.MaskFunction(lambda h, i, j: h > i), {}, "num_q_heads must be given .*, got None"),
+        (masks.OnlyHeads((1, 5)), {"num_q_heads": 4}, r"OnlyHeads.heads must lie in \[0, 4\), got \(1, 5\)"),
+        (CHOSEN, {"num_q_heads": 4}, r"blocks' heads must divide the query heads \(4\), got 8"),
+        (masks.Document(ids=IDS), {"row": 4}, r"row must lie in Document.ids's 4 rows, got 4"),
+    ],
+)
+def test_no_number_of_heads_is_guessed(of, mask, options, message):
+    with pytest.raises(ValueError, match=message):
+        of(mask, 4, 4, **options)
+
+
+# What users see: tests run under a check of types that would be faster.
+NONSENSE = {
+    "masks.Sinks(4.5)": "num must be an int, got 4.5",
+    "masks.Sinks(True)": "num must be an int, got True",
+    "masks.Sinks(-1)": "num must be positive, got -1",
+    "masks.Window(1.5)": "left must be an int, got 1.5",
+    "masks.Window(left=np.ones(3))": r"left must be an int, got array\(\[1., 1., 1.\]\)",
+    "masks.Window((3, 0))": r"left must be an int, got \(3, 0\)",
+    "masks.Chunked('8')": "size must be an int, got '8'",
+    "masks.Dilated(2, 1.0)": "step must be an int, got 1.0",
+    "masks.LocalStrided(block_size=64.0)": "block_size must be an int, got 64.0",
+    "masks.BigBird(random_blocks=None)": "random_blocks must be an int, got None",
+    "masks.OnlyHeads(3)": "heads must be a tuple of query heads, got 3",
+    "masks.OnlyHeads((0, 1.5))": "each of heads must be an int, got 1.5",
+    "masks.OnlyHeads((-1,))": "each of heads must be at least 0, got -1",
+    "masks.streaming_heads(1, num_first=4, num_recent=4)": "heads must be a tuple of query heads, got 1",
+    "masks.streaming_heads([1], num_first=4, num_recent=0)": "num_recent must be positive, got 0",
+    "masks.MaskFunction(np.ones(3))": "function must be a function of head, query and key, got array",
+    "masks.Document(ids=[0, 0, 1])": "ids must be an array of integer elements, got a list",
+    "masks.Document(ids=np.ones(3))": "ids must be an array of integer elements, got float64",
+    "masks.Document(ids=np.zeros((1, 2, 2), int))": r"ids must have axes \[positions\] .*, got \(1, 2, 2\)",
+    "masks.Document(ids=np.zeros((2, 0), int))": r"ids must have at least one position, got \(2, 0\)",
+    "masks.Prefix(length=[3, 4])": "length must be an array of integer elements, got a list",
+    "masks.Prefix(length=2.5)": "length must be an array of integer elements, got a float",
+    "masks.Prefix(length=True)": "length must be an array of integer elements, got a bool",
+    "masks.Prefix(length=np.zeros((2, 2), int))": r"length must have axes \[\] or \[reqs\], got \(2, 2\)",
+    "masks.BlockMask(blocks=[[[True]]], block_q=1, block_kv=1)": "blocks must be an array of bool .* a list",
+    "masks.BlockMask(blocks=np.ones((1, 2, 2)), block_q=1, block_kv=1)": "array of bool .*, got float64",
+    "masks.BlockMask(blocks=BOOLS[0], block_q=1, block_kv=1)": r"blocks must have axes .*, got \(2, 2\)",
+    "masks.BlockMask(blocks=BOOLS, block_q=1.0, block_kv=1)": "block_q must be an int, got 1.0",
+    "masks.BlockMask(blocks=BOOLS, block_q=1, block_kv=None)": "block_kv must be an int, got None",
+    "masks.BlockMask(blocks=BOOLS, block_q=1, block_kv=1, first_q_block=2)": "first_q_block .* got a int",
+    "masks.BlockMask(blocks=BOOLS[:0], block_q=1, block_kv=1)": "one block and one head, got .0, 2, 2.",
+    "masks.VerticalSlash(columns=BOOLS, slashes=BOOLS[0])": r"columns must have axes .*, got \(1, 2, 2\)",
+    "masks.VerticalSlash(columns=BOOLS[0], slashes=BOOLS[0, :, :0])": r"slashes must have .*, got \(2, 0\)",
+    "masks.Causal() & BOOLS": "what a mask is joined with must be a mask .*, got a ndarray",
+    "BOOLS | masks.Causal()": "what a mask is joined with must be a mask .*, got a ndarray",
+    "masks.Causal() | [masks.Sinks(1)]": "what a mask is joined with must be a mask .*, got a list",
+    "masks.Causal() & jnp.asarray(BOOLS)": "what a mask is joined with must be a mask .*, got a ArrayImpl",
+    "masks.dense(BOOLS, 1, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
+    "masks.density(BOOLS, 1, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
+    "masks.check_mask(BOOLS, masks.Sizes(1), causal=True)": "mask must be a mask .*, got a ndarray",
+    "jattn.sparsity.plot(BOOLS, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
+    "jattn.sparsity.plot(masks.Causal(), 4, num_heads=0)": "num_heads must be positive, got 0",
+    "jattn.sparsity.schedule(BOOLS, jnp.ones(1, int), max_query_len=1, max_seq_len=1, num_q_heads=1)": (
+        "mask must be a mask .*, got a ndarray"
+    ),
+    "jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, sparsity=BOOLS)": (
+        "sparsity must be a mask of jattn.masks .*, got a ndarray"
+    ),
+}
+SAYS = """
+import json, sys
+import jax.numpy as jnp, numpy as np
+import jattn, jattn.sparsity
+from jattn import masks
+BOOLS = np.ones((1, 2, 2), bool)
+said = {}
+for call in json.load(sys.stdin):
+    try:
+        said[call] = "accepted: " + repr(eval(call))
+    except Exception as error:
+        said[call] = type(error).__name__ + ": " + str(error)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What each of the calls answers without the tests' check of types."""
+    run = [sys.executable, "-W", "error", "-c", SAYS]
+    done = subprocess.run(run, input=json.dumps(list(NONSENSE)), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("call", NONSENSE)
+def test_nonsense_is_named_to_users(call, said):
+    assert re.search(f"^ValueError: .*{NONSENSE[call]}", said[call]), said[call]
