@@ -88,9 +88,8 @@ class DecodeGraphs:
         if last is not None and last.are_those_of(params):
             return last
         leaves = Leaves(params)
-        if last is not None:
-            is_same = leaves.structure == last.structure
-            require(is_same, "params", f"keep the structure {last.structure}", leaves.structure)
+        if last is not None and leaves.structure != last.structure:
+            require(False, "params", f"keep the structure {last.structure}", leaves.structure)
         self._leaves = leaves
         return leaves
 

@@ -21,6 +21,8 @@ class Leaves:
                 is taken for changed at every look.
         """
         self.tree = tree
+        self.values: list[Any]
+        self.structure: Any
         self.values, self.structure = jax.tree.flatten(tree)
         self._variables: list[nnx.Variable[Any]] = []
         self._is_watched = True
