@@ -1,7 +1,7 @@
 """What every implementation of `attend` must do. Subclass, set `implementation`, collect.
 
-Each case starts from a cache full of NaN: only slots that some query may read hold numbers. Block tables end
-in garbage, padding queries are NaN.
+Each case starts from a cache full of poison: only slots that some query may read hold numbers. Block tables
+end in garbage, padding queries are NaN (tests/problems.py).
 """
 
 import functools
@@ -14,6 +14,7 @@ import pytest
 import jattn
 from tests import oracle
 from tests.covering import covering_array
+from tests.problems import AttentionProblem, Setting
 
 NONE = None
 FACTORS = {
@@ -37,8 +38,6 @@ FACTORS = {
     "sparsity": [NONE, "strided", "group", "rank1", "stripes_only"],
     "padded": [False, True],
 }  # fmt: skip
-# Keys and values of caches where the two differ.
-STORED = {"int8_static_v": ("int8_token_head", "int8_channel"), "int8_k_only": ("int8_token_head", "plain")}
 SPARSITY = {
     None: None,
     "strided": jattn.LocalStrided(block_size=4, local_blocks=2, vert_stride=3),
@@ -94,58 +93,15 @@ def make_spec(case: dict) -> jattn.AttentionSpec:
     )
 
 
-def stored_and_scale(values: np.ndarray, stored: str, dtype, rng):
-    """What the cache holds for values [slots, kv_heads, head_dim], its scale, and what they mean."""
-    slots, heads, dim = values.shape
-    kind, _, how = stored.partition("_")
-    if stored == "plain":
-        held = values.astype(dtype)
-        return held, None, held.astype(np.float64)
-    scale = {
-        "scalar": np.float32(0.37),
-        "head": (rng.uniform(0.02, 0.5, heads)).astype(np.float32),
-        "channel": (rng.uniform(0.1, 0.5, (heads, dim))).astype(np.float32),
-        "token_head": rng.uniform(0.01, 0.05, (slots, heads)).astype(np.float32),
-    }[how]
-    against = np.asarray(scale).reshape(
-        {
-            "scalar": (1, 1, 1),
-            "head": (1, -1, 1),
-            "channel": (1, heads, dim),
-            "token_head": (slots, heads, 1),
-        }[how]
-    )
-    if kind == "plain":
-        held = (values / against).astype(dtype)
-    elif kind == "int8":
-        against, scale = against / 8, scale / np.float32(8)
-        held = np.clip(np.round(values / against), -128, 127).astype(np.int8)
-    else:
-        held = (values / against).astype(jnp.float8_e5m2 if kind == "fp8e5" else jnp.float8_e4m3fn)
-    return held, scale, held.astype(np.float64) * against
-
-
-def as_seen(q: np.ndarray, quantization: str | None) -> np.ndarray:
-    """What keys meet of queries that are rounded per token and head."""
-    if quantization is None:
-        return q.astype(np.float64)
-    largest = {"int8": 127, "fp8_e4m3": 448}[quantization]
-    scale = np.maximum(np.abs(q.astype(np.float32)).max(-1, keepdims=True) / np.float32(largest), 1e-6)
-    scaled = q.astype(np.float32) / scale
-    held = np.round(scaled) if quantization == "int8" else scaled.astype(jnp.float8_e4m3fn)
-    return held.astype(np.float64) * scale
-
-
-class Problem:
-    """A case's arrays: for jattn, and in the oracle's terms."""
+class Problem(AttentionProblem):
+    """A case's arrays."""
 
     def __init__(self, case: dict, seed: int = 0, mask=None):
-        rng = np.random.default_rng(seed)
-        self.case, self.spec, self.dtype = case, make_spec(case), jnp.dtype(case["dtype"])
-        self.query_lens, self.seq_lens, decode_len = REGIONS[case["region"]]
+        self.case = case
+        query_lens, seq_lens, decode_len = REGIONS[case["region"]]
         bucket = None
         if case["padded"]:
-            exact = jattn.requests.exact_bucket(self.query_lens, decode_query_len=decode_len)
+            exact = jattn.requests.exact_bucket(query_lens, decode_query_len=decode_len)
             bucket = jattn.Bucket(
                 max_decodes=exact.max_decodes + 2,
                 max_prefills=exact.max_prefills + 1,
@@ -153,100 +109,19 @@ class Problem:
                 decode_query_len=decode_len,
                 max_blocks=-(-97 // case["block_size"]) + 3,
             )
-        size, heads, dim = case["block_size"], self.spec.num_kv_heads, self.spec.head_dim
-        needed = [-(-n // size) for n in self.seq_lens]
-        num_blocks = sum(needed) + 3
-        order = rng.permutation(np.arange(1, num_blocks))
-        table = np.full((len(needed), max(needed) + 2), 10_000, np.int64)  # past the end: no such block
-        for r, n in enumerate(needed):
-            table[r, :n], order = order[:n], order[n:]
-        build = functools.partial(jattn.build_batch_metadata, block_size=size, decode_query_len=decode_len)
-        self.metadata = build(self.query_lens, self.seq_lens, table, bucket=bucket)
-        self.starts = jattn.requests.token_starts(np.asarray(self.query_lens), self.metadata.bucket)
-        decodes = jattn.requests.count_decodes(np.asarray(self.query_lens), decode_len)
-
-        q = rng.normal(size=(sum(self.query_lens), self.spec.num_q_heads, dim)).astype(self.dtype)
-        q = np.split(q, np.cumsum(self.query_lens)[:-1])
-        values = rng.normal(size=(2, num_blocks * size, heads, dim))
-        stored = STORED.get(case["stored"], (case["stored"],) * 2)
-        (k, k_scale, k_means), (v, v_scale, v_means) = (
-            stored_and_scale(x, how, self.dtype, rng) for x, how in zip(values, stored, strict=True)
+        setting = Setting(
+            spec=make_spec(case),
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            decode_query_len=decode_len,
+            bucket=bucket,
+            has_sinks=case["sinks"],
+            has_alibi=case["alibi"] is not None,
+            sees=mask,
+            seed=seed,
+            **{name: case[name] for name in ("block_size", "dtype", "stored", "kv")},
         )
-        slots = [
-            (t[:, None] * size + np.arange(size)).reshape(-1)[:n]
-            for t, n in zip(table, self.seq_lens, strict=True)
-        ]
-        per_head = lambda low, high: rng.uniform(low, high, self.spec.num_q_heads).astype(np.float32)
-        self.sinks = per_head(-1, 3) if case["sinks"] else None
-        self.slopes = per_head(0.02, 0.5) if case["alibi"] else None
-        self.step = oracle.Step(
-            q=[as_seen(x, case.get("query_quantization")) for x in q],
-            k=[k_means[s] for s in slots],
-            v=[v_means[s] for s in slots],
-            is_decode=[r < decodes for r in range(len(needed))],
-            sinks=None if self.sinks is None else self.sinks.astype(np.float64),
-            alibi_slopes=None if self.slopes is None else self.slopes.astype(np.float64),
-            mask=mask,
-        )
-        self.query = np.full((self.metadata.bucket.max_tokens, *q[0].shape[1:]), np.nan, self.dtype)
-        for start, x in zip(self.starts, q, strict=True):
-            self.query[start : start + len(x)] = x
-        live = np.zeros((num_blocks * size, heads), bool)
-        for s, hit in zip(slots, oracle.reachable(self.spec, self.step), strict=True):
-            live[s] |= hit
-        self.kv = self._kv(k, v, k_scale, v_scale, live, slots)
-
-    def _kv(self, k, v, k_scale, v_scale, live, slots):
-        poison = lambda x: np.asarray(77 if x.dtype == np.int8 else np.nan, x.dtype)
-        k, v = (np.where(live[..., None], x, poison(x)) for x in (k, v))
-        size, heads, dim = self.case["block_size"], *k.shape[1:]
-        if self.case["kv"] == "no_cache":
-            flat = np.concatenate([*slots, np.zeros(5, np.int64)])  # slot 0 is NaN: the null block
-            ends = np.cumsum(self.seq_lens)
-            starts = np.zeros(self.metadata.bucket.max_reqs, np.int32)
-            starts[jattn.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)] = (
-                ends - self.seq_lens
-            )
-            return jattn.PackedKV(
-                k=jnp.asarray(k[flat]), v=jnp.asarray(v[flat]), kv_start_loc=jnp.asarray(starts)
-            )
-        k, v = (x.reshape(-1, size, heads, dim) for x in (k, v))
-        k_scale, v_scale = (
-            np.where(live, s, np.nan).reshape(-1, size, heads) if np.shape(s) == live.shape else s
-            for s in (k_scale, v_scale)
-        )
-        layout = self.case["kv"]
-        if layout == "HND":
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        if layout == "packed":
-            x = 16 // k.dtype.itemsize
-            k = k.reshape(-1, size, heads, dim // x, x).transpose(0, 2, 3, 1, 4)
-            v = v.transpose(0, 2, 3, 1)
-        scales = (None if s is None else jnp.asarray(s, jnp.float32) for s in (k_scale, v_scale))
-        return jattn.PagedCache(
-            k=jnp.asarray(k),
-            v=jnp.asarray(v),
-            **dict(zip(("k_scale", "v_scale"), scales, strict=True)),
-            layout=layout,
-        )
-
-    def row_of_request(self):
-        """The metadata's row of each request."""
-        return jattn.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
-
-    def check(self, out, lse):
-        """Compares with the oracle; padding must be zeros and -inf."""
-        out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64).T
-        want, want_lse = oracle.attention(self.spec, self.step)
-        error = oracle.allowed_error(self.spec, self.step, self.dtype)
-        is_padding = np.ones(len(out), bool)
-        for start, o, l in zip(self.starts, want, want_lse, strict=True):
-            here = slice(start, start + len(o))
-            is_padding[here] = False
-            np.testing.assert_allclose(out[here], o, rtol=0, atol=error)
-            np.testing.assert_allclose(lse[here], l, rtol=1e-4, atol=max(error, 1e-4))
-        assert (out[is_padding] == 0).all()
-        assert np.isneginf(lse[is_padding]).all()
+        super().__init__(setting)
 
 
 class AttentionContract:

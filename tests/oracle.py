@@ -1,14 +1,16 @@
-"""Attention one query and one head at a time, in float64 numpy: what every implementation is judged by."""
+"""Attention one request and one head at a time, in float64 numpy: what every implementation is judged by."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-# float32 results may differ from float64's by this much of a typical value; the one place that says so.
+# float32 results may differ from float64's by this much of their scale; the one place that says so.
 F32_TOLERANCE = 3e-5
+GPU_TANH = 2.0**-10  # error of tanh.approx
 
 
 @dataclasses.dataclass
@@ -26,9 +28,18 @@ class Step:
     sinks: np.ndarray | None = None
     alibi_slopes: np.ndarray | None = None
     mask: Callable[[int, int, int, int], bool] | None = None  # (request, head, i, j): on top of the spec
+    seen: list[np.ndarray] | None = None  # bool [q_heads, query_len, seq_len]: instead of spec and mask
 
-    def sees(self, spec, r: int, head: int, i: int, j: np.ndarray) -> np.ndarray:
-        """Which keys j the query of request r at position i sees."""
+    def sees_all(self, spec, r: int, head: int) -> np.ndarray:
+        """Which keys each query of request r sees: bool [query_len, seq_len]."""
+        if self.seen is not None:
+            return self.seen[r][head]
+        num_queries, seq_len = len(self.q[r]), len(self.k[r])
+        j, first = np.arange(seq_len), seq_len - num_queries
+        rows = [self._sees(spec, r, head, i, j) for i in range(first, seq_len)]
+        return np.array(rows, bool).reshape(num_queries, seq_len)
+
+    def _sees(self, spec, r: int, head: int, i: int, j: np.ndarray) -> np.ndarray:
         ok = sees(spec, head, i, j, self.is_decode[r])
         return ok if self.mask is None else ok & np.array([self.mask(r, head, i, key) for key in j], bool)
 
@@ -65,65 +76,127 @@ def bias(spec, slope: float, i: int, j: np.ndarray) -> np.ndarray:
     return slope * (j - i)
 
 
-def attention(spec, step: Step, round_to=None):
-    """Lists of out [query_len, q_heads, head_dim] and lse [query_len, q_heads], one a request.
+def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of head h and each query of request r: each key's share of the softmax, and its log-sum-exp.
 
-    round_to: a 16-bit dtype in which scores, probabilities and output are rounded, as a plain 16-bit
-    implementation does: the yardstick for the error that a kernel may make.
+    [queries, keys] and [queries]; a row that sees neither a key nor a sink has zeros and -inf.
     """
-    rounded = (lambda x: x) if round_to is None else (lambda x: np.asarray(x, round_to).astype(np.float64))
-    outs, lses = [], []
-    group = spec.num_q_heads // spec.num_kv_heads
+    q, k = step.q[r][:, h], step.k[r][:, h // spec.q_heads_per_kv_head]
+    positions, j = len(k) - len(q) + np.arange(len(q))[:, None], np.arange(len(k))[None, :]
+    s = q @ k.T * spec.softmax_scale
+    if spec.soft_cap is not None:
+        s = spec.soft_cap * np.tanh(s / spec.soft_cap)
+    if step.alibi_slopes is not None:
+        s = s + bias(spec, step.alibi_slopes[h], positions, j)
+    s = np.where(step.sees_all(spec, r, h), s, -np.inf)
+    has_sink = step.sinks is not None and len(k) > 0
+    sink = step.sinks[h] if has_sink else -np.inf
+    top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
+    finite = np.where(np.isneginf(top), 0.0, top)
+    p = np.exp(s - finite[:, None])
+    total = p.sum(axis=1) + np.exp(sink - finite)
+    lse = finite + np.log(total, where=total > 0, out=np.full(len(q), -np.inf))
+    return p / np.where(total > 0, total, 1.0)[:, None], lse
+
+
+class Answer(NamedTuple):
+    """One request's.
+
+    `scale` is the sum of each output's terms without their signs, the largest of a row: what rounding errors
+    are counted in. It may be large where an output is small, by chance.
+    """
+
+    out: np.ndarray  # [query_len, q_heads, head_dim]
+    lse: np.ndarray  # [query_len, q_heads]
+    scale: np.ndarray  # [query_len, q_heads]
+
+
+def answers(spec, step: Step, rounded=lambda x: x) -> list[Answer]:
+    """Each request's; `rounded` is applied to queries, keys, values, probabilities and output."""
+    step = dataclasses.replace(step, **{name: [rounded(x) for x in getattr(step, name)] for name in "qkv"})
+    found = []
     for r, q in enumerate(step.q):
-        out = np.zeros(q.shape)
+        out, scale = np.zeros(q.shape), np.zeros(q.shape[:2])
         lse = np.full(q.shape[:2], -np.inf)
-        seq_len = len(step.k[r])
-        j = np.arange(seq_len)
-        for t in range(len(q)):
-            for h in range(q.shape[1]):
-                if seq_len == 0:
-                    continue
-                i = seq_len - len(q) + t
-                keys = j[step.sees(spec, r, h, i, j)]
-                s = rounded(step.k[r][keys, h // group] @ q[t, h]) * spec.softmax_scale
-                if spec.soft_cap is not None:
-                    s = spec.soft_cap * np.tanh(s / spec.soft_cap)
-                if step.alibi_slopes is not None:
-                    s = s + bias(spec, step.alibi_slopes[h], i, keys)
-                sink = [] if step.sinks is None else [step.sinks[h]]
-                everything = np.concatenate([s, sink])
-                if everything.size == 0:
-                    continue
-                top = everything.max()
-                total = np.exp(everything - top).sum()
-                p = rounded(np.exp(s - top) / total)
-                out[t, h] = rounded(p @ step.v[r][keys, h // group])
-                lse[t, h] = top + np.log(total)
-        outs.append(out)
-        lses.append(lse)
-    return outs, lses
+        for h in range(q.shape[1]):
+            shares, lse[:, h] = weights(spec, step, r, h)
+            values = step.v[r][:, h // spec.q_heads_per_kv_head]
+            out[:, h] = rounded(rounded(shares) @ values)
+            scale[:, h] = (shares @ np.abs(values)).max(axis=1, initial=0.0)
+        found.append(Answer(out, lse, scale))
+    return found
+
+
+def attention(spec, step: Step) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Lists of out [query_len, q_heads, head_dim] and lse [query_len, q_heads], one a request."""
+    exact = answers(spec, step)
+    return [a.out for a in exact], [a.lse for a in exact]
 
 
 def reachable(spec, step: Step) -> list[np.ndarray]:
     """For each request, bool [seq_len, kv_heads]: some query reads this key."""
-    group = spec.num_q_heads // spec.num_kv_heads
     found = []
-    for r, q in enumerate(step.q):
-        seq_len = len(step.k[r])
-        j = np.arange(seq_len)
-        hit = np.zeros((seq_len, spec.num_kv_heads), bool)
-        for t in range(len(q)):
-            for h in range(spec.num_q_heads):
-                hit[:, h // group] |= step.sees(spec, r, h, seq_len - len(q) + t, j)
-        found.append(hit)
+    for r, k in enumerate(step.k):
+        by_head = np.array([step.sees_all(spec, r, h).any(axis=0) for h in range(spec.num_q_heads)])
+        by_head = by_head.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head, len(k))
+        found.append(by_head.any(axis=1).T)
     return found
 
 
-def allowed_error(spec, step: Step, dtype) -> float:
-    """The largest error that an implementation in `dtype` may make against float64."""
+class Allowed(NamedTuple):
+    """How far an implementation may be from float64, in each of a request's rows."""
+
+    out: np.ndarray  # [query_len, q_heads]
+    lse: np.ndarray  # [query_len, q_heads]
+
+
+def allowed_errors(spec, step: Step, dtype, exact: list[Answer]) -> list[Allowed]:
+    """The largest errors that an implementation in `dtype` may make; but for an LSE's nothing is absolute.
+
+    In 16 bits twice the error, relative to the output's scale, of a plain implementation whose queries, keys,
+    values, probabilities and output are rounded, and besides what these last two roundings come to at worst.
+    Scores are f32 everywhere, but a GPU's tanh has 11 bits.
+    """
     if jnp.dtype(dtype).itemsize >= 4:
-        return F32_TOLERANCE
-    exact, _ = attention(spec, step)
-    plain, _ = attention(spec, step, round_to=dtype)
-    worst = max((np.abs(a - b).max(initial=0.0) for a, b in zip(exact, plain, strict=True)), default=0.0)
-    return 2 * worst + 4 * float(ml_dtypes.finfo(dtype).eps) * 1e-1
+        return [Allowed(F32_TOLERANCE * a.scale, F32_TOLERANCE * (1 + np.abs(a.lse))) for a in exact]
+    plain = answers(spec, step, lambda x: np.asarray(x, dtype).astype(np.float64))
+    worst, worst_lse = 0.0, 0.0
+    for a, b in zip(exact, plain, strict=True):
+        error = np.abs(a.out - b.out).max(axis=-1)
+        worst = max(worst, np.max(error / np.where(a.scale > 0, a.scale, 1.0), initial=0.0))
+        lse_error = [np.where(np.isneginf(a.lse), 0.0, x.lse) for x in (a, b)]
+        worst_lse = max(worst_lse, np.abs(np.subtract(*lse_error)).max(initial=0.0))
+    of_tanh = GPU_TANH * (spec.soft_cap or 0.0)
+    relative = 2 * worst + float(ml_dtypes.finfo(dtype).eps) + of_tanh
+    in_lse = lambda lse: 2 * worst_lse + of_tanh + F32_TOLERANCE * (1 + np.abs(lse))
+    return [Allowed(relative * a.scale, in_lse(a.lse)) for a in exact]
+
+
+def check(spec, step: Step, dtype, starts, out: np.ndarray, lse: np.ndarray) -> None:
+    """A step's outputs and LSEs must be right, those of padding 0 and -inf.
+
+    Args:
+        spec: The layer.
+        step: What is asked.
+        dtype: What the implementation computes in.
+        starts: Where the first token of each request stands.
+        out: [tokens, q_heads, head_dim]
+        lse: [tokens, q_heads]
+    """
+    exact = answers(spec, step)
+    is_padding = np.ones(len(out), bool)
+    for start, a, allowed in zip(starts, exact, allowed_errors(spec, step, dtype, exact), strict=True):
+        here = slice(start, start + len(a.out))
+        is_padding[here] = False
+        is_empty = np.isneginf(a.lse)
+        np.testing.assert_array_equal(np.isneginf(lse[here]), is_empty)
+        far = {"out": np.abs(out[here] - a.out).max(axis=-1, initial=0.0)}
+        far["lse"] = np.abs(np.where(is_empty, 0.0, lse[here]) - np.where(is_empty, 0.0, a.lse))
+        for name, error in far.items():
+            bound = np.where(is_empty, 0.0, getattr(allowed, name))
+            if not (error <= bound).all():
+                at = np.unravel_index(np.argmax(np.nan_to_num(error - bound, nan=np.inf)), error.shape)
+                row = f"{name} of the token {start + at[0]} (query {at[0]} of its request), head {at[1]}"
+                raise AssertionError(f"{row} is off by {error[at]:.3g}, allowed are {bound[at]:.3g}")
+    assert (out[is_padding] == 0).all(), "padding must come out as zeros"
+    assert np.isneginf(lse[is_padding]).all(), "the LSE of padding must be -inf"

@@ -1,0 +1,49 @@
+"""The contract's problems themselves: what an implementation gets wrong shows in them."""
+
+import numpy as np
+import pytest
+
+from tests import contract, oracle
+from tests.contract import CASES, Problem, case_id
+from tests.problems import NEEDLE_EVERY
+
+# As long as the prefill kernel's: several tiles of every width.
+LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}
+
+
+def costs_of_lost_tiles(problem):
+    """(request, kv head, tile of 64 keys) -> what losing it costs the worst row, in allowed errors."""
+    spec, step = problem.spec, problem.step
+    exact = oracle.answers(spec, step)
+    allowed = oracle.allowed_errors(spec, step, problem.dtype, exact)
+    costs = {}
+    for r, (answer, bound) in enumerate(zip(exact, allowed, strict=True)):
+        for h in range(spec.num_q_heads):
+            g, (shares, _) = h // spec.q_heads_per_kv_head, oracle.weights(spec, step, r, h)
+            tiles = np.arange(shares.shape[1]) // NEEDLE_EVERY
+            for tile in np.unique(tiles[(shares > 0).any(axis=0)]):
+                lost = np.where(tiles == tile, shares, 0.0)
+                rest, share = answer.out[:, h] - lost @ step.v[r][:, g], 1 - lost.sum(axis=1)[:, None]
+                changed = np.where(share > 1e-9, rest / np.where(share > 1e-9, share, 1.0), 0.0)
+                bounds = np.where(bound.out[:, h] > 0, bound.out[:, h], 1.0)
+                cost = (np.abs(changed - answer.out[:, h]).max(axis=1) / bounds).max()
+                costs[r, g, tile] = max(costs.get((r, g, tile), 0.0), cost)
+    return costs
+
+
+@pytest.mark.parametrize("case", CASES[::6], ids=case_id)
+def test_a_lost_tile_of_keys_costs_more_than_rounding(case):
+    costs = costs_of_lost_tiles(Problem(case))
+    assert costs
+    assert min(costs.values()) > 3
+
+
+@pytest.mark.parametrize("region", LONG)
+@pytest.mark.parametrize("change", [{}, {"soft_cap": 5.0}, {"alibi": "linear", "sinks": True}], ids=str)
+def test_a_lost_tile_of_a_long_prompt_costs_more_than_rounding(monkeypatch, region, change):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+    plain = {name: values[0] for name, values in contract.FACTORS.items()}
+    case = plain | {"region": region, "heads": (4, 2), "head_dim": 64, "dtype": "bfloat16"} | change
+    costs = costs_of_lost_tiles(Problem(case))
+    assert len(costs) >= 8
+    assert min(costs.values()) > 3
