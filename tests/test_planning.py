@@ -255,7 +255,8 @@ class TestObedience:
 
     def test_a_plan_crosses_jit(self):
         problem = self.problem()
-        plan = jax.jit(lambda metadata: jattn.plan(metadata, problem.spec, problem.kv))(problem.metadata)
+        make = jax.jit(lambda metadata, cache: jattn.plan(metadata, problem.spec, cache))
+        plan = make(problem.metadata, problem.kv)
         np.testing.assert_array_equal(self.attend(problem, plan), self.attend(problem, None))
 
 
