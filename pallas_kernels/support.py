@@ -130,7 +130,7 @@ def why_not_head(head_dim: int, kv_dtypes: tuple[Any, Any]) -> str | None:
     return _first_broken(_head_rules(head_dim, kv_dtypes))
 
 
-def _head_rules(head_dim: int, kv_dtypes: tuple[Any, Any]) -> tuple[tuple[bool, str], ...]:
+def _head_rules(head_dim: int, kv_dtypes: tuple[Any, ...]) -> tuple[tuple[bool, str], ...]:
     is_wide = all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes)
     served = HEAD_DIMS if is_wide else EIGHT_BIT_HEAD_DIMS
     kind = "" if is_wide else " in 8 bits"
@@ -182,16 +182,11 @@ def why_not_read(
     """
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     stored = (*EIGHT_BIT_DTYPES, dtype.name)
-    aligned = 16 // cache_dtype.itemsize
     rules = (
         (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
         (dtype.name in DTYPES, f"reading into {dtype.name} ({_listed(DTYPES)} have one)"),
         (cache_dtype.name in stored, f"a cache of {cache_dtype.name} ({_listed(stored)} have one)"),
-        (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
-        (
-            head_dim % aligned == 0,
-            f"head_dim {head_dim} of {cache_dtype.name} (multiples of {aligned} have one)",
-        ),
+        *_head_rules(head_dim, (cache_dtype,)),
         (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
     )
     return _first_broken(rules)
@@ -242,6 +237,7 @@ def why_not_write(
             f"8-bit heads of {head_dim} ({_listed(HEAD_DIMS)} have one)",
         ),
         (layout != "HND" or kv_heads <= 256, f"HND keys of {kv_heads} heads (at most 256)"),
+        (layout != "HND" or head_dim <= 256, f"HND heads of {head_dim} (at most 256)"),
     ]
     return _first_broken(rules)
 

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.cache_read.kernel import TILE, Shape, read_tiles
-from pallas_kernels.checks import require_one_of, unsupported
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.support import why_not_read
 
@@ -26,32 +26,43 @@ def cache_read(
     dtype: DTypeLike,
     scale: Float[Array, "..."] | None = None,
     layout: str = "NHD",
+    kv_start_loc: Int[Array, " reqs"] | None = None,
+    num_rows: int | None = None,
     interpret: Any = None,
-) -> Shaped[Array, "keys kv_heads head_dim"]:
-    """Keys `first_keys[r]` to `seq_lens[r]` of each request r, from row `r * padded_len` on.
+) -> Shaped[Array, "rows kv_heads head_dim"]:
+    """Key i of each request r in row `kv_start_loc[r] + i`, for i from `first_keys[r]` to `seq_lens[r]`.
 
-    The rows between are garbage. The time follows what is read, the memory what could be.
+    The rows between are garbage. The time follows what is read, the memory `num_rows`.
 
     Args:
         cache: Keys or values: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads,
             block_size, head_dim]; of 8 bits, or of `dtype`.
-        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r.
-        first_keys: First key wanted of each request; a few before it may be read too.
-        seq_lens: One past the last.
+        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
+            without a key that is wanted are never used.
+        first_keys: First key wanted of each request; the TILE keys around it are written, too, and may be
+            garbage.
+        seq_lens: One past the last, at most the keys that the table has room for; TILE likewise.
         dtype: Static: what to read into: bfloat16 or float16.
         scale: Multiplies what is stored: a scalar, [kv_heads], [kv_heads, head_dim], or per token and head
             [blocks, kv_heads, block_size]. None = 1.
         layout: Static: "NHD" or "HND".
+        kv_start_loc: Row of each request's key 0, a multiple of TILE; below 0 where no early key is wanted.
+            What requests write must lie apart and within the rows. None = `padded_len` rows each.
+        num_rows: Static: rows of the output, a multiple of TILE; given with kv_start_loc.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes disagree.
+        ValueError: Shapes disagree, or kv_start_loc comes without num_rows.
         NotImplementedError: There is no kernel for this request; the message says why.
     """
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
+    require(cache.ndim == 4, "cache", "have 4 axes", cache.shape)
     blocks, block_size, kv_heads, head_dim = (cache.shape[i] for i in ((0, 2, 1, 3) if is_hnd else range(4)))
     reqs, max_blocks = block_table.shape
+    require_positive(kv_heads=kv_heads)
+    for name, lens in (("first_keys", first_keys), ("seq_lens", seq_lens)):
+        require_shape(name, lens.shape, (reqs,), "reqs")
     if scale is not None:
         shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size))
         require_one_of("scale's shape", tuple(jnp.shape(scale)), shapes)
@@ -60,6 +71,19 @@ def cache_read(
     )
     if reason is not None:
         raise unsupported("cache_read", reason, "Use another implementation")
+    rows = reqs * padded_len(max_blocks, block_size)
+    if kv_start_loc is None:
+        require(num_rows is None, "num_rows", "be None without kv_start_loc", num_rows)
+        kv_start_loc = jnp.arange(reqs, dtype=jnp.int32) * padded_len(max_blocks, block_size)
+    else:
+        require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
+        is_whole = num_rows is not None and num_rows >= 0 and num_rows % TILE == 0
+        require(is_whole, "num_rows", f"be a multiple of {TILE} with kv_start_loc", num_rows)
+        assert num_rows is not None
+        rows = num_rows
+    if 0 in (blocks, reqs, max_blocks, rows):
+        return jnp.zeros((rows, kv_heads, head_dim), dtype)
+    firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
     cut = head_cut(head_dim, itemsize=cache.dtype.itemsize)
     part = min(block_size, TILE)
     axis = 2 if is_hnd else 1
@@ -73,14 +97,14 @@ def cache_read(
         wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
         per_channel = cut_heads(jnp.broadcast_to(wide, (kv_heads, head_dim)))
         per_channel = jnp.pad(per_channel, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
-    rows = padded_len(max_blocks, block_size)
     out = read_tiles(
         parts,
         per_token,
         per_channel,
+        _tiles(kv_start_loc.astype(jnp.int32), firsts, lens, rows),
         block_table.astype(jnp.int32),
-        first_keys.astype(jnp.int32),
-        seq_lens.astype(jnp.int32),
+        firsts,
+        lens,
         shape=Shape(
             rows=rows,
             kv_heads=kv_heads,
@@ -91,4 +115,14 @@ def cache_read(
         ),
         interpret=interpret,
     )
-    return out.reshape(reqs * rows, kv_heads, head_dim)
+    return out.reshape(rows, kv_heads, head_dim)
+
+
+def _tiles(starts: Array, firsts: Array, lens: Array, rows: int) -> Array:
+    """[rows / TILE, 2]: the request that each tile of rows is for, or -1, and the first of its keys there."""
+    row = jnp.arange(0, rows, TILE, dtype=jnp.int32)[:, None]
+    first_key = row - starts[None, :]
+    is_mine = (first_key >= 0) & (first_key < lens[None, :]) & (first_key + TILE > firsts[None, :])
+    req = jnp.where(is_mine, jnp.arange(1, len(lens) + 1, dtype=jnp.int32)[None, :], 0).max(axis=1) - 1
+    of_mine = jnp.where(is_mine, first_key, 0).max(axis=1)
+    return jnp.stack([req, of_mine], axis=1)

@@ -1,4 +1,4 @@
-"""A thread block reads a tile of one request's keys, of one head; without work it leaves at once."""
+"""A thread block fills a tile of rows with one request's keys, of one head, or leaves at once."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ class Shape:
     """What is static about a call.
 
     Attributes:
-        rows: Rows of a request in the output, a multiple of TILE.
+        rows: Rows of the output, a multiple of TILE.
         kv_heads: Key/value heads.
         block_size: Tokens of a cache block.
         is_hnd: Blocks are [kv_heads, block_size, head_dim].
@@ -45,6 +45,7 @@ def read_tiles(
     cache: jax.Array,
     per_token: jax.Array | None,
     per_channel: jax.Array | None,
+    tiles: jax.Array,
     block_table: jax.Array,
     first_keys: jax.Array,
     seq_lens: jax.Array,
@@ -52,20 +53,22 @@ def read_tiles(
     shape: Shape,
     interpret: Any = None,
 ) -> jax.Array:
-    """Keys in 16 bits: [reqs, rows, kv_heads, chunks, chunk].
+    """Keys in 16 bits: [rows, kv_heads, chunks, chunk].
 
     Args:
         cache: [blocks, parts, part, kv_heads, chunks, chunk], or HND [blocks, kv_heads, parts, part, chunks,
             chunk].
         per_token: f32 scales [blocks, kv_heads, parts, part], or None.
         per_channel: f32 scales [kv_heads, chunks, width], or None.
+        tiles: int32 [rows / TILE, 2]: the request that each tile of rows is for, or -1, and the first of its
+            keys there, a multiple of TILE.
         block_table: int32 [reqs, max_blocks].
         first_keys: int32 [reqs].
         seq_lens: int32 [reqs].
         shape: The call's static sizes.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
-    reqs, cut = block_table.shape[0], shape.cut
+    max_blocks, cut = block_table.shape[1], shape.cut
     part, size = min(shape.block_size, TILE), shape.block_size
     blocks_per_tile = TILE // part
     is_narrow = cache.dtype.itemsize == 1
@@ -75,6 +78,7 @@ def read_tiles(
         cache_g,
         token_g,  # or None
         channel_g,  # or None
+        tiles_g,
         table_g,
         first_g,
         lens_g,
@@ -84,16 +88,18 @@ def read_tiles(
         out_s,  # [chunks, TILE, width] in SMEM
         loaded,
     ):
-        row, tile, head = (lax.axis_index(name) for name in ("row", "tile", "head"))
-        columns = padded_slice(cut.width, cut.chunk, row * 0)
-        first_key, low, high = tile * TILE, first_g[row], lens_g[row]
+        tile, head = (lax.axis_index(name) for name in ("tile", "head"))
+        columns = padded_slice(cut.width, cut.chunk, tile * 0)
+        row, first_key = tiles_g[tile, 0], tiles_g[tile, 1]
 
         def load() -> None:
+            low, high = first_g[row], lens_g[row]
             column = lax.div(first_key, jnp.int32(size))
             nth = lax.div(lax.rem(first_key, jnp.int32(size)), jnp.int32(part))
-            # A block behind the last key may not be there: the last that is stands in.
-            last = lax.div(high - 1, jnp.int32(size))
-            ids = [table_g[row, jnp.minimum(column + j, last)] for j in range(blocks_per_tile)]
+            # Blocks without a key that is wanted may not be there: the nearest with one stands in.
+            first = lax.div(jnp.maximum(low, 0), jnp.int32(size))
+            last = jnp.minimum(lax.div(high - 1, jnp.int32(size)), max_blocks - 1)
+            ids = [table_g[row, jnp.clip(column + j, first, last)] for j in range(blocks_per_tile)]
             for j, block in enumerate(ids):
                 tokens, to = pl.ds(0, part), pl.ds(j * part, part)
                 at = (block, head, nth, tokens) if shape.is_hnd else (block, nth, tokens, head)
@@ -113,7 +119,7 @@ def read_tiles(
                 return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [1])
             return x
 
-        @pl.when((first_key < high) & (first_key + TILE > low))
+        @pl.when(row >= 0)
         def read() -> None:
             load()
             plgpu.barrier_wait(loaded)
@@ -123,23 +129,23 @@ def read_tiles(
                 out_s[chunk] = scaled(x, chunk).astype(shape.dtype)
             plgpu.commit_smem()
             for chunk in range(cut.chunks):  # TMA drops what is past the end of a chunk
-                to = out_g.at[row, pl.ds(first_key, TILE), head, chunk, columns]
+                to = out_g.at[pl.ds(pl.multiple_of(tile * TILE, TILE), TILE), head, chunk, columns]
                 plgpu.copy_smem_to_gmem(out_s.at[chunk], to)
             plgpu.wait_smem_to_gmem(0)
 
     tile_shape = (cut.chunks, TILE, cut.width)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((reqs, shape.rows, shape.kv_heads, cut.chunks, cut.chunk), shape.dtype),
+        out_type=jax.ShapeDtypeStruct((shape.rows, shape.kv_heads, cut.chunks, cut.chunk), shape.dtype),
         scratch_types=[
             swizzled_smem(tile_shape, cache.dtype),
             None if per_token is None else plgpu.SMEM((TILE,), f32),
             swizzled_smem(tile_shape, shape.dtype),
             plgpu.Barrier(num_arrivals=copies),
         ],
-        grid=(reqs, shape.rows // TILE, shape.kv_heads),
-        grid_names=("row", "tile", "head"),
+        grid=(shape.rows // TILE, shape.kv_heads),
+        grid_names=("tile", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="cache_read",
         interpret=interpret,
-    )(cache, per_token, per_channel, block_table, first_keys, seq_lens)
+    )(cache, per_token, per_channel, tiles, block_table, first_keys, seq_lens)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.cache_write.kernel import Side, write_rows
 from pallas_kernels.cache_write.tiles import Tiles, default_tiles
-from pallas_kernels.checks import require_one_of, require_shape, unsupported
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.support import why_not_write
 
 
@@ -52,6 +52,8 @@ def cache_write(
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
     tokens, kv_heads, head_dim = key.shape
+    require_positive(kv_heads=kv_heads)
+    require(k_cache.ndim == 4, "k_cache", "have 4 axes", k_cache.shape)
     blocks, size = k_cache.shape[0], k_cache.shape[2 if is_hnd else 1]
     wanted = (blocks, kv_heads, size, head_dim) if is_hnd else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, wanted, f"of key {key.shape}, {layout}")
@@ -74,7 +76,7 @@ def cache_write(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and scale.ndim:
             require_shape(name, scale.shape, (blocks, kv_heads, size), "blocks, kv_heads, block_size")
-    if tokens == 0:
+    if 0 in (tokens, *k_cache.shape):
         return k_cache, v_cache, k_scale, v_scale
     is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
     flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)

@@ -1,6 +1,7 @@
 """list_tiles: from a number for each tile to the lists of those that are seen."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
 from pallas_kernels.checks import require
@@ -19,4 +20,7 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
         ValueError: A list has more tiles than are counted.
     """
     require(codes.shape[1] <= MAX_TILES, "codes", f"have at most {MAX_TILES} tiles a list", codes.shape)
+    if codes.size == 0:
+        none = jnp.zeros(codes.shape[:1], jnp.int32)
+        return Lists(entries=jnp.zeros(codes.shape, jnp.int32), num_partial=none, num_full=none)
     return jax.lax.platform_dependent(codes, cuda=kernel, default=by_sorting)

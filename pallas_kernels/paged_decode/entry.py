@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.paged_decode.kernel import decode_partials
 from pallas_kernels.paged_decode.loader import copied_rows
@@ -52,7 +52,7 @@ def paged_decode(
         v_cache: As k_cache; may be of another dtype.
         block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
             that no query sees are never used.
-        seq_lens: Keys of each request. 0 marks a padding row.
+        seq_lens: Keys of each request, at most those that the table has room for. 0 marks a padding row.
         score: Static: scale, mask, soft cap.
         layout: Static: "NHD" or "HND".
         decode_query_len: Static: tokens of each request, 1 to 8.
@@ -80,6 +80,7 @@ def paged_decode(
     """
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
+    require(k_cache.ndim == 4, "k_cache", "have 4 axes", k_cache.shape)
     tokens, q_heads, head_dim = query.shape
     reqs = seq_lens.shape[0]
     _, block_size, kv_heads, _ = (k_cache.shape[i] for i in ((0, 2, 1, 3) if is_hnd else (0, 1, 2, 3)))
@@ -87,7 +88,10 @@ def paged_decode(
         "query", query.shape, (reqs * decode_query_len, q_heads, k_cache.shape[3]), "tokens, q_heads"
     )
     require_shape("v_cache", v_cache.shape, k_cache.shape, "as k_cache")
+    require_positive(decode_query_len=decode_query_len, kv_heads=kv_heads, q_heads=q_heads)
     scale_shapes = ((), (kv_heads,), (k_cache.shape[0], kv_heads, block_size))
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
     if k_scale is not None:
         require_one_of("k_scale's shape", k_scale.shape, scale_shapes)
     if v_scale is not None:
@@ -121,6 +125,8 @@ def paged_decode(
     )
     if reason is not None:
         raise unsupported("paged_decode", reason, "Use another implementation")
+    if 0 in (*k_cache.shape, *block_table.shape):
+        return jnp.zeros_like(query), jnp.full((q_heads, tokens), -jnp.inf, jnp.float32)
 
     group = q_heads // kv_heads
     rows = group * decode_query_len
@@ -141,6 +147,9 @@ def paged_decode(
             list_block_size=list_block_size,
             max_kv=block_table.shape[1] * block_size,
         )
+    scheduled = reqs if block_list is None else reqs * kv_heads
+    require_shape("schedule.unit_ends", schedule.unit_ends.shape, (scheduled,), "requests, or their kv heads")
+    require(schedule.unit == tiles.unit, "schedule", f"have units of {tiles.unit} keys", schedule.unit)
     # TMA fills up a single tile of rows with zeros; several tiles, or one of odd size, are padded here.
     needs_padding = row_tiles > 1 or (rows > 8 and rows % 8 != 0)
     shape = Shape(
@@ -247,7 +256,7 @@ def schedule_for(
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
     slots = tiles.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
     if max_kv is not None:
-        slots = min(slots, rows * -(-max_kv // (tiles.split_kv or tiles.tile_kv)))
+        slots = min(slots, rows * -(-max_kv // (tiles.unit)))
     return make_schedule(
         seq_lens,
         score=score,

@@ -66,6 +66,7 @@ def make_loader(
         # and the values mask it.
         low = lax.div(segment.low, jnp.int32(size))
         high = jnp.maximum(lax.div(segment.high - 1, jnp.int32(size)), low)
+        high = jnp.minimum(high, table_g.shape[1] - 1)
         found = []
         for first in place.firsts:
             column = lax.div(first, jnp.int32(size))

@@ -32,7 +32,7 @@ class BlockList(NamedTuple):
     counts: Int32[Array, "reqs kv_heads"]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["slots"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["slots", "unit"])
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
@@ -40,10 +40,12 @@ class Schedule:
     Attributes:
         unit_ends: One past each request's last unit, when the requests' units are laid end to end.
         slots: Number of spans. Whoever works on one finds its first request by itself (span_start).
+        unit: Keys of a unit.
     """
 
     unit_ends: Int32[Array, " reqs"]
     slots: int
+    unit: int
 
 
 MASKED = 256  # requests whose units XLA adds up in one kernel, by a mask; of more it would write out the mask
@@ -63,13 +65,13 @@ def make_schedule(
 
     With lists, "a request" of the schedule is a request's kv head.
     """
-    unit = tiles.split_kv or tiles.tile_kv
+    unit = tiles.unit
     divided = lambda x: lax.div(x, jnp.full_like(x, unit))
     if block_list is not None:
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
-            return Schedule(unit_ends(counts, listed=list_block_size, unit=unit), slots)
+            return Schedule(unit_ends(counts, listed=list_block_size, unit=unit), slots, unit)
         units = divided(counts * list_block_size + (unit - 1))
     else:
         low, high = score.row_range(seq_lens, decode_query_len)
@@ -81,7 +83,7 @@ def make_schedule(
         ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
     else:
         ends = jnp.cumsum(units)
-    return Schedule(ends.astype(jnp.int32), slots)
+    return Schedule(ends.astype(jnp.int32), slots, unit)
 
 
 def span_units(total: Array, slots: int) -> Array:

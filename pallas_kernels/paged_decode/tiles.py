@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.support import why_not_head
 
 NUM_SMS = 132  # H100 SXM, H200
 MAX_ROWS = 64
@@ -48,6 +49,11 @@ class Tiles:
         """What a schedule depends on: calls that agree in it may share one."""
         return self.tile_kv, self.split_kv or 0, self.ctas, self.max_rows
 
+    @property
+    def unit(self) -> int:
+        """Keys of a schedule's unit."""
+        return self.split_kv or self.tile_kv
+
     def row_tile(self, rows: int) -> int:
         """Rows of a tile, rounded up to what the tensor core takes."""
         return min(-(-rows // 8) * 8, self.max_rows)
@@ -88,7 +94,13 @@ def default_tiles(
         kv_dtypes: Of the keys and of the values.
         batch_invariant: A request's bits must not depend on its batch.
         has_lists: Lists of sparse blocks say which keys are visited.
+
+    Raises:
+        NotImplementedError: There is no kernel for heads of this width, stored like this.
     """
+    reason = why_not_head(head_dim, kv_dtypes)
+    if reason is not None:
+        raise unsupported("paged_decode", reason, "Use another implementation")
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_narrow = min(itemsizes) == 1
     width = head_cut(head_dim, itemsize=min(itemsizes)).padded_dim

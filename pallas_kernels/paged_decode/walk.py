@@ -179,7 +179,7 @@ def walk(
     by_row = len_g if counts_g is None else counts_g
     begin = span_start(ends_g, by_row, slot, slots=slots, is_interpreted=is_interpreted)
     stop = jnp.minimum(begin.unit + begin.span, begin.total)
-    tiles_per_unit = (tiles.split_kv or tiles.tile_kv) // tiles.tile_kv
+    tiles_per_unit = tiles.unit // tiles.tile_kv
     zero = slot * 0
 
     def read(row: Any) -> tuple[Any, ...]:

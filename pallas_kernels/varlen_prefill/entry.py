@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
@@ -15,7 +15,14 @@ from pallas_kernels.varlen_prefill.items import Shape
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists, num_parts
 from pallas_kernels.varlen_prefill.masks import KernelMask
-from pallas_kernels.varlen_prefill.schedule import ALIGN, Schedule, heads_at_once, make_schedule
+from pallas_kernels.varlen_prefill.schedule import (
+    ALIGN,
+    TABLE_WIDTH,
+    Schedule,
+    heads_at_once,
+    make_schedule,
+    max_tiles,
+)
 from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
 from pallas_kernels.varlen_prefill.warpgroup import LOG2E
 
@@ -50,7 +57,7 @@ def varlen_prefill(
             and values that no query sees may be anything.
         value: As key.
         query_start_loc: First token of each request, and one past the last; starts with 0.
-        seq_lens: Keys of each request.
+        seq_lens: Keys of each request, at most those that the table has room for.
         score: Static: scale, mask, soft cap.
         kv_start_loc: First key of each request in packed keys.
         block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
@@ -58,7 +65,8 @@ def varlen_prefill(
         layout: Static: "NHD" or "HND"; of a paged cache.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
-        schedule: make_schedule's for the same lengths and tiles; made here when None.
+        schedule: make_schedule's for the same lengths and tiles; made here when None. Its lengths are at most
+            the keys that the block table has room for.
         lists: make_lists' for that schedule: each head's tiles of keys. Of a listed tile, values must be
             finite from the first key that some query of the request sees by the score's numbers to the
             request's last, even where the mask hides them; the others may be anything.
@@ -83,13 +91,11 @@ def varlen_prefill(
     require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
     is_paged, is_hnd = block_table is not None, layout == "HND"
     num_tokens, q_heads, head_dim = query.shape
-    reqs = seq_lens.shape[0]
     require(key.ndim == (4 if is_paged else 3), "key", f"have {4 if is_paged else 3} axes", key.shape)
     kv_heads = key.shape[1 if is_paged and is_hnd else -2]
-    require_shape("value", value.shape, key.shape, "as key")
-    require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
-    require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
-    require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+    _check_shapes(query, key, value, query_start_loc, seq_lens, kv_start_loc, block_table, kv_heads)
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
     block_size = key.shape[2 if is_hnd else 1] if is_paged else None
     reason = why_not_prefill(dtype=query.dtype, kv_dtype=key.dtype, head_dim=head_dim, block_size=block_size)
     if reason is not None:
@@ -102,11 +108,17 @@ def varlen_prefill(
         require(
             parts <= MAX_PARTS, "block_q", f"cut {tiles.tile_q} queries into {MAX_PARTS} at most", block_q
         )
+    if 0 in (num_tokens, *key.shape, *(seq_lens if block_table is None else block_table).shape):
+        lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
+        return jnp.zeros_like(query), lse if return_lse else None
     cut = head_cut(head_dim)
     if schedule is None:
+        if block_size is not None and block_table is not None:  # no table is read behind its end
+            seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), block_table.shape[1] * block_size)
         schedule = make_schedule(
             query_start_loc, seq_lens, kv_start_loc, num_tokens=num_tokens, score=score, tiles=tiles
         )
+    _check_schedule(schedule, lists, num_tokens, seq_lens.shape[0], q_heads, tiles)
 
     def cut_head(x: Array) -> Array:
         return x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
@@ -161,6 +173,43 @@ def varlen_prefill(
     if lse_tiles is None:
         return out, None
     return out, _lse_of_tokens(lse_tiles, query_start_loc, schedule, num_tokens)
+
+
+def _check_shapes(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_start_loc: Array,
+    seq_lens: Array,
+    kv_start_loc: Array | None,
+    block_table: Array | None,
+    kv_heads: int,
+) -> None:
+    _, q_heads, head_dim = query.shape
+    reqs = seq_lens.shape[0]
+    require_positive(kv_heads=kv_heads, q_heads=q_heads)
+    require_shape("value", value.shape, key.shape, "as key")
+    require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
+    require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
+    if kv_start_loc is not None:
+        require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
+    if block_table is not None:
+        require_shape("block_table", block_table.shape, (reqs, *block_table.shape[1:2]), "reqs, max_blocks")
+    require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+
+
+def _check_schedule(
+    schedule: Schedule, lists: TileLists | None, num_tokens: int, reqs: int, q_heads: int, tiles: Tiles
+) -> None:
+    """Refuses a schedule that was made for other tokens, requests, heads or tiles, as far as shapes tell."""
+    rows = max_tiles(num_tokens, reqs, tiles.tile_q)
+    what = f"{num_tokens} tokens of {reqs} requests in tiles of {tiles.tile_q}"
+    require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
+    require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), what)
+    if lists is not None:
+        what = f"{rows} tiles of queries, {q_heads} heads"
+        require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
+        require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), what)
 
 
 def _lse_of_tokens(lse_tiles: Array, query_start_loc: Array, schedule: Schedule, num_tokens: int) -> Array:

@@ -58,6 +58,8 @@ def make_lists(
             tile of keys lies outside the request; none is seen whole that reaches past the request's ends.
         sets: Static: the heads are worked through in so many sets, one after the other.
     """
+    if codes.shape[2] == 0:  # nothing to see: as a tile that nobody sees
+        codes = jnp.pad(codes, ((0, 0), (0, 0), (0, 1)))
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))
     sort = functools.partial(sorted_items, sets=sets)

@@ -1,6 +1,7 @@
 """cache_read: against numpy in interpret mode and on a GPU, compiled for an H200, races, refusals."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ FACTORS = {
     "head_dim": [64, 80, 128, 192],
 }
 FAST = FACTORS | {"block_size": [16, 128], "head_dim": [64, 80]}
-LENS, FIRST_KEYS, HEADS = [70, 0, 130, 9], [0, 0, 66, 0], 2
+LENS, FIRST_KEYS, HEADS = [70, 0, 130, 9], [0, 0, 90, 0], 2
+# Requests out of order; of one the early keys are not there.
+STARTS, ROWS = [128, 0, -64, 256], 384
 
 
 class Problem:
@@ -38,10 +41,12 @@ class Problem:
         table = np.full((len(LENS), max(needed)), 10**6, np.int32)
         live = np.zeros(blocks * size, bool)
         slots = []
-        for row, mine, n in zip(table, np.split(ids, np.cumsum(needed)[:-1]), LENS, strict=True):
+        split = np.split(ids, np.cumsum(needed)[:-1])
+        for row, mine, n, first in zip(table, split, LENS, FIRST_KEYS, strict=True):
             row[: len(mine)] = mine
+            row[: first // size] = -(2**30)
             slots.append((mine[:, None] * size + np.arange(size)).reshape(-1)[:n])
-            live[slots[-1]] = True
+            live[slots[-1][first:]] = True
         values = rng.normal(size=(blocks * size, HEADS, dim)) * (40 if stored == np.int8 else 1)
         values = values.astype(stored)
         garbage = np.asarray(77 if stored == np.int8 else np.nan, stored)
@@ -69,14 +74,15 @@ class Problem:
         self.scale = None if scale is None else jnp.asarray(scale)
         self.rows = padded_len(table.shape[1], size)
 
-    def run(self, interpret=None):
-        read = jax.jit(functools.partial(cache_read, **self.options, interpret=interpret))
+    def run(self, interpret=None, **where):
+        read = jax.jit(functools.partial(cache_read, **self.options, interpret=interpret, **where))
         return read(*self.arguments, scale=self.scale)
 
-    def check(self, out):
-        for r, (want, first) in enumerate(zip(self.want, FIRST_KEYS, strict=True)):
-            got = np.asarray(out[r * self.rows : r * self.rows + len(want)])
-            np.testing.assert_array_equal(got[first:], want[first:])
+    def check(self, out, starts=None):
+        starts = [r * self.rows for r in range(len(LENS))] if starts is None else starts
+        for start, want, first in zip(starts, self.want, FIRST_KEYS, strict=True):
+            got = np.asarray(out[start + first : start + len(want)])
+            np.testing.assert_array_equal(got, want[first:])
 
 
 def cases(factors):
@@ -91,6 +97,21 @@ def case_id(case):
 def test_reads_what_the_cache_stands_for(case):
     problem = Problem(case)
     problem.check(problem.run(plgpu.InterpretGPUParams()))
+
+
+def test_the_block_of_a_key_that_nobody_wants_is_not_looked_up():
+    """What stands there may be any number: the block of the nearest key that is wanted is read instead."""
+    problem = Problem({name: values[0] for name, values in FAST.items()} | {"scale": "none"})
+    out = np.asarray(problem.run(plgpu.InterpretGPUParams()))[2 * problem.rows :]
+    np.testing.assert_array_equal(
+        out[64:80], out[80:96]
+    )  # request 2 wants its keys from 90 on, in blocks of 16
+
+
+def test_requests_stand_where_the_caller_says():
+    problem = Problem({name: values[0] for name, values in FAST.items()})
+    where = {"kv_start_loc": jnp.asarray(STARTS, jnp.int32), "num_rows": ROWS}
+    problem.check(problem.run(plgpu.InterpretGPUParams(), **where), STARTS)
 
 
 @pytest.mark.slow
@@ -157,7 +178,8 @@ class TestRefusals:
             ({"dtype": jnp.float32}, "reading into float32"),
             ({"cache_dtype": jnp.float16}, "a cache of float16 .*int8, bfloat16"),
             ({"head_dim": 72}, "head_dim 72 .*80"),
-            ({"head_dim": 120}, "head_dim 120 of int8 .multiples of 16"),
+            ({"head_dim": 112}, "head_dim 112 in 8 bits .32, 64, 80, 96, 128"),
+            ({"head_dim": 120}, "head_dim 120 in 8 bits .32, 64"),
             ({"block_size": 4}, "block_size 4 .*16"),
             ({"layout": "packed"}, "the packed layout"),
         ],
@@ -171,6 +193,29 @@ class TestRefusals:
         one = jnp.zeros(1, jnp.int32)
         with pytest.raises(NotImplementedError, match=r"cache_read: .*block_size 4"):
             cache_read(jnp.zeros((2, 4, 1, 64), jnp.int8), one[None], one, one, dtype=jnp.bfloat16)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_rows": 64}, "num_rows must be None without kv_start_loc, got 64"),
+            ({"kv_start_loc": True}, "num_rows must be a multiple of 64 with kv_start_loc, got None"),
+            ({"kv_start_loc": True, "num_rows": 96}, "num_rows must be a multiple of 64 .*got 96"),
+            ({"kv_start_loc": False, "num_rows": 64}, r"kv_start_loc must have shape \(1,\) .*got \(2,\)"),
+            ({"first_keys": 2}, r"first_keys must have shape \(1,\) .*got \(2,\)"),
+            ({"seq_lens": 2}, r"seq_lens must have shape \(1,\) .*got \(2,\)"),
+            ({"cache": (2, 16, 64)}, r"cache must have 4 axes, got \(2, 16, 64\)"),
+            ({"cache": (2, 16, 0, 64)}, "kv_heads must be positive, got 0"),
+        ],
+    )
+    def test_arguments_that_disagree_are_named(self, change, message):
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        shape = change.pop("cache", (2, 16, 1, 64))
+        if "kv_start_loc" in change:
+            change["kv_start_loc"] = zeros(1 if change["kv_start_loc"] else 2)
+        lens = {name: zeros(change.pop(name, 1)) for name in ("first_keys", "seq_lens")}
+        unchecked = inspect.unwrap(cache_read)  # shapes in annotations are not executed but in tests
+        with pytest.raises(ValueError, match=message):
+            unchecked(jnp.zeros(shape, jnp.int8), zeros((1, 1)), **lens, dtype=jnp.bfloat16, **change)
 
     def test_shapes_that_disagree_are_named(self):
         cache, one = jnp.zeros((2, 16, 1, 64), jnp.int8), jnp.zeros(1, jnp.int32)

@@ -1,0 +1,365 @@
+"""Every `why_not` against its kernel: what it lets pass lowers for a GPU, what it refuses the kernel refuses.
+
+Lowering needs no GPU and no CUDA: Pallas says there what it cannot compile.
+"""
+
+import functools
+import inspect
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import support
+from pallas_kernels.cache_read import cache_read
+from pallas_kernels.cache_write import cache_write
+from pallas_kernels.list_tiles import codes_of, list_tiles
+from pallas_kernels.paged_decode import Tiles, default_tiles, paged_decode, schedule_for
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import Tiles as PrefillTiles
+from pallas_kernels.varlen_prefill import make_lists, make_schedule, varlen_prefill
+
+HEAD_DIMS = [128, 64, 16, 32, 48, 72, 80, 96, 112, 120, 160, 192, 256, 320, 512]
+HEADS = {"kv_heads": [1, 2, 3, 5, 8], "head_dim": HEAD_DIMS}
+CACHE = HEADS | {
+    "layout": ["NHD", "HND"],
+    "block_size": [16, 4, 8, 24, 32, 64, 128, 256, 512],
+    "dtype": ["bfloat16", "float16", "float32"],
+    "stored": ["same", "int8", "float8_e4m3fn", "float8_e5m2", "float32"],
+    "scale": ["none", "scalar", "head", "channel", "token"],
+}
+GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 65]
+REQUESTS = {"reqs": [3, 0, 1], "max_blocks": [5, 0, 1]}
+DECODE = CACHE | REQUESTS | {"group": GROUPS, "query_len": [1, 2, 3, 5, 8, 9]}
+PREFILL = (
+    HEADS
+    | REQUESTS
+    | {
+        "layout": ["NHD", "HND", "packed"],
+        "block_size": CACHE["block_size"],
+        "dtype": CACHE["dtype"],
+        "group": GROUPS,
+        "tokens": [40, 0, 1],
+    }
+)
+READ = CACHE | REQUESTS
+STORED = [
+    ("same", "same"), ("int8", "int8"), ("float8_e4m3fn", "same"), ("float8_e5m2", "int8"),
+    ("int8", "float32"),
+]  # fmt: skip
+WRITE = HEADS | {
+    "layout": CACHE["layout"],
+    "dtype": CACHE["dtype"],
+    "stored": STORED,
+    "scale": ["none", "scalar", "token", "head"],
+    "tokens": [7, 0, 1, 2000],
+}
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def cache_of(case, stored):
+    """A cache, its dtype, and its scale or None, abstract."""
+    heads, size, dim = case["kv_heads"], case.get("block_size", 16), case["head_dim"]
+    dtype = jnp.dtype(case["dtype"] if stored == "same" else stored)
+    rows = (size, heads) if case["layout"] == "NHD" else (heads, size)
+    scales = {
+        "none": None,
+        "scalar": (),
+        "head": (heads,),
+        "channel": (heads, dim),
+        "token": (9, heads, size),
+    }
+    scale = scales[case["scale"]] if "scale" in case else None
+    scale = None if scale is None else jax.ShapeDtypeStruct(scale, jnp.float32)
+    return jax.ShapeDtypeStruct((9, *rows, dim), dtype), scale
+
+
+def decode(case):
+    cache, scale = cache_of(case, case["stored"])
+    has_token_scale = scale is not None and len(scale.shape) == 3
+    reason = support.why_not_decode(
+        dtype=case["dtype"],
+        k_dtype=cache.dtype,
+        v_dtype=cache.dtype,
+        head_dim=case["head_dim"],
+        block_size=case["block_size"],
+        group=case["group"],
+        decode_query_len=case["query_len"],
+        layout=case["layout"],
+        has_token_scales=(has_token_scale, has_token_scale),
+    )
+    k_scale = None if case["scale"] == "channel" else scale
+    tokens, q_heads = case["reqs"] * case["query_len"], case["kv_heads"] * case["group"]
+    query = jax.ShapeDtypeStruct((tokens, q_heads, case["head_dim"]), case["dtype"])
+    run = functools.partial(
+        paged_decode, score=Score(scale=0.1), layout=case["layout"], decode_query_len=case["query_len"]
+    )
+    call = lambda query, cache, table, lens, k_scale, v_scale: run(
+        query, cache, cache, table, lens, k_scale=k_scale, v_scale=v_scale
+    )
+    table = ints(case["reqs"], case["max_blocks"])
+    return reason, call, (query, cache, table, ints(case["reqs"]), k_scale, scale)
+
+
+def prefill(case):
+    is_packed = case["layout"] == "packed"
+    reason = support.why_not_prefill(
+        dtype=case["dtype"],
+        kv_dtype=case["dtype"],
+        head_dim=case["head_dim"],
+        block_size=None if is_packed else case["block_size"],
+        layout="NHD" if is_packed else case["layout"],
+    )
+    q_heads = case["kv_heads"] * case["group"]
+    query = jax.ShapeDtypeStruct((case["tokens"], q_heads, case["head_dim"]), case["dtype"])
+    lens = ints(case["reqs"] + 1), ints(case["reqs"])
+    if is_packed:
+        kv = jax.ShapeDtypeStruct((case["tokens"], case["kv_heads"], case["head_dim"]), case["dtype"])
+        call = lambda query, kv, starts, lens, where: varlen_prefill(
+            query, kv, kv, starts, lens, score=Score(scale=0.1), kv_start_loc=where
+        )
+        return reason, call, (query, kv, *lens, ints(case["reqs"]))
+    kv, _ = cache_of(case, "same")
+    call = lambda query, kv, starts, lens, where: varlen_prefill(
+        query, kv, kv, starts, lens, score=Score(scale=0.1), block_table=where, layout=case["layout"]
+    )
+    return reason, call, (query, kv, *lens, ints(case["reqs"], case["max_blocks"]))
+
+
+def read(case):
+    cache, scale = cache_of(case, case["stored"])
+    reason = support.why_not_read(
+        dtype=case["dtype"],
+        cache_dtype=cache.dtype,
+        head_dim=case["head_dim"],
+        block_size=case["block_size"],
+        layout=case["layout"],
+    )
+    run = functools.partial(cache_read, dtype=jnp.dtype(case["dtype"]), layout=case["layout"])
+    call = lambda cache, table, first, lens, scale: run(cache, table, first, lens, scale=scale)
+    reqs = ints(case["reqs"])
+    return reason, call, (cache, ints(case["reqs"], case["max_blocks"]), reqs, reqs, scale)
+
+
+def write(case):
+    (k, k_scale), (v, v_scale) = (cache_of(case, stored) for stored in case["stored"])
+    k_scale, v_scale = (None if x.dtype == case["dtype"] else s for x, s in ((k, k_scale), (v, v_scale)))
+    reason = support.why_not_write(
+        dtype=case["dtype"],
+        k_dtype=k.dtype,
+        v_dtype=v.dtype,
+        layout=case["layout"],
+        kv_heads=case["kv_heads"],
+        head_dim=case["head_dim"],
+        k_scale_ndim=None if k_scale is None else len(k_scale.shape),
+        v_scale_ndim=None if v_scale is None else len(v_scale.shape),
+    )
+    new = jax.ShapeDtypeStruct((case["tokens"], case["kv_heads"], case["head_dim"]), case["dtype"])
+    call = lambda new, k, v, slots, k_scale, v_scale: cache_write(
+        new, new, k, v, slots, k_scale=k_scale, v_scale=v_scale, layout=case["layout"]
+    )
+    return reason, call, (new, k, v, ints(case["tokens"]), k_scale, v_scale)
+
+
+def lowers(call, arguments):
+    jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def hold(question, case):
+    reason, call, arguments = question(case)
+    if reason is None:
+        lowers(call, arguments)
+        return
+    with pytest.raises(NotImplementedError) as refusal:
+        lowers(call, arguments)
+    assert reason in str(refusal.value)
+
+
+WALKS = {decode: DECODE, prefill: PREFILL, read: READ, write: WRITE}
+DRAWS = 400  # until a case of a value is served, or none is
+
+
+def served(question, times):
+    """Cases with a kernel: each value that some of them has is in so many, beside others drawn by chance."""
+    factors, rng = WALKS[question], random.Random(0)
+    cases: list[dict] = []
+    for name, values in factors.items():
+        for value in values:
+            for _ in range(DRAWS):
+                if sum(case[name] == value for case in cases) >= times:
+                    break
+                case = {other: rng.choice(choices) for other, choices in factors.items()} | {name: value}
+                if question(case)[0] is None:
+                    cases.append(case)
+    return [pytest.param(question, case, id=f"{question.__name__}-{case_id(case)}") for case in cases]
+
+
+def case_id(case):
+    return "-".join(map(str, case.values())).replace(" ", "")
+
+
+@pytest.mark.parametrize(("question", "case"), [x for question in WALKS for x in served(question, 1)])
+def test_what_is_not_refused_lowers(question, case):
+    hold(question, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("question", "case"), [x for question in WALKS for x in served(question, 6)])
+def test_more_of_what_is_not_refused_lowers(question, case):
+    hold(question, case)
+
+
+@pytest.mark.parametrize("question", WALKS)
+def test_what_is_refused_the_kernel_refuses_in_the_same_words(question):
+    factors, rng = WALKS[question], random.Random(1)
+    drawn = [{name: rng.choice(choices) for name, choices in factors.items()} for _ in range(150)]
+    refused = [case for case in drawn if question(case)[0] is not None]
+    assert len(refused) > 50
+    for case in refused:
+        hold(question, case)
+
+
+ONE = {"reqs": 1, "max_blocks": 1, "tokens": 1, "query_len": 1, "group": 1, "kv_heads": 1, "head_dim": 64}
+PLAIN = ONE | {"layout": "NHD", "block_size": 16, "dtype": "bfloat16", "stored": "same", "scale": "none"}
+EMPTY = [
+    (decode, {"reqs": 0}), (decode, {"max_blocks": 0}), (read, {"reqs": 0}), (read, {"max_blocks": 0}),
+    (prefill, {"reqs": 0}), (prefill, {"tokens": 0}), (prefill, {"max_blocks": 0}),
+    (prefill, {"layout": "packed", "tokens": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("question", "change"), EMPTY)
+def test_nothing_to_attend_to_is_zeros(question, change):
+    _, call, arguments = question(PLAIN | change)
+    zeros = [None if x is None else jnp.zeros(x.shape, x.dtype) for x in arguments]
+    results = jax.tree.leaves(call(*zeros))
+    assert not any(np.asarray(x, np.float32).any() for x in results[:1])
+    assert all(np.isneginf(x).all() for x in results[1:])
+    if question in (decode, prefill):
+        assert results[0].shape == arguments[0].shape
+
+
+def test_no_tokens_and_no_blocks_leave_a_cache_as_it_is():
+    for tokens, blocks in ((0, 2), (3, 0)):
+        new, cache = jnp.zeros((tokens, 1, 64), jnp.bfloat16), jnp.ones((blocks, 16, 1, 64), jnp.bfloat16)
+        k, v, *_ = cache_write(new, new, cache, cache, jnp.zeros(tokens, jnp.int32))
+        np.testing.assert_array_equal(k, cache)
+        np.testing.assert_array_equal(v, cache)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_no_lists_and_no_tiles_are_lists_of_nothing(shape):
+    none = jnp.zeros(shape, bool)
+    listed = list_tiles(codes_of(none, none))
+    assert listed.entries.shape == shape
+    for count in (listed.num_partial, listed.num_full):
+        np.testing.assert_array_equal(count, np.zeros(shape[0], np.int32))
+
+
+def zeros_of(question, **change):
+    arguments = question(PLAIN | change)[2]
+    return [None if x is None else jnp.zeros(x.shape, x.dtype) for x in arguments]
+
+
+class TestSchedulesOfOthers:
+    """Of other tiles, tokens or requests: what shapes and static facts tell."""
+
+    def test_decode(self):
+        query, cache, table, lens, *_ = zeros_of(decode)
+        score = Score(scale=0.1)
+        made = lambda lens, **sizes: schedule_for(
+            lens, score=score, tiles=Tiles(**sizes), kv_heads=1, group=1, decode_query_len=1
+        )
+        run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
+        with pytest.raises(ValueError, match="schedule must have units of 64 keys, got 2048"):
+            run(schedule=made(lens, split_kv=2048))
+        with pytest.raises(ValueError, match=r"schedule.unit_ends must have shape \(1,\) .*got \(2,\)"):
+            run(schedule=made(jnp.zeros(2, jnp.int32)))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"tiles": PrefillTiles(teams=2)}, r"schedule.table must have shape \(4, 32\) .*got \(5, 32\)"),
+            ({"num_tokens": 999}, r"schedule.table must have shape \(4, 32\) .*got \(10, 32\)"),
+            ({"reqs": 1}, r"schedule.table must have shape \(4, 32\) .*got \(3, 32\)"),
+        ],
+    )
+    def test_prefill(self, change, message):
+        query, kv, starts, lens, table = zeros_of(prefill, tokens=150, reqs=2)
+        score = Score(scale=0.1)
+        options = {"tiles": PrefillTiles(), "num_tokens": 150} | change
+        reqs = options.pop("reqs", 2)
+        schedule = make_schedule(starts[: reqs + 1], lens[:reqs], score=score, **options)
+        run = functools.partial(varlen_prefill, query, kv, kv, starts, lens, block_table=table, score=score)
+        with pytest.raises(ValueError, match=message):
+            run(schedule=schedule, tiles=PrefillTiles())
+
+    def test_lists(self):
+        query, kv, starts, lens, table = zeros_of(prefill)
+        score, tiles = Score(scale=0.1), PrefillTiles()
+        schedule = make_schedule(starts, lens, num_tokens=1, score=score, tiles=tiles, has_lists=True)
+        run = functools.partial(varlen_prefill, query, kv, kv, starts, lens, block_table=table, score=score)
+        message = r"lists.table must have shape \(2, 32\) .2 tiles of queries, 1 heads., got \(4, 32\)"
+        with pytest.raises(ValueError, match=message):
+            run(schedule=schedule, lists=lists_of(schedule, 2, 1), tiles=tiles)
+
+    def test_lists_of_no_tiles_of_keys_are_lists_of_nothing(self):
+        _, _, starts, lens, _ = zeros_of(prefill)
+        schedule = make_schedule(starts, lens, num_tokens=1, score=Score(scale=0.1), tiles=PrefillTiles())
+        lists = lists_of(schedule, 1, 0)
+        assert lists.entries.shape == (2, 1)
+
+
+def lists_of(schedule, heads, kv_tiles):
+    seen = jnp.ones((schedule.table.shape[0], heads, kv_tiles), bool)
+    return make_lists(schedule, codes_of(seen, seen))
+
+
+WRONG_SHAPES = [
+    (prefill, {"block_table": (2, 1)}, r"block_table must have shape \(1, 1\) .*got \(2, 1\)"),
+    (prefill, {"sinks": (2,)}, r"sinks must have shape \(1,\) .*got \(2,\)"),
+    (prefill, {"alibi_slopes": (2,)}, r"alibi_slopes must have shape \(1,\) .*got \(2,\)"),
+    (prefill, {"query": (1, 0, 64)}, "q_heads must be positive, got 0"),
+    (decode, {"k_cache": (9, 16, 64)}, r"k_cache must have 4 axes, got \(9, 16, 64\)"),
+    (decode, {"query": (1, 0, 64)}, "q_heads must be positive, got 0"),
+    (decode, {"sinks": (2,)}, r"sinks must have shape \(1,\) .*got \(2,\)"),
+    (decode, {"alibi_slopes": (2,)}, r"alibi_slopes must have shape \(1,\) .*got \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("question", "change", "message"), WRONG_SHAPES)
+def test_shapes_that_disagree_are_named(question, change, message):
+    query, cache, *rest = zeros_of(question)
+    named = (
+        dict(zip(("query_start_loc", "seq_lens", "block_table"), rest, strict=True))
+        if (question is prefill)
+        else {"block_table": rest[0], "seq_lens": rest[1]}
+    )
+    names = ("key", "value") if question is prefill else ("k_cache", "v_cache")
+    arrays = {"query": query, **dict.fromkeys(names, cache), **named}
+    arrays |= {name: jnp.zeros(shape, arrays.get(name, jnp.zeros(0)).dtype) for name, shape in change.items()}
+    kernel = inspect.unwrap(varlen_prefill if question is prefill else paged_decode)
+    with pytest.raises(ValueError, match=message):
+        kernel(**arrays, score=Score(scale=0.1))
+
+
+def test_a_request_longer_than_its_table_is_cut():
+    """No table is read behind its end, whatever the lengths say."""
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    q, k, v = draw(0, 3, 1, 64), draw(1, 9, 16, 1, 64), draw(2, 9, 16, 1, 64)
+    run = functools.partial(
+        varlen_prefill, q, k, v, jnp.asarray([0, 3]), block_table=jnp.asarray([[4, 2]]),
+        score=Score(scale=0.1), tiles=PrefillTiles(ctas=1), interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
+    np.testing.assert_array_equal(run(jnp.asarray([1000]))[0], run(jnp.asarray([32]))[0])
+
+
+def test_heads_without_tiles_are_refused_as_by_the_kernel():
+    with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 112 in 8 bits"):
+        default_tiles(112, rows=1, kv_dtypes=("int8", "int8"))
