@@ -53,6 +53,7 @@ from jattn.metadata.split import (
     split_prefill_chunks,
 )
 from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table
+from jattn.models.scales import CalibrationWarning
 from jattn.module import PagedAttention
 from jattn.planning import KernelFallbackWarning, Plan, plan
 from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
@@ -67,6 +68,7 @@ __all__ = [
     "Bucket",
     "CUDAGraphMode",
     "CacheSpec",
+    "CalibrationWarning",
     "CascadeMetadata",
     "DecodeGraphs",
     "DecodeLoopOutput",

@@ -1,38 +1,11 @@
 """8-bit keys and values: how a number becomes stored bits and a scale, and back."""
 
-import warnings
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 # Below this a token's scale says nothing any more; vLLM's floor.
 MIN_SCALE = 1e-6
-
-
-class UncalibratedWarning(UserWarning):
-    """A cache rounds keys or values with a static scale of 1 because nobody gave it another."""
-
-
-def warn_uncalibrated(quantization: str, layers: Sequence[int]) -> None:
-    """Warns that layers of a model round with scale 1; says nothing where there are none.
-
-    Args:
-        quantization: The caches', one with static scales that have a default.
-        layers: Those whose scales are not known.
-    """
-    if not layers:
-        return
-    listed = ", ".join(map(str, layers))
-    other = f"{quantization}_token_head" if quantization == "fp8_e4m3" else "int8_token_head"
-    warnings.warn(
-        f"{quantization!r} in layers {listed} without static scales: keys and values are rounded with scale "
-        "1, vLLM's default, so what is large is cut off and what is small loses digits. "
-        f"jattn.calibrate(model, prompts) makes scales; quantization={other!r} needs none.",
-        UncalibratedWarning,
-        stacklevel=3,
-    )
 
 
 def largest(dtype: DTypeLike) -> float:

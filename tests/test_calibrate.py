@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 import jattn
 from jattn.models import Decoder, KVScales
 from jattn.models.loading import read_config
-from jattn.quantize import UncalibratedWarning
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
 from tests.models.families import CONFIGS, random_tensors, write_checkpoint
@@ -91,9 +90,7 @@ class TestFiles:
         for loaded in (model, jattn.models.load(tmp_path / "b", progress=False)):
             assert loaded.kv_scales.layers[0] == (None, None)
             assert loaded.kv_scales.layers[1] == (0.5, 0.25)
-        with pytest.warns(
-            UncalibratedWarning, match=r"'fp8_e4m3' in layers 0, 2 without .*rounded with scale 1"
-        ):
+        with pytest.warns(jattn.CalibrationWarning, match="layers 0, 2 have no scales"):
             first, second = model.create_caches(2, quantization="fp8_e4m3")[:2]
         assert (first.k_scale, second.k_scale, second.v_scale) == (1, 0.5, 0.25)
 
@@ -144,18 +141,6 @@ class TestRefusals:
     def test_what_cannot_be_calibrated_is_named(self, prompts, options, message):
         with pytest.raises(ValueError, match=message):
             jattn.calibrate(make(), prompts, **options)
-
-    @pytest.mark.parametrize(
-        ("name", "other"), [("fp8_e4m3", "_token_head"), ("fp8_e5m2", "int8_token_head")]
-    )
-    def test_fp8_without_scales_is_vllms_default_and_says_so_once(self, name, other):
-        message = (
-            f"'{name}' in layers 0, 1, 2 without static scales.*rounded with scale 1.*calibrate.*{other}"
-        )
-        with pytest.warns(UncalibratedWarning, match=message) as seen:
-            caches = make().create_caches(3, quantization=name)
-        assert len(seen) == 1
-        assert caches[0].k_scale == caches[0].v_scale == 1
 
     def test_layers_that_are_skipped_lack_nothing(self):
         make().create_caches(3, quantization="fp8_e4m3", skip_layers=(0, 1, 2))  # a warning is an error

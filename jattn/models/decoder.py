@@ -16,9 +16,8 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import RMSNorm, matmul_precision
-from jattn.models.scales import KVScales, LayerScales
+from jattn.models.scales import KVScales, static_scales
 from jattn.planning import Plan, plan
-from jattn.quantize import warn_uncalibrated
 from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
@@ -193,10 +192,11 @@ class Decoder(nnx.Module):
     ) -> tuple[PagedCache, ...]:
         """Empty caches, one a layer, with kv_scales where scales are static; arguments as `cache_specs`.
 
-        Warns (`quantize.UncalibratedWarning`) where an fp8 cache rounds with scale 1 for want of kv_scales.
-
         Raises:
             ValueError: The quantisation needs scales per channel and kv_scales has none, or of another shape.
+
+        Warns:
+            CalibrationWarning: The quantisation has static scales and kv_scales lacks some: 1 is taken.
         """
         specs = self.cache_specs(
             num_blocks,
@@ -206,22 +206,5 @@ class Decoder(nnx.Module):
             quantization=quantization,
             skip_layers=skip_layers,
         )
-        scales = [self._scales(i, spec) for i, spec in enumerate(specs)]
-        is_missing = lambda i: any(
-            stored.scale == "static" and scale is None
-            for stored, scale in zip(specs[i].stored, scales[i].values(), strict=True)
-        )
-        if quantization is not None:
-            warn_uncalibrated(quantization, [i for i in range(len(specs)) if is_missing(i)])
-        return tuple(PagedCache.create(spec, **scale) for spec, scale in zip(specs, scales, strict=True))
-
-    def _scales(self, layer: int, spec: CacheSpec) -> dict[str, Any]:
-        """A layer's static scales, of those that its cache has."""
-        known = LayerScales() if self.kv_scales is None else self.kv_scales.layers[layer]
-        scales = {}
-        for name, stored in zip(("k", "v"), spec.stored, strict=True):
-            scale = getattr(known, name)
-            rule = f"have a {name}_scale per channel for {spec.quantization} (jattn.calibrate makes them)"
-            require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
-            scales[f"{name}_scale"] = scale if stored.scale in ("static", "channel") else None
-        return scales
+        scales = static_scales(self.kv_scales, specs)
+        return tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))

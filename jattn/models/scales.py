@@ -3,16 +3,25 @@
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jattn.models.checkpoint import existing, optional_module, stored_dtype
+from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
 # vLLM reads the first form; ModelOpt's checkpoints have the second.
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv])_scale|([kv])_proj\.\3_scale)")
+
+
+PACKAGE = str(pathlib.Path(__file__).parents[1])  # a warning points at whoever called into it
+
+
+class CalibrationWarning(UserWarning):
+    """An 8-bit cache has static scales that nobody has measured."""
 
 
 class LayerScales(NamedTuple):
@@ -87,3 +96,34 @@ class KVScales:
 def is_scale(name: str) -> bool:
     """Whether a checkpoint's tensor is a static scale of a cache."""
     return NAME.fullmatch(name) is not None
+
+
+def static_scales(kv_scales: KVScales | None, specs: Sequence[CacheSpec]) -> list[dict[str, Any]]:
+    """Each layer's static scales, as `PagedCache.create` takes them; None for what has none.
+
+    Raises:
+        ValueError: There is not an entry a layer, or a scale per channel is missing.
+
+    Warns:
+        CalibrationWarning: Another static scale is missing.
+    """
+    layers = (LayerScales(),) * len(specs) if kv_scales is None else kv_scales.layers
+    require(len(layers) == len(specs), "kv_scales", f"have one entry per layer ({len(specs)})", len(layers))
+    scales: list[dict[str, Any]] = []
+    unmeasured: dict[int, str | None] = {}
+    for layer, (known, spec) in enumerate(zip(layers, specs, strict=True)):
+        scales.append({})
+        for side, stored, scale in zip("kv", spec.stored, known, strict=True):
+            rule = f"have a {side}_scale per channel for {spec.quantization} (jattn.calibrate makes them)"
+            require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
+            is_static = stored.scale in ("static", "channel")
+            scales[-1][f"{side}_scale"] = scale if is_static else None
+            if is_static and scale is None:
+                unmeasured[layer] = spec.quantization
+    if unmeasured:
+        listed = f"{set(unmeasured.values()).pop()} cache: layers {', '.join(map(str, unmeasured))}"
+        harm = "have no scales and take 1, which cuts large keys and values off and rounds small ones away"
+        way_out = "model.kv_scales = jattn.calibrate(model, prompts) measures them."
+        message = f"{listed} {harm}. {way_out}"
+        warnings.warn(message, CalibrationWarning, skip_file_prefixes=(PACKAGE,))
+    return scales

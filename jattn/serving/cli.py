@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models import load
+from jattn.models.scales import CalibrationWarning
 from jattn.serving.doctor import report
 from jattn.serving.engine import Engine
 from jattn.serving.generation import GenerationResult
@@ -70,12 +72,16 @@ def _generate(args: argparse.Namespace) -> None:
     )
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()
-    engine = Engine(
-        load(args.model, progress=is_terminal),
-        implementation=args.implementation,
-        quantization=args.quantization,
-        skip_layers=args.skip_layers,
-    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", CalibrationWarning)
+        engine = Engine(
+            load(args.model, progress=is_terminal),
+            implementation=args.implementation,
+            quantization=args.quantization,
+            skip_layers=args.skip_layers,
+        )
+    for warning in told:
+        print(f"jattn: {warning.message}", file=sys.stderr)
     printer = StreamPrinter(prompts, lambda text: print(text, end="", flush=True))
     results = engine.generate(
         prompts, args.max_tokens, sampling_params=sampling_params, on_token=printer.on_token

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.models import Decoder, DecoderConfig
+from jattn.models import Decoder, DecoderConfig, KVScales
+from jattn.models.scales import LayerScales
 from tests.models.families import CONFIGS
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
@@ -124,3 +125,45 @@ def test_an_implementation_reaches_the_layers():
     assert {layer.self_attn.implementation for layer in model.layers} == {("reference", "xla")}
     with pytest.raises(ValueError, match=r"implementation must be one of .*got 'cudnn'"):
         make("cudnn")(TOKENS[0], None, METADATA)
+
+
+def calibrated(*layers):
+    """Scales of some layers only; 3 layers in all."""
+    one = LayerScales(k=np.full((), 0.1, np.float32), v=np.full((), 0.1, np.float32))
+    return KVScales(tuple(one if i in layers else LayerScales() for i in range(3)))
+
+
+class TestStaticScalesThatAreMissing:
+    CONFIG = DecoderConfig.from_hf(CONFIGS["llama3_rope"])
+
+    def model(self, scales=None):
+        model = Decoder(self.CONFIG, rngs=nnx.Rngs(0))
+        model.kv_scales = scales
+        return model
+
+    @pytest.mark.parametrize("quantization", ["fp8_e4m3", "fp8_e5m2"])
+    def test_are_told_once_with_the_way_out(self, quantization):
+        message = rf"{quantization} cache: layers 0, 1, 2 have no scales and take 1, .* jattn.calibrate"
+        with pytest.warns(jattn.CalibrationWarning, match=message) as warned:
+            self.model().create_caches(2, quantization=quantization)
+        assert len(warned) == 1
+
+    def test_are_told_of_the_layers_that_lack_them(self):
+        with pytest.warns(jattn.CalibrationWarning, match="layers 1 have no scales"):
+            self.model(calibrated(0)).create_caches(2, quantization="fp8_e4m3", skip_layers=[-1])
+
+    @pytest.mark.parametrize(
+        ("scales", "options"),
+        [
+            (calibrated(0, 1, 2), {"quantization": "fp8_e4m3"}),
+            (calibrated(0, 1), {"quantization": "fp8_e4m3", "skip_layers": [2]}),
+            (None, {"quantization": "int8_token_head"}),
+            (None, {}),
+        ],
+    )
+    def test_are_not_missed_where_none_is_needed(self, scales, options):
+        self.model(scales).create_caches(2, **options)  # a warning would be an error here
+
+    def test_must_be_one_a_layer(self):
+        with pytest.raises(ValueError, match=r"kv_scales must have one entry per layer \(3\), got 2\."):
+            self.model(KVScales(calibrated().layers[:2])).create_caches(2, quantization="fp8_e4m3")

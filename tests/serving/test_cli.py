@@ -6,6 +6,7 @@ import sys
 import jax
 import pytest
 
+from jattn.models import save
 from jattn.serving import cli, doctor
 from jattn.serving.cli import StreamPrinter, main
 from jattn.serving.engine import Engine
@@ -95,6 +96,27 @@ class TestGenerate:
         assert message in err
         assert err.startswith("jattn: ")
         assert err.count("\n") == 1
+
+    def test_says_that_a_cache_has_no_scales(self, tmp_path, capsys):
+        save(one_layer_model(), tmp_path)
+        command = [
+            "generate",
+            "--model",
+            str(tmp_path),
+            "--quantization",
+            "fp8_e4m3",
+            "--max-tokens",
+            "1",
+            "a",
+        ]
+        assert main(command) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith("a")
+        assert err.startswith("jattn: fp8_e4m3 cache: layers 0 have no scales and take 1")
+        assert err.count("\n") == 1
+        command[command.index("fp8_e4m3")] = "int8_static_v"
+        assert main(command) == 1
+        assert "jattn: kv_scales must have a v_scale per channel" in capsys.readouterr().err
 
     def test_a_command_is_needed(self, capsys):
         with pytest.raises(SystemExit, match="2"):
