@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.namespace import with_namespace
 from jattn.metadata.transitions import advance
 from jattn.pytree import pytree, replace
-from pallas_kernels.checks import require, require_positive, require_shape
+from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 NO_TOKEN = -1
 
@@ -76,9 +77,11 @@ def decode_loop(
         max_lens: A row stops when prompt and new tokens are this many; a row as long already makes none.
 
     Raises:
-        ValueError: The metadata has prefill rows or decode_query_len > 1, or shapes disagree.
+        ValueError: The metadata has prefill rows or decode_query_len > 1, shapes disagree, or tokens,
+            stop_ids or max_lens are no ints.
     """
     bucket, num_reqs = metadata.bucket, metadata.bucket.max_reqs
+    require_int(num_steps=num_steps)
     require_positive(num_steps=num_steps)
     require(
         bucket.decode_query_len == 1,
@@ -93,15 +96,16 @@ def decode_loop(
         bucket.max_prefills,
     )
     require_shape("tokens", jnp.shape(tokens), (num_reqs,), "rows of the metadata")
-    stops = jnp.asarray(stop_ids, jnp.int32)
+    _, token_ids, stops, lens = with_namespace(tokens=tokens, stop_ids=stop_ids, max_lens=max_lens)
+    stops = jnp.asarray(stops)
     if stops.ndim < 2:
         stops = jnp.broadcast_to(stops, (num_reqs, stops.size))
     require_shape("stop_ids", stops.shape, (num_reqs, stops.shape[-1]), "reqs, stops")
     # A token past the last column has no slot, so it may be made but not fed: hence the 1.
     longest = jnp.full(num_reqs, metadata.block_table.shape[1] * metadata.block_size + 1, jnp.int32)
     if max_lens is not None:
-        require_shape("max_lens", np.shape(max_lens), (num_reqs,), "rows of the metadata")
-        longest = jnp.minimum(longest, jnp.asarray(max_lens, jnp.int32))
+        require_shape("max_lens", lens.shape, (num_reqs,), "rows of the metadata")
+        longest = jnp.minimum(longest, jnp.asarray(lens))
     return _decode_loop(
         *(
             fn if isinstance(fn, jax.tree_util.Partial) else jax.tree_util.Partial(fn)
@@ -110,7 +114,7 @@ def decode_loop(
         params,
         caches,
         metadata,
-        jnp.asarray(tokens, jnp.int32),
+        jnp.asarray(token_ids),
         stops,
         longest,
         num_steps=num_steps,

@@ -1,5 +1,6 @@
 """8-bit keys and values: how a number becomes stored bits and a scale, and back."""
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
@@ -36,9 +37,13 @@ def quantize_token_head(
 
     Source: vLLM's int8_per_token_head and fp8_per_token_head caches; rounds half to even.
     """
-    amax = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1)
+    values = values.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(values), axis=-1)
     scale = jnp.maximum(amax / largest(dtype), MIN_SCALE)
-    return saturate(values.astype(jnp.float32) / scale[..., None], dtype), scale
+    # XLA divides by multiplying with reciprocals, 2^-22 off, so that a tie (the half of amax is 63.5) fell to
+    # either side. In 20 bits it is a tie again; no other quotient of 16-bit numbers is as near to one.
+    quotient = jax.lax.reduce_precision(values / scale[..., None], exponent_bits=8, mantissa_bits=19)
+    return saturate(quotient, dtype), scale
 
 
 def rounded_token_head(

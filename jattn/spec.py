@@ -247,6 +247,7 @@ class CacheSpec:
         Raises:
             ValueError: Not even one block fits.
         """
+        require_positive(num_layers=num_layers)
         blocks = memory_bytes // (self.bytes_per_block * num_layers)
         require(
             blocks > 0,

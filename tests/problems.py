@@ -279,9 +279,11 @@ def as_seen(q: np.ndarray, quantization: str | None) -> np.ndarray:
     """What keys meet of queries that are rounded per token and head."""
     if quantization is None:
         return q.astype(np.float64)
-    largest = np.float32(LARGEST[quantization])
-    scale = np.maximum(np.abs(q.astype(np.float32)).max(-1, keepdims=True) / largest, 1e-6)
-    return rounded_to(q.astype(np.float32) / scale, quantization) * scale
+    exact, largest = q.astype(np.float64), LARGEST[quantization]
+    amax = np.abs(exact).max(-1, keepdims=True)
+    # Exact in float64: a tie stays one, and goes to even.
+    scaled = np.where(amax > 1e-6 * largest, exact * largest / np.maximum(amax, 1e-30), exact / 1e-6)
+    return rounded_to(scaled, quantization) * np.maximum(amax / largest, 1e-6)
 
 
 def without_ties(q: np.ndarray, quantization: str | None) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Whole blocks within a cache, between caches, and to the host and back."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,23 @@ def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | n
 
     Args:
         caches: A PagedCache or any tree of them, e.g. one a layer.
-        block_mapping: int [pairs, 2].
+        block_mapping: int [pairs, 2]. The numbers of one on the host are checked; of one on the device, pairs
+            past the end are skipped or read the last block.
+
+    Raises:
+        ValueError: Something is no PagedCache, or block_mapping no pairs of ints; a number on the host is
+            past the end, or two pairs have one target.
 
     Source: vLLM `copy_blocks`.
     """
     leaves, tree = jax.tree.flatten(caches, is_leaf=lambda node: isinstance(node, PagedCache))
-    moved = _copy_blocks([block_arrays(cache) for cache in leaves], jnp.asarray(block_mapping, jnp.int32))
+    for leaf in leaves:
+        require(isinstance(leaf, PagedCache), "caches", "be a tree of PagedCache", type(leaf).__name__)
+    pairs = _as_pairs(block_mapping)
+    if isinstance(pairs, np.ndarray):
+        for cache in leaves:
+            _check_pairs(pairs, cache, cache)
+    moved = _copy_blocks([block_arrays(cache) for cache in leaves], jnp.asarray(pairs, jnp.int32))
     return jax.tree.unflatten(tree, [replace(c, **arrays) for c, arrays in zip(leaves, moved, strict=True)])
 
 
@@ -60,7 +72,8 @@ def swap_blocks(
         The target, written.
 
     Raises:
-        ValueError: The caches differ in layout or in the shape of a block, or a number is past the end.
+        ValueError: The caches differ in layout or in the shape of a block, block_mapping is no pairs of ints,
+            a number is past the end, or two pairs have one target.
 
     Source: vLLM `swap_blocks`.
     """
@@ -75,16 +88,9 @@ def swap_blocks(
         require_shape(
             f"a block of target.{name}", ours[name].shape[1:], theirs[name].shape[1:], "as the source's"
         )
-    pairs = np.asarray(block_mapping)
+    pairs = np.asarray(_as_pairs(block_mapping))
+    _check_pairs(pairs, source, target)
     pairs = pairs[(pairs >= 0).all(axis=1)]
-    for column, cache in ((0, source), (1, target)):
-        past = pairs[pairs[:, column] >= cache.num_blocks]
-        require(
-            past.size == 0,
-            "block_mapping",
-            f"stay below {cache.num_blocks} in column {column}",
-            past.tolist(),
-        )
     # A power of two of pairs, so that a serving loop compiles a handful of shapes.
     padded = np.full((1 << max(len(pairs) - 1, 0).bit_length(), 2), -1, np.int32)
     padded[: len(pairs)] = pairs
@@ -115,3 +121,26 @@ def _gather(array: Array, ids: Array) -> Array:
 @functools.partial(jax.jit, donate_argnums=0)
 def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -> dict[str, Array]:
     return {name: _put_blocks(a, blocks[name], pairs[:, 0], pairs[:, 1]) for name, a in arrays.items()}
+
+
+def _as_pairs(block_mapping: Any) -> Any:
+    """The mapping as an array [pairs, 2]; numpy's where it is on the host."""
+    pairs = block_mapping if isinstance(block_mapping, jax.Array) else np.asarray(block_mapping)
+    if pairs.size == 0:
+        return np.zeros((0, 2), np.int32)
+    is_pairs = pairs.ndim == 2 and pairs.shape[1] == 2
+    require(is_pairs, "block_mapping", "have shape [pairs, 2]", f"shape {pairs.shape}")
+    require(np.issubdtype(pairs.dtype, np.integer), "block_mapping", "hold ints", pairs.dtype)
+    return pairs
+
+
+def _check_pairs(pairs: np.ndarray, source: PagedCache, target: PagedCache) -> None:
+    """Host pairs without a negative number must name blocks, each target once."""
+    pairs = pairs[(pairs >= 0).all(axis=1)]
+    for column, cache in ((0, source), (1, target)):
+        past = pairs[pairs[:, column] >= cache.num_blocks]
+        rule = f"stay below {cache.num_blocks} in column {column}"
+        require(past.size == 0, "block_mapping", rule, past.tolist())
+    targets, counts = np.unique(pairs[:, 1], return_counts=True)
+    twice = targets[counts > 1]
+    require(twice.size == 0, "block_mapping", "have each target once", twice.tolist())

@@ -123,7 +123,7 @@ def _write_kv(
         "packed": (block, slice(None), slice(None), offset),
     }[layout]
     if layout == "packed":
-        new["k"] = new["k"].reshape(*key.shape[:2], -1, arrays["k"].shape[-1])
+        new["k"] = new["k"].reshape(*key.shape[:2], *arrays["k"].shape[2::2])  # head_dim / x, x
     put = lambda array, index, rows: array.at[index].set(rows, mode="drop")
     written = {name: put(arrays[name], index, rows) for name, rows in new.items()}
     by_head = (block, slice(None), offset)

@@ -31,9 +31,11 @@ def attend(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Output and log-sum-exp of every token, as `jattn.attend` defines them."""
     tokens = query.shape[0]
+    if tokens == 0 or holds_nothing(kv, metadata):
+        return jnp.zeros_like(query), jnp.full((spec.num_q_heads, tokens), -jnp.inf, jnp.float32)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    # What is masked is cleared before it is multiplied, not only after: the gradient of a product multiplies
-    # NaN of a padding query, or of a key nobody sees, by 0: NaN in every row of the other side.
+    # What is masked is cleared before it is multiplied, not only after: in a product's gradient, NaN of a
+    # padding query or of a key that nobody sees meets a 0, and that is NaN, in every row of the other side.
     query = jnp.where(metadata.is_live_token[:, None, None], query, jnp.zeros((), query.dtype))
     q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
@@ -61,6 +63,11 @@ def attend(
     nothing = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, dtype)
     (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32))
     return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse.astype(jnp.float32)
+
+
+def holds_nothing(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
+    """Whether there is no key at all, by the shapes: no row can see one."""
+    return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
 
 
 def as_seen(

@@ -68,6 +68,8 @@ def attend(
         alibi_slopes: Slope per head.
     """
     bucket = metadata.bucket
+    if bucket.max_tokens == 0 or _holds_nothing(kv, metadata):
+        return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
     tile = functools.partial(
         _attend_tile, kv=kv, metadata=metadata, spec=spec, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes
     )
@@ -96,9 +98,12 @@ def attend(
         out, lse = _map_tiles(prefill, (q_tiles, tiles.rows, firsts, tiles.lens), at_once)
         outs.append(jnp.zeros_like(q).at[index].set(out, mode="drop"))
         lses.append(jnp.full(q.shape[:2], -jnp.inf, lse.dtype).at[index].set(lse, mode="drop"))
-    if not outs:
-        return query, jnp.zeros((spec.num_q_heads, 0), jnp.float32)
     return jnp.concatenate(outs), jnp.concatenate(lses).T.astype(jnp.float32)
+
+
+def _holds_nothing(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
+    """Whether there is no key at all, by the shapes: then no chunk can be read, and no row sees one."""
+    return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
 
 
 def _map_tiles(tile, inputs: tuple[Array, ...], at_once: int) -> tuple[Array, Array]:  # type: ignore[no-untyped-def]

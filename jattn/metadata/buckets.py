@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntTable, IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID
 from pallas_kernels.checks import require, require_positive
@@ -59,6 +60,7 @@ def round_capture_sizes(capture_sizes: Sequence[int], uniform_decode_query_len: 
     Source: vLLM `CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`.
     """
     require_positive(uniform_decode_query_len=uniform_decode_query_len)
+    require(len(capture_sizes) > 0, "capture_sizes", "have at least one size", capture_sizes)
     largest, step = max(capture_sizes), uniform_decode_query_len
     require(
         step <= largest, "uniform_decode_query_len", f"be at most the largest capture size ({largest})", step
@@ -113,7 +115,12 @@ def pad_batch_for_graph(
     Source: vLLM V1 `GPUModelRunner._prepare_inputs`, `_build_attention_metadata`.
     """
     pad_values = pad_values or PadValues()
-    xp, starts, lens, table, slots = with_namespace(query_start_loc, seq_lens, block_table, slot_mapping)
+    xp, starts, lens, table, slots = with_namespace(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=int_table("block_table", block_table),
+        slot_mapping=slot_mapping,
+    )
     new_rows, new_tokens = max_num_reqs - lens.shape[0], max_num_tokens - slots.shape[0]
     require(new_rows >= 0, "number of requests", f"be at most max_num_reqs ({max_num_reqs})", lens.shape[0])
     require(

@@ -9,7 +9,7 @@ from jattn.metadata.namespace import IntVector
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from jattn.spec import Bucket
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_positive
 
 # vLLM's numbers: shorter prefixes and smaller batches never gain; tiles of FlashAttention's kernels.
 MIN_PREFIX_LEN = 256
@@ -46,6 +46,7 @@ def use_cascade_attention(
 
     Source: vLLM V1 FlashAttention `use_cascade_attention`.
     """
+    require_positive(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, num_sms=num_sms)
     lens = np.asarray(query_lens)
     if common_prefix_len < MIN_PREFIX_LEN or len(lens) < MIN_REQS or dcp_world_size > 1:
         return False
@@ -99,11 +100,13 @@ def build_cascade_metadata(
     prefix_len = jnp.asarray(common_prefix_len, jnp.int32)
     tokens, max_blocks = metadata.bucket.max_tokens, metadata.block_table.shape[1]
     is_live = metadata.seq_lens > 0
+    has_rows = metadata.bucket.max_reqs > 0
+    shared = metadata.block_table[jnp.argmax(is_live)] if has_rows else jnp.zeros(max_blocks, jnp.int32)
     prefix = replace(
         metadata,
         seq_lens=jnp.where(is_live.any(), prefix_len, 0)[None],
         query_start_loc=jnp.asarray([0, tokens], jnp.int32),
-        block_table=metadata.block_table[jnp.argmax(is_live)][None],
+        block_table=shared[None],
         slot_mapping=jnp.full_like(metadata.slot_mapping, PAD_SLOT_ID),
         num_decodes=jnp.zeros_like(metadata.num_decodes),
         num_prefills=jnp.ones_like(metadata.num_prefills),

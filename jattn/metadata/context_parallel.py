@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID, gather_blocks
 from pallas_kernels.checks import require, require_positive
@@ -41,7 +42,7 @@ def get_dcp_local_seq_lens(
     Source: vLLM `get_dcp_local_seq_lens`.
     """
     require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
-    xp, lens, rank = with_namespace(seq_lens, dcp_rank)
+    xp, lens, rank = with_namespace(seq_lens=seq_lens, dcp_rank=dcp_rank)
     ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
     lens = lens[:, None] if rank is None else lens
     full_rounds = lens // (cp_kv_cache_interleave_size * dcp_size) * cp_kv_cache_interleave_size
@@ -97,7 +98,9 @@ def compute_dcp_slot_mapping(
         f"be a multiple of cp_kv_cache_interleave_size ({interleave})",
         block_size,
     )
-    xp, table, row, position, rank = with_namespace(block_table, rows, positions, dcp_rank)
+    xp, table, row, position, rank = with_namespace(
+        block_table=int_table("block_table", block_table), rows=rows, positions=positions, dcp_rank=dcp_rank
+    )
     offset = position % (block_size * dcp_size)
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)
     is_local = offset // interleave % dcp_size == rank
@@ -124,6 +127,7 @@ def cp_lse_combine(
     Source: vLLM `cp_lse_ag_out_rs`, `correct_attn_out`: all-gather of the LSE, rescaling, and the sum that
     the reduce-scatter computes.
     """
+    require(partial_lse.shape[0] > 0, "partial_lse", "have at least one rank", partial_lse.shape)
     exp, log = (jnp.exp, jnp.log) if is_lse_base_on_e else (jnp.exp2, jnp.log2)
     lse = jnp.where(jnp.isnan(partial_lse) | jnp.isposinf(partial_lse), -jnp.inf, partial_lse)
     top = jnp.max(lse, axis=0)
@@ -147,7 +151,11 @@ def mask_empty_context_lse(
 
     Source: vLLM `mask_empty_context_lse`.
     """
-    xp, scores, starts, context = with_namespace(lse, query_start_loc, context_start_loc)
+    xp, scores, starts, context = with_namespace(
+        lse, query_start_loc=query_start_loc, context_start_loc=context_start_loc
+    )
+    if starts.shape[0] < 2:  # no request, so no token of one
+        return scores
     tokens = xp.arange(scores.shape[1], dtype=np.int32)
     row = xp.clip(xp.searchsorted(starts[1:], tokens, side="right"), 0, starts.shape[0] - 2)
     is_empty = (xp.diff(context)[row] == 0) & (tokens < starts[-1])

@@ -90,13 +90,13 @@ def require_blocks(table: BlockTable, seq_lens: np.ndarray, block_size: int) -> 
 def with_columns(
     table: BlockTable, num_columns: int | None, seq_lens: np.ndarray, block_size: int
 ) -> np.ndarray:
-    """The ids in `num_columns` columns; None = as many as the longest row has.
+    """The ids in `num_columns` columns; None = as many as the longest row has, and at least 1.
 
     Raises:
         ValueError: A request needs more.
     """
     if num_columns is None:
-        return table.ids
+        num_columns = max(table.ids.shape[1], 1)
     needed = -(-seq_lens // block_size)
     for r in np.flatnonzero(needed > num_columns)[:1]:
         rule = f"be at least {needed[r]} for request {r} with {seq_lens[r]} tokens in blocks of {block_size}"
@@ -105,6 +105,19 @@ def with_columns(
     if width >= num_columns:
         return table.ids[:, :num_columns]
     return np.pad(table.ids, ((0, 0), (0, num_columns - width)))
+
+
+def int_table(name: str, table: Any) -> Any:
+    """A block table for host or device: a jax array as it is, else numpy's, ragged rows padded with -1.
+
+    Raises:
+        ValueError: It is no table of ints.
+    """
+    if isinstance(table, np.ndarray | jax.Array):
+        require(table.ndim == 2, name, "have 2 axes", f"shape {table.shape}")
+        return table
+    ids, lens = _from_rows(table)
+    return np.where(np.arange(ids.shape[1]) < lens[:, None], ids, -1)
 
 
 def _ints(name: str, values: Any) -> np.ndarray:

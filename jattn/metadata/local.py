@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntTable, IntVector, start_locs, with_namespace
 from pallas_kernels.checks import require, require_positive
 
@@ -48,7 +49,12 @@ def make_local_attention_virtual_batches(
 
     Source: vLLM `make_local_attention_virtual_batches`.
     """
-    starts, totals, table = (np.asarray(x, np.int32) for x in (query_start_loc_np, seq_lens_np, block_table))
+    _, starts, totals, table = with_namespace(
+        query_start_loc_np=query_start_loc_np,
+        seq_lens_np=seq_lens_np,
+        block_table=int_table("block_table", block_table),
+    )
+    _check_sizes(attn_chunk_size, block_size)
     num_virtual = int(_chunks_touched(np.diff(starts), totals, attn_chunk_size).sum())
     return _virtual_batches(np, attn_chunk_size, starts, totals, table, block_size, num_virtual)
 
@@ -79,7 +85,12 @@ def make_padded_local_attention_virtual_batches(
     Raises:
         ValueError: attn_chunk_size is no multiple of block_size.
     """
-    xp, starts, totals, table = with_namespace(query_start_loc, seq_lens, block_table)
+    xp, starts, totals, table = with_namespace(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=int_table("block_table", block_table),
+    )
+    _check_sizes(attn_chunk_size, block_size)
     return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
 
 
@@ -95,6 +106,11 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
     return in_pairs + (num_tokens - in_pairs) // attn_chunk_size
 
 
+def _check_sizes(chunk: int, block_size: int) -> None:
+    require_positive(attn_chunk_size=chunk, block_size=block_size)
+    require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
+
+
 def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:
     num_chunks = (seq_lens + chunk - 1) // chunk - (seq_lens - query_lens) // chunk
     return num_chunks * (query_lens > 0).astype(np.int32)
@@ -103,14 +119,18 @@ def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:
 def _virtual_batches(
     xp: Any, chunk: int, starts: Any, seq_lens: Any, table: Any, block_size: int, num_virtual: int
 ) -> LocalVirtualBatches:
-    require_positive(attn_chunk_size=chunk, block_size=block_size)
-    require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
     query_lens = starts[1:] - starts[:-1]
     num_chunks = _chunks_touched(query_lens, seq_lens, chunk)
+    if seq_lens.shape[0] == 0 or num_virtual == 0:
+        none = xp.zeros(num_virtual, np.int32)
+        return LocalVirtualBatches(
+            none, start_locs(xp, none), none, xp.zeros((num_virtual, chunk // block_size), np.int32)
+        )
+    require(table.shape[1] > 0, "block_table", "have at least one column", f"shape {table.shape}")
     ends = xp.cumsum(num_chunks)
     virtual = xp.arange(num_virtual, dtype=np.int32)
-    rows = xp.minimum(xp.searchsorted(ends, virtual, side="right"), max(seq_lens.shape[0] - 1, 0))
-    is_live = virtual < (ends[-1] if seq_lens.shape[0] else 0)
+    rows = xp.minimum(xp.searchsorted(ends, virtual, side="right"), seq_lens.shape[0] - 1)
+    is_live = virtual < ends[-1]
 
     context = (seq_lens - query_lens)[rows]
     chunk_start = (context // chunk + virtual - (ends - num_chunks)[rows]) * chunk

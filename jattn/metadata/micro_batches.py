@@ -31,7 +31,7 @@ def slice_query_start_locs(query_start_loc: IntVector, request_slice: Span) -> A
 
     Source: vLLM `slice_query_start_locs`.
     """
-    _, starts = with_namespace(query_start_loc)
+    _, starts = with_namespace(query_start_loc=query_start_loc)
     first, stop = _bounds("request_slice", request_slice, starts.shape[0] - 1)
     return starts[first : stop + 1] - starts[first]
 
@@ -52,7 +52,7 @@ def make_metadata_with_slice(
 
     Source: vLLM `_make_metadata_with_slice`.
     """
-    xp, totals, lens = with_namespace(seq_lens, query_lens)
+    xp, totals, lens = with_namespace(seq_lens=seq_lens, query_lens=query_lens)
     starts = start_locs(xp, lens)
     first, stop = _bounds("req_slice", req_slice, lens.shape[0])
     first_token, stop_token = _bounds("token_slice", token_slice, None)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
 from pallas_kernels.checks import require, require_positive
 
@@ -14,6 +15,9 @@ PAD_SLOT_ID = -1
 def gather_blocks(xp: Any, table: Any, rows: Any, positions: Any, tokens_per_block: int) -> tuple[Any, Any]:
     """The block of each position, and whether there is one: no padding row, column or block id."""
     num_rows, num_columns = table.shape
+    if table.size == 0:
+        nowhere = xp.broadcast_to(positions, xp.broadcast_shapes(rows.shape, positions.shape))
+        return xp.zeros_like(nowhere), xp.zeros_like(nowhere, dtype=bool)
     columns = positions // tokens_per_block
     is_inside = (rows >= 0) & (rows < num_rows) & (positions >= 0) & (columns < num_columns)
     blocks = table[xp.where(is_inside, rows, 0), xp.where(is_inside, columns, 0)]
@@ -38,7 +42,9 @@ def compute_slot_mapping(
     Source: vLLM `compute_slot_mapping` (V0), `BlockTable.compute_slot_mapping` (V1).
     """
     require_positive(block_size=block_size)
-    xp, table, row, position, first = with_namespace(block_table, rows, positions, start_idx)
+    xp, table, row, position, first = with_namespace(
+        block_table=int_table("block_table", block_table), rows=rows, positions=positions, start_idx=start_idx
+    )
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size)
     return xp.where(is_valid & (position >= first), blocks * block_size + position % block_size, PAD_SLOT_ID)
 
@@ -64,7 +70,7 @@ def fill_slot_mapping_tail(slot_mapping: IntVector, num_actual_tokens: IntLike) 
 
     Source: vLLM `CommonAttentionMetadata.__post_init__`, which writes in place.
     """
-    xp, slots, num_tokens = with_namespace(slot_mapping, num_actual_tokens)
+    xp, slots, num_tokens = with_namespace(slot_mapping=slot_mapping, num_actual_tokens=num_actual_tokens)
     return xp.where(xp.arange(slots.shape[0], dtype=np.int32) < num_tokens, slots, PAD_SLOT_ID)
 
 
@@ -86,7 +92,7 @@ def physical_to_logical_mapping(
     Source: vLLM V1 FlexAttention `physical_to_logical_mapping`.
     """
     require_positive(block_size=block_size, total_blocks=total_blocks)
-    xp, table, lens = with_namespace(block_table, seq_lens)
+    xp, table, lens = with_namespace(block_table=int_table("block_table", block_table), seq_lens=seq_lens)
     num_reqs, num_columns = table.shape
     require(lens.shape == (num_reqs,), "seq_lens", f"have one entry per request ({num_reqs})", lens.shape)
     logical = xp.broadcast_to(xp.arange(num_columns, dtype=np.int32)[None, :], table.shape)

@@ -62,7 +62,10 @@ def make_kv_sharing_fast_prefill_metadata(
     Source: vLLM `make_kv_sharing_fast_prefill_common_attn_metadata`.
     """
     xp, totals, lens, indices, num_indices = with_namespace(
-        seq_lens, query_lens, logits_indices_padded, num_logits_indices
+        seq_lens=seq_lens,
+        query_lens=query_lens,
+        logits_indices_padded=logits_indices_padded,
+        num_logits_indices=num_logits_indices,
     )
     starts, num_reqs = start_locs(xp, lens), lens.shape[0]
     row = xp.searchsorted(starts[1:], indices, side="right")

@@ -62,7 +62,7 @@ def split_decodes_and_prefills(
 
     Source: vLLM `split_decodes_and_prefills`, newest version.
     """
-    xp, lens, prefilling = with_namespace(query_lens, is_prefilling)
+    xp, prefilling, lens = with_namespace(is_prefilling, query_lens=query_lens)
     num_reqs = lens.shape[0]
     num_tokens = xp.sum(lens) if padded_num_actual_tokens is None else padded_num_actual_tokens
     is_prefill = lens != lens[:1] if require_uniform else lens > decode_threshold
@@ -105,7 +105,7 @@ def split_decodes_prefills_and_extends(
 
     Source: vLLM `split_decodes_prefills_and_extends`.
     """
-    xp, lens, totals = with_namespace(query_lens, seq_lens)
+    xp, lens, totals = with_namespace(query_lens=query_lens, seq_lens=seq_lens)
     num_reqs, starts = lens.shape[0], start_locs(xp, lens)
     is_long = lens > decode_threshold
     first_long = _first_true(xp, is_long)
