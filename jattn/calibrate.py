@@ -13,7 +13,7 @@ from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.models.scales import KVScales, LayerScales
 from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
-from jattn.spec import QUANTIZATIONS, Bucket, Stored
+from jattn.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Bucket, Stored
 from pallas_kernels.checks import require, require_one_of, require_positive
 
 BLOCK_SIZE = 16
@@ -50,6 +50,7 @@ def calibrate(
     Raises:
         ValueError: The quantisation has no static scales, there is no prompt, or a prompt cannot be served.
     """
+    quantization = QUANTIZATION_ALIASES.get(quantization) or quantization
     require_one_of("quantization", quantization, STATIC)
     require(
         len(prompts) > 0 and not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts)

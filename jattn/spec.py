@@ -1,15 +1,25 @@
 """What is fixed for a layer, a cache or a bucket: hashable values, so a change of them recompiles."""
 
 import dataclasses
+import difflib
 import math
-from typing import NamedTuple
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jattn.masks import Mask, Sizes, check_ahead
-from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.checks import (
+    require,
+    require_bool,
+    require_int,
+    require_number,
+    require_one_of,
+    require_positive,
+)
 
 LAYOUTS = ("NHD", "HND", "packed")
 # What each AttentionSpec.query_quantization rounds queries to.
@@ -51,6 +61,70 @@ QUANTIZATIONS = {
     "int8_static_v": (INT8_TOKEN_HEAD, Stored(jnp.int8, "channel")),
     "int8_k_only": (INT8_TOKEN_HEAD, AS_IT_IS),
 }
+
+
+# VLLM's kv_cache_dtype, where it says exactly what one of ours says.
+QUANTIZATION_ALIASES = {
+    "auto": None,
+    "fp8": "fp8_e4m3",
+    "fp8_per_token_head": "fp8_e4m3_token_head",
+    "int8_per_token_head": "int8_token_head",
+}
+
+
+def quantization_of(name: str | None) -> str | None:
+    """The quantisation that a name means: ours, or vLLM's kv_cache_dtype.
+
+    Raises:
+        ValueError: There is none of that name; the message has the nearest.
+    """
+    if isinstance(name, str) and name in QUANTIZATION_ALIASES:
+        return QUANTIZATION_ALIASES[name]
+    if name is not None and (not isinstance(name, str) or name not in QUANTIZATIONS):
+        ours = [choice for choice in QUANTIZATIONS if choice is not None]
+        nearest = difflib.get_close_matches(str(name), ours, n=1, cutoff=0.0)[0]
+        listed = ", ".join(map(repr, QUANTIZATIONS))
+        also = ", ".join(map(repr, QUANTIZATION_ALIASES))
+        rule = f"be one of {listed} (or vLLM's {also})"
+        require(False, "quantization", rule, f"{name!r}; the nearest is {nearest!r}")
+    return name
+
+
+def _set_ints(spec: Any, *names: str) -> None:
+    """Checks fields that are ints, and makes numpy's Python's."""
+    for name in names:
+        require_int(**{name: getattr(spec, name)})
+        object.__setattr__(spec, name, int(getattr(spec, name)))
+
+
+def _set_bools(spec: Any, *names: str) -> None:
+    for name in names:
+        require_bool(**{name: getattr(spec, name)})
+        object.__setattr__(spec, name, bool(getattr(spec, name)))
+
+
+def _set_floats(spec: Any, *names: str) -> None:
+    """Likewise numbers; None stays."""
+    for name in names:
+        if getattr(spec, name) is not None:
+            require_number(**{name: getattr(spec, name)})
+            object.__setattr__(spec, name, float(getattr(spec, name)))
+
+
+def _window(window: Any) -> tuple[int | None, int | None] | None:
+    """A checked window, as a tuple of ints."""
+    if window is None:
+        return None
+    is_int = isinstance(window, numbers.Integral) and not isinstance(window, bool)
+    way_out = f" (vLLM's sliding_window={window} is ({window - 1}, 0))" if is_int else ""
+    is_pair = isinstance(window, Sequence) and not isinstance(window, str) and len(window) == 2
+    require(is_pair, "window", f"be (left, right){way_out}", repr(window))
+    for side, width in zip(("left", "right"), window, strict=True):
+        is_int = isinstance(width, numbers.Integral) and not isinstance(width, bool)
+        require(width is None or is_int, f"window's {side} side", "be None or an int", repr(width))
+        require(width is None or width >= 0, f"window's {side} side", "be None or at least 0", width)
+    left, right = (None if width is None else int(width) for width in window)
+    return left, right
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +169,12 @@ class AttentionSpec:
     query_quantization: str | None = None
 
     def __post_init__(self) -> None:
+        _set_ints(self, "num_q_heads", "num_kv_heads", "head_dim")
+        _set_bools(self, "causal", "sqrt_alibi", "batch_invariant")
+        _set_floats(self, "scale", "soft_cap")
+        object.__setattr__(self, "window", _window(self.window))
+        if self.chunk_size is not None:
+            _set_ints(self, "chunk_size")
         require_positive(num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         require(
             self.num_q_heads % self.num_kv_heads == 0,
@@ -102,9 +182,6 @@ class AttentionSpec:
             f"be a multiple of num_kv_heads ({self.num_kv_heads})",
             self.num_q_heads,
         )
-        for side, width in zip(("left", "right"), self.window or (), strict=False):
-            require(width is None or width >= 0, f"window's {side} side", "be None or at least 0", width)
-        require(self.window is None or len(self.window) == 2, "window", "be (left, right)", self.window)
         require(
             self.soft_cap is None or self.soft_cap > 0,
             "soft_cap",
@@ -117,7 +194,9 @@ class AttentionSpec:
             "be positive (None switches it off)",
             self.chunk_size,
         )
-        require(self.scale is None or math.isfinite(self.scale), "scale", "be finite or None", self.scale)
+        for name in ("scale", "soft_cap"):
+            number = getattr(self, name)
+            require(number is None or math.isfinite(number), name, "be finite or None", number)
         if self.sparsity is not None:
             check_ahead("sparsity", self.sparsity, causal=self.causal)
             self.sparsity.check(Sizes(num_q_heads=self.num_q_heads))
@@ -146,6 +225,18 @@ class AttentionSpec:
         return self.sparsity & mask
 
 
+def _stored_dtype(dtype: Any) -> np.dtype:
+    """What is stored as it is: floats."""
+    try:
+        stored = jnp.dtype(dtype)
+    except TypeError:
+        require(False, "dtype", "be a dtype", repr(dtype))
+        raise
+    rule = "be a float type (quantization='int8_token_head' and the like make integers)"
+    require(jnp.issubdtype(stored, jnp.floating), "dtype", rule, stored)
+    return stored
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
     """One layer's paged KV cache.
@@ -162,6 +253,7 @@ class CacheSpec:
         quantization: None; "fp8_e4m3" or "fp8_e5m2" (a static scale, or one a kv head); "fp8_e4m3_token_head"
             or "int8_token_head" (a scale per token and head, made when written); "int8_static_v" (keys as
             int8_token_head, int8 values with a static scale per channel); "int8_k_only" (values as they are).
+            VLLM's names are taken, too: "auto", "fp8", "fp8_per_token_head", "int8_per_token_head".
     """
 
     num_blocks: int
@@ -173,6 +265,7 @@ class CacheSpec:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
+        _set_ints(self, "num_blocks", "block_size", "num_kv_heads", "head_dim")
         require_positive(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -180,8 +273,8 @@ class CacheSpec:
             head_dim=self.head_dim,
         )
         require_one_of("layout", self.layout, LAYOUTS)
-        require_one_of("quantization", self.quantization, QUANTIZATIONS)
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "quantization", quantization_of(self.quantization))
+        object.__setattr__(self, "dtype", _stored_dtype(self.dtype))
         if self.layout == "packed":
             require(
                 self.head_dim % self.pack_width == 0,
@@ -248,7 +341,7 @@ class CacheSpec:
             ValueError: Not even one block fits.
         """
         require_positive(num_layers=num_layers)
-        blocks = memory_bytes // (self.bytes_per_block * num_layers)
+        blocks = int(memory_bytes // (self.bytes_per_block * num_layers))
         require(
             blocks > 0,
             "memory_bytes",
@@ -277,6 +370,9 @@ class Bucket:
     max_blocks: int | None = None
 
     def __post_init__(self) -> None:
+        _set_ints(self, "max_decodes", "max_prefills", "max_prefill_tokens", "decode_query_len")
+        if self.max_blocks is not None:
+            _set_ints(self, "max_blocks")
         for name in ("max_decodes", "max_prefills", "max_prefill_tokens"):
             require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         if self.max_prefill_tokens:

@@ -18,6 +18,19 @@ def require_int(**values: Any) -> None:
         require(is_int, name, "be an int", repr(value))
 
 
+def require_bool(**values: Any) -> None:
+    """Every named value must be a bool, Python's or numpy's."""
+    for name, value in values.items():
+        require(type(value).__name__ in ("bool", "bool_"), name, "be True or False", repr(value))
+
+
+def require_number(**values: Any) -> None:
+    """Every named value must be a real number, Python's or numpy's; a bool is none."""
+    for name, value in values.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        require(is_number, name, "be a number", repr(value))
+
+
 def require_positive(**values: int | float) -> None:
     """Every named value must be > 0."""
     for name, value in values.items():

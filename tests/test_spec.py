@@ -1,5 +1,7 @@
 """Specs are hashable values that refuse nonsense by name."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
@@ -62,3 +64,106 @@ def test_specs_are_values():
     assert attention(scale=2.0).softmax_scale == 2.0
     bucket = jattn.Bucket(max_decodes=2, decode_query_len=3, max_prefills=1, max_prefill_tokens=10)
     assert (bucket.max_reqs, bucket.max_decode_tokens, bucket.max_tokens) == (3, 6, 16)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"window": 1024},
+                r"window must be \(left, right\) \(vLLM's sliding_window=1024 is \(1023, 0\)\), got",
+            ),
+            ({"window": (3,)}, r"window must be \(left, right\), got \(3,\)"),
+            ({"window": "ab"}, r"window must be \(left, right\), got 'ab'"),
+            ({"window": (3.0, 0)}, "window's left side must be None or an int, got 3.0"),
+            ({"window": (3, True)}, "window's right side must be None or an int, got True"),
+            ({"head_dim": 64.0}, "head_dim must be an int, got 64.0"),
+            ({"num_q_heads": True}, "num_q_heads must be an int, got True"),
+            ({"num_kv_heads": None}, "num_kv_heads must be an int, got None"),
+            ({"chunk_size": 8.0}, "chunk_size must be an int, got 8.0"),
+            ({"scale": "0.1"}, "scale must be a number, got '0.1'"),
+            ({"soft_cap": True}, "soft_cap must be a number, got True"),
+            ({"soft_cap": float("inf")}, "soft_cap must be finite or None, got inf"),
+            ({"causal": 1}, "causal must be True or False, got 1"),
+            ({"batch_invariant": None}, "batch_invariant must be True or False, got None"),
+            ({"sparsity": 3}, "sparsity must be a mask of jattn.masks or None, got 3"),
+        ],
+    )
+    def test_an_attention_specs(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            attention(**change)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_blocks": 2.0}, "num_blocks must be an int, got 2.0"),
+            ({"block_size": True}, "block_size must be an int, got True"),
+            ({"head_dim": "16"}, "head_dim must be an int, got '16'"),
+            ({"dtype": jnp.int8}, "dtype must be a float type .*'int8_token_head'.*, got int8"),
+            ({"dtype": "bfloat17"}, "dtype must be a dtype, got 'bfloat17'"),
+            ({"quantization": 8}, "quantization must be one of None, .*, got 8"),
+        ],
+    )
+    def test_a_cache_specs(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.CacheSpec(**({"num_blocks": 2, "num_kv_heads": 2, "head_dim": 16} | change))
+
+    @pytest.mark.parametrize("name", ["max_decodes", "max_prefills", "max_prefill_tokens", "max_blocks"])
+    def test_a_buckets(self, name):
+        for value in (1.0, True):
+            with pytest.raises(ValueError, match=f"{name} must be an int, got {value}"):
+                jattn.Bucket(**{name: value})
+        with pytest.raises(ValueError, match=r"decode_query_len must be an int, got None"):
+            jattn.Bucket(decode_query_len=None)
+
+    def test_numpys_numbers_become_pythons(self):
+        spec = attention(
+            head_dim=np.int64(64), window=[np.int32(3), None], scale=np.float32(0.5), causal=np.bool_(True)
+        )
+        assert spec == attention(head_dim=64, window=(3, None), scale=0.5)
+        assert [type(x) for x in (spec.head_dim, *spec.window, spec.scale, spec.causal)] == [
+            int,
+            int,
+            type(None),
+            float,
+            bool,
+        ]
+        assert type(jattn.Bucket(max_decodes=np.int32(4)).max_decodes) is int
+        assert type(jattn.CacheSpec(num_blocks=np.int64(4), num_kv_heads=2, head_dim=16).num_blocks) is int
+
+
+class TestNamesOfQuantisation:
+    def cache(self, quantization):
+        return jattn.CacheSpec(num_blocks=2, num_kv_heads=2, head_dim=16, quantization=quantization)
+
+    @pytest.mark.parametrize(
+        ("vllm", "ours"),
+        [
+            ("auto", None),
+            ("fp8", "fp8_e4m3"),
+            ("fp8_e4m3", "fp8_e4m3"),
+            ("fp8_e5m2", "fp8_e5m2"),
+            ("fp8_per_token_head", "fp8_e4m3_token_head"),
+            ("int8_per_token_head", "int8_token_head"),
+        ],
+    )
+    def test_vllms_mean_ours(self, vllm, ours):
+        assert self.cache(vllm) == self.cache(ours)
+        assert self.cache(vllm).quantization == ours
+
+    @pytest.mark.parametrize(
+        ("name", "nearest"),
+        [
+            ("int4_per_token_head", "int8_token_head"),
+            ("fp8_inc", "fp8_e5m2"),
+            ("int8", "int8_k_only"),
+            ("fp8-e4m3", "fp8_e4m3"),
+        ],
+    )
+    def test_others_are_named_with_the_nearest(self, name, nearest):
+        with pytest.raises(
+            ValueError, match=f"vLLM's 'auto', 'fp8', .*got '{name}'; the nearest is '{nearest}'"
+        ):
+            self.cache(name)

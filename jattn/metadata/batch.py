@@ -213,6 +213,8 @@ def _host_table(
     block_table: HostTable | None, seq_lens: np.ndarray, block_size: int, bucket: Bucket | None
 ) -> np.ndarray:
     """The block table as numpy, as wide as the bucket says; every request has the blocks that it needs."""
+    is_bucket = bucket is None or isinstance(bucket, Bucket)
+    require(is_bucket, "bucket", "be a Bucket or None", repr(bucket))
     max_blocks = None if bucket is None else bucket.max_blocks
     if block_table is None:
         return np.zeros((len(seq_lens), max_blocks or 0), np.int64)
