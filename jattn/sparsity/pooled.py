@@ -54,17 +54,24 @@ def select_prefill_blocks(
         A mask for `attend(mask=)`, its rows those of the metadata.
 
     Raises:
-        ValueError: mass or block_size is out of range.
+        ValueError: mass or block_size is out of range, or a paged cache has no block table.
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_positive(block_size=block_size)
-    bucket = metadata.bucket
-    reason = None if interpret else support.why_not_on(query)
-    reason = reason or _why_not_least(kv, metadata, block_size)
+    bucket, kv_blocks = metadata.bucket, _num_blocks(kv, metadata, block_size)
+    reason = None if interpret else support.why_not_on(query, kv)
+    reason = reason or _why_not_least(kv_blocks)
     use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
     first_q_block = metadata.num_computed_tokens // block_size
     q_blocks = -(-bucket.max_prefill_tokens // block_size) + 1
+    as_mask = functools.partial(
+        BlockMask, first_q_block=first_q_block, block_q=block_size, block_kv=block_size
+    )
+    if not (bucket.max_reqs and kv_blocks):
+        return as_mask(
+            blocks=jnp.zeros((bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1)), bool)
+        )
     q_means = _query_means(query, metadata, first_q_block, q_blocks, block_size)
     own = first_q_block[:, None] + jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
     mean_keys = functools.partial(_key_means, kv, metadata, block_size)
@@ -87,8 +94,7 @@ def select_prefill_blocks(
         return is_past & (kept | (number > own[None, :, None] - num_recent) | (number < num_first))
 
     rows = jnp.arange(bucket.max_reqs, dtype=jnp.int32)
-    blocks = jax.lax.map(one_request, (rows, q_means, own))
-    return BlockMask(blocks=blocks, first_q_block=first_q_block, block_q=block_size, block_kv=block_size)
+    return as_mask(blocks=jax.lax.map(one_request, (rows, q_means, own)))
 
 
 def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows n"]:
@@ -100,11 +106,18 @@ def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows
     return (weights >= least) & (weights > 0)
 
 
-def _why_not_least(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int) -> str | None:
+def _num_blocks(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int) -> int:
+    """Blocks of keys that a request may have."""
+    if isinstance(kv, PackedKV):
+        return -(-kv.k.shape[0] // block_size)
+    shape = metadata.block_table.shape
+    rule = "have columns to choose among a paged cache's blocks"
+    require(shape[1] > 0 or shape[0] == 0, "metadata.block_table", rule, shape)
+    return -(-shape[1] * metadata.block_size // block_size)
+
+
+def _why_not_least(blocks: int) -> str | None:
     """Why there is no kernel for a selection on a GPU that has some; None if there is."""
-    is_packed = isinstance(kv, PackedKV)
-    keys = kv.k.shape[0] if is_packed else metadata.block_table.shape[1] * metadata.block_size
-    blocks = -(-keys // block_size)
     if blocks > kernels.MAX_SHARES:
         return f"there is no kernel to choose among {blocks} blocks (at most {kernels.MAX_SHARES})"
     return None

@@ -70,8 +70,13 @@ def write_key_bounds(
         key: Keys of the step's tokens; may be padded longer than slot_mapping.
         slot_mapping: As write_kv's; slots < 0 are not written.
         block_size: Static: tokens of a cache block.
+
+    Raises:
+        ValueError: There are fewer keys than slots.
     """
-    num_blocks = bounds.low.shape[0]
+    num_blocks, num_tokens = bounds.low.shape[0], slot_mapping.shape[0]
+    rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
+    require(key.shape[0] >= num_tokens, "key", rule, key.shape[0])
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     begun = jnp.where(slot_mapping % block_size == 0, block, num_blocks)
     key = key[: block.shape[0]].astype(bounds.low.dtype)
@@ -130,21 +135,23 @@ def select_blocks(
         ValueError: num_selected is not between 1 and max_blocks, or the shapes disagree.
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
-    max_blocks = block_table.shape[1]
+    (q_heads, _), kv_heads, max_blocks = query.shape[1:], bounds.low.shape[1], block_table.shape[1]
+    require(q_heads % kv_heads == 0, "query's heads", f"be a multiple of the bounds' ({kv_heads})", q_heads)
+    require(max_blocks > 0, "block_table", "have columns", block_table.shape)
     require_shape("block_table", block_table.shape, (query.shape[0], max_blocks), "one row per request")
     is_possible = 1 <= num_selected <= max_blocks
     require(is_possible, "num_selected", f"lie in [1, max_blocks ({max_blocks})]", num_selected)
-    reason = None if interpret else support.why_not_on(query)
-    reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
+    where = query, bounds, block_table
+    reason = None if interpret else support.why_not_on(*where)
+    reason = reason or _why_not_select(bounds, num_q_heads=q_heads, max_blocks=max_blocks)
     use_kernel = support.takes_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
     num_blocks = (seq_lens + (block_size - 1)) // block_size
     is_recent = (number >= num_blocks[:, None] - num_recent)[:, None, :]
     is_live = (number < num_blocks[:, None])[:, None, :]
     if use_kernel:
-        where = block_table, seq_lens
         sizes = {"block_size": block_size, "interpret": interpret}
-        scores = kernels.block_scores(query, bounds.low, bounds.high, *where, **sizes)
+        scores = kernels.block_scores(query, bounds.low, bounds.high, block_table, seq_lens, **sizes)
         counts = {"num_selected": num_selected, "num_recent": num_recent}
         best = kernels.best_blocks(scores, seq_lens, block_size=block_size, **counts)
         chosen = is_live & (is_recent | (scores >= best.least[..., None]))

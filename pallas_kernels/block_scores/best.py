@@ -48,6 +48,10 @@ def best_blocks(
         ValueError: There are more blocks than are counted.
     """
     require(scores.shape[2] <= MAX_LEN, "scores", f"have at most {MAX_LEN} blocks a request", scores.shape)
+    if 0 in scores.shape:
+        reqs, heads, _ = scores.shape
+        least, counts = jnp.full((reqs, heads), -jnp.inf, jnp.float32), jnp.zeros((reqs, heads), jnp.int32)
+        return BestBlocks(least, jnp.zeros(scores.shape, jnp.int32), counts)
     numbers: dict[str, Any] = {
         "block_size": block_size,
         "num_selected": num_selected,

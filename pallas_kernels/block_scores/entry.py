@@ -5,9 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.block_scores.kernel import ROWS, Shape, score_tiles
-from pallas_kernels.checks import require_shape, unsupported
+from pallas_kernels.block_scores.kernel import MAX_SMEM, ROWS, Shape, score_tiles
+from pallas_kernels.checks import require, require_positive, require_shape, unsupported
 from pallas_kernels.support import DTYPES
+
+KV_HEADS = (8, 16, 32, ROWS)  # a row of a tile is a head; 8 rows are what is laid out as one
+MAX_Q_HEADS = 256
+HEAD_DIMS = (64, 128, 256)
 
 
 def why_not_scores(*, dtype: Any, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
@@ -21,10 +25,18 @@ def why_not_scores(*, dtype: Any, q_heads: int, kv_heads: int, head_dim: int) ->
     """
     if jnp.dtype(dtype).name not in DTYPES:
         return f"there is no kernel for bounds of {jnp.dtype(dtype).name}"
-    if kv_heads % 8 or ROWS % kv_heads or q_heads > 256:
-        return f"there is no kernel for bounds of {kv_heads} kv heads and {q_heads} query heads"
-    if head_dim not in (64, 128, 256):
-        return f"there is no kernel for bounds of heads of {head_dim}"
+    if kv_heads not in KV_HEADS or q_heads % kv_heads or q_heads > MAX_Q_HEADS:
+        few = f"{', '.join(map(str, KV_HEADS))} kv heads and up to {MAX_Q_HEADS} query heads have one"
+        return f"there is no kernel for bounds of {kv_heads} kv heads and {q_heads} query heads ({few})"
+    if head_dim not in HEAD_DIMS:
+        few = f"{', '.join(map(str, HEAD_DIMS))} have one"
+        return f"there is no kernel for bounds of heads of {head_dim} ({few})"
+    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    needed = Shape(**sizes, max_blocks=1, block_size=1).smem_bytes
+    if needed > MAX_SMEM:
+        heads = f"{kv_heads} kv heads and {q_heads} query heads of {head_dim}"
+        few = f"they need {needed >> 10} KB of shared memory, and a GPU has {MAX_SMEM >> 10} KB"
+        return f"there is no kernel for bounds of {heads} ({few})"
     return None
 
 
@@ -50,17 +62,21 @@ def block_scores(
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes disagree.
+        ValueError: Shapes disagree, or query heads are no multiple of kv heads.
         NotImplementedError: There is no kernel for these heads; the message says why.
     """
-    _, q_heads, head_dim = query.shape
-    kv_heads = low.shape[1]
+    reqs, q_heads, head_dim = query.shape
+    num_blocks, kv_heads, _ = low.shape
     require_shape("high", high.shape, low.shape, "as low")
     require_shape("low's head_dim", low.shape[2:], (head_dim,), "as query")
+    require_positive(kv_heads=kv_heads)
+    require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
     reason = why_not_scores(dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
     if reason is not None:
         raise unsupported("block_scores", reason, "Use jattn.sparsity.block_scores")
     max_blocks = block_table.shape[1]
+    if not (reqs and max_blocks and num_blocks):
+        return jnp.zeros((reqs, kv_heads, max_blocks), jnp.float32)
     sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     shape = Shape(**sizes, max_blocks=max_blocks, block_size=block_size)
     bounds = query.astype(low.dtype), low, high

@@ -27,6 +27,8 @@ ROWS = 64  # of a tile: what the tensor core takes
 # Bytes of shared memory for bounds on their way, and thread blocks: one an SM with 160 KB takes 1 % longer.
 IN_FLIGHT = 64 * 1024
 CTAS = 264
+# Bytes of shared memory that a thread block may take, and those besides queries and bounds: barriers, sums.
+MAX_SMEM, SPARE = 232448, 3072
 f32 = jnp.float32
 
 
@@ -36,7 +38,7 @@ class Shape:
 
     Attributes:
         q_heads: Query heads.
-        kv_heads: Key/value heads; 8 divides them, and they divide 64.
+        kv_heads: Key/value heads; 8 divides them, and they divide 64 and q_heads.
         head_dim: Width of a head, a multiple of 64.
         max_blocks: Columns of the block table.
         block_size: Keys of a block.
@@ -57,6 +59,12 @@ class Shape:
     def stages(self) -> int:
         """Tiles on their way."""
         return max(IN_FLIGHT // (2 * ROWS * self.head_dim * 2), 2)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a thread block."""
+        rows = self.q_heads + self.stages * ROWS
+        return 2 * rows * self.head_dim * 2 + SPARE
 
     @property
     def max_tiles(self) -> int:

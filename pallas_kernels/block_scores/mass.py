@@ -28,6 +28,8 @@ def least_of_mass(
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
     """
     num_rows, length = scores.shape
+    if 0 in scores.shape:
+        return jnp.full(num_rows, jnp.inf, f32)
     width = -(-length // WIDTH) * WIDTH
     together = TOGETHER if width <= MAX_SHORT else 1
     spare = -num_rows % together

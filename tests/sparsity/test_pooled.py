@@ -1,6 +1,7 @@
 """Blocks chosen from pooled queries and keys: all mass is everything, little mass is what was planted."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
+from jattn.metadata.transitions import pad_tokens
 from jattn.sparsity.pooled import _query_means, largest, select_prefill_blocks
 from pallas_kernels.block_scores import MAX_SHARES
 
@@ -84,6 +86,67 @@ def test_a_block_that_all_queries_point_at_is_found():
     for i, position in enumerate(range(9, 23)):
         blocks = sorted({int(j) // 4 for j in np.flatnonzero(seen[0, i])})
         assert blocks == [1, position // 4]
+
+
+def poisoned(query, cache, metadata):
+    """NaN in every slot behind a request's end, in nobody's blocks, and in the padding of a larger bucket."""
+    bucket = jattn.Bucket(max_decodes=2, max_prefills=3, max_prefill_tokens=40, max_blocks=8)
+    padded = jattn.pad_to_bucket(metadata, bucket)
+    slots = np.concatenate([
+        (np.asarray(metadata.block_table)[row][:, None] * 4 + np.arange(4)).reshape(-1)[:length]
+        for row, length in enumerate(np.asarray(metadata.seq_lens))
+    ])  # fmt: skip
+    is_owned = np.zeros(14 * 4, bool)
+    is_owned[slots] = True
+    spoiled = lambda x: jnp.where(is_owned.reshape(14, 4, 1, 1), x, jnp.nan)
+    cache = jattn.PagedCache(k=spoiled(cache.k), v=spoiled(cache.v))
+    tokens = pad_tokens(query, metadata.bucket, bucket)
+    tokens = jnp.where(padded.is_live_token[:, None, None], tokens, jnp.nan)
+    return tokens, cache, padded
+
+
+@pytest.mark.parametrize("way", ["xla", "kernel"])
+def test_what_no_request_owns_may_be_nan(way):
+    query, cache, metadata = problem()
+    how = {"implementation": "xla"}
+    if way == "kernel":
+        how = {"implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
+    choose = lambda *step: select_prefill_blocks(*step, SPEC, mass=0.6, block_size=4, **how)
+    clean, spoiled = choose(query, cache, metadata), choose(*poisoned(query, cache, metadata))
+    for row, padded_row, blocks in ((1, 2, 5), (2, 3, 6)):
+        lengths = slice(0, blocks - int(clean.first_q_block[row])), slice(0, blocks)
+        want = np.asarray(clean.blocks)[row][:, *lengths]
+        np.testing.assert_array_equal(np.asarray(spoiled.blocks)[padded_row][:, *lengths], want)
+
+
+def test_attention_over_what_was_chosen_reads_nothing_else():
+    query, cache, metadata = problem()
+    tokens, spoiled, padded = poisoned(query, cache, metadata)
+    mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=0.4, block_size=4)
+    mask_of_padded = mask.of_requests(padded)
+    for implementation in ("xla", "reference"):
+        run = functools.partial(jattn.attend, spec=SPEC, implementation=implementation)
+        want = run(query, cache, metadata, mask=mask)
+        got = run(tokens, spoiled, padded, mask=mask_of_padded)
+        live = np.asarray(padded.is_live_token)
+        np.testing.assert_allclose(np.asarray(got)[live], want, atol=1e-5)
+        assert not np.asarray(got)[~live].any()
+
+
+def test_of_nothing_nothing_is_chosen():
+    query, cache, _ = problem()
+    empty = jattn.build_batch_metadata([], [], np.zeros((0, 3), int), block_size=4)
+    for kv in (
+        cache,
+        jattn.PackedKV(k=cache.k[:0, 0], v=cache.v[:0, 0], kv_start_loc=jnp.zeros(0, jnp.int32)),
+    ):
+        mask = select_prefill_blocks(query[:0], kv, empty, SPEC, mass=0.5, block_size=4)
+        assert mask.blocks.shape[:2] == (0, 2)
+    nobody = jattn.build_batch_metadata([0], [0], None)
+    packed = jattn.PackedKV(k=cache.k[:0, 0], v=cache.v[:0, 0], kv_start_loc=jnp.zeros(1, jnp.int32))
+    assert not select_prefill_blocks(query[:0], packed, nobody, SPEC, mass=0.5, block_size=4).blocks.any()
+    with pytest.raises(ValueError, match=r"metadata.block_table must have columns .*, got \(1, 0\)"):
+        select_prefill_blocks(query[:0], cache, nobody, SPEC, mass=0.5, block_size=4)
 
 
 def test_masks_change_without_a_recompile(traced_once):

@@ -122,6 +122,14 @@ def test_a_traced_mask_changes_its_schedule_without_a_recompile(traced_once):
         np.testing.assert_array_equal(full[: -(-int(lens[0]) // 16)], blocks[: -(-int(lens[0]) // 16)])
 
 
+def test_of_no_requests_there_are_no_lists():
+    made = make(masks.Causal(), np.zeros(0, np.int32))
+    assert made.kv_tiles.shape == (0, 2, 4)
+    assert made.order.shape == (0,)
+    none = make(masks.Causal(), [0, 0], query_lens=jnp.asarray([0, 0]))
+    assert not (none.num_partial + none.num_full).any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

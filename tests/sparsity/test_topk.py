@@ -1,5 +1,7 @@
 """Quest-type decode: bounds hold, the best blocks are chosen, the whole step is one trace."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,11 +104,70 @@ def test_lists_that_a_selection_made_are_taken_as_they_are_by_the_requests_that_
     assert made.ids[0, 0, :2].tolist() == [0, 2]
 
 
+def test_what_no_request_owns_may_be_anything():
+    """Bounds of blocks behind the ends and in nobody's table, queries of padding rows, ids past the ends."""
+    _, bounds, table, query = filled()
+    seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
+    options = {"num_selected": 2, "block_size": 4}
+    want = select_blocks(query, bounds, table, seq_lens, **options).blocks
+    of_nobody = jnp.asarray([0, 6, 7, 8])
+    poisoned = jax.tree.map(lambda x: x.at[of_nobody].set(jnp.nan), bounds)
+    table = table.at[1, 2].set(2**30).at[2].set(jnp.asarray([-7, 8, 2**31 - 1]))
+    got = select_blocks(query.at[2].set(jnp.nan), poisoned, table, seq_lens, **options).blocks
+    np.testing.assert_array_equal(got, want)
+    assert int(want.sum()) == 2 * 2 * 2
+
+
+def test_nothing_is_written_and_chosen_of_nothing():
+    _, bounds, table, query = filled()
+    kept = jax.tree.map(np.asarray, bounds)
+    written = write_key_bounds(bounds, jnp.ones((0, 2, 8)), jnp.zeros(0, jnp.int32), block_size=4)
+    np.testing.assert_array_equal(written.low, kept.low)
+    for implementation in ("xla", None):
+        options = {"num_selected": 1, "block_size": 4, "implementation": implementation}
+        mask = select_blocks(query[:0], written, table[:0], jnp.zeros(0, jnp.int32), **options)
+        assert mask.blocks.shape == (0, 2, 1, 3)
+
+
+def test_keys_that_are_fewer_than_slots_are_named():
+    with pytest.raises(
+        ValueError, match=r"key must have at least as many tokens as slot_mapping \(3\), got 2"
+    ):
+        write_key_bounds(KeyBounds.create(SPEC), jnp.ones((2, 2, 8)), jnp.zeros(3, jnp.int32), block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "platform"), [("the kernels need an NVIDIA GPU", "cpu"), ("compute capability", "gpu")]
+)
+def test_where_the_arrays_are_says_which_implementation_chooses(reason, platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # these arrays are not there
+    _, bounds, table, query = filled()
+    run = functools.partial(
+        select_blocks,
+        num_selected=1,
+        block_size=4,
+        implementation="mosaic_gpu",
+        seq_lens=jnp.asarray([3, 3, 3]),
+    )
+    # Traced, they do not say where they will be.
+    run = run if platform == "cpu" else functools.partial(jax.eval_shape, run)
+    with pytest.raises(NotImplementedError, match=reason):
+        run(query, bounds, table)
+
+
 @pytest.mark.parametrize("num", [0, 4])
 def test_a_number_of_blocks_that_there_are_not_is_named(num):
     _, bounds, table, query = filled()
     with pytest.raises(ValueError, match=rf"num_selected must lie in \[1, max_blocks \(3\)\], got {num}"):
         select_blocks(query, bounds, table, jnp.asarray([3, 3, 3]), num_selected=num, block_size=4)
+
+
+def test_a_table_without_blocks_is_named():
+    _, bounds, table, query = filled()
+    with pytest.raises(ValueError, match=r"block_table must have columns, got \(3, 0\)"):
+        select_blocks(query, bounds, table[:, :0], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
+    with pytest.raises(ValueError, match=r"query's heads must be a multiple of the bounds' \(2\), got 3"):
+        select_blocks(query[:, :3], bounds, table, jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
 
 
 def test_a_table_of_another_batch_is_named():
