@@ -8,7 +8,7 @@ where they change without a recompile.
 
 from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Sizes, Tiles
 from jattn.masks.blocks import BigBird, BlockMask
-from jattn.masks.checks import check_ahead, check_mask
+from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
 from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.local_strided import LocalStrided
@@ -38,6 +38,7 @@ __all__ = [
     "Window",
     "check_ahead",
     "check_mask",
+    "check_mask_of_step",
     "dense",
     "density",
     "heads_of",

@@ -1,7 +1,42 @@
 """Whether a mask and a step belong together: what is static of both is compared, no array is looked at."""
 
+from typing import TYPE_CHECKING
+
 from jattn.masks.base import And, Mask, Or, Sizes, check_is_mask
 from pallas_kernels.checks import require
+
+if TYPE_CHECKING:
+    from jattn.metadata.batch import BatchMetadata
+    from jattn.spec import AttentionSpec
+
+
+def check_mask_of_step(
+    mask: Mask, metadata: "BatchMetadata", spec: "AttentionSpec", *, has_cache: bool
+) -> None:
+    """What a mask must be to hold in a layer of a step, on top of what the spec says: as check_mask.
+
+    Args:
+        mask: The mask.
+        metadata: The step's; its static sizes are what counts.
+        spec: The layer.
+        has_cache: Whether keys are in a paged cache, so that the block table bounds the requests' lengths.
+
+    Raises:
+        ValueError: As check_mask.
+    """
+    bucket = metadata.bucket
+    max_seq_len = metadata.block_table.shape[1] * metadata.block_size if has_cache else None
+    of_decodes = bucket.decode_query_len if bucket.max_decodes else 0
+    max_query_len = max(of_decodes, bucket.max_prefill_tokens)
+    if max_seq_len is not None:
+        max_query_len = min(max_query_len, max_seq_len)
+    sizes = Sizes(
+        num_q_heads=spec.num_q_heads,
+        num_rows=bucket.max_reqs,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    check_mask(mask, sizes, causal=spec.causal)
 
 
 def check_mask(mask: Mask, sizes: Sizes, *, causal: bool) -> None:

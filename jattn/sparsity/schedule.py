@@ -75,6 +75,7 @@ def schedule(
             rows or heads or does not reach as far.
     """
     require_positive(max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
+    require_positive(num_q_heads=num_q_heads)
     query_lens = seq_lens if query_lens is None else query_lens
     require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
     bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}

@@ -129,7 +129,8 @@ def select_blocks(
         interpret: Static: plgpu.InterpretGPUParams to run the kernels on a CPU.
 
     Returns:
-        A mask for `attend(mask=)` whose rows are the requests.
+        A mask for `attend(mask=)` whose rows are the requests: of a step that has prefill rows too, attend to
+        the decode region alone with it (`metadata.decode_part`).
 
     Raises:
         ValueError: num_selected is not between 1 and max_blocks, or the shapes disagree.

@@ -188,6 +188,32 @@ def test_a_mask_that_does_not_reach_is_named(mask, message):
     masks.check_mask(mask, sizes(max_query_len=None, max_seq_len=None), causal=False)
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masks.Causal() | masks.Prefix(length=3), r"mask must let no query .*, got \(Causal \| Prefix\)"),
+        (masks.Document(ids=IDS), "Document.ids must have one row .* 8 rows .*, got 4"),
+        (masks.OnlyHeads((4,)), r"OnlyHeads.heads must lie in \[0, 4\), got \(4,\)"),
+        (block_mask(3, 2), "q_blocks of 8 must be at least 4, .* 32 positions .*, got 3"),
+        (
+            block_mask(2, 2, np.zeros(8, np.int32)),
+            "q_blocks of 8 must be at least 3, .* 20 positions .*, got 2",
+        ),
+        (np.ones(3, bool), "mask must be a mask of jattn.masks .*, got a ndarray|Type-check"),
+    ],
+)
+def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message):
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    with pytest.raises(Exception, match=message):
+        masks.check_mask_of_step(mask, metadata(), spec, has_cache=True)
+    with pytest.raises(Exception, match=message):
+        jax.eval_shape(lambda step: masks.check_mask_of_step(mask, step, spec, has_cache=True), metadata())
+    if isinstance(mask, masks.BlockMask) and mask.first_q_block is None:
+        masks.check_mask_of_step(mask, metadata(), spec, has_cache=False)
+    fitting = masks.Document(ids=IDS).of_requests(metadata()) & block_mask(4, 2) & masks.OnlyHeads((3,))
+    masks.check_mask_of_step(fitting, metadata(), spec, has_cache=True)
+
+
 def test_a_mask_that_reaches_is_served_to_its_edge():
     masks.check_mask(block_mask(4, 2), sizes(), causal=False)
     masks.check_mask(block_mask(3, 2, np.zeros(8, np.int32)), sizes(), causal=False)
@@ -232,6 +258,7 @@ def test_heads_are_as_many_as_a_mask_tells_apart():
             {},
             "num_q_heads must be given for a mask that tells heads apart .*, got None",
         ),
+        (masks.Causal(), {"num_q_heads": 0}, "num_q_heads must be positive, got 0"),
         (masks.BigBird(), {}, "num_q_heads must be given .*, got None"),
         (masks.LocalStrided(), {}, "num_q_heads must be given .*, got None"),
         (
