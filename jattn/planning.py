@@ -22,7 +22,7 @@ from jattn.implementations.kernel_work import (
 )
 from jattn.implementations.layers import REGIONS, AnyCache, Layer, layer_of, regions_of
 from jattn.implementations.tiles import QueryTiles, prefill_tiles
-from jattn.masks import Mask, Sizes, check_mask
+from jattn.masks import Mask, check_mask_of_step
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec, Bucket
@@ -154,7 +154,7 @@ def choose_layers(
     made = []
     for layer in layers:
         if mask is not None:
-            check_mask(mask, _sizes(metadata, layer.spec), causal=layer.spec.causal)
+            check_mask_of_step(mask, metadata, layer.spec, has_cache=layer.cache is not None)
         whole = layer.spec.mask_with(mask)
         choices = {region.name: choose(layer, region, whole, **how) for region in regions}
         one = LayerPlan(
@@ -283,17 +283,6 @@ def _check_cache(metadata: BatchMetadata, spec: AttentionSpec, cache: Any) -> No
         got = getattr(cache, name, None)
         require(got is not None, "cache_specs", "be of CacheSpec, PagedCache or None", type(cache).__name__)
         require(got == want, f"cache_spec.{name}", f"be the {owner} ({want})", got)
-
-
-def _sizes(metadata: BatchMetadata, spec: AttentionSpec) -> Sizes:
-    """What a mask must reach over: the batch's lengths where they can be seen, else what its table is for."""
-    bucket, num_blocks = metadata.bucket, metadata.block_table.shape[1]
-    max_query_len = max(bucket.max_prefill_tokens, bucket.decode_query_len if bucket.max_decodes else 0)
-    max_seq_len = (num_blocks - 1) * metadata.block_size + 1 if num_blocks else None
-    if support.is_concrete(metadata):
-        max_seq_len = int(np.max(np.asarray(metadata.seq_lens), initial=0))
-        max_query_len = min(max_query_len, max_seq_len)
-    return Sizes(spec.num_q_heads, bucket.max_reqs, max_query_len, max_seq_len)
 
 
 def check_batch_of(plan: Plan, metadata: BatchMetadata) -> None:

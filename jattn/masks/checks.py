@@ -1,8 +1,11 @@
-"""Whether a mask and a step belong together: what is static of both is compared, no array is looked at."""
+"""Whether a mask and a step belong together: their sizes are compared, and lengths where they can be seen."""
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jattn.masks.base import And, Mask, Or, Sizes, check_is_mask
+from pallas_kernels import support
 from pallas_kernels.checks import require
 
 if TYPE_CHECKING:
@@ -15,9 +18,12 @@ def check_mask_of_step(
 ) -> None:
     """What a mask must be to hold in a layer of a step, on top of what the spec says: as check_mask.
 
+    How far a mask must reach the requests' lengths say, where they are not traced; where they are, the
+    shortest one that fills the block table: a longer one than the mask reaches over then sees nothing there.
+
     Args:
         mask: The mask.
-        metadata: The step's; its static sizes are what counts.
+        metadata: The step's.
         spec: The layer.
         has_cache: Whether keys are in a paged cache, so that the block table bounds the requests' lengths.
 
@@ -25,7 +31,10 @@ def check_mask_of_step(
         ValueError: As check_mask.
     """
     bucket = metadata.bucket
-    max_seq_len = metadata.block_table.shape[1] * metadata.block_size if has_cache else None
+    num_blocks = metadata.block_table.shape[1]
+    max_seq_len = (num_blocks - 1) * metadata.block_size + 1 if has_cache and num_blocks else None
+    if support.is_concrete(metadata):
+        max_seq_len = int(np.max(np.asarray(metadata.seq_lens), initial=0))
     of_decodes = bucket.decode_query_len if bucket.max_decodes else 0
     max_query_len = max(of_decodes, bucket.max_prefill_tokens)
     if max_seq_len is not None:

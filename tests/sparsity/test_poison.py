@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn import masks
-from jattn.implementations import mosaic_gpu, region_plans
+from jattn.implementations import kernel_work, mosaic_gpu
 from tests import contract
 from tests.contract import FACTORS, AttentionContract, Problem
 
@@ -82,8 +82,8 @@ def test_nothing_that_is_left_out_is_read(name, options, implementation):
 
 def by_kernels(problem, mask, monkeypatch):
     """Both regions by the interpreted kernels, with few thread blocks."""
-    tiles = region_plans.decode_kernel.Tiles(stages=2, ctas=4)
-    monkeypatch.setattr(region_plans.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+    tiles = kernel_work.decode_kernel.Tiles(stages=2, ctas=4)
+    monkeypatch.setattr(kernel_work.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
     metadata, spec = problem.metadata, problem.spec
     first, rows = metadata.bucket.max_decode_tokens, metadata.bucket.max_decodes
 
