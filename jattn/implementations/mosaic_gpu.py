@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
@@ -22,12 +21,11 @@ from jattn.implementations.kernel_work import (
     prefill_work,
     score_of,
 )
+from jattn.implementations.widening import attend_widened
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
-from pallas_kernels import varlen_prefill as prefill_kernel
-from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.varlen_prefill import varlen_prefill
 
@@ -117,10 +115,11 @@ def _prefill(
     **options: Any,
 ) -> tuple[Array, Array | None]:
     """A region by varlen_prefill."""
-    max_seq_len = kv.k.shape[0] if isinstance(kv, PackedKV) else None
-    if kernel.is_widened:
-        assert isinstance(kv, PagedCache)
-        kv = _read(kv, metadata, spec, query.dtype, options["interpret"])
+    if kernel.is_widened and isinstance(kv, PagedCache):
+        of = functools.partial(_prefill, query, spec=spec, kernel=kernel, work=None, mask=mask, **options)
+        how = {name: options[name] for name in ("return_lse", "interpret")}
+        return attend_widened(query, kv, metadata, spec, of, **how)
+    max_seq_len = kv.k.shape[0] if kernel.is_packed else None
     where: dict[str, Any]
     if isinstance(kv, PackedKV):
         where = {"kv_start_loc": kv.kv_start_loc}
@@ -150,21 +149,6 @@ def _prefill(
         **where,
         **options,
     )
-
-
-def _read(
-    cache: PagedCache, metadata: BatchMetadata, spec: AttentionSpec, dtype: DTypeLike, interpret: Any
-) -> PackedKV:
-    """What a region needs of an 8-bit cache, in 16 bits: a prompt's queries share the cost of widening it."""
-    positions = metadata.seq_lens - metadata.query_lens
-    first_keys, _ = prefill_kernel.key_range(score_of(spec), positions, metadata.seq_lens)
-    read = functools.partial(cache_read, dtype=dtype, layout=cache.layout, interpret=interpret)
-    where = metadata.block_table, jnp.maximum(first_keys, 0), metadata.seq_lens
-    k = read(jnp.asarray(cache.k), *where, scale=_as_jax(cache.stored_k_scale))
-    v = read(jnp.asarray(cache.v), *where, scale=_as_jax(cache.stored_v_scale))
-    rows = padded_len(metadata.block_table.shape[1], cache.block_size)
-    starts = jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32) * rows
-    return PackedKV(k=k, v=v, kv_start_loc=starts)
 
 
 def _as_jax(scale: Any) -> Array | None:

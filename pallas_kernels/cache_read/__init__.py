@@ -2,3 +2,4 @@
 
 from pallas_kernels.cache_read.entry import cache_read as cache_read
 from pallas_kernels.cache_read.entry import padded_len as padded_len
+from pallas_kernels.cache_read.kernel import TILE as TILE

@@ -1,0 +1,157 @@
+"""Prompts over an 8-bit cache: their keys and values in 16 bits, all at once or some requests' at a time.
+
+A prompt's queries share the cost of widening. What is widened is what the queries see, one request behind the
+other in a buffer of static size; requests that do not fit it follow in further passes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jattn.cache import PackedKV, PagedCache
+from jattn.implementations.kernel_work import score_of
+from jattn.metadata.batch import BatchMetadata
+from jattn.pytree import replace
+from jattn.spec import AttentionSpec
+from pallas_kernels import varlen_prefill as prefill_kernel
+from pallas_kernels.cache_read import TILE, cache_read, padded_len
+
+MAX_BYTES = 2**31  # of the buffer, unless a single request may need more
+ALIGN = 128  # keys of the widest tile: a request's rows begin where a tile does
+
+
+class Wanted(NamedTuple):
+    """What is to be widened of each request.
+
+    Attributes:
+        first_keys: The first key that some query sees.
+        seq_lens: One past the last; 0 where nothing is.
+        base: The key in the first of the request's rows, a multiple of ALIGN.
+        starts: The request's first row, where all requests follow each other.
+        ends: One past its last.
+    """
+
+    first_keys: Int32[Array, " reqs"]
+    seq_lens: Int32[Array, " reqs"]
+    base: Int32[Array, " reqs"]
+    starts: Int32[Array, " reqs"]
+    ends: Int32[Array, " reqs"]
+
+
+def attend_widened(
+    query: Float[Array, "tokens q_heads head_dim"],
+    cache: PagedCache,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    attend_packed: Callable[[PackedKV, BatchMetadata], tuple[Array, Array | None]],
+    *,
+    return_lse: bool,
+    interpret: Any = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
+    """Output and log-sum-exp of a region over an 8-bit cache.
+
+    Args:
+        query: The region's queries.
+        cache: Keys and values in 8 bits, one of them at least.
+        metadata: The region as a step of its own.
+        spec: The layer.
+        attend_packed: The region's attention to keys and values in 16 bits: `(kv, metadata)`, where requests
+            that are not in kv have seq_len 0. Traced once.
+        return_lse: Whether the log-sum-exp is wanted.
+        interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
+    """
+    wanted = _wanted(metadata, spec)
+    rows, reqs = num_rows(metadata, spec), metadata.bucket.max_reqs
+
+    def pass_of(first: Any) -> tuple[Any, Array, Array | None]:
+        """Attends the requests from `first` on whose keys fit the buffer: the next one, output, LSE."""
+        begin = wanted.starts[first]
+        following = (wanted.ends <= begin + rows).sum(dtype=jnp.int32)
+        req = jnp.arange(reqs, dtype=jnp.int32)
+        seq_lens = jnp.where((req >= first) & (req < following), wanted.seq_lens, 0)
+        here = wanted._replace(seq_lens=seq_lens)
+        kv = _read(cache, metadata, here, begin, rows, query.dtype, interpret)
+        out, lse = attend_packed(kv, replace(metadata, seq_lens=seq_lens))
+        return following, out, lse
+
+    if worst_rows(metadata, spec) <= rows:
+        kv = _read(cache, metadata, wanted, jnp.int32(0), rows, query.dtype, interpret)
+        return attend_packed(kv, metadata)
+
+    def one(state: tuple[Any, Array, Array | None]) -> tuple[Any, Array, Array | None]:
+        first, out, lse = state
+        following, new, new_lse = pass_of(first)
+        token, bounds = jnp.arange(query.shape[0], dtype=jnp.int32), metadata.query_start_loc
+        is_mine = (token >= bounds[first]) & (token < bounds[following])
+        out = jnp.where(is_mine[:, None, None], new, out)
+        if lse is not None:
+            assert new_lse is not None
+            lse = jnp.where(is_mine[None, :], new_lse, lse)
+        return following, out, lse
+
+    nothing = jnp.full((query.shape[1], query.shape[0]), -jnp.inf, jnp.float32) if return_lse else None
+    start = jnp.int32(0), jnp.zeros_like(query), nothing
+    _, out, lse = lax.while_loop(lambda state: state[0] < reqs, one, start)
+    return out, lse
+
+
+def num_rows(metadata: BatchMetadata, spec: AttentionSpec) -> int:
+    """Static: rows of the buffer: what MAX_BYTES hold, at most what all requests need, at least one's."""
+    one = padded_len(metadata.block_table.shape[1], metadata.block_size)
+    bytes_of_row = 2 * 2 * spec.num_kv_heads * spec.head_dim  # keys and values, two bytes each
+    return min(max(MAX_BYTES // bytes_of_row // TILE * TILE, one), worst_rows(metadata, spec))
+
+
+def worst_rows(metadata: BatchMetadata, spec: AttentionSpec) -> int:
+    """Static: the most rows that the requests of a bucket can need together."""
+    reqs, one = metadata.bucket.max_reqs, padded_len(metadata.block_table.shape[1], metadata.block_size)
+    left, _ = spec.window or (None, None)
+    reaches = [reach for reach in (left, spec.chunk_size) if reach is not None]
+    if not reaches:
+        return reqs * one
+    # Before its first query a request's queries see no more than the reach; ends are rounded to whole tiles.
+    seen = metadata.bucket.max_tokens + reqs * (min(reaches) + ALIGN + TILE)
+    return min(reqs * one, -(-seen // TILE) * TILE)
+
+
+def _wanted(metadata: BatchMetadata, spec: AttentionSpec) -> Wanted:
+    lens = metadata.seq_lens
+    first_keys, _ = prefill_kernel.key_range(score_of(spec), lens - metadata.query_lens, lens)
+    first_keys = jnp.clip(first_keys, 0, lens)
+    base = first_keys // ALIGN * ALIGN
+    rows = jnp.where(lens > 0, -(-(lens - base) // TILE) * TILE, 0)
+    ends = jnp.cumsum(rows, dtype=jnp.int32)
+    return Wanted(first_keys, lens, base, ends - rows, ends)
+
+
+def _read(
+    cache: PagedCache,
+    metadata: BatchMetadata,
+    wanted: Wanted,
+    begin: Array,
+    rows: int,
+    dtype: Any,
+    interpret: Any,
+) -> PackedKV:
+    """Keys and values of the requests that have a seq_len; row `begin` of all rows is the buffer's first."""
+    starts = wanted.starts - begin - wanted.base
+
+    def read(stored: Any, scale: Any) -> Array:
+        return cache_read(
+            jnp.asarray(stored),
+            metadata.block_table,
+            wanted.first_keys,
+            wanted.seq_lens,
+            dtype=dtype,
+            scale=None if scale is None else jnp.asarray(scale),
+            layout=cache.layout,
+            kv_start_loc=starts,
+            num_rows=rows,
+            interpret=interpret,
+        )
+
+    k, v = read(cache.k, cache.stored_k_scale), read(cache.v, cache.stored_v_scale)
+    return PackedKV(k=k, v=v, kv_start_loc=starts)

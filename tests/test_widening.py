@@ -1,0 +1,123 @@
+"""Prompts over 8-bit caches: in one pass or in several, the same bits; memory is bound by a budget."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations import widening
+from jattn.spec import QUANTIZATIONS
+from pallas_kernels.varlen_prefill import tiles as tiles_module
+from tests import contract
+from tests.contract import Problem
+from tests.pallas_kernels.listed_problem import ListedProblem
+from tests.regions import attend_region
+
+# Several requests of a pass, one alone, an empty one between, the longest last.
+REGIONS = {"groups": ([20, 0, 3, 17, 5], [90, 0, 130, 70, 250], 1), "two": ([9, 30], [200, 131], 1)}
+DILATED = masks.Dilated(20, 5)
+sees_dilated = lambda r, h, i, j: abs(i - j) % 5 == 0 and abs(i - j) <= 100
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """Output and LSE of a problem's region by interpreted kernels, in passes of at most so many bytes."""
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGIONS)
+    for name in ("TABLE", "LIST_TABLE"):  # interpreted, thread blocks without work take time too
+        few = {k: dataclasses.replace(tiles, ctas=2) for k, tiles in getattr(tiles_module, name).items()}
+        monkeypatch.setattr(tiles_module, name, few)
+
+    def run(problem, mask, max_bytes):
+        monkeypatch.setattr(widening, "MAX_BYTES", max_bytes)
+        attend = functools.partial(
+            attend_region, spec=problem.spec, mask=mask, interpret=plgpu.InterpretGPUParams()
+        )
+        query, metadata = jnp.asarray(problem.query), problem.metadata.prefill_part
+        sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
+        return jax.jit(attend)(query, problem.kv, metadata, sinks=sinks)
+
+    return run
+
+
+CASES = {
+    "by token": {"region": "groups", "stored": "int8_token_head", "sinks": True},
+    "window": {"region": "groups", "stored": "fp8_scalar", "window": (40, None), "kv": "HND"},
+    "chunk": {"region": "two", "stored": "int8_scalar", "chunk_size": 70},
+    "mask": {"region": "two", "stored": "int8_static_v", "mask": DILATED, "window": (64, None)},
+}
+
+
+SLOW = ("window", "chunk")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
+def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, name):
+    case = dict(CASES[name])
+    mask = case.pop("mask", None)
+    plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
+    case = plain | {"heads": (2, 1), "head_dim": 64, "block_size": 16, "dtype": "bfloat16"} | case
+    problem = Problem(case) if mask is None else ListedProblem(case, mask=sees_dilated)
+    metadata = problem.metadata.prefill_part
+    at_once = attended(problem, mask, 2**31)
+    assert widening.num_rows(metadata, problem.spec) == widening.worst_rows(metadata, problem.spec)
+    problem.check(*at_once)
+    in_passes = attended(problem, mask, 0)
+    assert widening.num_rows(metadata, problem.spec) < widening.worst_rows(metadata, problem.spec)
+    for a, b in zip(at_once, in_passes, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+LLAMA = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+PROMPTS = jattn.Bucket(max_prefills=16, max_prefill_tokens=8192, max_blocks=131072 // 16)
+
+
+def metadata_of(bucket):
+    return jattn.metadata.batch.abstract_metadata(bucket, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "worst", "rows"),
+    [
+        ({}, 16 * 131072, 2**31 // 4096),
+        # Of the tokens' own, and 16 times a window with its ends' tiles.
+        ({"window": (4095, 0)}, 76800, 76800),
+        ({"chunk_size": 8192}, 8192 + 16 * (8192 + 192), 8192 + 16 * (8192 + 192)),
+    ],
+)
+def test_memory_does_not_grow_with_requests_times_their_longest_length(changes, worst, rows):
+    spec = dataclasses.replace(LLAMA, **changes)
+    assert widening.worst_rows(metadata_of(PROMPTS), spec) == worst
+    assert widening.num_rows(metadata_of(PROMPTS), spec) == rows
+
+
+def test_the_longest_request_always_fits():
+    bucket = dataclasses.replace(PROMPTS, max_blocks=2**20 // 16)
+    assert widening.num_rows(metadata_of(bucket), LLAMA) == 2**20
+
+
+WITHOUT_WINDOW = [(name, None) for name in QUANTIZATIONS if name is not None]
+
+
+@pytest.mark.parametrize(("quantization", "window"), [*WITHOUT_WINDOW, ("int8_token_head", (4095, 0))])
+def test_sixteen_prompts_of_131072_positions_have_a_kernel(monkeypatch, quantization, window):
+    monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
+    spec = dataclasses.replace(LLAMA, window=window)
+    sizes = {"num_blocks": 9000, "block_size": 16, "num_kv_heads": 8, "head_dim": 128}
+    scale = {"v_scale": jnp.ones((8, 128))} if quantization == "int8_static_v" else {}
+    create = functools.partial(jattn.PagedCache.create, **scale)
+    cache = jax.eval_shape(lambda: create(jattn.CacheSpec(quantization=quantization, **sizes)))
+    query = jax.ShapeDtypeStruct((8192, 32, 128), jnp.bfloat16)
+    run = functools.partial(jattn.attend, spec=spec, implementation="mosaic_gpu")
+    lowered = jax.jit(run).trace(query, cache, metadata_of(PROMPTS)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "cache_read" in text
+    assert "varlen_prefill" in text
+    assert ("stablehlo.while" in text) == (window is None)
