@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.checks import require, require_shape
+
 
 def merge_attn_states(
     prefix_out: Float[Array, "tokens q_heads head_dim"],
@@ -24,8 +26,16 @@ def merge_attn_states(
     Returns:
         Output in prefix_out's dtype, and its LSE.
 
+    Raises:
+        ValueError: Shapes disagree.
+
     Source: vLLM `merge_attn_states` (CUDA).
     """
+    require(prefix_out.ndim == 3, "prefix_out", "have 3 axes, tokens, q_heads and head_dim", prefix_out.shape)
+    require_shape("suffix_out", suffix_out.shape, prefix_out.shape, "as prefix_out")
+    tokens, q_heads, _ = prefix_out.shape
+    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
+        require_shape(name, lse.shape, (q_heads, tokens), "q_heads, tokens")
     p_lse, s_lse = (jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in (prefix_lse, suffix_lse))
     top = jnp.maximum(p_lse, s_lse)
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)

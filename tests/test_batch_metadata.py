@@ -240,6 +240,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             jattn.build_batch_metadata(query_lens, seq_lens, None)
 
+    @pytest.mark.parametrize("build", [jattn.build_batch_metadata, jattn.build_cross_attention_metadata])
+    def test_what_is_no_bucket_is_named(self, build):
+        with pytest.raises(ValueError, match="bucket must be a Bucket or None, got 8"):
+            build([1], [4], [[1]], bucket=8)
+        with pytest.raises(ValueError, match=r"decode_query_len must be an int, got 1.0"):
+            build([1], [4], [[1]], decode_query_len=1.0)
+
     @pytest.mark.parametrize("block_size", [16.0, True, "16", None])
     def test_a_block_size_that_is_no_int_is_named(self, block_size):
         with pytest.raises(ValueError, match=f"block_size must be an int, got {block_size!r}"):

@@ -1,5 +1,6 @@
 """The paged cache: layouts, writes that skip and never copy, moves of blocks, sizes."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -363,6 +364,77 @@ class TestRefusals:
             ValueError, match=r"block_mapping must stay below 3 in column 1, got \[\[0, 3\]\]"
         ):
             swap(jattn.PagedCache.create(spec(num_blocks=3)), np.asarray([[0, 3]]))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("arrays", "message"),
+        [
+            ({"k": np.zeros((2, 4, 2, 8), np.int8)}, "k_scale must be given for k of int8, got None"),
+            ({"v": np.zeros((2, 4, 2, 8), np.int8)}, "v_scale must be given for v of int8, got None"),
+            ({"k": np.zeros((2, 4, 2, 8), np.uint8)}, "k must hold floats or int8 .*view it.*, got uint8"),
+            ({"v": np.zeros((2, 4, 2, 8), np.int32)}, "v must hold floats or int8 .*, got int32"),
+            ({"k": [[0.0]]}, "k must be an array, got list"),
+        ],
+    )
+    def test_what_no_cache_holds(self, arrays, message):
+        zeros = jnp.zeros((2, 4, 2, 8))
+        with pytest.raises(ValueError, match=message):
+            jattn.PagedCache(**({"k": zeros, "v": zeros} | arrays))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"cache": spec()}, "cache must be a PagedCache, got CacheSpec"),
+            ({"slot_mapping": [0, 1]}, r"slot_mapping must be an array .*metadata.slot_mapping.*, got list"),
+            (
+                {"slot_mapping": jnp.ones(2)},
+                r"slot_mapping must be ints \[tokens\], got float32 of shape \(2,\)",
+            ),
+            ({"slot_mapping": jnp.ones((1, 2), int)}, r"slot_mapping must be ints .* of shape \(1, 2\)"),
+            ({"key": jnp.ones((2, 2, 16), int)}, "key must hold floats, got int32"),
+            ({"value": jnp.ones((1, 2, 2, 16))}, r"value must have 3 axes, .*got shape \(1, 2, 2, 16\)"),
+            ({"key": jnp.ones((2, 32))}, r"key must have 3 axes, .*got shape \(2, 32\)"),
+            ({"key": [1.0]}, "key must be an array, got list"),
+        ],
+    )
+    def test_what_cannot_be_written(self, change, message):
+        rows = dict(zip(("key", "value"), random_kv(2), strict=True))
+        cache = create()
+        with pytest.raises(ValueError, match=message):
+            jattn.write_kv(**({"cache": cache, "slot_mapping": jnp.arange(2)} | rows | change))
+        assert not cache.k.is_deleted()
+
+
+class TestReplace:
+    @pytest.mark.parametrize("quantization", QUANTIZATIONS)
+    def test_dataclasses_replace_keeps_scales_and_takes_the_constructors_names(self, quantization):
+        cache = jattn.write_kv(create(quantization=quantization), *random_kv(20), jnp.arange(20))
+        same = dataclasses.replace(cache)
+        jax.tree.map(np.testing.assert_array_equal, same, cache)
+        assert jax.tree.structure(same) == jax.tree.structure(cache)
+        zeros = dataclasses.replace(cache, k=jnp.zeros_like(cache.k))
+        assert not np.asarray(zeros.k, np.float32).any()
+        np.testing.assert_array_equal(zeros.v, cache.v)
+
+    def test_a_scale_is_replaced_by_its_public_name(self):
+        cache = create(quantization="fp8_e4m3")
+        assert dataclasses.replace(cache, k_scale=jnp.float32(3.0)).stored_k_scale == 3
+        scales = jnp.arange(40.0).reshape(5, 4, 2)
+        tokens = dataclasses.replace(create(quantization="int8_token_head"), v_scale=scales)
+        np.testing.assert_array_equal(tokens.v_scale, scales)
+        np.testing.assert_array_equal(tokens.stored_v_scale[3, 1], scales[3, :, 1])
+
+    def test_what_it_makes_is_checked(self):
+        with pytest.raises(ValueError, match=r"v must have shape .*got \(1, 4, 2, 16\)"):
+            dataclasses.replace(create(), v=jnp.zeros((1, 4, 2, 16)))
+
+    def test_inside_jit(self):
+        doubled = jax.jit(lambda cache: dataclasses.replace(cache, k=cache.k * 2))(
+            jattn.PagedCache(k=jnp.ones((1, 4, 2, 8)), v=jnp.ones((1, 4, 2, 8)))
+        )
+        assert (np.asarray(doubled.k) == 2).all()
 
 
 class TestSpec:

@@ -110,3 +110,20 @@ def test_parts_of_an_attention_merge_into_it():
     want, want_lse = oracle.attention(SPEC, step(0, 30))
     np.testing.assert_allclose(out, want[0], atol=1e-6)
     np.testing.assert_allclose(np.asarray(lse).T, want_lse[0], atol=1e-6)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("index", "shape", "message"),
+    [
+        (0, (12, 4), r"prefix_out must have 3 axes, tokens, q_heads and head_dim, got \(12, 4\)"),
+        (1, (3, 4), r"prefix_lse must have shape \(4, 3\) \(q_heads, tokens\), got \(3, 4\)"),
+        (2, (3, 4, 9), r"suffix_out must have shape \(3, 4, 8\) \(as prefix_out\), got \(3, 4, 9\)"),
+        (3, (4, 1), r"suffix_lse must have shape \(4, 3\) \(q_heads, tokens\), got \(4, 1\)"),
+    ],
+)
+def test_states_whose_shapes_disagree_are_named(index, shape, message):
+    shapes = [(3, 4, 8), (4, 3), (3, 4, 8), (4, 3)]
+    shapes[index] = shape
+    with pytest.raises(ValueError, match=message):
+        jattn.merge_attn_states(*map(jnp.zeros, shapes))

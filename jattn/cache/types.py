@@ -1,5 +1,6 @@
 """Where keys and values are: in blocks of one of three layouts, or one request after the other."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -31,9 +32,12 @@ class PagedCache:
 
     k: _Array
     v: _Array
-    stored_k_scale: _Scale | None
-    stored_v_scale: _Scale | None
+    stored_k_scale: _Scale | None = dataclasses.field(init=False)
+    stored_v_scale: _Scale | None = dataclasses.field(init=False)
     layout: str = static()
+    # The constructor's, so that dataclasses.replace hands them over; the properties of these names read them.
+    k_scale: dataclasses.InitVar[_Scale | None] = None
+    v_scale: dataclasses.InitVar[_Scale | None] = None
 
     def __init__(
         self,
@@ -55,11 +59,14 @@ class PagedCache:
             layout: As the attribute.
 
         Raises:
-            ValueError: Shapes disagree.
+            ValueError: Shapes disagree, or k or v holds what no scale makes numbers of: int8 without a scale,
+                or other integers.
         """
         for name, value in (("k", k), ("v", v), ("layout", layout)):
             object.__setattr__(self, name, value)
         require_one_of("layout", layout, LAYOUTS)
+        for name, value, scale in (("k", k, k_scale), ("v", v, v_scale)):
+            _check_stored(name, value, scale)
         rank = 5 if layout == "packed" else 4
         require(k.ndim == rank, "k", f"have {rank} axes in the {layout} layout", f"shape {k.shape}")
         require_shape("v", v.shape, self._value_shape(), f"as k {k.shape}, {layout}")
@@ -135,15 +142,25 @@ class PagedCache:
         """Width of a head."""
         return self.v.shape[2] if self.layout == "packed" else self.v.shape[3]
 
-    @property
-    def k_scale(self) -> Any:
+    @property  # type: ignore[misc]
+    def k_scale(self) -> Any:  # noqa: F811
         """The keys' scale as the constructor takes it."""
         return _swap_token_and_head(self.stored_k_scale)
 
-    @property
-    def v_scale(self) -> Any:
+    @property  # type: ignore[misc]
+    def v_scale(self) -> Any:  # noqa: F811
         """The values' scale as the constructor takes it."""
         return _swap_token_and_head(self.stored_v_scale)
+
+
+def _check_stored(name: str, array: Any, scale: Any) -> None:
+    """Keys or values must be an array of floats, or int8 with a scale."""
+    require(hasattr(array, "dtype") and hasattr(array, "ndim"), name, "be an array", type(array).__name__)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return
+    rule = "hold floats or int8 (vLLM's uint8: view it as the 8-bit float that it holds)"
+    require(array.dtype == jnp.int8, name, rule, array.dtype)
+    require(scale is not None, f"{name}_scale", f"be given for {name} of int8", None)
 
 
 def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | None) -> _Scale | None:

@@ -43,11 +43,13 @@ def write_kv(
         implementation: "mosaic_gpu" or "xla"; None = the best that this machine and this cache allow.
 
     Raises:
-        ValueError: Shapes disagree.
+        ValueError: Shapes disagree, or something is not what its name says.
         NotImplementedError: The implementation asked for cannot write here; the message says why.
 
     Source: vLLM `reshape_and_cache`, `reshape_and_cache_flash`.
     """
+    require(isinstance(cache, PagedCache), "cache", "be a PagedCache", type(cache).__name__)
+    _check_new(key, value, slot_mapping)
     tokens = slot_mapping.shape[0]
     require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
     require_shape("key", key.shape[1:], (cache.num_kv_heads, cache.head_dim), "kv_heads, head_dim")
@@ -61,6 +63,21 @@ def write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
     )
     return replace(cache, **written)
+
+
+def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
+    """New keys and values must be floats, and slots one axis of ints."""
+    kind = type(slot_mapping).__name__
+    is_array = isinstance(slot_mapping, jax.Array | np.ndarray)
+    require(is_array, "slot_mapping", "be an array [tokens], as metadata.slot_mapping is", kind)
+    is_right = slot_mapping.ndim == 1 and jnp.issubdtype(slot_mapping.dtype, jnp.integer)
+    got = f"{slot_mapping.dtype} of shape {slot_mapping.shape}"
+    require(is_right, "slot_mapping", "be ints [tokens]", got)
+    for name, rows in (("key", key), ("value", value)):
+        require(isinstance(rows, jax.Array | np.ndarray), name, "be an array", type(rows).__name__)
+        require(jnp.issubdtype(rows.dtype, jnp.floating), name, "hold floats", rows.dtype)
+        rule = "have 3 axes, tokens, kv_heads and head_dim (reshape [batch, time, ...] to tokens)"
+        require(rows.ndim == 3, name, rule, f"shape {rows.shape}")
 
 
 def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
