@@ -275,7 +275,7 @@ def measure_engine(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
 
         def seconds(max_tokens: int, engine=engine, prompts=prompts) -> float:  # type: ignore[no-untyped-def]
             start = time.perf_counter()
-            engine.generate(prompts, max_tokens, ignore_eos=True)
+            engine.generate(prompts, max_tokens=max_tokens, ignore_eos=True)
             return time.perf_counter() - start
 
         seconds(8)

@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     engine.precompile(progress=is_terminal)
     compile_seconds = time.perf_counter() - started
     screen = Screen(PROMPTS, is_terminal=is_terminal)
-    results = engine.generate(PROMPTS, args.max_tokens, on_token=screen.on_token)
+    results = engine.generate(PROMPTS, max_tokens=args.max_tokens, on_token=screen.on_token)
     screen.close()
     print("\n" + table(engine, results, compile_seconds))
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "x = [i for i in " * 6,
     ]
     greedy, warm = SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=0)
-    results = engine.generate(prompts, 48, sampling_params=[greedy, greedy, warm, greedy])
+    results = engine.generate(prompts, [greedy, greedy, warm, greedy], max_tokens=48)
     for prompt, result in zip(prompts, results, strict=True):
         print(f"--- {result.finish_reason} after {len(result.token_ids)} tokens")
         print(prompt + result.text)

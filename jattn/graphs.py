@@ -42,8 +42,12 @@ class DecodeGraphs:
             buckets: The sizes to run. Each must have max_blocks.
 
         Raises:
-            ValueError: There is no bucket, or one without max_blocks.
+            ValueError: There is no bucket, one without max_blocks, or what is none; step is no function.
         """
+        require(callable(step), "step", "be a function", repr(step))
+        buckets = tuple(buckets)
+        for i, bucket in enumerate(buckets):
+            require(isinstance(bucket, Bucket), f"buckets[{i}]", "be a Bucket", repr(bucket))
         ordered = sorted(set(buckets), key=_size)
         require(len(ordered) > 0, "buckets", "hold at least one Bucket", ordered)
         self.buckets = tuple(ordered)
@@ -70,9 +74,11 @@ class DecodeGraphs:
             `(outputs, caches)`. The caches given are donated: use the ones returned.
 
         Raises:
-            ValueError: The metadata's bucket is not one of `buckets`, or the parameters' structure is another
-                than before.
+            ValueError: The metadata is none, its bucket not one of `buckets`, or the parameters' structure is
+                another than before.
         """
+        is_metadata = isinstance(metadata, BatchMetadata)
+        require(is_metadata, "metadata", "be a BatchMetadata", type(metadata).__name__)
         executable = self._executables.get(metadata.bucket)
         if executable is None:
             executable = self._compile_now(params, caches, metadata, *inputs)

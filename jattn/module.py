@@ -1,6 +1,7 @@
 """The Flax module over `attend`: a paged layer for models."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +13,7 @@ from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.metadata.batch import BatchMetadata
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 Rope = Callable[[Array, Array], Array]
 
@@ -60,8 +61,12 @@ class PagedAttention(nnx.Module):
             implementation: As in `attend`.
 
         Raises:
-            ValueError: alibi_slopes is not one per query head.
+            ValueError: spec is none, hidden_size no positive int, or alibi_slopes is not one per query head.
         """
+        rule = "be a jattn.AttentionSpec"
+        require(isinstance(spec, AttentionSpec), "spec", rule, type(spec).__name__)
+        require_int(hidden_size=hidden_size)
+        require_positive(hidden_size=hidden_size)
         if alibi_slopes is not None:
             require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
         self.spec = spec
@@ -111,9 +116,10 @@ class PagedAttention(nnx.Module):
             Output [tokens, hidden], and the cache with this step's keys and values in it.
 
         Raises:
-            ValueError: A layer that shares keys and values got no cache.
+            ValueError: An argument is of another kind, x or positions are not the metadata's tokens, or a
+                layer that shares keys and values got no cache.
         """
-        require(cache is not None or not self.shares_kv, "cache", "be given to a layer with shares_kv", None)
+        self._check(x, cache, metadata, positions, plan)
         query = self._heads(self.q_proj(x), self.spec.num_q_heads, self.q_norm, positions)
         kv: PagedCache | PackedKV
         if self.shares_kv:
@@ -137,6 +143,20 @@ class PagedAttention(nnx.Module):
             implementation=self.implementation,
         )
         return self.o_proj(out.reshape(x.shape[0], -1)), cache
+
+    def _check(self, x: Array, cache: Any, metadata: Any, positions: Array, plan: Any) -> None:
+        kinds = (
+            ("metadata", metadata, BatchMetadata, "a BatchMetadata (jattn.build_batch_metadata)"),
+            ("cache", cache, PagedCache | None, "a PagedCache or None"),
+            ("plan", plan, Plan | None, "a Plan (jattn.plan) or None"),
+        )
+        for name, value, kind, rule in kinds:
+            require(isinstance(value, kind), name, f"be {rule}", type(value).__name__)
+        tokens, width = metadata.bucket.max_tokens, self.q_proj.in_features
+        meaning = "the metadata's tokens, hidden_size; a batch of texts lies in one axis of tokens"
+        require_shape("x", jnp.shape(x), (tokens, width), meaning)
+        require_shape("positions", jnp.shape(positions), (tokens,), "the metadata's tokens")
+        require(cache is not None or not self.shares_kv, "cache", "be given to a layer with shares_kv", None)
 
     def _heads(
         self, projected: Array, num_heads: int, norm: Callable[[Array], Array] | None, positions: Array

@@ -24,24 +24,52 @@ def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[s
         FileNotFoundError: A file is missing.
         ValueError: Two files hold one tensor, or a file is no safetensors file.
     """
-    safetensors = optional_module("safetensors")
     files: dict[str, Any] = {}
     for path in _tensor_files(directory):
-        try:
-            file = stack.enter_context(safetensors.safe_open(existing(path), framework="numpy"))
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} must be a whole safetensors file, got {error}.") from error
+        file = stack.enter_context(open_file(path))
         for name in file.keys():  # noqa: SIM118  (a safetensors file is no dict)
             require(name not in files, name, "stand in one file", f"a second one in {path.name}")
             files[name] = file
     return files
 
 
+def open_file(path: pathlib.Path) -> Any:
+    """A safetensors file, to be closed by whoever opened it.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is broken.
+    """
+    safetensors = optional_module("safetensors")
+    try:
+        return safetensors.safe_open(existing(path), framework="numpy")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got {error}.") from error
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It holds something else; the message names the file.
+    """
+    try:
+        content = json.loads(existing(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # of json or of the encoding
+        raise ValueError(f"{path} must be JSON, got {error}.") from error
+    require(isinstance(content, dict), str(path), "hold a JSON object", repr(content)[:60])
+    return content
+
+
 def _tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists() and not single.exists():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [directory / name for name in sorted(set(names))]
+        files = read_json(index).get("weight_map")
+        are_names = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
+        require(are_names, f"{index}'s weight_map", "map tensors to files", repr(files))
+        assert isinstance(files, dict)
+        return [directory / name for name in sorted(set(files.values()))]
     others = sorted(path for path in directory.glob("*.safetensors") if path.name != SCALES_FILE)
     return [single] if single.exists() else others or [single]
 

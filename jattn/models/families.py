@@ -1,10 +1,10 @@
 """What transformers' configuration classes say where a config.json is silent, family by family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn.models.rope import Rope
-from pallas_kernels.checks import require, unsupported
+from pallas_kernels.checks import require, require_positive, unsupported
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -56,13 +56,15 @@ def read_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of DecoderConfig that a Hugging Face config means; what it lacks is as in transformers.
 
     Raises:
-        ValueError: A size is missing or impossible.
+        ValueError: A size is missing or impossible, or a value is of another kind than it should be.
         NotImplementedError: The architecture, or something it asks for, is not one of ours.
     """
+    _check_kinds(hf)
     model_type = _model_type(hf)
     _refuse_what_is_not_here(hf, model_type)
     missing = [key for key in REQUIRED if hf.get(key) is None]
     require(not missing, "config", "have the keys " + ", ".join(REQUIRED), f"none of {missing}")
+    require_positive(**{key: hf[key] for key in REQUIRED})
     hf = {**_COMMON, **DEFAULTS[model_type], **hf}
     heads = hf["num_attention_heads"]
     if hf["head_dim"] is None:
@@ -99,6 +101,21 @@ def token_ids(ids: int | list[int] | None) -> tuple[int, ...]:
 
 def _number(value: int | float | None) -> float | None:
     return None if value is None else float(value)
+
+
+def _check_kinds(hf: Mapping[str, Any]) -> None:
+    """A value that is there must be of its kind; null is as good as absent."""
+    for kind, is_one, keys in KINDS:
+        for key in keys:
+            require(hf.get(key) is None or is_one(hf[key]), key, f"be {kind}", repr(hf.get(key)))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _model_type(hf: Mapping[str, Any]) -> str:
@@ -163,3 +180,35 @@ def _dtype(hf: Mapping[str, Any]) -> str | None:
             f"dtype {name!r}", "no decoder here computes in it", "Supported: " + ", ".join(DTYPES)
         )
     return name
+
+
+# What the values of a config.json are.
+KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    (
+        "an int",
+        _is_int,
+        (
+            *REQUIRED,
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "original_max_position_embeddings",
+            "sliding_window",
+            "max_window_layers",
+            "bos_token_id",
+        ),
+    ),
+    ("a number", _is_number, ("rms_norm_eps", "rope_theta", "partial_rotary_factor", *GEMMA_NUMBERS)),
+    ("a name", lambda value: isinstance(value, str), ("model_type", "hidden_act", "hidden_activation")),
+    ("a list", lambda value: isinstance(value, list | tuple), ("architectures", "layer_types")),
+    (
+        "an object",
+        lambda value: isinstance(value, Mapping),
+        ("rope_scaling", "rope_parameters", "quantization_config"),
+    ),
+    (
+        "an int or a list of them",
+        lambda value: _is_int(value) or (isinstance(value, list | tuple) and all(map(_is_int, value))),
+        ("eos_token_id",),
+    ),
+)

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from jattn.models.checkpoint import (
     SCALES_FILE,
     check_tensors,
-    existing,
     open_tensors,
     optional_module,
+    read_json,
     stored_dtype,
 )
 from jattn.models.config import DecoderConfig
@@ -48,7 +48,7 @@ def load(
 
     Raises:
         FileNotFoundError: A file is missing; the message names it.
-        ValueError: A tensor is missing, unexpected or misshapen; the message names it and the shapes.
+        ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
         NotImplementedError: The config asks for what is not here; the message names it.
         ImportError: safetensors, tokenizers or tqdm is missing.
     """
@@ -78,7 +78,7 @@ def load(
     if (directory / SCALES_FILE).exists():
         model.kv_scales = KVScales.load(directory / SCALES_FILE, config.num_hidden_layers)
     if (directory / "tokenizer.json").exists():
-        model.tokenizer = optional_module("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
+        model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return model
 
 
@@ -110,16 +110,27 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
 
     Raises:
         FileNotFoundError: There is no such folder, or no config.json in it.
-        ValueError: As `DecoderConfig.from_hf`.
+        ValueError: A file is broken, or as `DecoderConfig.from_hf`; the message names the file.
         NotImplementedError: As `DecoderConfig.from_hf`.
     """
     directory = pathlib.Path(directory)
-    hf = json.loads(existing(directory / "config.json").read_text())
+    hf = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
-        eos = json.loads(generation.read_text()).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
         hf = hf if eos is None else hf | {"eos_token_id": eos}
-    return DecoderConfig.from_hf(hf)
+    try:
+        return DecoderConfig.from_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+
+
+def _read_tokenizer(path: pathlib.Path) -> Any:
+    tokenizers = optional_module("tokenizers")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # all that the package raises is a bare Exception
+        raise ValueError(f"{path} must be a tokenizer of the tokenizers package, got {error}.") from error
 
 
 def hf_name(path: tuple[Any, ...]) -> str:

@@ -59,10 +59,13 @@ class Rope:
             default_context: original_max_position_embeddings where the dictionary has none.
 
         Raises:
-            ValueError: A number that the type needs is missing.
+            ValueError: A number that the type needs is missing, or none.
             NotImplementedError: Another type, or rotation of a part of the head only.
         """
         rope_type = hf.get("rope_type") or hf.get("type") or "default"
+        for key in ("rope_theta", "factor", *_LLAMA3_KEYS, "original_max_position_embeddings"):
+            is_number = isinstance(hf.get(key), int | float | None) and not isinstance(hf.get(key), bool)
+            require(is_number, f"rope parameter {key}", "be a number", repr(hf.get(key)))
         partial = hf.get("partial_rotary_factor")
         if partial not in (None, 1.0):
             raise unsupported(f"partial_rotary_factor {partial}", "heads are rotated whole", "Supported: 1.0")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jattn.models.checkpoint import existing, optional_module, stored_dtype
+from jattn.models.checkpoint import open_file, optional_module, stored_dtype
 from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
@@ -68,11 +68,10 @@ class KVScales:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: As `read`.
+            ValueError: It is broken, or as `read`.
             ImportError: safetensors is missing.
         """
-        safetensors = optional_module("safetensors")
-        with safetensors.safe_open(existing(pathlib.Path(path)), framework="numpy") as file:
+        with open_file(pathlib.Path(path)) as file:
             return cls.read({name: file for name in file.keys()}, num_layers)  # noqa: SIM118
 
     def save(self, path: str | pathlib.Path) -> None:

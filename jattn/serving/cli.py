@@ -84,7 +84,7 @@ def _generate(args: argparse.Namespace) -> None:
         print(f"jattn: {warning.message}", file=sys.stderr)
     printer = StreamPrinter(prompts, lambda text: print(text, end="", flush=True))
     results = engine.generate(
-        prompts, args.max_tokens, sampling_params=sampling_params, on_token=printer.on_token
+        prompts, sampling_params=sampling_params, max_tokens=args.max_tokens, on_token=printer.on_token
     )
     printer.close()
     if is_terminal:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,18 +23,19 @@ from jax.typing import DTypeLike
 from jattn.cache import copy_blocks
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
+from jattn.models.loading import load
 from jattn.requests import pack_tokens, row_indices
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation, GenerationResult, StreamedToken
-from jattn.serving.prompts import Prompt, PromptLimits, build_generations
+from jattn.serving.prompts import Prompt, PromptLimits, build_generations, require_list_of_ints, stop_ids_of
 from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
 from jattn.serving.scheduler import Scheduler, Step
 from jattn.serving.sizes import num_blocks_in, padded_pairs, prefill_sizes
 from jattn.serving.step import StepTokens, make_step, next_tokens, with_implementation
 from jattn.serving.weights import Weights
 from jattn.spec import Bucket
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_int, require_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class Engine:
         """Makes the caches; compiles nothing yet.
 
         Args:
-            model: A `jattn.models.Decoder`, or what has its methods.
+            model: A `jattn.models.Decoder`, what has its methods, or a Hugging Face folder to load one from.
             num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
             cache_bytes: Memory for all layers' caches. None = enough for max_num_seqs requests of the model's
                 longest context, but at most 80 % of the device's free memory, or 1 GiB where it is unknown.
@@ -102,12 +104,20 @@ class Engine:
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
 
         Raises:
-            ValueError: A size is not positive, both num_blocks and cache_bytes are given, they make less than
-                two blocks, or no bucket fits the largest step.
+            ValueError: A size is no positive int, both num_blocks and cache_bytes are given, they make less
+                than two blocks, or no bucket fits the largest step; an argument is of another kind.
             NotImplementedError: This machine does not have the implementation.
+            FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        require_positive(block_size=block_size, max_num_seqs=max_num_seqs)
-        require_positive(max_num_batched_tokens=max_num_batched_tokens)
+        sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
+        sizes["max_num_batched_tokens"] = max_num_batched_tokens
+        unset = {"num_blocks": num_blocks, "cache_bytes": cache_bytes}
+        require_int(**sizes, **{name: size for name, size in unset.items() if size is not None})
+        require_positive(**sizes)
+        require_list_of_ints("skip_layers", skip_layers)
+        model = load(model) if isinstance(model, str | os.PathLike) else model
+        rule = "be a jattn.models.Decoder or a Hugging Face folder"
+        require(hasattr(model, "create_caches"), "model", rule, repr(model))
         self.model, self.tokenizer, self.block_size = model, model.tokenizer, block_size
         cache = {
             "block_size": block_size,
@@ -128,10 +138,10 @@ class Engine:
         )
         max_blocks = min(longest, num_blocks - 1)
         if buckets is None:
-            sizes = prefill_sizes(max_num_batched_tokens)
+            chunks = prefill_sizes(max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
             # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
-            buckets = default_buckets(max(max_num_seqs, 2), max_blocks=max_blocks, prefill_tokens=sizes)
+            buckets = default_buckets(max(max_num_seqs, 2), max_blocks=max_blocks, prefill_tokens=chunks)
             buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
         self._weights = Weights(model)
         self._graphdef = nnx.graphdef(with_implementation(model, implementation))
@@ -207,9 +217,9 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         max_tokens: int | Sequence[int] = 16,
         *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         on_token: Callable[[int, int, str], Any] | None = None,
@@ -218,9 +228,9 @@ class Engine:
 
         Args:
             prompts: Text or token ids, mixed as you like.
+            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
             max_tokens: Most new tokens, for all prompts or for each. The model's longest context may end a
                 prompt earlier.
-            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
             stop_ids: Token ids that end a prompt, besides the model's eos_token_ids.
             ignore_eos: eos_token_ids do not end a prompt.
             on_token: Called with (index of the prompt, token id, text) for each new token.
@@ -230,9 +240,11 @@ class Engine:
 
         Raises:
             ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
-                vocabulary, longer than the model's context or than the cache. Nothing has started then.
+                vocabulary, longer than the model's context or than the cache; or an argument is of another
+                kind. Nothing has started then.
         """
-        generations = self._checked(prompts, max_tokens, sampling_params, stop_ids, ignore_eos)
+        require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
+        generations = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         with contextlib.closing(self._stream(generations)) as tokens:
             for token in tokens:
                 if on_token is not None:
@@ -242,9 +254,9 @@ class Engine:
     def stream(
         self,
         prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         max_tokens: int | Sequence[int] = 16,
         *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
     ) -> Iterator[StreamedToken]:
@@ -252,14 +264,14 @@ class Engine:
 
         Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
         """
-        return self._stream(self._checked(prompts, max_tokens, sampling_params, stop_ids, ignore_eos))
+        return self._stream(self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos))
 
     # --------------------------------------------------------------------------------------- inside
     def _checked(
         self,
         prompts: Sequence[Prompt],
-        max_tokens: int | Sequence[int],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        max_tokens: int | Sequence[int],
         stop_ids: Sequence[int],
         ignore_eos: bool,
     ) -> list[Generation]:
@@ -274,7 +286,7 @@ class Engine:
             prompts,
             max_tokens,
             sampling_params,
-            stop_ids=frozenset(map(int, stop_ids)) | frozenset(() if ignore_eos else config.eos_token_ids),
+            stop_ids=stop_ids_of(stop_ids, () if ignore_eos else config.eos_token_ids),
             tokenizer=self.tokenizer,
             limits=limits,
         )

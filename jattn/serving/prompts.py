@@ -1,6 +1,7 @@
 """From what a caller hands over to what the engine runs: everything that can be wrong is found here."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,10 +46,14 @@ def build_generations(
     Raises:
         ValueError: A prompt cannot be served; the message names it and the value.
     """
-    require(not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts))
-    counts = per_prompt("max_tokens", max_tokens, len(prompts), lambda x: isinstance(x, int | np.integer))
+    require(_is_list(prompts), "prompts", "be a list of prompts", repr(prompts))
+    counts = per_prompt("max_tokens", max_tokens, len(prompts), is_one=_is_int, kind="an int")
     samplers = per_prompt(
-        "sampling_params", sampling_params or GREEDY, len(prompts), lambda x: isinstance(x, SamplingParams)
+        "sampling_params",
+        GREEDY if sampling_params is None else sampling_params,
+        len(prompts),
+        is_one=lambda params: isinstance(params, SamplingParams),
+        kind="SamplingParams (how many tokens is max_tokens=)",
     )
     generations = []
     for index, (prompt, count, params) in enumerate(zip(prompts, counts, samplers, strict=True)):
@@ -81,17 +86,45 @@ def _most_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int, limits:
     return max_tokens
 
 
-def per_prompt[T](name: str, values: T | Sequence[T], count: int, is_one: Callable[[Any], bool]) -> list[T]:
+def per_prompt[T](
+    name: str, values: T | Sequence[T], count: int, *, is_one: Callable[[Any], bool], kind: str
+) -> list[T]:
     """One value for each prompt, from one for all of them or a list.
 
     Raises:
-        ValueError: The list has another length.
+        ValueError: It is neither, or the list has another length.
     """
     if is_one(values):
         return [values] * count  # type: ignore[list-item]
+    require(_is_list(values), name, f"be {kind}, or a list of one a prompt", repr(values))
     listed: list[T] = list(values)  # type: ignore[arg-type]
     require(len(listed) == count, name, f"have one entry per prompt ({count})", len(listed))
+    for i, value in enumerate(listed):
+        require(is_one(value), f"{name}[{i}]", f"be {kind}", repr(value))
     return listed
+
+
+def stop_ids_of(stop_ids: Sequence[int], eos_token_ids: Sequence[int]) -> frozenset[int]:
+    """The tokens that end a text.
+
+    Raises:
+        ValueError: stop_ids is not a list of ints.
+    """
+    require_list_of_ints("stop_ids", stop_ids)
+    return frozenset(map(int, stop_ids)) | frozenset(eos_token_ids)
+
+
+def require_list_of_ints(name: str, values: Any) -> None:
+    """`values` must be a list (or tuple, or array) of ints."""
+    require(_is_list(values) and all(map(_is_int, values)), name, "be a list of ints", repr(values))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def token_ids_of(name: str, prompt: object, *, tokenizer: Any | None, vocab_size: int) -> list[int]:
@@ -106,7 +139,10 @@ def token_ids_of(name: str, prompt: object, *, tokenizer: Any | None, vocab_size
         assert tokenizer is not None
         token_ids = np.asarray(tokenizer.encode(prompt).ids, np.int64)
     else:
-        token_ids = np.asarray(prompt)
+        try:
+            token_ids = np.asarray(prompt)
+        except ValueError:  # lists of several lengths
+            token_ids = np.zeros((0, 0))
     require(token_ids.ndim == 1, name, "be text or a list of token ids", repr(prompt))
     require(token_ids.size > 0, name, "have at least one token", repr(prompt))
     require(token_ids.dtype.kind in "iu", name, "be text or a list of token ids", repr(prompt))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from jattn.pytree import pytree, static
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_int
 
 GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 NUM_SEEDS = 2**32
@@ -38,6 +39,13 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            require(is_number, name, "be a number", repr(value))
+        for name in ("top_k", "seed"):
+            if getattr(self, name) is not None:
+                require_int(**{name: getattr(self, name)})
         require(0 <= self.temperature < float("inf"), "temperature", "be at least 0", self.temperature)
         require(self.top_k is None or self.top_k >= 0, "top_k", "be at least 0 (None = off)", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1 = off)", self.top_p)

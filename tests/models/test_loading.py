@@ -131,6 +131,51 @@ def test_names_the_file(tmp_path):
         load(tmp_path)
 
 
+BROKEN = {
+    "config.json": ["{", "[1]", "\xff\xfe"],
+    "generation_config.json": ["", "3"],
+    "tokenizer.json": ["{", '{"model": 3}'],
+    "kv_scales.safetensors": ["x" * 20],
+    "model.safetensors.index.json": ["{", "{}", '{"weight_map": {"x": 1}}'],
+}
+
+
+@pytest.mark.parametrize(("file", "content"), [(file, text) for file in BROKEN for text in BROKEN[file]])
+def test_names_the_file_that_is_broken(tmp_path, file, content):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    (tmp_path / file).write_bytes(content.encode("latin-1"))
+    if file.endswith("index.json"):
+        (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{file}('s weight_map)? must (be|hold|map) .*, got"):
+        load(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "48"}, "hidden_size must be an int, got '48'"),
+        ({"num_hidden_layers": 3.0}, r"num_hidden_layers must be an int, got 3\.0"),
+        ({"num_attention_heads": True}, "num_attention_heads must be an int, got True"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be positive, got 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be positive, got -1"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
+        ({"rope_scaling": 8}, "rope_scaling must be an object, got 8"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "8"}},
+            "rope parameter factor must be a number, got '8'",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types must be a list, got 'full_attention'"),
+        ({"hidden_act": 3}, "hidden_act must be a name, got 3"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id must be an int or a list of them, got"),
+        ({"vocab_size": None}, r"config must have the keys vocab_size.*, got none of \['vocab_size'\]"),
+    ],
+)
+def test_names_the_value_that_config_json_cannot_have(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(TIED | change))
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config.json: {message}"):
+        load(tmp_path, progress=False)
+
+
 def test_names_the_extra_that_is_missing():
     with pytest.raises(ImportError, match=r"jattn.models needs not_there: pip install 'jattn\[models\]'"):
         checkpoint.optional_module("not_there.numpy")

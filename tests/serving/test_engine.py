@@ -1,6 +1,7 @@
 """The engine on the golden checkpoints: what comes out depends neither on the batch nor on the cache."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -82,27 +83,27 @@ class TestGreedy:
     def test_alone_batched_chunked_and_preempted_agree_with_transformers(self, name):
         golden = Golden(name)
         roomy = Engine(golden.model, **one_bucket(4, 160, 65))
-        golden.agrees(roomy.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+        golden.agrees(roomy.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
         for i, prompt in enumerate(golden.prompts):
-            golden.agrees(roomy.generate([prompt], NUM_TOKENS, ignore_eos=True), [i])
+            golden.agrees(roomy.generate([prompt], max_tokens=NUM_TOKENS, ignore_eos=True), [i])
         assert roomy.stats.num_preemptions == 0
 
         order = (3, 1, 0, 2)
         tiny = Engine(golden.model, block_size=4, **one_bucket(4, 13, 33))
-        results = tiny.generate([golden.prompts[i] for i in order], NUM_TOKENS, ignore_eos=True)
+        results = tiny.generate([golden.prompts[i] for i in order], max_tokens=NUM_TOKENS, ignore_eos=True)
         golden.agrees(results, order)
         assert tiny.stats.num_preemptions > 0
         assert tiny.stats.peak_blocks == tiny.stats.num_blocks == 32
         assert tiny.stats.num_compiles == roomy.stats.num_compiles == 1
 
         warm = [SamplingParams(temperature=1.0, seed=seed) for seed in order]
-        expected = roomy.generate([golden.prompts[i] for i in order], 12, sampling_params=warm)
-        preempted = tiny.generate([golden.prompts[i] for i in order], 12, sampling_params=warm)
+        expected = roomy.generate([golden.prompts[i] for i in order], max_tokens=12, sampling_params=warm)
+        preempted = tiny.generate([golden.prompts[i] for i in order], max_tokens=12, sampling_params=warm)
         assert [result.token_ids for result in preempted] == [result.token_ids for result in expected]
 
     def test_the_reference_implementation_agrees_and_the_model_is_left_as_it_is(self, golden):
         engine = Engine(golden.model, implementation="reference", **one_bucket(4, 160, 65))
-        golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+        golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
         assert golden.model.layers[0].self_attn.implementation is None
 
 
@@ -111,28 +112,28 @@ class TestStopping:
         eos = golden.greedy[2][5]
         config = dataclasses.replace(golden.model.config, eos_token_ids=(eos,))
         monkeypatch.setattr(golden.model, "config", config)
-        (result,) = engine.generate([golden.prompts[2]], NUM_TOKENS)
+        (result,) = engine.generate([golden.prompts[2]], max_tokens=NUM_TOKENS)
         assert (result.token_ids, result.finish_reason) == (golden.greedy[2][:6], "stop")
-        (result,) = engine.generate([golden.prompts[2]], NUM_TOKENS, ignore_eos=True)
+        (result,) = engine.generate([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
         assert (len(result.token_ids), result.finish_reason) == (NUM_TOKENS, "length")
 
     def test_at_a_stop_id_whose_text_is_left_out(self, golden, engine):
         stop = golden.greedy[1][5]
         first = golden.greedy[1].index(stop)
         assert first > 0
-        (result,) = engine.generate([golden.prompts[1]], NUM_TOKENS, stop_ids=[stop])
+        (result,) = engine.generate([golden.prompts[1]], max_tokens=NUM_TOKENS, stop_ids=[stop])
         assert result.token_ids == golden.greedy[1][: first + 1]
         assert result.text == BYTES.decode(golden.greedy[1][:first])
 
     def test_after_each_prompts_own_max_tokens(self, golden, engine):
-        results = engine.generate(golden.prompts[1:], [3, 1, 7])
+        results = engine.generate(golden.prompts[1:], max_tokens=[3, 1, 7])
         assert [result.token_ids for result in results] == [
             golden.greedy[i][:n] for i, n in ((1, 3), (2, 1), (3, 7))
         ]
         assert {result.finish_reason for result in results} == {"length"}
 
     def test_at_the_end_of_the_models_context(self, engine):
-        (result,) = engine.generate([[5] * 510], 100, ignore_eos=True)
+        (result,) = engine.generate([[5] * 510], max_tokens=100, ignore_eos=True)
         assert (len(result.token_ids), result.finish_reason) == (
             3,
             "length",
@@ -144,32 +145,32 @@ class TestStreams:
         prompts = ["caf\u00e9", golden.prompts[2]]
         pieces = ["", ""]
         tokens = [[], []]
-        for index, token_id, text in engine.stream(prompts, NUM_TOKENS, ignore_eos=True):
+        for index, token_id, text in engine.stream(prompts, max_tokens=NUM_TOKENS, ignore_eos=True):
             pieces[index] += text
             tokens[index].append(token_id)
-        results = engine.generate(prompts, NUM_TOKENS, ignore_eos=True)
+        results = engine.generate(prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
         assert [result.token_ids for result in results] == tokens
         assert [result.text for result in results] == pieces == [BYTES.decode(ids) for ids in tokens]
-        as_ids = engine.generate([BYTES.encode("caf\u00e9").ids], NUM_TOKENS, ignore_eos=True)
+        as_ids = engine.generate([BYTES.encode("caf\u00e9").ids], max_tokens=NUM_TOKENS, ignore_eos=True)
         assert as_ids[0].token_ids == tokens[0]
 
     def test_on_token_sees_every_token_once_and_in_order(self, golden, engine):
         seen = []
         results = engine.generate(
-            golden.prompts, 5, ignore_eos=True, on_token=lambda *token: seen.append(token)
+            golden.prompts, max_tokens=5, ignore_eos=True, on_token=lambda *token: seen.append(token)
         )
         for index, result in enumerate(results):
             assert [token_id for i, token_id, _ in seen if i == index] == result.token_ids
             assert "".join(text for i, _, text in seen if i == index) == result.text
 
     def test_two_open_streams_do_not_disturb_each_other(self, golden, engine):
-        streams = [engine.stream([golden.prompts[i]], NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
+        streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
         pairs = list(zip(*streams, strict=True))
         assert [first.token_id for first, _ in pairs] == golden.greedy[1]
         assert [second.token_id for _, second in pairs] == golden.greedy[2]
 
     def test_closing_a_stream_drops_its_requests(self, golden, engine):
-        stream = engine.stream(golden.prompts, NUM_TOKENS, ignore_eos=True)
+        stream = engine.stream(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
         next(stream)
         assert engine.scheduler.num_unfinished == 4
         stream.close()
@@ -184,8 +185,8 @@ class TestStreams:
             raise KeyError(token)
 
         with pytest.raises(KeyError):
-            engine.generate(golden.prompts, 5, on_token=fail)
-        golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+            engine.generate(golden.prompts, max_tokens=5, on_token=fail)
+        golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
 
 
 class TestSampling:
@@ -193,21 +194,26 @@ class TestSampling:
         hot = [SamplingParams(temperature=2.0, seed=seed) for seed in (1, 2)]
         prompt = golden.prompts[1]
         together = engine.generate(
-            [prompt, prompt, prompt], 12, sampling_params=[*hot, SamplingParams()], ignore_eos=True
+            [prompt, prompt, prompt], max_tokens=12, sampling_params=[*hot, SamplingParams()], ignore_eos=True
         )
-        alone = [engine.generate([prompt], 12, sampling_params=params, ignore_eos=True) for params in hot]
+        alone = [
+            engine.generate([prompt], max_tokens=12, sampling_params=params, ignore_eos=True)
+            for params in hot
+        ]
         assert [result.token_ids for result in together[:2]] == [result[0].token_ids for result in alone]
         assert together[2].token_ids == golden.greedy[1][:12]
         assert len({tuple(result.token_ids) for result in together}) == 3
 
     def test_each_token_of_a_prompt_is_drawn_anew(self, engine):
         hottest = SamplingParams(temperature=1e6, seed=0)  # all tokens are equally likely
-        (result,) = engine.generate([[7]], 12, sampling_params=hottest, ignore_eos=True)
+        (result,) = engine.generate([[7]], max_tokens=12, sampling_params=hottest, ignore_eos=True)
         assert len(set(result.token_ids)) > 8
 
     def test_without_a_seed_each_call_draws_anew(self, golden, engine):
         hot = SamplingParams(temperature=5.0)
-        drawn = [engine.generate([[7]], 12, sampling_params=hot, ignore_eos=True) for _ in range(2)]
+        drawn = [
+            engine.generate([[7]], max_tokens=12, sampling_params=hot, ignore_eos=True) for _ in range(2)
+        ]
         assert drawn[0][0].token_ids != drawn[1][0].token_ids
 
 
@@ -222,23 +228,23 @@ def events(engine, monkeypatch):
 
 class TestSteps:
     def test_a_step_is_read_once_and_after_the_next_one_was_started(self, golden, engine, events):
-        engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True)
+        engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
         assert events == ["start", *["start", "read"] * (NUM_TOKENS - 1), "read"]
 
     def test_a_stop_token_ends_a_request_one_step_later_and_what_came_after_is_dropped(
         self, golden, engine, events
     ):
         stop = golden.greedy[1][5]
-        (result,) = engine.generate([golden.prompts[1]], NUM_TOKENS, stop_ids=[stop])
+        (result,) = engine.generate([golden.prompts[1]], max_tokens=NUM_TOKENS, stop_ids=[stop])
         num_tokens = golden.greedy[1].index(stop) + 1
         assert result.token_ids == golden.greedy[1][:num_tokens]
         assert events.count("start") == num_tokens + 1
         # The step in flight is nobody's; who comes next is not disturbed by it.
-        golden.agrees(engine.generate(golden.prompts, NUM_TOKENS, ignore_eos=True))
+        golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
 
     def test_a_reading_that_was_interrupted_loses_no_token(self, golden, engine, monkeypatch):
-        stream = engine.stream([golden.prompts[1]], NUM_TOKENS, ignore_eos=True)
-        other = engine.stream([golden.prompts[2]], NUM_TOKENS, ignore_eos=True)
+        stream = engine.stream([golden.prompts[1]], max_tokens=NUM_TOKENS, ignore_eos=True)
+        other = engine.stream([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
         first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
 
         def interrupted(x):
@@ -251,7 +257,7 @@ class TestSteps:
         assert first + [token.token_id for token in stream] == golden.greedy[1]
 
     def test_no_step_branches_on_what_the_device_knows(self, engine, golden):
-        engine.generate(golden.prompts[:1], 1)
+        engine.generate(golden.prompts[:1], max_tokens=1)
         for executable in engine.graphs.executables.values():
             assert " conditional(" not in executable.as_text()
 
@@ -273,15 +279,15 @@ class TestSteps:
         engine.precompile(progress=False)
         assert engine.stats.num_compiles == 2
         num_samplers = next_tokens._cache_size()
-        engine.generate([[3, 1, 4], [1] * 33], 8)
+        engine.generate([[3, 1, 4], [1] * 33], max_tokens=8)
         assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
         for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}):
             params = [SamplingParams(temperature=0.7, **hot), SamplingParams()]
-            engine.generate([[3, 1, 4], [5]], 3, sampling_params=params)
+            engine.generate([[3, 1, 4], [5]], max_tokens=3, sampling_params=params)
         assert next_tokens._cache_size() == num_samplers
 
     def test_metrics_count_from_the_call(self, golden, engine):
-        results = engine.generate(golden.prompts, [1, 2, 3, 4], ignore_eos=True)
+        results = engine.generate(golden.prompts, max_tokens=[1, 2, 3, 4], ignore_eos=True)
         for count, result in enumerate(results, 1):
             metrics = result.metrics
             assert metrics.num_tokens == count
@@ -325,11 +331,24 @@ def test_streams_that_stop_close_and_preempt_each_other_get_what_a_lone_prompt_g
     assert tight.stats.num_preemptions > 0
 
 
+class TestFolders:
+    """Engine("DIR"), as vLLM's users type it."""
+
+    @pytest.mark.parametrize("kind", [str, pathlib.Path])
+    def test_are_loaded(self, golden, kind):
+        engine = Engine(kind(GOLDEN / "hf" / "llama"), **one_bucket(4, 160, 65))
+        golden.agrees(engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True), [0])
+
+    def test_that_are_none_are_named(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"meta-llama/Llama-3/config.json does not exist"):
+            Engine("meta-llama/Llama-3")
+
+
 class TestForks:
     def test_a_request_whose_blocks_are_forked_again_and_again_decodes_what_it_would(self, golden):
         engine = Engine(golden.model, **one_bucket(4, 160, 65))
         manager = engine.scheduler.block_manager
-        streams = [engine.stream([golden.prompts[i]], NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
+        streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
         got, num_compiles = [[], []], copy_blocks_compiles()
         for n in range(NUM_TOKENS):
             for ids, stream in zip(got, streams, strict=True):
@@ -358,9 +377,9 @@ class TestWeights:
     def test_that_are_changed_after_the_engine_was_made_run(self, how, implementation):
         model, other = one_layer_model(), one_layer_model(seed=1)
         options = one_bucket(2, 16, 9) | {"implementation": implementation}
-        (want,) = Engine(other, **options).generate([[3, 1, 4]], 6)
+        (want,) = Engine(other, **options).generate([[3, 1, 4]], max_tokens=6)
         engine = Engine(model, **options)
-        (before,) = engine.generate([[3, 1, 4]], 6)
+        (before,) = engine.generate([[3, 1, 4]], max_tokens=6)
         assert before.token_ids != want.token_ids
         if how == "a Variable's value":
             pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True)
@@ -374,7 +393,7 @@ class TestWeights:
             model.embed_tokens.embedding = nnx.Param(other.embed_tokens.embedding[...])
         else:
             engine.update_weights(nnx.state(other))
-        (after,) = engine.generate([[3, 1, 4]], 6)
+        (after,) = engine.generate([[3, 1, 4]], max_tokens=6)
         assert after.token_ids == want.token_ids
         assert engine.stats.num_compiles == 1
 
@@ -415,10 +434,10 @@ class TestWeights:
     def test_of_another_structure_in_the_model_are_an_error(self):
         model = one_layer_model()
         engine = Engine(model, **one_bucket(2, 16, 9))
-        engine.generate([[3]], 1)
+        engine.generate([[3]], max_tokens=1)
         model.norm.bias = nnx.Param(jnp.zeros(96))
         with pytest.raises(ValueError, match=r"params must keep the structure .*bias"):
-            engine.generate([[3]], 1)
+            engine.generate([[3]], max_tokens=1)
 
 
 class TestCacheSize:
@@ -476,7 +495,7 @@ class TestRefuses:
         engine = Engine(golden.model, **one_bucket(4, 160, 5))
         message = r"prompts\[1\] and its max_tokens must fit the cache's 64 tokens, got 60 \+ 6 tokens"
         with pytest.raises(ValueError, match=message):
-            engine.generate([GOOD, [1] * 60], 6)
+            engine.generate([GOOD, [1] * 60], max_tokens=6)
 
     def test_text_without_a_tokenizer(self):
         message = r"prompts\[0\] must be token ids \(the model has no tokenizer\.json\), got 'text'\."

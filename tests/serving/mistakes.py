@@ -1,0 +1,48 @@
+"""What a person gets for a mistake: run without the type checks of the tests, so that ours are the first.
+
+python -m tests.serving.mistakes EXPRESSION ... prints the error of each as a JSON list.
+"""
+
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jattn
+import jattn.serving.cli  # before tests.conftest, which has the modules checked that come after it
+from jattn.serving import Engine, SamplingParams
+from tests.conftest import GOLDEN
+from tests.serving.tiny import one_layer_model
+
+
+class Mistakes:
+    """Small things to make mistakes with."""
+
+    def __init__(self) -> None:
+        self.model = one_layer_model()
+        self.engine = Engine(self.model, num_blocks=9, max_num_seqs=2)
+        self.spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
+        self.layer = jattn.PagedAttention(16, self.spec, rngs=nnx.Rngs(0))
+        self.metadata = jattn.build_batch_metadata([3, 5], [3, 5], None)
+        self.bucket = jattn.Bucket(max_decodes=2, max_blocks=2)
+
+    def attend(self, **changes):
+        arguments = {"x": jnp.ones((8, 16)), "cache": None, "metadata": self.metadata}
+        return self.layer(**arguments | {"positions": self.metadata.positions} | changes)
+
+
+def error_of(expression, names):
+    try:
+        eval(expression, names)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+if __name__ == "__main__":
+    here = Mistakes()
+    names = {"m": here, "jnp": jnp, "np": np, "nnx": nnx, "jattn": jattn, "Engine": Engine, "GOLDEN": GOLDEN}
+    names |= {"SamplingParams": SamplingParams, "ask": here.engine.generate}
+    print(json.dumps([error_of(expression, names) for expression in sys.argv[1:]]))

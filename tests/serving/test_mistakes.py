@@ -1,0 +1,87 @@
+"""Plausible mistakes become errors that name the argument, the rule and the value."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+WANT = {
+    # PagedAttention
+    "m.attend(x=jnp.ones((2, 4, 16)))": r"x must have shape \(8, 16\) .*one axis.*\(2, 4, 16\)",
+    "m.attend(x=jnp.ones((7, 16)))": r"x must have shape \(8, 16\) .*, got \(7, 16\)\.",
+    "m.attend(x=jnp.ones((8, 17)))": r"x must have shape \(8, 16\) .*, got \(8, 17\)\.",
+    "m.attend(metadata=jattn.plan(m.metadata, m.spec))": r"metadata must be a BatchMetadata .*, got \w*Plan",
+    "m.attend(metadata=None)": r"metadata must be a BatchMetadata .*, got NoneType\.",
+    "m.attend(plan=m.metadata)": r"plan must be a Plan \(jattn.plan\) or None, got BatchMetadata\.",
+    "m.attend(plan=True)": r"plan must be a Plan \(jattn.plan\) or None, got bool\.",
+    "m.attend(cache=(1, 2))": r"cache must be a PagedCache or None, got tuple\.",
+    "m.attend(positions=jnp.arange(2))": r"positions must have shape \(8,\) .*, got \(2,\)\.",
+    "jattn.PagedAttention(16, {'num_q_heads': 2}, rngs=nnx.Rngs(0))": r"spec must be a .*, got dict\.",
+    "jattn.PagedAttention(16.0, m.spec, rngs=nnx.Rngs(0))": r"hidden_size must be an int, got 16\.0\.",
+    "jattn.PagedAttention(0, m.spec, rngs=nnx.Rngs(0))": r"hidden_size must be positive, got 0\.",
+    # DecodeGraphs
+    "jattn.DecodeGraphs(len, [(1, 2)])": r"buckets\[0\] must be a Bucket, got \(1, 2\)\.",
+    "jattn.DecodeGraphs(m.model.config, [m.bucket])": r"step must be a function, got DecoderConfig",
+    "jattn.DecodeGraphs(len, [m.bucket])({}, (), {})": r"metadata must be a BatchMetadata, got dict\.",
+    # Engine
+    "Engine(None)": r"model must be a jattn.models.Decoder or a Hugging Face folder, got None\.",
+    "Engine({'a': 1})": r"model must be a jattn.models.Decoder or .*, got \{'a': 1\}\.",
+    "Engine(m.model, block_size='16')": r"block_size must be an int, got '16'\.",
+    "Engine(m.model, max_num_seqs=None)": r"max_num_seqs must be an int, got None\.",
+    "Engine(m.model, max_num_batched_tokens=1e3)": r"max_num_batched_tokens must be an int, got 1000\.0\.",
+    "Engine(m.model, num_blocks=True)": r"num_blocks must be an int, got True\.",
+    "Engine(m.model, cache_bytes=1e9)": r"cache_bytes must be an int, got 1000000000\.0\.",
+    "Engine(m.model, skip_layers=0)": r"skip_layers must be a list of ints, got 0\.",
+    "Engine(m.model, buckets=[8])": r"buckets\[0\] must be a Bucket, got 8\.",
+    "Engine(m.model, quantization='int4')": r"quantization must be one of .*, got 'int4'\.",
+    # generate
+    "ask('text')": r"prompts must be a list of prompts, got 'text'\.",
+    "ask(None)": r"prompts must be a list of prompts, got None\.",
+    "ask({'prompt': 'a'})": r"prompts must be a list of prompts, got \{'prompt': 'a'\}\.",
+    "ask([1, 2])": r"prompts\[0\] must be text or a list of token ids, got 1\.",
+    "ask([None])": r"prompts\[0\] must be text or a list of token ids, got None\.",
+    "ask([[[1]]])": r"prompts\[0\] must be text or a list of token ids, got \[\[1\]\]\.",
+    "ask([[1, [2, 3]]])": r"prompts\[0\] must be text or a list of token ids, got \[1, \[2, 3\]\]\.",
+    "ask([[1.5]])": r"prompts\[0\] must be text or a list of token ids, got \[1\.5\]\.",
+    "ask(['a'], max_tokens=None)": r"max_tokens must be an int, or a list of one a prompt, got None\.",
+    "ask(['a'], max_tokens=True)": r"max_tokens must be an int, .*, got True\.",
+    "ask(['a'], max_tokens=8.0)": r"max_tokens must be an int, .*, got 8\.0\.",
+    "ask(['a'], max_tokens='8')": r"max_tokens must be an int, .*, got '8'\.",
+    "ask(['a'], max_tokens=[None])": r"max_tokens\[0\] must be an int, got None\.",
+    "ask(['a'], 8)": r"sampling_params must be SamplingParams .*max_tokens=\), or .*, got 8\.",
+    "ask(['a'], [8])": r"sampling_params\[0\] must be SamplingParams \(.*max_tokens=\), got 8\.",
+    "ask(['a'], {'temperature': 1.0})": r"sampling_params must be SamplingParams .*, got \{'temp",
+    "ask(['a'], [])": r"sampling_params must have one entry per prompt \(1\), got 0\.",
+    "ask(['a'], SamplingParams)": r"sampling_params must be SamplingParams .*, got <class",
+    "ask(['a'], stop_ids=5)": r"stop_ids must be a list of ints, got 5\.",
+    "ask(['a'], stop_ids=[2.5])": r"stop_ids must be a list of ints, got \[2\.5\]\.",
+    "ask(['a'], stop_ids='</s>')": r"stop_ids must be a list of ints, got '</s>'\.",
+    "ask(['a'], on_token=True)": r"on_token must be a function or None, got True\.",
+    # SamplingParams
+    "SamplingParams(temperature=None)": r"temperature must be a number, got None\.",
+    "SamplingParams(temperature='hot')": r"temperature must be a number, got 'hot'\.",
+    "SamplingParams(temperature=float('nan'))": r"temperature must be at least 0, got nan\.",
+    "SamplingParams(top_p=True)": r"top_p must be a number, got True\.",
+    "SamplingParams(min_p=[0.1])": r"min_p must be a number, got \[0\.1\]\.",
+    "SamplingParams(top_k=2.5)": r"top_k must be an int, got 2\.5\.",
+    "SamplingParams(seed='7')": r"seed must be an int, got '7'\.",
+}
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """The error of each expression, in a process that checks no annotations."""
+    command = [sys.executable, "-W", "error", "-m", "tests.serving.mistakes", *WANT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(WANT, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("mistake", WANT)
+def test_is_named(errors, mistake):
+    assert re.match("ValueError: " + WANT[mistake], errors[mistake]), errors[mistake]
