@@ -1,7 +1,8 @@
 """Compiles a function for an H200 on a machine without a GPU, down to ptxas: an error here is an error there.
 
-Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt, no driver and no other CUDA package, and a ptxas: in a
-CUDA toolkit or in the nvidia-cuda-nvcc wheel. XLA's own kernels are not tuned here; judge only Pallas's.
+Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt, no driver and no other CUDA package, and a ptxas: of
+the wheels nvidia-cuda-nvcc and nvidia-nvvm beside them, or of a CUDA toolkit. `make test-kernels` brings the
+wheels: a machine that cannot compile fails. XLA's own kernels are not tuned here; judge only Pallas's.
 """
 
 import importlib.util
@@ -47,7 +48,7 @@ class Kernel(NamedTuple):
 
 
 def plugin_folder() -> pathlib.Path | None:
-    """Where jax_cuda13_plugin lies: beside the environment's packages (`make test`) or among them."""
+    """Where jax_cuda13_plugin lies: beside the environment's packages (`make test-kernels`) or among them."""
     beside = pathlib.Path(sys.prefix) / "cuda-plugin" / "jax_cuda13_plugin"
     if beside.is_dir():
         return beside
@@ -57,11 +58,24 @@ def plugin_folder() -> pathlib.Path | None:
 
 
 def require_plugin() -> None:
-    """Skips the test, with the reason, where nothing can be compiled."""
-    if plugin_folder() is None:
-        pytest.skip("ahead-of-time compilation needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
-    if shutil.which("ptxas") is None and importlib.util.find_spec("nvidia") is None:
-        pytest.skip("ahead-of-time compilation needs ptxas, of a CUDA toolkit or the wheel nvidia-cuda-nvcc")
+    """Fails the test, with the reason and the way out, where nothing can be compiled."""
+    folder, missing = plugin_folder(), None
+    if folder is None:
+        missing = "the wheels jax-cuda13-plugin and jax-cuda13-pjrt"
+    elif shutil.which("ptxas", path=compiler_path(folder)) is None:
+        missing = "ptxas, of the wheels nvidia-cuda-nvcc and nvidia-nvvm or of a CUDA toolkit"
+    if missing is not None:
+        pytest.fail(
+            f"ahead-of-time compilation needs {missing}: `make test-kernels` brings them, "
+            "-m 'not kernels' leaves these tests out",
+            pytrace=False,
+        )
+
+
+def compiler_path(folder: pathlib.Path) -> str:
+    """Where ptxas is looked for: in the wheel beside the plugin first, the same one on every machine."""
+    wheel = folder.parent / "nvidia" / "cu13" / "bin"
+    return os.pathsep.join(filter(None, [str(wheel), os.environ.get("PATH")]))
 
 
 def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
@@ -88,7 +102,8 @@ def _run_alone(what: str, module: str, names: list[str]) -> dict[str, str]:
     """What is printed of each case."""
     folder = plugin_folder()
     assert folder is not None
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "PATH": compiler_path(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder.parent), os.environ.get("PYTHONPATH")])),
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
