@@ -1,15 +1,21 @@
 PYTHON ?= python3
 JAX ?= 0.11.2
+CUDA ?= 13.0.88
 JOBS ?= 4
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-jax-$(JAX)
 LATEST = .venv-latest
-# jax's CUDA plugin has a compiler that needs no GPU: the tests compile the kernels for an H200 with it. It lies
-# beside the packages, not among them: jax complains of a plugin that finds no driver.
+# jax's CUDA plugin has a compiler that needs no GPU: the tests compile the kernels for an H200 with it, and with the
+# ptxas of these wheels. They lie beside the packages, not among them: jax complains of a plugin that finds no driver.
 PLUGIN = $(VENV)/cuda-plugin
+PLUGIN_STAMP = $(VENV)/.plugin-jax-$(JAX)-cuda-$(CUDA)
+PLUGIN_WHEELS = $(foreach wheel,jax-cuda13-plugin jax-cuda13-pjrt,$(if $(filter latest,$(JAX)),'$(wheel)<0.13',$(wheel)==$(JAX))) \
+  nvidia-cuda-nvcc==$(CUDA) nvidia-nvvm==$(CUDA)
+# Each worker takes half of the tests in their order, so that what a module makes is made once; then it helps the other.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-gpu test-latest lint bench clean help
+.PHONY: demo test test-kernels test-all test-wheel test-gpu test-latest lint clean help
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -23,24 +29,31 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install -q -e '.[models,plot,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
 	@touch $@
 
-$(PLUGIN): $(STAMP)
-	$(BIN)/pip install -q --target $@ --no-deps \
-	  $(foreach wheel,jax-cuda13-plugin jax-cuda13-pjrt,$(if $(filter latest,$(JAX)),'$(wheel)<0.13',$(wheel)==$(JAX)))
+$(PLUGIN_STAMP): $(STAMP)
+	rm -rf $(PLUGIN)
+	$(BIN)/pip install -q --target $(PLUGIN) --no-deps $(PLUGIN_WHEELS)
+	@touch $@
 
 demo: $(STAMP)  ## complete a few prompts with the model that ships here
 	$(BIN)/python -m examples.demo
 
-test: $(STAMP) $(PLUGIN)  ## the fast tests, on the CPU
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP)  ## the fast tests, on the CPU
+	$(PYTEST) -m 'not kernels and not gpu and not slow' --ignore=tests/pallas_kernels
 
-test-all: $(STAMP) $(PLUGIN)  ## the slow tests too
-	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+test-kernels: $(STAMP) $(PLUGIN_STAMP)  ## the kernels: interpreted on the CPU, and compiled for an H200 without one
+	$(PYTEST) -m 'kernels and not gpu and not slow'
+
+test-all: $(STAMP) $(PLUGIN_STAMP)  ## both, and the slow tests too
+	$(PYTEST) -m 'not gpu'
+
+test-wheel: $(STAMP)  ## build wheel and sdist, and use them as somebody would who has no checkout
+	PYTHON=$(BIN)/python .ci/wheel
 
 test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the time goes into compiling, so JOBS=14 helps
-	XLA_PYTHON_CLIENT_PREALLOCATE=false JATTN_TEST_GPU=1 $(PYTHON) -m pytest -m gpu -n $(JOBS) --dist worksteal
+	$(PYTHON) -m benchmarks gpu-tests --jobs $(JOBS) $(if $(COMMIT),--commit $(COMMIT))
 
-test-latest:  ## the fast tests on the newest jax that is allowed
-	$(MAKE) test VENV=$(LATEST) JAX=latest
+test-latest:  ## `make test test-kernels` on the newest jax that is allowed
+	$(MAKE) test test-kernels VENV=$(LATEST) JAX=latest
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -11,6 +11,9 @@ import pytest
 # XLA's threads on a CPU: an interpreted warpgroup that waits holds one, and two, one a core, were too few.
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Programs here are compiled once and run once, on little: LLVM's passes took a third of the time.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402  (after the platform is chosen)
@@ -20,7 +23,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jattn", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("jattn")
 
+KERNELS = pathlib.Path(__file__).parent / "pallas_kernels"
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of kernels are marked by their folder, before pytest chooses by marks."""
+    for item in items:
+        if item.path.is_relative_to(KERNELS):
+            item.add_marker("kernels")
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
 
 
+@pytest.mark.kernels
 class TestReference(AttentionContract):
     implementation = "reference"
 
@@ -113,6 +114,7 @@ BLOCKS = masks.BlockMask(
 )
 
 
+@pytest.mark.kernels
 class TestKernels:
     """`attend` by the kernels as on a GPU: in interpret mode, with few thread blocks."""
 

@@ -210,6 +210,7 @@ def kernel_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.kernels
 class TestKernel:
     @pytest.mark.parametrize("quantization", ["fp8_e4m3", "int8_token_head", "int8_k_only"])
     def test_rounds_on_the_way(self, quantization, kernel_calls):

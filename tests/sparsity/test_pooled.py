@@ -44,6 +44,7 @@ def test_less_mass_is_fewer_blocks_but_never_none():
     assert counts[0] > counts[1] > counts[2] > 0
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("block_size", [4, 6])
 def test_the_kernel_chooses_what_a_sort_does(block_size):
     query, cache, metadata = problem()
