@@ -111,6 +111,11 @@ class AttentionProblem:
         out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64).T
         oracle.check(self.spec, self.step, self.dtype, self.starts, out, lse)
 
+    def check_output(self, out):
+        """The same without an LSE."""
+        out = np.asarray(out, np.float64)
+        oracle.check(self.spec, self.step, self.dtype, self.starts, out, None)
+
     # ------------------------------------------------------------------------------------ what is drawn
     def _block_table(self) -> np.ndarray:
         needed = [-(-n // self.setting.block_size) for n in self.seq_lens]
@@ -204,21 +209,15 @@ class AttentionProblem:
         (k, k_scale), (v, v_scale) = self._held
         if self.setting.kv == "no_cache":
             return self._packed_kv(k, v)
-        size, layout = self.setting.block_size, self.setting.kv
-        by_block = lambda x: x.reshape(-1, size, *x.shape[1:])
-        k, v, heads, dim = by_block(k), by_block(v), *k.shape[1:]
-        scales = {}
+        size, layout, scales = self.setting.block_size, self.setting.kv, {}
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if np.shape(scale) == (len(k) * size, heads):
-                scale = by_block(scale)
+            if np.shape(scale) == k.shape[:2]:
+                scale = scale.reshape(-1, size, k.shape[1])
             scales[name] = None if scale is None else jnp.asarray(scale, jnp.float32)
-        if layout == "HND":
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        if layout == "packed":
-            x = 16 // k.dtype.itemsize
-            k = k.reshape(-1, size, heads, dim // x, x).transpose(0, 2, 3, 1, 4)
-            v = v.transpose(0, 2, 3, 1)
-        return jattn.PagedCache(k=jnp.asarray(k), v=jnp.asarray(v), layout=layout, **scales)
+        k, v = (
+            jnp.asarray(in_layout(x, size, layout, is_key=is_key)) for x, is_key in ((k, True), (v, False))
+        )
+        return jattn.PagedCache(k=k, v=v, layout=layout, **scales)
 
     def _packed_kv(self, k: np.ndarray, v: np.ndarray) -> jattn.PackedKV:
         flat = np.concatenate([*self.slots, np.zeros(5, np.int64)])  # nobody's slot 0
@@ -227,6 +226,17 @@ class AttentionProblem:
         return jattn.PackedKV(
             k=jnp.asarray(k[flat]), v=jnp.asarray(v[flat]), kv_start_loc=jnp.asarray(starts)
         )
+
+
+def in_layout(x: np.ndarray, block_size: int, layout: str, *, is_key: bool) -> np.ndarray:
+    """What a cache holds of each slot [slots, kv_heads, head_dim], in its layout."""
+    x = x.reshape(-1, block_size, *x.shape[1:])
+    if layout == "HND":
+        return x.swapaxes(1, 2)
+    if layout == "packed" and is_key:
+        width = 16 // x.dtype.itemsize
+        return x.reshape(*x.shape[:3], -1, width).transpose(0, 2, 3, 1, 4)
+    return x.transpose(0, 2, 3, 1) if layout == "packed" else x
 
 
 # ---------------------------------------------------------------------------------------- values

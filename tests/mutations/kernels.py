@@ -1,0 +1,76 @@
+"""The kernels over problems that cut requests into several tiles and spans, checked as in the contract."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations import tile_lists
+from pallas_kernels import paged_decode, varlen_prefill
+from pallas_kernels.shared.score import Score
+from tests.problems import AttentionProblem, Setting
+
+WINDOW = (100, 0)
+# Each block of queries sees its own block of keys.
+BLOCKS = (np.random.default_rng(0).random((4, 5, 5)) < 0.4) | np.eye(5, dtype=bool)
+
+
+def problem_of(query_lens, seq_lens, window=None, sees=None) -> AttentionProblem:
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, window=window)
+    lens = {"query_lens": query_lens, "seq_lens": seq_lens}
+    return AttentionProblem(Setting(spec=spec, dtype="bfloat16", sees=sees, **lens))
+
+
+def score_of(spec: jattn.AttentionSpec) -> Score:
+    return Score(scale=spec.softmax_scale, window=spec.window or (None, None))
+
+
+def run(kernel, problem: AttentionProblem, **arrays) -> None:
+    """Runs a kernel on the CPU and checks what it returns."""
+    kernel = functools.partial(kernel, score=score_of(problem.spec), interpret=plgpu.InterpretGPUParams())
+    problem.check(*jax.jit(kernel)(jnp.asarray(problem.query), problem.kv.k, problem.kv.v, **arrays))
+
+
+def check_decode(window=None, split_kv=None) -> None:
+    """A request of one key, and two that are cut into tiles and spans."""
+    problem = problem_of([1, 1, 1], [330, 1, 200], window)
+    tiles = paged_decode.Tiles(stages=2, ctas=12, split_kv=split_kv)
+    metadata = problem.metadata
+    where = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}
+    run(functools.partial(paged_decode.paged_decode, tiles=tiles), problem, **where)
+
+
+def check_prefill(window=None) -> None:
+    """Prompts of several tiles, one behind context."""
+    problem = problem_of([150, 3, 70], [150, 3, 270], window)
+    tiles = varlen_prefill.Tiles(tile_kv=64, ctas=3)
+    metadata = problem.metadata
+    lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
+    kernel = functools.partial(varlen_prefill.varlen_prefill, tiles=tiles, return_lse=True)
+    run(kernel, problem, block_table=metadata.block_table, **lens)
+
+
+def check_lists() -> None:
+    """Over lists of tiles: blocks that differ from head to head, and a mask that is computed in tiles."""
+    mask = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64) & masks.Dilated(400, 3)
+    sees = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
+    problem = problem_of([150, 3, 270], [150, 3, 270], sees=sees)
+    tiles, metadata, spec = varlen_prefill.Tiles(tile_kv=64, ctas=3), problem.metadata, problem.spec
+
+    def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):
+        make = functools.partial(varlen_prefill.make_schedule, num_tokens=query.shape[0], has_lists=True)
+        schedule = make(query_start_loc, seq_lens, score=options["score"], tiles=tiles)
+        call = {"max_seq_len": block_table.shape[1] * metadata.block_size}
+        return varlen_prefill.varlen_prefill(
+            query, key, value, query_start_loc, seq_lens, block_table=block_table, tiles=tiles,
+            schedule=schedule, lists=tile_lists.tile_lists(mask, spec, schedule, tiles, **call),
+            block_q=tile_lists.parts_of(mask, tiles, is_packed=False).block_q,
+            mask=tile_lists.mask_of_pairs(mask, spec, tiles, **call), return_lse=True, **options,
+        )  # fmt: skip
+
+    lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
+    run(kernel, problem, block_table=metadata.block_table, **lens)

@@ -1,0 +1,240 @@
+"""Kernels with one thing wrong: the contract must fail for each of them."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jattn.implementations import tile_lists
+from pallas_kernels.paged_decode import kernel as decode_kernel
+from pallas_kernels.paged_decode import merge
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import entry as prefill_entry
+from pallas_kernels.varlen_prefill import items, loader
+from tests.mutations import kernels
+
+CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
+FAILURES = r"is off by|must come out|must be -inf|not equal"
+pytestmark = pytest.mark.slow
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """What is wrong, as CONTRIBUTING lists it; the check that must fail; how it is made."""
+
+    what: str
+    check: Callable[[], None]
+    make: Callable[[pytest.MonkeyPatch], None]
+
+
+# ------------------------------------------------------------------------------------- both kernels
+def key_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
+    """Ends of what a query sees, shifted; not past the request's ends."""
+    right = Score.key_range
+
+    def shifted(self, position, seq_len):
+        first, end = right(self, position, seq_len)
+        end = jnp.where(end > 1, jnp.minimum(end + high, seq_len), end)
+        return jnp.maximum(first + low, 0), end
+
+    return lambda patch: patch.setattr(Score, "key_range", shifted)
+
+
+# ------------------------------------------------------------------------------------- paged_decode
+def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(segment, shape, reqs)` of every segment that loader and warpgroups walk over."""
+    right = decode_kernel.walk
+
+    def walk(refs, tiles, shape, score, slot, head_tile, visit, **how):
+        reqs = refs[0].shape[0]
+        wrong = lambda segment, state: visit(
+            dataclasses.replace(segment, **change(segment, shape, reqs)), state
+        )
+        return right(refs, tiles, shape, score, slot, head_tile, wrong, **how)
+
+    return lambda patch: patch.setattr(decode_kernel, "walk", walk)
+
+
+def fewer_partials(patch: pytest.MonkeyPatch) -> None:
+    right = merge._partials_of
+
+    def wrong(*args):
+        first, count, first_span = right(*args)
+        return first, jnp.where(count > 1, jnp.maximum(count - 1, 2), count), first_span
+
+    patch.setattr(merge, "_partials_of", wrong)
+
+
+def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
+    right = merge._partials_of
+
+    def wrong(*args):
+        first, count, first_span = right(*args)
+        return jnp.where(count > 2, first + 1, first), count, first_span
+
+    patch.setattr(merge, "_partials_of", wrong)
+
+
+# ----------------------------------------------------------------------------------- varlen_prefill
+def tile_range(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(first, num)` of an item's tiles."""
+    right = items.kv_tile_range
+    return lambda patch: patch.setattr(items, "kv_tile_range", lambda *args: change(*right(*args)))
+
+
+def without_first(first, num):
+    return jnp.where(num > 1, first + 1, first), jnp.where(num > 1, num - 1, num)
+
+
+def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(item, i)`: which tile stands for the item's tile i."""
+    right = items.Item.entry
+    return lambda patch: patch.setattr(items.Item, "entry", lambda item, i: right(item, change(item, i)))
+
+
+def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
+    right = loader.make_kv_loader
+
+    class Rolled:
+        def __init__(self, table):
+            self.table, self.shape = table, table.shape
+
+        def __getitem__(self, index):
+            req, column = index
+            return self.table[jax.lax.rem(req + 1, jnp.int32(self.shape[0])), column]
+
+    from pallas_kernels.varlen_prefill import kernel
+
+    make = lambda k_g, v_g, table_g, *args: right(k_g, v_g, Rolled(table_g), *args)
+    patch.setattr(kernel, "make_kv_loader", make)
+
+
+def wider_groups(patch: pytest.MonkeyPatch) -> None:
+    right = prefill_entry.Shape
+    patch.setattr(prefill_entry, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
+
+
+# -------------------------------------------------------------------------------------------- lists
+def codes(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(some, every, parts)` of the tiles that are to be listed: [tiles of queries, heads, tiles]."""
+    right = tile_lists.codes_of
+    wrong = lambda some, every, parts=(): right(*change(some, every, parts))
+    return lambda patch: patch.setattr(tile_lists, "codes_of", wrong)
+
+
+def listed(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(lists)` of the lists that are made."""
+    right = tile_lists.make_lists
+    wrong = lambda *args, **kwargs: change(right(*args, **kwargs))
+    return lambda patch: patch.setattr(tile_lists, "make_lists", wrong)
+
+
+def without_a_seen_tile(some, every, parts):
+    is_first = jnp.cumsum(some, axis=-1) == 1
+    return some & ~(is_first & (some.sum(axis=-1, keepdims=True) > 1)), every, parts
+
+
+decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode, split_kv=64)
+decode_window = functools.partial(kernels.check_decode, kernels.WINDOW)
+prefill, lists = kernels.check_prefill, kernels.check_lists
+prefill_window = functools.partial(kernels.check_prefill, kernels.WINDOW)
+next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
+MUTATIONS = {
+    "decode-last-tile": Mutation(
+        "a span's last tile of a request is not read",
+        decode,
+        segments(lambda s, *_: {"num_tiles": jnp.where(s.num_tiles > 1, s.num_tiles - 1, s.num_tiles)}),
+    ),
+    "decode-tile-before": Mutation(
+        "a span begins a tile early and ends a tile early",
+        decode,
+        segments(lambda s, *_: {"first_tile": jnp.maximum(s.first_tile - 1, 0)}),
+    ),
+    "decode-table": Mutation(
+        "a request reads the next one's blocks",
+        decode,
+        segments(lambda s, shape, reqs: {"request": next_of(s.request, reqs)}),
+    ),
+    "decode-kv-head": Mutation(
+        "a kv head reads the next one's keys",
+        decode,
+        segments(lambda s, shape, _: {"kv_head": next_of(s.kv_head, shape.kv_heads)}),
+    ),
+    "decode-end": Mutation("each query loses its last key", decode, key_range(high=-1)),
+    "decode-window": Mutation("a window is a key too wide", decode_window, key_range(low=-1)),
+    "decode-narrow-window": Mutation("a window is a key too narrow", decode_window, key_range(low=1)),
+    "merge-fewer": Mutation("the merge leaves out a request's last span", decode, fewer_partials),
+    "merge-fewer-splits": Mutation("the merge leaves out a request's last split", in_splits, fewer_partials),
+    "merge-shifted": Mutation(
+        "the merge begins with a request's second split and ends with another's",
+        in_splits,
+        partials_from_the_second,
+    ),
+    "prefill-last-tile": Mutation(
+        "an item's last tile of keys is not read",
+        prefill,
+        tile_range(lambda first, num: (first, jnp.where(num > 1, num - 1, num))),
+    ),
+    "prefill-first-tile": Mutation(
+        "an item's first tile of keys is not read",
+        prefill,
+        tile_range(without_first),
+    ),
+    "prefill-double-tile": Mutation(
+        "an item sees its first tile of keys twice, and its second never",
+        prefill,
+        entries(lambda item, i: jnp.where(i == 1, 0, i)),
+    ),
+    "prefill-end": Mutation("each query loses its last key", prefill, key_range(high=-1)),
+    "prefill-future": Mutation("each query sees the key behind its own", prefill, key_range(high=1)),
+    "prefill-window": Mutation("a window is a key too wide", prefill_window, key_range(low=-1)),
+    "prefill-narrow-window": Mutation("a window is a key too narrow", prefill_window, key_range(low=1)),
+    "prefill-table": Mutation(
+        "a request reads the next one's blocks", prefill, blocks_of_the_next_request
+    ),
+    "prefill-kv-head": Mutation("query heads read another kv head's keys", prefill, wider_groups),
+    "list-lost-tile": Mutation("a list lacks a tile that is seen", lists, codes(without_a_seen_tile)),
+    "list-double-tile": Mutation(
+        "a list has a tile twice, in another's place",
+        lists,
+        listed(lambda x: x._replace(entries=x.entries.at[:, 1:].set(x.entries[:, :1]))),
+    ),
+    "list-other-head": Mutation(
+        "a head walks through another's list",
+        lists,
+        codes(lambda some, every, parts: tuple(
+            jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), (some, every, tuple(parts)))
+        )),
+    ),
+    "list-whole": Mutation(
+        "tiles that are seen in part are not masked", lists, codes(lambda some, _, parts: (some, some, parts))
+    ),
+    "list-other-part": Mutation(
+        "blocks of queries of an item see each other's tiles",
+        lists,
+        codes(lambda some, every, parts: (some, every, parts[::-1])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", [decode, in_splits, decode_window, prefill, prefill_window, lists], ids=str)
+def test_the_kernels_pass_as_they_are(check):
+    check()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_contract_fails(monkeypatch, name):
+    mutation = MUTATIONS[name]
+    mutation.make(monkeypatch)
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match=FAILURES):
+        mutation.check()
+
+
+def test_contributing_lists_them_all():
+    text = CONTRIBUTING.read_text()
+    assert [name for name, m in MUTATIONS.items() if f"| {name} | {m.what} |" not in text] == []
