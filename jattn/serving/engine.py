@@ -115,7 +115,7 @@ class Engine:
         require_int(**sizes, **{name: size for name, size in unset.items() if size is not None})
         require_positive(**sizes)
         require_list_of_ints("skip_layers", skip_layers)
-        model = load(model) if isinstance(model, str | os.PathLike) else model
+        model = load(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
         rule = "be a jattn.models.Decoder or a Hugging Face folder"
         require(hasattr(model, "create_caches"), "model", rule, repr(model))
         self.model, self.tokenizer, self.block_size = model, model.tokenizer, block_size
