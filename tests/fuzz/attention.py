@@ -1,0 +1,127 @@
+"""Runs a case of attention and judges it by float64."""
+
+import contextlib
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn.implementations import mosaic_gpu
+from pallas_kernels import paged_decode, support, varlen_prefill
+from pallas_kernels.paged_decode import entry as decode_entry
+from pallas_kernels.varlen_prefill import entry as prefill_entry
+from tests.fuzz import masks
+from tests.fuzz.draw import seen_of, sizes_of
+from tests.problems import AttentionProblem, Setting
+
+QUANTIZATIONS = {
+    "fp8_scalar": "fp8_e4m3", "fp8_head": "fp8_e4m3", "fp8_token_head": "fp8_e4m3_token_head",
+    "fp8e5_scalar": "fp8_e5m2", "int8_token_head": "int8_token_head", "int8_static_v": "int8_static_v",
+    "int8_k_only": "int8_k_only",
+}  # fmt: skip
+
+
+def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
+    """The case's arrays, and the mask that is not the spec's."""
+    mask, rule = (None, None) if case["mask"] is None else masks.make(case["mask"], sizes_of(case))
+    in_spec = mask is not None and case["mask_in"] == "spec" and mask.is_static
+    names = ("causal", "chunk_size", "soft_cap", "scale", "head_dim", "batch_invariant", "query_quantization")
+    spec = jattn.AttentionSpec(
+        num_q_heads=case["q_heads"],
+        num_kv_heads=case["kv_heads"],
+        window=case["window"] and tuple(case["window"]),
+        sqrt_alibi=case["alibi"] == "sqrt",
+        sparsity=mask if in_spec else None,
+        **{name: case[name] for name in names},
+    )
+    names = (
+        "query_lens",
+        "seq_lens",
+        "decode_query_len",
+        "block_size",
+        "dtype",
+        "cache_dtype",
+        "stored",
+        "kv",
+    )
+    setting = Setting(
+        spec=spec,
+        bucket=case["bucket"] and jattn.Bucket(**case["bucket"]),
+        has_sinks=case["sinks"],
+        has_alibi=case["alibi"] is not None,
+        seen=seen_of(case, rule),
+        is_cross=case["is_cross"],
+        frees_blocks=case["frees_blocks"],
+        seed=case["seed"],
+        **{name: case[name] for name in names},
+    )
+    return AttentionProblem(setting), None if in_spec else mask
+
+
+def check(case: dict) -> None:
+    """Runs the case and compares; raises what attend raises, or AssertionError."""
+    problem, mask = problem_of(case)
+    as_jax = lambda x: None if x is None else jnp.asarray(x)
+    arrays = jnp.asarray(problem.query), problem.kv, problem.metadata, mask
+    per_head = {"sinks": as_jax(problem.sinks), "alibi_slopes": as_jax(problem.slopes)}
+    run = functools.partial(attend, case, problem)
+    with as_on_a_gpu() if is_interpreted(case) else contextlib.nullcontext():
+        result = (jax.jit(run) if case["is_jitted"] else run)(*arrays, **per_head)
+    if case["return_lse"]:
+        problem.check(*result)
+    else:
+        problem.check_output(result)
+
+
+def attend(case: dict, problem: AttentionProblem, query, kv, metadata, mask, **per_head):
+    """The one place that calls attend and plan."""
+    call = {"implementation": case["implementation"], "return_lse": case["return_lse"], **per_head}
+    plan = None
+    if case["planned"] or case["mask_in"] == "plan":
+        cache_spec = cache_spec_of(case, problem) if case["planned"] == "cache_spec" else None
+        in_plan = mask if case["mask_in"] == "plan" else None
+        plan = jattn.plan(metadata, problem.spec, cache_spec, mask=in_plan)
+    if case["mask_in"] != "plan":
+        call["mask"] = mask
+    return jattn.attend(query, kv, metadata, problem.spec, plan, **call)
+
+
+def cache_spec_of(case: dict, problem: AttentionProblem) -> jattn.CacheSpec | None:
+    """Of a cache that a CacheSpec can describe."""
+    has_spec = case["stored"] == "plain" or case["stored"] in QUANTIZATIONS
+    if case["kv"] == "no_cache" or not has_spec:
+        return None
+    return jattn.CacheSpec(
+        num_blocks=problem.num_blocks,
+        block_size=case["block_size"],
+        num_kv_heads=case["kv_heads"],
+        head_dim=case["head_dim"],
+        dtype=case["cache_dtype"] or case["dtype"],
+        layout=case["kv"],
+        quantization=QUANTIZATIONS.get(case["stored"]),
+    )
+
+
+def is_interpreted(case: dict) -> bool:
+    return case["implementation"] == "mosaic_gpu" and jax.default_backend() == "cpu"
+
+
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """The kernels in interpret mode with few thread blocks, else as attend chooses them on a GPU."""
+
+    def few_ctas(right, ctas):
+        return lambda *args, **kwargs: dataclasses.replace(right(*args, **kwargs), ctas=ctas)
+
+    interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
+    with contextlib.ExitStack() as stack:
+        patch = lambda *where: stack.enter_context(mock.patch.object(*where))
+        for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_entry, 3)):
+            patch(module, "default_tiles", few_ctas(module.default_tiles, ctas))
+        patch(support, "why_not", lambda platform: None)
+        patch(mosaic_gpu, "attend", interpret)
+        yield

@@ -1,0 +1,104 @@
+"""A few of the fuzzer's cases, always the same; and that it tells right from wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.fuzz import cases, pool
+from tests.fuzz.draw import draw
+
+SLICE = {
+    "xla": (1, 2, 3),
+    "reference": range(4),
+    "gradients": (1, 2, 3, 7),
+    "moves": (*range(10), *range(14, 32)),
+}
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(kind, n) for kind, seeds in SLICE.items() for n in seeds])
+def test_random_cases_pass(kind, seed):
+    outcome = cases.outcome_of(kind, seed)
+    assert outcome["outcome"] in ("passed", "refused"), outcome
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_case_is_literals_that_its_seed_determines(kind):
+    case = cases.draw(kind, 7)
+    assert case == cases.draw(kind, 7) != cases.draw(kind, 8)
+    assert json.loads(json.dumps(case)) == case
+
+
+def test_every_choice_is_drawn():
+    drawn = [draw(kind, seed) for kind in cases.IMPLEMENTATIONS for seed in range(300)]
+    for name, least in (
+        ("phase", 6),
+        ("stored", 10),
+        ("kv", 4),
+        ("alibi", 3),
+        ("planned", 3),
+        ("mask_in", 3),
+    ):
+        assert len({case[name] for case in drawn}) >= least
+    assert {case["mask"][0] for case in drawn if case["mask"]} >= {"block", "prefix", "and", "or", "document"}
+
+
+class TestOutcomes:
+    def outcome(self, monkeypatch, error):
+        def check(kind, case):
+            raise error
+
+        monkeypatch.setattr(cases, "check", check)
+        return cases.outcome_of("xla", 0)["outcome"]
+
+    def test_a_wrong_answer_is_wrong(self, monkeypatch):
+        assert self.outcome(monkeypatch, AssertionError("out is off by 1")) == "wrong"
+
+    def test_an_error_that_the_library_does_not_raise_itself_is_a_crash(self, monkeypatch):
+        assert self.outcome(monkeypatch, ValueError("operands could not be broadcast")) == "crashed"
+        assert self.outcome(monkeypatch, ZeroDivisionError()) == "crashed"
+
+    def test_a_right_request_that_is_called_wrong_is_blamed(self):
+        case = draw("reference", 0) | {"window": [-1, None]}
+        with pytest.raises(ValueError, match="left side must be None or at least 0, got -1") as blamed:
+            cases.check("reference", case)
+        assert cases.kind_of(blamed.value) == "blamed"
+
+    def test_a_refusal_by_name_is_one(self):
+        case = draw("reference", 0) | {"batch_invariant": True, "mask": None}
+        with pytest.raises(NotImplementedError, match="sizes of the bucket") as refused:
+            cases.check("reference", case)
+        assert cases.kind_of(refused.value) == "refused"
+
+    def test_a_lost_key_is_wrong(self, monkeypatch):
+        right = cases.attention.seen_of
+        monkeypatch.setattr(
+            cases.attention,
+            "seen_of",
+            lambda case, rule: [x & (x.cumsum(-1) != 1) for x in right(case, rule)],
+        )
+        assert cases.outcome_of("xla", 1)["outcome"] == "wrong"
+
+
+def sleepy(connection, is_large):
+    """In place of pool.work."""
+    while connection.recv() is not None:
+        pass
+
+
+def test_a_case_that_hangs_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(pool, "work", sleepy)
+    monkeypatch.setattr(pool.Worker, "is_late", lambda worker, limit: True)
+    limits = {"num_workers": 1, "case_seconds": 1, "seconds": 60, "is_large": False}
+    (outcome,) = pool.outcomes(iter([("xla", 0)]), **limits)
+    assert outcome["outcome"] == "timeout"
+
+
+@pytest.mark.slow
+def test_the_command_writes_every_outcome(tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "tests.fuzz", "--implementation", "moves", "--cases", "3", "--jobs", "2"]
+    done = subprocess.run([*command, "--out", out], capture_output=True, text=True, check=False)
+    assert "moves" in done.stdout
+    assert [json.loads(line)["kind"] for line in out.read_text().splitlines()] == ["moves"] * 3
