@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.metadata.transitions import pad_tokens
 
 BLOCK = 4
 
@@ -305,6 +306,48 @@ class TestDeviceSide:
         # The builder fills spare decode rows first; padding keeps each row in its region.
         hypothesis.assume(exact.bucket.max_prefills == 0 or batch[0][exact.bucket.max_decodes] != batch[3])
         jax.tree.map(np.testing.assert_array_equal, jattn.pad_to_bucket(exact, bucket), build(batch, bucket))
+
+    @pytest.mark.usefixtures("types_unchecked")
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (
+                lambda m: jattn.advance(m, num_accepted=jnp.ones(2)),
+                "num_accepted must hold ints, got float32",
+            ),
+            (
+                lambda m: jattn.advance(m, num_accepted=jnp.ones(3, int)),
+                r"num_accepted must have shape \(2,\) .*, got \(3,\)",
+            ),
+            (
+                lambda m: jattn.advance(m, is_running=jnp.ones(2, int)),
+                "is_running must hold bools, got int32",
+            ),
+            (
+                lambda m: jattn.advance(m, is_running=[True, False]),
+                r"is_running must be an array, got \[True",
+            ),
+            (lambda m: jattn.advance(m, jnp.ones((2, 2))), "block_table must hold ints, got float32"),
+            (
+                lambda m: jattn.update_block_table(m, jnp.ones((3, 2), int)),
+                r"block_table must have shape \(2, 2\) .*, got \(3, 2\)",
+            ),
+            (
+                lambda m: jattn.update_block_table(m, jnp.ones(2, int)),
+                r"block_table must have shape \(2, 'max_blocks'\) .*, got \(2,\)",
+            ),
+            (lambda m: jattn.update_block_table(m, [[1], [2]]), r"block_table must be an array, got \[\[1"),
+            (lambda m: jattn.pad_to_bucket(m, 4), "bucket must be a Bucket, got 4"),
+            (
+                lambda m: pad_tokens(jnp.ones(3), m.bucket, jattn.Bucket(max_decodes=4)),
+                r"tokens must have the bucket's 2 tokens, got shape \(3,\)",
+            ),
+        ],
+    )
+    def test_what_does_not_belong_to_the_rows_is_named(self, call, message):
+        metadata = jattn.build_batch_metadata([1, 1], [6, 3], [[1, 2], [3]], block_size=4)
+        with pytest.raises(ValueError, match=message):
+            call(metadata)
 
     def test_a_smaller_bucket_is_refused(self):
         metadata = jattn.build_batch_metadata([1, 1], [6, 3], [[1, 2], [3]], block_size=4)

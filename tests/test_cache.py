@@ -408,6 +408,30 @@ class TestTypes:
         assert not cache.k.is_deleted()
 
 
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": jnp.zeros((3, 16))}, r"k must have 3 axes, got shape \(3, 16\)"),
+        ({"v": jnp.zeros((3, 2, 16), int)}, "v must hold floats, got int32"),
+        ({"v": jnp.zeros((4, 2, 16))}, r"v must have shape \(3, 2, 16\) \(as k\), got \(4, 2, 16\)"),
+        ({"kv_start_loc": jnp.zeros(2)}, "kv_start_loc must hold ints, got float32"),
+        ({"kv_start_loc": [0, 1]}, r"kv_start_loc must be an array, got \[0, 1\]"),
+        ({"kv_start_loc": jnp.zeros((1, 2), int)}, r"kv_start_loc must have 1 axes, got shape \(1, 2\)"),
+    ],
+)
+def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
+    rows = jnp.zeros((3, 2, 16))
+    with pytest.raises(ValueError, match=message):
+        jattn.PackedKV(**({"k": rows, "v": rows, "kv_start_loc": jnp.zeros(2, jnp.int32)} | change))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_cache_is_made_of_a_cache_spec():
+    with pytest.raises(ValueError, match="spec must be a CacheSpec, got AttentionSpec"):
+        jattn.PagedCache.create(jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16))
+
+
 class TestReplace:
     @pytest.mark.parametrize("quantization", QUANTIZATIONS)
     def test_dataclasses_replace_keeps_scales_and_takes_the_constructors_names(self, quantization):

@@ -76,6 +76,7 @@ def test_cascade_metadata_is_traced_once_for_all_prefixes():
     assert len(traces) == 1
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_prefixes_that_end_within_a_block_are_refused():
     metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
     for length in (0, 6):
@@ -83,6 +84,16 @@ def test_prefixes_that_end_within_a_block_are_refused():
             ValueError, match=rf"common_prefix_len must be a positive multiple.*\(4\), got {length}"
         ):
             jattn.build_cascade_metadata(metadata, length)
+        with pytest.raises(ValueError, match=rf"positive multiple.*\(4\), got {length}"):
+            jattn.build_cascade_metadata(metadata, np.int64(length))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("length", [4.0, True])
+def test_a_prefix_length_that_is_no_int_is_refused(length):
+    metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
+    with pytest.raises(ValueError, match=f"common_prefix_len must be an int, got {length}"):
+        jattn.build_cascade_metadata(metadata, length)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ class PagedCache:
             ValueError: The quantisation has no static scale, one of another shape, or needs one that is not
                 given; a scale is not positive and finite.
         """
+        require(isinstance(spec, CacheSpec), "spec", "be a CacheSpec", type(spec).__name__)
         scales = {
             name: _initial_scale(name, spec, stored, scale)
             for name, stored, scale in zip(
@@ -206,6 +207,15 @@ class PackedKV:
     k: Float[Array, "kv_tokens kv_heads head_dim"]
     v: Float[Array, "kv_tokens kv_heads head_dim"]
     kv_start_loc: Int[Array, " reqs"]
+
+    def __post_init__(self) -> None:
+        for name, axes in (("k", 3), ("v", 3), ("kv_start_loc", 1)):
+            array: Any = getattr(self, name)
+            require(hasattr(array, "dtype") and hasattr(array, "ndim"), name, "be an array", repr(array))
+            require(array.ndim == axes, name, f"have {axes} axes", f"shape {array.shape}")
+            kind, what = (jnp.integer, "ints") if name == "kv_start_loc" else (jnp.floating, "floats")
+            require(jnp.issubdtype(array.dtype, kind), name, f"hold {what}", array.dtype)
+        require_shape("v", self.v.shape, self.k.shape, "as k")
 
     @property
     def num_kv_heads(self) -> int:

@@ -1,5 +1,6 @@
 """Cascade attention: a prefix that all requests share is attended to once."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -9,7 +10,7 @@ from jattn.metadata.namespace import IntVector
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from jattn.spec import Bucket
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_int, require_positive
 
 # vLLM's numbers: shorter prefixes and smaller batches never gain; tiles of FlashAttention's kernels.
 MIN_PREFIX_LEN = 256
@@ -93,7 +94,8 @@ def build_cascade_metadata(
 
     Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
     """
-    if isinstance(common_prefix_len, int):
+    if not isinstance(common_prefix_len, jax.Array):
+        require_int(common_prefix_len=common_prefix_len)
         rule = f"be a positive multiple of block_size ({metadata.block_size})"
         is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
         require(is_whole, "common_prefix_len", rule, common_prefix_len)

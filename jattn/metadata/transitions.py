@@ -1,5 +1,7 @@
 """From one step's metadata to another's, on the device: the next step, other blocks, a larger bucket."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
@@ -7,7 +9,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.pytree import replace
 from jattn.spec import Bucket
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_shape
 
 
 def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
@@ -22,9 +24,12 @@ def update_block_table(
 ) -> BatchMetadata:
     """The same step over other blocks: slots follow the new table. Traced.
 
+    Raises:
+        ValueError: The table has not one row for each of the metadata's, or holds no ints.
+
     Source: vLLM's update_block_table, for cache groups that share all but their blocks.
     """
-    moved = replace(metadata, block_table=block_table)
+    moved = replace(metadata, block_table=_checked_table(metadata, block_table))
     return replace(moved, slot_mapping=slot_mapping_of(moved))
 
 
@@ -45,9 +50,18 @@ def advance(
         block_table: The next step's blocks; None = the same.
         num_accepted: How many of this step's tokens of each row stay (speculative decoding); None = all.
         is_running: False ends a row: it becomes a padding row. None = all go on.
+
+    Raises:
+        ValueError: An argument has not one entry a row, or is no array of its kind.
     """
     bucket = metadata.bucket
     decode_len = bucket.decode_query_len
+    for name, value, kind in (
+        ("num_accepted", num_accepted, jnp.integer),
+        ("is_running", is_running, jnp.bool_),
+    ):
+        if value is not None:
+            _check_rows(name, value, (bucket.max_reqs,), kind)
     kept = metadata.query_lens if num_accepted is None else num_accepted.astype(jnp.int32)
     live = metadata.seq_lens > 0
     live = live if is_running is None else live & is_running
@@ -58,13 +72,28 @@ def advance(
         metadata,
         query_start_loc=jnp.minimum(rows, num_rows) * decode_len,
         seq_lens=seq_lens,
-        block_table=metadata.block_table if block_table is None else block_table,
+        block_table=metadata.block_table if block_table is None else _checked_table(metadata, block_table),
         slot_mapping=jnp.zeros(bucket.max_reqs * decode_len, jnp.int32),
         num_decodes=num_rows,
         num_prefills=jnp.zeros_like(metadata.num_prefills),
         bucket=Bucket(max_decodes=bucket.max_reqs, decode_query_len=decode_len, max_blocks=bucket.max_blocks),
     )
     return replace(stepped, slot_mapping=slot_mapping_of(stepped))
+
+
+def _checked_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array, "reqs max_blocks"]:
+    """Another table for the same rows."""
+    columns = block_table.shape[1:] if getattr(block_table, "ndim", 0) == 2 else ("max_blocks",)
+    _check_rows("block_table", block_table, (metadata.bucket.max_reqs, *columns), jnp.integer)
+    return jnp.asarray(block_table, jnp.int32)
+
+
+def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> None:
+    """One entry a row, of that kind of numbers."""
+    require(hasattr(value, "dtype") and hasattr(value, "shape"), name, "be an array", repr(value))
+    require_shape(name, value.shape, shape, "rows of the metadata first")
+    is_right = jnp.issubdtype(value.dtype, kind)
+    require(is_right, name, "hold bools" if kind is jnp.bool_ else "hold ints", value.dtype)
 
 
 def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
@@ -74,6 +103,7 @@ def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
         ValueError: `bucket` is smaller in some size, or has another decode_query_len.
     """
     old = metadata.bucket
+    require(isinstance(bucket, Bucket), "bucket", "be a Bucket", repr(bucket))
     require(
         bucket.decode_query_len == old.decode_query_len,
         "bucket.decode_query_len",
@@ -114,7 +144,15 @@ def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
 
 
 def pad_tokens(tokens: Array, old: Bucket, new: Bucket, *, pad: int = 0) -> Array:
-    """Lays an array [old.max_tokens, ...] out as [new.max_tokens, ...]."""
+    """Lays an array [old.max_tokens, ...] out as [new.max_tokens, ...].
+
+    Raises:
+        ValueError: The array has another number of tokens than `old`.
+    """
+    got = f"shape {tokens.shape}"
+    require(
+        tokens.shape[:1] == (old.max_tokens,), "tokens", f"have the bucket's {old.max_tokens} tokens", got
+    )
     return _pad_regions(tokens, old.max_decode_tokens, new.max_decode_tokens, new.max_tokens, pad)
 
 
