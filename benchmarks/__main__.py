@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import decode, graphs, prefill, quantization, sparse, table, tune, write
+from benchmarks import decode, gpu_tests, graphs, prefill, quantization, sparse, table, tune, write
 
 SUITES = {
     "decode": decode,
@@ -11,6 +11,7 @@ SUITES = {
     "tune": tune,
     "graphs": graphs,
     "quantization": quantization,
+    "gpu-tests": gpu_tests,
     "table": table,
     "write": write,
 }

@@ -1,4 +1,4 @@
-"""The README's tables, made from the raw rows: `python -m benchmarks table`."""
+"""Tables of the README, and of CONTRIBUTING, made from the raw rows: `python -m benchmarks table`."""
 
 import argparse
 import json
@@ -8,7 +8,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+GPU_TESTS = "gpu-tests.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Writes every table into the README, between its markers."""
-    README.write_text(filled(README.read_text()))
+    """Writes every table into its page, between its markers."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
 
 
-def filled(readme: str) -> str:
-    """The README with each table made anew from the files that its marker names."""
+def filled(text: str) -> str:
+    """A page with each table made anew from the files that its marker names."""
     makers = {
         "decode": decode_table,
         "decode in 8 bits": eight_bit_table,
@@ -31,6 +33,7 @@ def filled(readme: str) -> str:
         "graphs": graphs_table,
         "write": write_table,
         "quantization": quantization_table,
+        "GPU tests": gpu_tests_line,
     }
     pattern = r"(<!-- ([^:\n]+): (\S+)(?: beside (\S+))? -->\n).*?(<!-- end -->)"
 
@@ -38,7 +41,7 @@ def filled(readme: str) -> str:
         start, name, *files, end = match.groups()
         return start + makers[name](*(file for file in files if file)) + end
 
-    return re.sub(pattern, made, readme, flags=re.DOTALL)
+    return re.sub(pattern, made, text, flags=re.DOTALL)
 
 
 def decode_table(file: str, beside: str) -> str:
@@ -228,6 +231,21 @@ def quantization_table(file: str) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def gpu_tests_line(file: str) -> str:
+    """What the last run of all tests marked gpu came to."""
+    rows = _rows(file)
+    if not rows:
+        return "No run of the GPU tests is recorded yet.\n"
+    row = rows[-1]
+    commit, driver = row["commit"] or "unknown", row["driver"] or "unknown"
+    versions = f"jax {row['jax']}, jaxlib {row['jaxlib']}, driver {driver}"
+    skipped = f", {row['skipped']} skipped" if row["skipped"] else ""
+    return (
+        f"GPU tests, last run {row['date']} at commit {commit} on an {row['gpu']} ({versions}):\n"
+        f"{row['passed']} passed, {row['failed']} failed{skipped}, in {row['seconds']} s.\n"
+    )
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
