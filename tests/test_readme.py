@@ -77,29 +77,6 @@ def test_a_broken_example_is_an_error():
         run(Block("A", "py", "nowhere + 1\n"), {})
 
 
-def test_every_other_block_is_of_make_s_commands_or_a_drawing():
-    makefile = (ROOT / "Makefile").read_text()
-    for block in blocks(README):
-        assert block.language in ("python", "py", "sh", ""), block
-        for target in re.findall(r"^make (\S+)", block.code, re.MULTILINE):
-            assert f"\n{target}:" in makefile, target
-
-
-def test_blocks_are_found_with_the_heading_above_them():
-    text = "```\nmake\n```\n## A\nx\n```py\na = 1\nb = 2\n```\n### b\n```python\n```\n"
-    assert blocks(text) == [
-        Block("", "", "make\n"),
-        Block("A", "py", "a = 1\nb = 2\n"),
-        Block("A", "python", ""),
-    ]
-    assert [block.language for block in examples(text)] == ["py", "python"]
-
-
-def test_a_broken_example_is_an_error():
-    with pytest.raises(NameError, match="nowhere"):
-        run(Block("A", "py", "nowhere + 1\n"), {})
-
-
 def test_every_function_that_the_glossary_promises_exists():
     promised = set()
     for row in GLOSSARY.splitlines():
