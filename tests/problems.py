@@ -168,8 +168,8 @@ class AttentionProblem:
         live, values = np.zeros(shape, bool), self.rng.normal(size=(2, *shape, self.spec.head_dim))
         for g, direction in enumerate(self.directions):
             values[0, :, g] = along(values[0, :, g], direction, 0.0)
-        for slots, hit in zip(self.slots, seen, strict=True):
-            live[slots] |= hit
+        for slots, hit, met in zip(self.slots, seen, self._met(seen), strict=True):
+            live[slots] |= met
             for g, direction in enumerate(self.directions):
                 needles = slots[needle_places(hit[:, g], self.rng)]
                 values[0, needles, g] = along(values[0, needles, g], direction, self.length)
@@ -186,6 +186,10 @@ class AttentionProblem:
             means.append([meant[slots] for slots in self.slots])
         self.step.k, self.step.v = means
         self._held = held
+
+    def _met(self, seen: list[np.ndarray]) -> list[np.ndarray]:
+        """What must hold numbers of each request and kv head: what some query sees, and no more."""
+        return seen
 
     def _freed(self, table: np.ndarray, seen: list[np.ndarray]) -> np.ndarray:
         """The table with garbage for blocks of context that no query of the request sees."""

@@ -16,6 +16,7 @@ from pallas_kernels.paged_decode import entry as decode_entry
 from pallas_kernels.varlen_prefill import entry as prefill_entry
 from tests.fuzz import masks
 from tests.fuzz.draw import seen_of, sizes_of
+from tests.pallas_kernels.listed_problem import Listed
 from tests.problems import AttentionProblem, Setting
 
 QUANTIZATIONS = {
@@ -28,6 +29,8 @@ QUANTIZATIONS = {
 def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
     """The case's arrays, and the mask that is not the spec's."""
     mask, rule = (None, None) if case["mask"] is None else masks.make(case["mask"], sizes_of(case))
+    if mask is not None and mask.sees_ahead:  # which a causal layer refuses
+        case = case | {"causal": False}
     in_spec = mask is not None and case["mask_in"] == "spec" and mask.is_static
     names = ("causal", "chunk_size", "soft_cap", "scale", "head_dim", "batch_invariant", "query_quantization")
     spec = jattn.AttentionSpec(
@@ -59,7 +62,8 @@ def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
         seed=case["seed"],
         **{name: case[name] for name in names},
     )
-    return AttentionProblem(setting), None if in_spec else mask
+    is_listed = mask is not None and case["implementation"] == "mosaic_gpu"
+    return (Listed if is_listed else AttentionProblem)(setting), None if in_spec else mask
 
 
 def check(case: dict) -> None:
@@ -83,9 +87,9 @@ def attend(case: dict, problem: AttentionProblem, query, kv, metadata, mask, **p
     plan = None
     if case["planned"] or case["mask_in"] == "plan":
         cache_spec = cache_spec_of(case, problem) if case["planned"] == "cache_spec" else None
-        in_plan = mask if case["mask_in"] == "plan" else None
-        plan = jattn.plan(metadata, problem.spec, cache_spec, mask=in_plan)
-    if case["mask_in"] != "plan":
+        how = {"implementation": case["implementation"], "query_dtype": query.dtype}
+        plan = jattn.plan(metadata, problem.spec, cache_spec or kv, mask=mask, **how)
+    else:
         call["mask"] = mask
     return jattn.attend(query, kv, metadata, problem.spec, plan, **call)
 
