@@ -149,6 +149,7 @@ INT8 = {"k_dtype": jnp.int8, "v_dtype": jnp.int8, "k_scale_ndim": 3, "v_scale_nd
         ({"layout": "HND", "head_dim": 32, "kv_heads": 1}, "HND keys of 64 bytes a token"),
         ({"layout": "HND", "head_dim": 4, "kv_heads": 16}, "HND heads of 8 bytes"),
         ({"layout": "HND", "kv_heads": 512}, r"HND keys of 512 heads \(at most 256\)"),
+        ({"layout": "HND", "head_dim": 512}, r"HND heads of 512 \(at most 256\)"),
         (INT8 | {"dtype": jnp.float32}, "keys of float32 into a cache of int8"),
         ({"v_dtype": jnp.float8_e5m2}, "values of bfloat16 into a cache of float8_e5m2"),
         (INT8 | {"v_scale_ndim": 2}, "values of bfloat16 into a cache of int8 with this scale"),
