@@ -23,7 +23,9 @@ def exact_bucket(
     query_lens: Sequence[int] | np.ndarray, *, decode_query_len: int = 1, max_blocks: int | None = None
 ) -> Bucket:
     """The bucket that these requests fill without padding."""
-    lens = np.asarray(query_lens, np.int64).reshape(-1)
+    lens = np.asarray(query_lens).reshape(-1)
+    _require_ints("query_lens", lens)
+    lens = lens.astype(np.int64)
     num_decodes = count_decodes(lens, decode_query_len)
     return Bucket(
         max_decodes=num_decodes,
@@ -73,6 +75,13 @@ def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *,
     """Lays the new tokens of each request out as the step wants them: int32 [max_tokens], padding `pad`."""
     packed = np.full(bucket.max_tokens, pad, np.int32)
     lens = np.asarray([len(ids) for ids in tokens], np.int64)
-    for start, ids in zip(token_starts(lens, bucket), tokens, strict=True):
-        packed[start : start + len(ids)] = ids
+    for r, (start, ids) in enumerate(zip(token_starts(lens, bucket), tokens, strict=True)):
+        row = np.asarray(ids)
+        _require_ints(f"tokens[{r}]", row)
+        packed[start : start + len(row)] = row
     return packed
+
+
+def _require_ints(name: str, array: np.ndarray) -> None:
+    """Numpy would cut fractions off, and take bools."""
+    require(array.size == 0 or array.dtype.kind in "iu", name, "hold ints", array.dtype)

@@ -209,6 +209,29 @@ def test_where_nothing_means_nothing_the_argument_is_named(call, message):
         ),
         (lambda: jattn.get_dcp_local_seq_lens([True], 2), "seq_lens must hold ints, got bool"),
         (
+            lambda: jattn.reorder_batch_to_split_decodes_and_prefills([1.5], [1]),
+            "num_scheduled_tokens must hold ints, got float64",
+        ),
+        (
+            lambda: jattn.reorder_batch_to_split_decodes_and_prefills([1], [1.5]),
+            "num_computed_tokens must hold ints, got float64",
+        ),
+        (
+            lambda: jattn.split_prefill_and_decode([1.5], [2], [0]),
+            "query_lens must hold ints, got float64",
+        ),
+        (lambda: jattn.split_prefill_chunks([1.5], 4), "seq_lens_cpu must hold ints, got float64"),
+        (
+            lambda: jattn.use_cascade_attention(512, [1.0] * 8, 4, 2, False, False, False, 132),
+            "query_lens must hold ints, got float64",
+        ),
+        (lambda: jattn.split_at_token([3], [2.5], 1), "query_lens must hold ints, got float64"),
+        (lambda: jattn.requests.exact_bucket([1.5]), "query_lens must hold ints, got float64"),
+        (
+            lambda: jattn.requests.pack_tokens([[1], [2.5]], BUCKET),
+            r"tokens\[1\] must hold ints, got float64",
+        ),
+        (
             lambda: jattn.get_dcp_local_seq_lens([1, [2]], 2),
             r"seq_lens must hold ints in rows of one length, got",
         ),

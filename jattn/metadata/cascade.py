@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.namespace import IntVector
+from jattn.metadata.namespace import IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from jattn.spec import Bucket
@@ -48,7 +48,7 @@ def use_cascade_attention(
     Source: vLLM V1 FlashAttention `use_cascade_attention`.
     """
     require_positive(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, num_sms=num_sms)
-    lens = np.asarray(query_lens)
+    lens = np.asarray(with_namespace(query_lens=query_lens)[1])
     if common_prefix_len < MIN_PREFIX_LEN or len(lens) < MIN_REQS or dcp_world_size > 1:
         return False
     if use_alibi or use_sliding_window or use_local_attention:

@@ -85,7 +85,7 @@ def split_at_token(
 
     Source: vLLM `create_ubatch_slices`, `split_attn_metadata`.
     """
-    starts = start_locs(np, np.asarray(query_lens, np.int32))
+    starts = start_locs(np, np.asarray(with_namespace(query_lens=query_lens)[1]))
     num_tokens = int(starts[-1])
     require(0 < split_point < num_tokens, "split_point", f"lie inside the {num_tokens} tokens", split_point)
     ends_before = int(np.searchsorted(starts, split_point, side="left"))

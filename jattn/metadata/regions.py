@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jattn.metadata.namespace import AnyArray, IntVector, start_locs
+from jattn.metadata.namespace import AnyArray, IntVector, start_locs, with_namespace
 from jattn.metadata.split import split_decodes_and_prefills
 
 
@@ -46,7 +46,8 @@ def split_prefill_and_decode(
     Source: vLLM V0 `BlocksparseFlashAttentionMetadata` and V1 `XFormersAttentionMetadata`:
     `prefill_metadata`, `decode_metadata`.
     """
-    lens, totals, slots = (np.asarray(values, np.int32) for values in (query_lens, seq_lens, slot_mapping))
+    _, *arrays = with_namespace(query_lens=query_lens, seq_lens=seq_lens, slot_mapping=slot_mapping)
+    lens, totals, slots = map(np.asarray, arrays)
     is_v0 = num_prefills is not None
     boundary = (
         num_prefills

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jattn.metadata.namespace import IntVector
+from jattn.metadata.namespace import IntVector, with_namespace
 from pallas_kernels.checks import require, require_one_of
 
 ORDERS = ("two_regions", "three_regions", "four_regions")
@@ -46,7 +46,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     Source: vLLM `reorder_batch_to_split_decodes_and_prefills`.
     """
     require_one_of("order", order, ORDERS)
-    scheduled = np.asarray(num_scheduled_tokens, np.int64).reshape(-1)
+    scheduled = np.asarray(with_namespace(num_scheduled_tokens=num_scheduled_tokens)[1]).reshape(-1)
     is_long = scheduled > decode_threshold
     if order == "two_regions":
         permutation = _pairwise_swaps(is_long)
@@ -62,7 +62,7 @@ def reorder_batch_to_split_decodes_and_prefills(
 
 def _column(name: str, values: IntVector | None, num_reqs: int, order: str) -> np.ndarray:
     require(values is not None, name, f"be given for {order}", None)
-    column = np.asarray(values, np.int64).reshape(-1)
+    column = np.asarray(with_namespace(**{name: values})[1]).reshape(-1)
     require(len(column) == num_reqs, name, f"have one entry per request ({num_reqs})", len(column))
     return column
 

@@ -139,7 +139,7 @@ def split_prefill_chunks(
     """
     bounds: list[tuple[int, int]] = []
     start = used = 0
-    lens = np.asarray(seq_lens_cpu).tolist()
+    lens = np.asarray(with_namespace(seq_lens_cpu=seq_lens_cpu)[1]).tolist()
     for row, length in enumerate(lens):
         require(
             length <= workspace_size, f"seq_lens_cpu[{row}]", f"fit workspace_size ({workspace_size})", length
