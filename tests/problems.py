@@ -294,10 +294,8 @@ def as_seen(q: np.ndarray, quantization: str | None) -> np.ndarray:
     if quantization is None:
         return q.astype(np.float64)
     exact, largest = q.astype(np.float64), LARGEST[quantization]
-    amax = np.abs(exact).max(-1, keepdims=True)
-    # Exact in float64: a tie stays one, and goes to even.
-    scaled = np.where(amax > 1e-6 * largest, exact * largest / np.maximum(amax, 1e-30), exact / 1e-6)
-    return rounded_to(scaled, quantization) * np.maximum(amax / largest, 1e-6)
+    amax = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-6 * largest)
+    return rounded_to(exact * largest / amax, quantization) * amax / largest  # a tie stays one
 
 
 def without_ties(q: np.ndarray, quantization: str | None) -> np.ndarray:
