@@ -55,7 +55,7 @@ def test_a_spec_says_what_attend_says():
         jax.random.normal(key, (2, 3, n, h, 8)) for key, n, h in zip(keys, (5, 9, 9), (4, 2, 2), strict=True)
     )
     modifiers = {"sinks": jnp.linspace(-1.0, 1.0, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
-    dense = jattn.attention_fn(q, k, v, spec=spec, **modifiers)
+    dense = jax.jit(functools.partial(jattn.attention_fn, spec=spec))(q, k, v, **modifiers)
     metadata = jattn.build_batch_metadata([5], [9], None)
 
     @jax.jit
@@ -156,7 +156,7 @@ class TestWhatFlaxPasses:
         q, k, v = (
             jax.random.normal(jax.random.key(i), (2, n, 4, 6)) for i, n in enumerate((3, LENGTH, LENGTH))
         )
-        fn = with_spec(window=(2, 0))
+        fn = jax.jit(with_spec(window=(2, 0)))
         garbage = jnp.full((2, 4, 4, 6), 7.0)
         longer = (jnp.concatenate([x, garbage], axis=1) for x in (k, v))
         positions = jnp.broadcast_to(jnp.arange(3, 6), (2, 3))
