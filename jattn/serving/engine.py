@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -86,6 +85,7 @@ class Engine:
         skip_layers: Sequence[int] = (),
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
+        check_batches: bool = False,
     ) -> None:
         """Makes the caches; compiles nothing yet.
 
@@ -102,6 +102,8 @@ class Engine:
             skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
+            check_batches: Every step's metadata goes through `jattn.check_batch` before it runs: for tests,
+                and for whoever doubts the scheduler. It costs the host time in each step.
 
         Raises:
             ValueError: A size is no positive int, both num_blocks and cache_bytes are given, they make less
@@ -153,6 +155,7 @@ class Engine:
             num_blocks=max_blocks,
         )
         self._caches = model.create_caches(num_blocks, **cache)
+        self._check_batches, self._cache_spec = check_batches, model.cache_specs(num_blocks, **cache)[0]
         self._generations: dict[int, Generation] = {}
         self._new_ids = itertools.count()
         self._num_steps = 0
@@ -328,6 +331,10 @@ class Engine:
             bucket=bucket,
             to_device=False,
         )
+        if self._check_batches:
+            from jattn.metadata.check import check_batch
+
+            check_batch(metadata, self._cache_spec)
         rows = row_indices(np.asarray(step.query_lens), bucket)
         tokens, sampling, num_generated = self._inputs(step, bucket, rows)
         if step.block_copies:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.implementations import mosaic_gpu, region_plans
+from jattn.implementations import kernel_work, mosaic_gpu
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from tests import contract
 from tests.contract import Problem
@@ -51,7 +51,7 @@ def solved(case, monkeypatch, interpret=None):
         few = test_paged_decode.tiles_of(case), test_varlen_prefill.tiles_of(case)
         for kernel, tiles in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
             make = lambda *_, tiles=tiles, **__: tiles
-            monkeypatch.setattr(getattr(region_plans, kernel), "default_tiles", make)
+            monkeypatch.setattr(getattr(kernel_work, kernel), "default_tiles", make)
 
     def run(query, kv, metadata):
         per_head = {"sinks": None, "alibi_slopes": None}

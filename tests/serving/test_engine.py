@@ -58,6 +58,7 @@ def one_bucket(max_num_seqs, budget, num_blocks):
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": budget,
         "buckets": [bucket],
+        "check_batches": True,
     }
 
 
@@ -222,7 +223,13 @@ def events(engine, monkeypatch):
     """What the engine does, in order: "start" a step, "read" a step's tokens."""
     events, start, device_get = [], engine._start, jax.device_get
     monkeypatch.setattr(engine, "_start", lambda step: (events.append("start"), start(step)))
-    monkeypatch.setattr(jax, "device_get", lambda x: (events.append("read"), device_get(x))[1])
+
+    def get(x):
+        if isinstance(x, jax.Array):  # a step's tokens; check_batch asks for metadata
+            events.append("read")
+        return device_get(x)
+
+    monkeypatch.setattr(jax, "device_get", get)
     return events
 
 
@@ -248,6 +255,8 @@ class TestSteps:
         first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
 
         def interrupted(x):
+            if not isinstance(x, jax.Array):
+                return device_get(x)
             monkeypatch.setattr(jax, "device_get", device_get)
             raise KeyboardInterrupt
 
@@ -329,6 +338,45 @@ def test_streams_that_stop_close_and_preempt_each_other_get_what_a_lone_prompt_g
         assert got[5] == alone[5][: len(got[5])]
         assert (tight.scheduler.num_unfinished, tight.scheduler.block_manager.num_used) == (0, 0)
     assert tight.stats.num_preemptions > 0
+
+
+class TestCheckedBatches:
+    """What a broken scheduler would do to the cache."""
+
+    def engine_whose_steps_are(self, golden, change, **options):
+        engine = Engine(golden.model, **one_bucket(4, 160, 65) | options)
+        schedule = engine.scheduler.schedule
+
+        def changed():
+            step = schedule()
+            return step and dataclasses.replace(step, **change(step))
+
+        engine.scheduler.schedule = changed
+        return engine
+
+    @pytest.mark.parametrize(
+        "table",
+        [
+            lambda table: (table[0],) * len(table),
+            lambda table: (0,) * len(table),
+            lambda table: (65,) * len(table),
+        ],
+    )
+    def test_name_the_blocks_before_anything_is_written(self, golden, table):
+        change = lambda step: {"block_tables": tuple(map(table, step.block_tables))}
+        engine = self.engine_whose_steps_are(golden, change)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"(block_table|slot_mapping).* must .*, got"):
+                engine.generate(golden.prompts[3:], max_tokens=1)
+        assert engine.stats.num_steps == 0
+        assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._caches)
+        assert engine.scheduler.num_unfinished == 0
+
+    def test_are_not_looked_at_unless_asked_for(self, golden):
+        change = lambda step: {"block_tables": tuple((9,) * len(table) for table in step.block_tables)}
+        engine = self.engine_whose_steps_are(golden, change, check_batches=False)
+        engine.generate(golden.prompts[3:], max_tokens=1)
+        assert engine.stats.num_steps == 1
 
 
 class TestFolders:
