@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -2,9 +2,11 @@
 
 `Problem` fills with NaN every slot that no query sees: blocks that are not listed, for the kv head that does
 not list them, what stands behind the ends of requests, the null block, padding queries. Nothing is cleaned.
+The kernels read whole tiles of keys, so for them a tile of which a mask shows something is filled to the
+request's end.
 """
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,17 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn import masks
-from jattn.implementations import kernel_work, mosaic_gpu
-from tests import contract
+from jattn.implementations import kernel_work
+from tests import contract, oracle
 from tests.contract import FACTORS, AttentionContract, Problem
+from tests.regions import attend_region
 
 # Decodes, prompts, chunks; ends within a block, and requests of whose blocks few are listed.
-REGION = {"sparse": ([1, 1, 70, 3], [129, 17, 150, 3], 1)}
+REGIONS = {
+    "mixed": ([1, 1, 70, 3], [129, 17, 150, 3], 1),
+    "decode": ([1, 1], [129, 17], 1),
+    "prefill": ([70, 3], [150, 3], 1),
+}
 RNG = np.random.default_rng(3)
 OWN = RNG.random((4, 2, 4, 4)) < 0.4  # [reqs, kv_heads, ...], blocks of 64
 OF_ALL = RNG.random((4, 2, 1, 16)) < 0.3  # for all queries, blocks of 16
@@ -50,17 +57,18 @@ OPTIONS = [("NHD", 16, True), ("HND", 64, False), ("NHD", 32, False), ("HND", 16
 
 @pytest.fixture(autouse=True)
 def _region(monkeypatch):
-    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGION)
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGIONS)
 
 
-def problem_of(name, kv, block_size, is_padded):
+def problem_of(name, kv, block_size, is_padded, region="mixed"):
     """The problem, and the mask with its rows."""
     plain = {factor: values[0] for factor, values in FACTORS.items()}
     mask, rule = MASKS[name]
-    case = {"region": "sparse", "heads": (4, 2), "head_dim": 64, "kv": kv, "block_size": block_size}
+    case = {"region": region, "heads": (4, 2), "head_dim": 64, "kv": kv, "block_size": block_size}
     case |= {"dtype": "bfloat16", "padded": is_padded}
     problem = Problem(plain | case, mask=rule)
-    return problem, mask.of_requests(problem.metadata)
+    of_reqs = mask.map_rows(lambda array: array[: len(problem.query_lens)])
+    return problem, of_reqs.of_requests(problem.metadata)
 
 
 def share_of_poison(problem):
@@ -71,8 +79,19 @@ def share_of_poison(problem):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("options", [*OPTIONS, ("packed", 16, True), ("no_cache", 16, False)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("blocks", OPTIONS[0]),
+        ("blocks", ("packed", 16, True)),
+        ("of_all_queries", OPTIONS[1]),
+        ("of_all_queries", ("no_cache", 16, True)),
+        ("narrow", OPTIONS[3]),
+        ("strided", ("no_cache", 16, False)),
+        ("both", OPTIONS[2]),
+    ],
+    ids=str,
+)
 def test_nothing_that_is_left_out_is_read(name, options, implementation):
     problem, mask = problem_of(name, *options)
     plain = AttentionContract()
@@ -80,39 +99,48 @@ def test_nothing_that_is_left_out_is_read(name, options, implementation):
     problem.check(*plain.attend(problem, mask=mask))
 
 
-def by_kernels(problem, mask, monkeypatch):
-    """Both regions by the interpreted kernels, with few thread blocks."""
-    tiles = kernel_work.decode_kernel.Tiles(stages=2, ctas=4)
-    monkeypatch.setattr(kernel_work.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
-    metadata, spec = problem.metadata, problem.spec
-    first, rows = metadata.bucket.max_decode_tokens, metadata.bucket.max_decodes
+def read_in_tiles(size):
+    """As oracle.reachable, but all keys of a tile of which the mask shows one to some query."""
 
-    def run(query, kv, metadata, mask):
-        attend = functools.partial(
-            mosaic_gpu.attend, spec=spec, sinks=None, alibi_slopes=None, interpret=plgpu.InterpretGPUParams()
-        )
-        parts = (
-            attend(query[:first], kv, metadata.decode_part, mask=mask),
-            attend(query[first:], kv, metadata.prefill_part, mask=mask.of_rows_from(rows)),
-        )
-        outs, lses = zip(*parts, strict=True)
-        return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
+    def reachable(spec, step):
+        of_mask = dataclasses.replace(spec, causal=False)
+        tiles = lambda hit: np.add.reduceat(hit, np.arange(0, len(hit), size)) > 0
+        return [tiles(hit).repeat(size, axis=0)[: len(hit)] for hit in fine(of_mask, step)]
 
-    return jax.jit(run)(jnp.asarray(problem.query), problem.kv, metadata, mask)
+    fine = oracle.reachable
+    return reachable
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("region", "name", "options", "tile"),
     [
-        ("of_all_queries", OPTIONS[0]),
-        pytest.param("blocks", OPTIONS[1], marks=pytest.mark.slow),
-        pytest.param("narrow", OPTIONS[3], marks=pytest.mark.slow),
-        pytest.param("strided", OPTIONS[0], marks=pytest.mark.slow),
-        pytest.param("both", OPTIONS[2], marks=pytest.mark.slow),
+        ("decode", "narrow", OPTIONS[0], 16),
+        pytest.param("decode", "of_all_queries", OPTIONS[1], 64, marks=pytest.mark.slow),
+        pytest.param("decode", "blocks", OPTIONS[3], 64, marks=pytest.mark.slow),
+        pytest.param("decode", "strided", OPTIONS[2], 64, marks=pytest.mark.slow),
+        pytest.param("prefill", "of_all_queries", OPTIONS[0], 64, marks=pytest.mark.slow),
+        pytest.param("prefill", "blocks", OPTIONS[1], 64, marks=pytest.mark.slow),
+        pytest.param("prefill", "strided", OPTIONS[2], 64, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_the_kernels_read_nothing_that_is_left_out(name, options, monkeypatch):
-    problem, mask = problem_of(name, *options)
+def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, monkeypatch):
+    tiles = kernel_work.decode_kernel.Tiles(stages=2, ctas=4)
+    monkeypatch.setattr(kernel_work.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+    monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))
+    problem, mask = problem_of(name, *options, region=region)
     assert share_of_poison(problem) > 0.2
-    problem.check(*by_kernels(problem, mask, monkeypatch))
+    first = problem.metadata.bucket.max_decodes if region == "prefill" else 0
+    tokens = problem.metadata.bucket.max_decode_tokens
+    part = slice(tokens, None) if region == "prefill" else slice(0, tokens)
+
+    def run(query, kv, metadata, mask):
+        of_region = getattr(metadata, f"{region}_part")
+        how = {"mask": mask.of_rows_from(first), "interpret": plgpu.InterpretGPUParams()}
+        return attend_region(query[part], kv, of_region, problem.spec, **how)
+
+    out, lse = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, mask)
+    rest = len(problem.query) - len(out)
+    before, behind = (rest, 0) if region == "prefill" else (0, rest)
+    out = jnp.pad(out, ((before, behind), (0, 0), (0, 0)))
+    problem.check(out, jnp.pad(lse, ((0, 0), (before, behind)), constant_values=-jnp.inf))
