@@ -46,6 +46,7 @@ class Setting:
         sees: What of (request, head, i, j) a query sees besides what the spec says.
         seen: Or all that it sees, the spec included: of each request bool [q_heads, query_len, seq_len].
         is_cross: Whether keys are another sequence's, which need not cover the queries.
+        shared_blocks: Blocks at the start of every request that all of them share.
         frees_blocks: Whether block table entries of blocks that no query sees are garbage.
         seed: Of all that is drawn.
     """
@@ -65,6 +66,7 @@ class Setting:
     sees: Callable[[int, int, int, int], bool] | None = None
     seen: list[np.ndarray] | None = None
     is_cross: bool = False
+    shared_blocks: int = 0
     frees_blocks: bool = False
     seed: int = 0
 
@@ -122,14 +124,18 @@ class AttentionProblem:
         self.num_blocks = sum(needed) + 3
         order = self.rng.permutation(np.arange(1, self.num_blocks))
         table = np.full((len(needed), max(needed, default=0) + 2), NO_BLOCK, np.int64)
+        shared, order = order[: self.setting.shared_blocks], order[self.setting.shared_blocks :]
         for r, n in enumerate(needed):
-            table[r, :n], order = order[:n], order[n:]
+            own = n - len(shared)
+            table[r, :n], order = [*shared, *order[:own]], order[own:]
         return table
 
     def _draw_queries(self) -> list[np.ndarray]:
         spec, dim = self.spec, self.spec.head_dim
         self.directions = self.rng.choice([-1.0, 1.0], (spec.num_kv_heads, dim)) * dim**-0.5
-        score = NEEDLE_SCORE if spec.soft_cap is None else spec.soft_cap * np.arctanh(0.9)
+        score, cap = NEEDLE_SCORE, spec.soft_cap
+        if cap is not None:
+            score = cap * np.arctanh(min(NEEDLE_SCORE / cap, 0.9))
         self.length = (
             score / spec.softmax_scale
         ) ** 0.5  # of queries and needles: their product is the score
@@ -166,14 +172,14 @@ class AttentionProblem:
     def _draw_cache(self, seen: list[np.ndarray]) -> None:
         shape = self.num_blocks * self.setting.block_size, self.spec.num_kv_heads
         live, values = np.zeros(shape, bool), self.rng.normal(size=(2, *shape, self.spec.head_dim))
-        for g, direction in enumerate(self.directions):
-            values[0, :, g] = along(values[0, :, g], direction, 0.0)
+        is_needle = np.zeros(shape, bool)
         for slots, hit, met in zip(self.slots, seen, self._met(seen), strict=True):
             live[slots] |= met
-            for g, direction in enumerate(self.directions):
-                needles = slots[needle_places(hit[:, g], self.rng)]
-                values[0, needles, g] = along(values[0, needles, g], direction, self.length)
-                values[1, needles, g] *= NEEDLE_VALUE
+            for g in range(self.spec.num_kv_heads):
+                is_needle[slots[needle_places(hit[:, g], self.rng)], g] = True
+        for g, direction in enumerate(self.directions):
+            values[0, :, g] = along(values[0, :, g], direction, np.where(is_needle[:, g], self.length, 0.0))
+        values[1][is_needle] *= NEEDLE_VALUE
         unseen = UNSEEN_SCORE / self.spec.softmax_scale / self.length * self.directions, UNSEEN_VALUE
         is_huge = ~live & (self.rng.random(live.shape) < 0.25)
         held, means, cache_dtype = [], [], jnp.dtype(self.setting.cache_dtype or self.dtype)
@@ -244,7 +250,7 @@ def in_layout(x: np.ndarray, block_size: int, layout: str, *, is_key: bool) -> n
 
 
 # ---------------------------------------------------------------------------------------- values
-def along(x: np.ndarray, direction: np.ndarray, length: float) -> np.ndarray:
+def along(x: np.ndarray, direction: np.ndarray, length: float | np.ndarray) -> np.ndarray:
     """x [..., head_dim] with its part along a unit vector made so long."""
     return x + (length - x @ direction)[..., None] * direction
 

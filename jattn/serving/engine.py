@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jattn.cache import copy_blocks
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
+from jattn.metadata.check import check_batch
 from jattn.models.loading import load
 from jattn.requests import pack_tokens, row_indices
 from jattn.serving.block_manager import BlockManager
@@ -333,8 +334,6 @@ class Engine:
             to_device=False,
         )
         if self._check_batches:
-            from jattn.metadata.check import check_batch
-
             check_batch(metadata, self._cache_spec)
         rows = row_indices(np.asarray(step.query_lens), bucket)
         tokens, sampling, num_generated = self._inputs(step, bucket, rows)
