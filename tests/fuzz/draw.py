@@ -134,7 +134,7 @@ def _draw_bucket(rng: random.Random, case: dict) -> dict | None:
         "max_prefill_tokens": sum(lens[decodes:])
         + (rng.choice([0, 1, 9, 70]) if len(lens) > decodes or more_rows else 0),
         "decode_query_len": decode_len,
-        "max_blocks": needed + rng.randint(0, 3) if rng.random() < 0.8 else None,
+        "max_blocks": max(needed, 1) + rng.randint(0, 3) if rng.random() < 0.8 else None,
     }
 
 
