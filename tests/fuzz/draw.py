@@ -156,7 +156,10 @@ def rows_of(case: dict) -> np.ndarray:
 def sizes_of(case: dict) -> Sizes:
     bucket = case["bucket"]
     rows = bucket["max_decodes"] + bucket["max_prefills"] if bucket else len(case["query_lens"])
-    return Sizes(case["q_heads"], case["kv_heads"], rows, max([*case["seq_lens"], 1]))
+    # As far as the block table reaches, which has two columns too many: masks are held against it.
+    blocks = max(-(-n // case["block_size"]) for n in [*case["seq_lens"], 1]) + 2
+    blocks = max(blocks, (bucket and bucket["max_blocks"]) or 0)
+    return Sizes(case["q_heads"], case["kv_heads"], rows, blocks * case["block_size"])
 
 
 def seen_of(case: dict, rule) -> list[np.ndarray]:
