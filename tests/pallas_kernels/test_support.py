@@ -360,6 +360,16 @@ def test_a_request_longer_than_its_table_is_cut():
     np.testing.assert_array_equal(run(jnp.asarray([1000]))[0], run(jnp.asarray([32]))[0])
 
 
+@pytest.mark.gpu
+def test_decode_reads_no_table_behind_its_end():
+    """What stands behind a row of the table, that of the next request, does not matter."""
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    q, k, v, lens = draw(0, 2, 1, 64), draw(1, 9, 16, 1, 64), draw(2, 9, 16, 1, 64), jnp.asarray([1000, 0])
+    run = jax.jit(functools.partial(paged_decode, q, k, v, score=Score(scale=0.1)))
+    (first, _), (other, _) = (run(jnp.asarray([[4, 2], row]), lens) for row in ([3, 5], [6, 7]))
+    np.testing.assert_array_equal(first, other)
+
+
 def test_heads_without_tiles_are_refused_as_by_the_kernel():
     with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 112 in 8 bits"):
         default_tiles(112, rows=1, kv_dtypes=("int8", "int8"))
