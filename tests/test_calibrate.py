@@ -34,6 +34,13 @@ def peaks(model):
     return found
 
 
+@pytest.fixture(scope="module")
+def measured():
+    """A model and its peaks."""
+    model = make()
+    return model, peaks(model)
+
+
 @pytest.mark.parametrize(
     ("options", "of_keys", "of_values"),
     [
@@ -43,10 +50,10 @@ def peaks(model):
         ({"quantization": "int8_static_v", "headroom": 1.5}, lambda p: None, lambda p: 1.5 * p / 127),
     ],
 )
-def test_the_largest_key_and_value_of_the_prompts_just_fit(options, of_keys, of_values):
-    model = make()
+def test_the_largest_key_and_value_of_the_prompts_just_fit(measured, options, of_keys, of_values):
+    model, found = measured
     scales = jattn.calibrate(model, PROMPTS, **options)
-    for (k, v), peak in zip(scales.layers, peaks(model), strict=True):
+    for (k, v), peak in zip(scales.layers, found, strict=True):
         for got, want in ((k, of_keys(peak[0])), (v, of_values(peak[1]))):
             assert (got is None) == (want is None)
             if want is not None:
