@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jattn.implementations import block_lists, tile_lists
@@ -293,9 +294,12 @@ def prefill_work(
         kv_start_loc: First key of each request where keys are not read from a paged cache.
         max_seq_len: Static bound of the requests' lengths; the block table's when None.
     """
+    seq_lens = metadata.seq_lens
+    if kv_start_loc is None:  # what the block table has no column for has no block
+        seq_lens = jnp.minimum(seq_lens, metadata.block_table.shape[1] * metadata.block_size)
     schedule = prefill_kernel.make_schedule(
         metadata.query_start_loc,
-        metadata.seq_lens,
+        seq_lens,
         kv_start_loc,
         num_tokens=metadata.bucket.max_tokens,
         score=score_of(spec),

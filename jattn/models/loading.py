@@ -25,6 +25,45 @@ from jattn.models.decoder import Decoder
 from jattn.models.scales import KVScales, is_scale
 
 
+def load_shapes(
+    directory: str | pathlib.Path,
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Decoder:
+    """The decoder that `load` makes, with shapes in the place of its weights: to ask it, not to run it.
+
+    Args:
+        directory: As in `load`; of the tensors' files only headers and scales are read.
+        dtype: As in `load`.
+        implementation: As in `load`.
+
+    Raises:
+        FileNotFoundError: As `load`.
+        ValueError: As `load`.
+        NotImplementedError: As `load`.
+        ImportError: safetensors is missing.
+    """
+    directory = pathlib.Path(directory)
+    config = read_config(directory)
+    with contextlib.ExitStack() as stack:
+        files = open_tensors(directory, stack)
+        model = _shapes(config, files, dtype, implementation)
+        model.kv_scales = KVScales.read(files, config.num_hidden_layers)
+    if (directory / SCALES_FILE).exists():
+        model.kv_scales = KVScales.load(directory / SCALES_FILE, config.num_hidden_layers)
+    return model
+
+
+def _shapes(
+    config: DecoderConfig, files: Any, dtype: DTypeLike | None, implementation: str | Sequence[str] | None
+) -> Decoder:
+    if dtype is None:
+        dtype = config.dtype or stored_dtype(files, "model.embed_tokens.weight")
+    make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
+    return nnx.eval_shape(make)
+
+
 def load(
     directory: str | pathlib.Path,
     *,
@@ -56,10 +95,7 @@ def load(
     config = read_config(directory)
     with contextlib.ExitStack() as stack:
         files = open_tensors(directory, stack)
-        if dtype is None:
-            dtype = config.dtype or stored_dtype(files, "model.embed_tokens.weight")
-        make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
-        graph, state = nnx.split(nnx.eval_shape(make))
+        graph, state = nnx.split(_shapes(config, files, dtype, implementation))
         flat = dict(nnx.to_flat_state(state))
         paths = {hf_name(path): path for path in flat}
         shapes = {name: _hf_shape(path, flat[path].shape) for name, path in paths.items()}

@@ -1,13 +1,16 @@
 """The command line: `jattn generate` and `jattn doctor`."""
 
 import argparse
+import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models import load
+from jattn.models.loading import load_shapes
 from jattn.models.scales import CalibrationWarning
 from jattn.serving.doctor import report
 from jattn.serving.engine import Engine
@@ -28,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         if args.command == "doctor":
-            print(report())
+            print(report() if args.model is None else _engine(args, load_shapes).explain())
         else:
             _generate(args)
         sys.stdout.flush()
@@ -43,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jattn", description="Attention and serving in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="which implementation this machine gets, and why")
+    doctor = commands.add_parser("doctor", help="which implementation this machine gets, and why")
+    doctor.add_argument("--model", metavar="DIR", help="for each bucket that an engine of it would compile")
+    _add_engine_options(doctor)
     generate = commands.add_parser("generate", help="complete prompts, streaming the text")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: the whole of stdin is one")
     generate.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
@@ -53,13 +58,38 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest P [1]")
     generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="as likely as P x best [0]")
     generate.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
-    generate.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
-    formats = [name for name in QUANTIZATIONS if name is not None]
-    generate.add_argument("--quantization", choices=formats, help="of the cache [none]")
-    generate.add_argument(
-        "--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]"
-    )
+    _add_engine_options(generate)
     return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
+    formats = [name for name in QUANTIZATIONS if name is not None]
+    parser.add_argument("--quantization", choices=formats, help="of the cache [none]")
+    parser.add_argument("--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]")
+    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="requests of a step [16]")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="tokens of a step [512]"
+    )
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block [16]")
+
+
+def _engine(args: argparse.Namespace, load: Callable[[str], Any]) -> Engine:
+    """The engine that the options ask for; what its caches lack is told on stderr."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", CalibrationWarning)
+        engine = Engine(
+            load(args.model),
+            implementation=args.implementation,
+            quantization=args.quantization,
+            skip_layers=args.skip_layers,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size,
+        )
+    for warning in told:
+        print(f"jattn: {warning.message}", file=sys.stderr)
+    return engine
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -72,16 +102,7 @@ def _generate(args: argparse.Namespace) -> None:
     )
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", CalibrationWarning)
-        engine = Engine(
-            load(args.model, progress=is_terminal),
-            implementation=args.implementation,
-            quantization=args.quantization,
-            skip_layers=args.skip_layers,
-        )
-    for warning in told:
-        print(f"jattn: {warning.message}", file=sys.stderr)
+    engine = _engine(args, functools.partial(load, progress=is_terminal))
     printer = StreamPrinter(prompts, lambda text: print(text, end="", flush=True))
     results = engine.generate(
         prompts, sampling_params=sampling_params, max_tokens=args.max_tokens, on_token=printer.on_token

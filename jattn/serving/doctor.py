@@ -20,7 +20,7 @@ REGIONS = {
     "decode": Bucket(max_decodes=8, max_blocks=64),
     "prefill": Bucket(max_prefills=2, max_prefill_tokens=256, max_blocks=64),
 }
-DOCUMENTS = jax.eval_shape(lambda: Document(ids=jnp.zeros((8, 1024), jnp.int32)))
+DOCUMENTS = jax.eval_shape(lambda: Document(ids=jnp.zeros(1024, jnp.int32)))
 # What each feature changes in AttentionSpec and in CacheSpec, and its mask, for the heads of a Llama 3 8B.
 # ALiBi and sinks are not among them: all serve them wherever they serve a layer without.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {

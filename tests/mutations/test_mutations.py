@@ -221,7 +221,11 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("check", [decode, in_splits, decode_window, prefill, prefill_window, lists], ids=str)
+@pytest.mark.parametrize(
+    "check",
+    [decode, in_splits, decode_window, prefill, prefill_window, lists],
+    ids=lambda check: check.__name__,
+)
 def test_the_kernels_pass_as_they_are(check):
     check()
 

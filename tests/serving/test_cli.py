@@ -143,6 +143,16 @@ class TestDoctor:
         for feature in doctor.FEATURES:
             assert any(line.startswith(feature + "  ") for line in out.splitlines())
 
+    def test_of_a_model_every_bucket_has_its_table(self, capsys, monkeypatch):
+        monkeypatch.setattr("jattn.serving.cli.load", None)  # weights are not needed
+        options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--quantization", "fp8_e4m3"]
+        assert main(["doctor", "--model", str(GOLDEN / "hf" / "mistral"), *options]) == 0
+        out = capsys.readouterr().out
+        for bucket in ("4+0/0x32", "0+4/64x32", "4+4/64x32"):
+            assert bucket in out
+        assert "4/2 heads of 32, window=(23, 0); float32 queries, NHD float8_e4m3fn x scale" in out
+        assert "mosaic_gpu: the kernels need an NVIDIA GPU" in out
+
     @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may have the kernels")
     def test_a_cpu_gets_xla_for_everything_and_is_told_why(self):
         for feature in doctor.FEATURES:

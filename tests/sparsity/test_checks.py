@@ -148,7 +148,7 @@ def test_a_mask_that_sees_ahead_is_refused_on_top_of_causality(written, mask):
     masks.check_mask(mask, sizes(), causal=False)
 
 
-@pytest.mark.parametrize("mask", FILTERS, ids=str)
+@pytest.mark.parametrize("mask", FILTERS, ids=range(len(FILTERS)))
 def test_a_filter_may_stand_on_top_of_causality(mask):
     masks.check_mask(mask, sizes(), causal=True)
 
