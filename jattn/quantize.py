@@ -37,12 +37,15 @@ def quantize_token_head(
 
     Source: vLLM's int8_per_token_head and fp8_per_token_head caches; rounds half to even.
     """
+    is_16_bit = values.dtype.itemsize == 2
     values = values.astype(jnp.float32)
     amax = jnp.max(jnp.abs(values), axis=-1)
     scale = jnp.maximum(amax / largest(dtype), MIN_SCALE)
-    # XLA divides by multiplying with reciprocals, 2^-22 off, so that a tie (the half of amax is 63.5) fell to
-    # either side. In 20 bits it is a tie again; no other quotient of 16-bit numbers is as near to one.
-    quotient = jax.lax.reduce_precision(values / scale[..., None], exponent_bits=8, mantissa_bits=19)
+    quotient = values / scale[..., None]
+    if is_16_bit:
+        # XLA divides by multiplying with reciprocals, 2^-22 off, so that a tie (half of amax is 63.5) fell to
+        # either side. In 20 bits it is a tie again; no other quotient of 16-bit numbers is as near to one.
+        quotient = jax.lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=19)
     return saturate(quotient, dtype), scale
 
 
