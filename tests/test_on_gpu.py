@@ -18,6 +18,7 @@ from tests.sparsity.test_attend import masked
 pytestmark = pytest.mark.gpu
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
 HF = pathlib.Path(__file__).parent / "golden" / "hf"
+MODELS = ("llama", "qwen3", "gemma2", "mistral", "qwen2", "llama3")
 PROMPTS = [
     "import os\nimport sys\n\n\ndef main(",
     'class Stack:\n    """A stack of items."""\n\n    def __init__(self',
@@ -56,9 +57,12 @@ def test_the_tiny_model_writes_the_same_text_with_kernels_and_without():
     assert run(("mosaic_gpu",)) == run("xla")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_of_bf16_models_agree_within_bf16s_error(name):
     model = jattn.models.load(HF / name, dtype=jnp.bfloat16, progress=False)
+    metadata = jattn.build_batch_metadata([1, 5], [9, 40], [[1, 0, 0], [2, 3, 4]])
+    layers = model.plan(metadata, model.create_caches(8)).layers
+    assert {choice.implementation for one in layers for _, choice in one.choices} == {"mosaic_gpu"}
     prompt = np.load(HF / name / "expected.npz")["prompt2"].tolist()
     exact = jattn.models.load(HF / name, progress=False)
     steps = min(4, len(prompt) - 1)
@@ -68,7 +72,7 @@ def test_logits_of_bf16_models_agree_within_bf16s_error(name):
 
 
 def test_golden_text_comes_out_of_a_gpu_too():
-    for name in ("llama", "qwen3", "gemma2"):
+    for name in MODELS:
         expected = np.load(HF / name / "expected.npz")
         model = jattn.models.load(HF / name, progress=False)
         count = sum(key.startswith("prompt") for key in expected)

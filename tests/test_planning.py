@@ -331,12 +331,12 @@ class TestEager:
     @pytest.mark.parametrize("argument", ["query", "keys", "sinks"])
     def test_a_derivative_of_xla_names_the_one_that_has_one(self, argument):
         problem = Problem(AttentionContract().plain_case(sinks=True))
-        kv = jax.tree.map(jnp.nan_to_num, problem.kv)
-        start = {"query": jnp.asarray(problem.query), "keys": kv.k, "sinks": jnp.asarray(problem.sinks)}
+        start = {"query": problem.query, "keys": problem.kv.k, "sinks": problem.sinks}
+        start = {name: jnp.asarray(array) for name, array in start.items()}
 
         def loss(x, implementation):
             given = start | {argument: x}
-            cache = jattn.pytree.replace(kv, k=given["keys"])
+            cache = jattn.pytree.replace(problem.kv, k=given["keys"])
             out = jattn.attend(
                 given["query"],
                 cache,

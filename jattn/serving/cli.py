@@ -16,7 +16,7 @@ from jattn.serving.doctor import report
 from jattn.serving.engine import Engine
 from jattn.serving.generation import GenerationResult
 from jattn.serving.sampler import SamplingParams
-from jattn.spec import QUANTIZATIONS
+from jattn.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
-    formats = [name for name in QUANTIZATIONS if name is not None]
+    formats = [*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES]
     parser.add_argument("--quantization", choices=formats, help="of the cache [none]")
     parser.add_argument("--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]")
     parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="requests of a step [16]")
