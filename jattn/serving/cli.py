@@ -74,7 +74,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block [16]")
 
 
-def _engine(args: argparse.Namespace, load: Callable[[str], Any]) -> Engine:
+def _engine(args: argparse.Namespace, load: Callable[[str], Any]) -> Any:
     """The engine that the options ask for; what its caches lack is told on stderr."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", CalibrationWarning)

@@ -67,6 +67,7 @@ class TestGenerate:
     def test_passes_the_sampling_options_on(self, recorded):
         options = ["--temperature=0.5", "--top-k=7", "--top-p=0.9", "--min-p=0.1", "--seed=3"]
         options += ["--implementation=xla", "--quantization=int8_token_head", "--skip-layers=0,-1"]
+        options += ["--max-num-seqs=3", "--max-num-batched-tokens=40", "--block-size=8"]
         assert main([*MODEL, "--max-tokens", "1", *options, "a"]) == 0
         assert recorded.calls[0]["sampling_params"] == SamplingParams(
             temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3
@@ -75,6 +76,9 @@ class TestGenerate:
             "implementation": "xla",
             "quantization": "int8_token_head",
             "skip_layers": (0, -1),
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 40,
+            "block_size": 8,
         }
 
     def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):
