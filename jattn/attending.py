@@ -20,6 +20,8 @@ from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, require_type
 
+ALIGNED_BYTES = 256  # where XLA wants the arrays of a GPU to begin
+
 
 @overload
 def attend(
@@ -136,7 +138,7 @@ def _attend(
     if plan is None:
         plan = planned(metadata, (layer,), mask)
         layer = plan.layers[0]
-    whole, tokens = spec.mask_with(plan.mask), bucket.max_decode_tokens
+    whole = spec.mask_with(plan.mask)
     outs: list[Array] = []
     lses: list[Any] = []
     for region, (choice, work) in enumerate(zip((layer.decode, layer.prefill), layer.works, strict=True)):
@@ -148,7 +150,7 @@ def _attend(
             rows = (slice(0, bucket.max_decodes), slice(bucket.max_decodes, bucket.max_reqs))[region]
             kv = replace(cache, kv_start_loc=cache.kv_start_loc[rows])
         out, lse = _attend_region(
-            (query[:tokens], query[tokens:])[region],
+            _of_region(query, metadata, region),
             kv,
             (metadata.decode_part, metadata.prefill_part)[region],
             spec,
@@ -166,6 +168,21 @@ def _attend(
     if len(outs) == 1:
         return outs[0], lses[0]
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
+
+
+def _of_region(query: Array, metadata: BatchMetadata, region: int) -> Array:
+    """The queries of the decode region (0) or of the prefill region (1)."""
+    tokens = metadata.bucket.max_decode_tokens
+    if region == 0:
+        return query[:tokens]
+    rest = query[tokens:]
+    offset = tokens * query.shape[1] * query.shape[2] * query.dtype.itemsize
+    if offset % ALIGNED_BYTES == 0:
+        return rest
+    # XLA for GPUs hands a kernel the middle of an array in the place of a slice, wherever it begins, and then
+    # refuses to run it: "not 256-byte aligned". What padding holds is of no matter, and so makes a copy.
+    is_live = metadata.is_live_token[tokens:]
+    return jnp.where(is_live[:, None, None], rest, jnp.zeros((), rest.dtype))
 
 
 # Without it each eager call would compile its loops anew.

@@ -61,4 +61,10 @@ def saturate(values: Float[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..
     """Casts to `dtype`, clamping what it cannot hold."""
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.clip(jnp.round(values), -128, 127).astype(jnp.int8)
-    return jnp.clip(values, -largest(dtype), largest(dtype)).astype(dtype)
+    info, clamped = jnp.finfo(dtype), jnp.clip(values, -largest(dtype), largest(dtype))
+    # XLA for GPUs leaves out a cast to fp8 that is cast back in the same program. What is rounded already is
+    # right without it.
+    rounded = jax.lax.reduce_precision(clamped, exponent_bits=8, mantissa_bits=info.nmant)
+    unit = jnp.asarray(info.smallest_subnormal, values.dtype)
+    is_small = jnp.abs(clamped) < jnp.asarray(info.smallest_normal, values.dtype)
+    return jnp.where(is_small, jnp.round(clamped / unit) * unit, rounded).astype(dtype)

@@ -187,9 +187,10 @@ class AttentionContract:
 
     def test_vmap_is_a_loop(self):
         problem = Problem(self.plain_case())
-        queries = jnp.stack([jnp.asarray(problem.query), jnp.asarray(problem.query) * 2])
+        kv, query = problem.kv, jnp.asarray(problem.query)
+        queries = jnp.stack([query, query * 2])
         run = lambda q: jattn.attend(
-            q, problem.kv, problem.metadata, problem.spec, implementation=self.implementation
+            q, kv, problem.metadata, problem.spec, implementation=self.implementation
         )
         together = jax.jit(jax.vmap(run))(queries)
         np.testing.assert_allclose(together, jnp.stack([run(q) for q in queries]), rtol=0, atol=1e-5)

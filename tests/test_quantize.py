@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.quantize import MIN_SCALE, largest, quantize_token_head
+from jattn.quantize import MIN_SCALE, largest, quantize_token_head, saturate
 
 
 @pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
@@ -20,6 +20,24 @@ def test_each_number_is_the_exact_quotients_and_ties_go_to_even(stored, dtype):
     want = np.round(quotient) if stored == jnp.int8 else quotient.astype(np.float32).astype(stored)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
     np.testing.assert_allclose(scale, amax[..., 0] / largest(stored), rtol=2e-7)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_cast_back_in_the_same_program_is_rounded(dtype, stored, where):
+    """To the nearest of all fp8 numbers, also where compilers would rather not; subnormal ones among them."""
+    assert jax.default_backend() == where
+    every = np.arange(256, dtype=np.uint8).view(stored).astype(np.float64)
+    every = np.unique(every[np.isfinite(every)])
+    draw = np.random.default_rng(0)
+    values = draw.normal(size=4000) * 2.0 ** draw.integers(-18, 9, 4000)
+    values = np.clip(values, every[0], every[-1]).astype(dtype)
+    got = jax.jit(lambda x: saturate(x, stored).astype(jnp.float32) * 2)(jnp.asarray(values))
+    nearest = np.abs(values.astype(np.float64)[:, None] - every[None]).min(axis=1)
+    np.testing.assert_array_equal(
+        np.abs(np.asarray(got, np.float64) / 2 - values.astype(np.float64)), nearest
+    )
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-5, 1e30, 3e38])

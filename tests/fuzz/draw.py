@@ -92,6 +92,8 @@ def _draw_cache(rng: random.Random, *, is_kernel: bool) -> dict:
         block_size = rng.choice([1, 3, 4, 8, 16, 32, 64, 128])
         kv = one_of(rng, NHD=4, HND=3, no_cache=2, packed=3)
     stored = "plain" if kv == "no_cache" or rng.random() < 0.55 else rng.choice(EIGHT_BIT)
+    if kv == "packed" and head_dim % 16 and stored != "plain":  # 16 channels of a key are one piece there
+        stored = "plain"
     kind = stored.partition("_")[0]
     quantization = None
     if kind in ("int8", "fp8") and rng.random() < 0.3:

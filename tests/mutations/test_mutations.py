@@ -224,7 +224,7 @@ MUTATIONS = {
 @pytest.mark.parametrize(
     "check",
     [decode, in_splits, decode_window, prefill, prefill_window, lists],
-    ids=lambda check: check.__name__,
+    ids=["decode", "in_splits", "decode_window", "prefill", "prefill_window", "lists"],
 )
 def test_the_kernels_pass_as_they_are(check):
     check()

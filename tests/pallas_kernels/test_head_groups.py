@@ -1,31 +1,33 @@
 """Head groups of 1 to 16 and 64 query heads, heads of every width: each against float64, on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.implementations import kernel_work, mosaic_gpu
+from jattn.implementations import kernel_work
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from tests import contract
 from tests.contract import Problem
 from tests.pallas_kernels import test_paged_decode, test_varlen_prefill
+from tests.regions import attend_region
 
 GROUPS = [*range(1, 17), 64]
 STORED = ["plain", "int8_token_head", "fp8_head", "int8_static_v"]
 REGIONS = ["decode", "speculative", "chunked"]
-# Each group meets each width in each region; formats, layouts and numbers of kv heads take turns.
+# Each group meets each width; regions, formats, layouts and numbers of kv heads take turns.
 CASES = [
     {
-        "region": region,
+        "region": REGIONS[(nth + at) % 3],
         "heads": (group * (1 + nth % 3), 1 + nth % 3),
         "head_dim": width,
-        "stored": STORED[(nth + at) % 4] if width in EIGHT_BIT_HEAD_DIMS else "plain",
+        "stored": STORED[(nth // 3 + at) % 4] if width in EIGHT_BIT_HEAD_DIMS else "plain",
         "kv": ("NHD", "HND")[nth % 2],
         "block_size": 16,
         "dtype": ("bfloat16", "float16")[(nth + at) // 2 % 2],
     }
-    for region in REGIONS
     for nth, group in enumerate(GROUPS)
     for at, width in enumerate(HEAD_DIMS)
 ]
@@ -46,17 +48,13 @@ def solved(case, monkeypatch, interpret=None):
     metadata = problem.metadata
     region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
     query = jnp.asarray(problem.query)
-    assert mosaic_gpu.why_not(query, problem.kv, region, problem.spec) is None
     if interpret is not None:
         few = test_paged_decode.tiles_of(case), test_varlen_prefill.tiles_of(case)
         for kernel, tiles in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
             make = lambda *_, tiles=tiles, **__: tiles
             monkeypatch.setattr(getattr(kernel_work, kernel), "default_tiles", make)
 
-    def run(query, kv, metadata):
-        per_head = {"sinks": None, "alibi_slopes": None}
-        return mosaic_gpu.attend(query, kv, metadata, problem.spec, interpret=interpret, **per_head)
-
+    run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     problem.check(*jax.jit(run)(query, problem.kv, region))
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jattn.models
-from jattn import cache
+from jattn.cache import move
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampler import SamplingParams
@@ -76,7 +76,7 @@ def nothing_is_left_running(request):
 
 
 def copy_blocks_compiles():
-    return cache._copy_blocks._cache_size()
+    return move._copy_blocks._cache_size()
 
 
 class TestGreedy:

@@ -38,7 +38,7 @@ WANT = {
     "Engine(m.model, cache_bytes=1e9)": r"cache_bytes must be an int, got 1000000000\.0\.",
     "Engine(m.model, skip_layers=0)": r"skip_layers must be a list of ints, got 0\.",
     "Engine(m.model, buckets=[8])": r"buckets\[0\] must be a Bucket, got 8\.",
-    "Engine(m.model, quantization='int4')": r"quantization must be one of .*, got 'int4'\.",
+    "Engine(m.model, quantization='int4')": r"quantization must be one of .*, got 'int4'; the nearest is ",
     # generate
     "ask('text')": r"prompts must be a list of prompts, got 'text'\.",
     "ask(None)": r"prompts must be a list of prompts, got None\.",

@@ -27,8 +27,8 @@ REGIONS = {
     "prefill": ([70, 3], [150, 3], 1),
 }
 RNG = np.random.default_rng(3)
-OWN = RNG.random((4, 2, 4, 4)) < 0.4  # [reqs, kv_heads, ...], blocks of 64
-OF_ALL = RNG.random((4, 2, 1, 16)) < 0.3  # for all queries, blocks of 16
+OWN = RNG.random((4, 2, 5, 5)) < 0.4  # [reqs, kv_heads, ...], blocks of 64
+OF_ALL = RNG.random((4, 2, 1, 20)) < 0.3  # for all queries, blocks of 16
 STRIDED = masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3, homo_head=True)
 MASKS = {
     "blocks": (
@@ -36,7 +36,7 @@ MASKS = {
         lambda r, h, i, j: OWN[r, h // 2, i // 64, j // 64],
     ),
     "of_all_queries": (
-        masks.BlockMask(blocks=OF_ALL.repeat(4, axis=3)[..., :4], block_q=None, block_kv=64),
+        masks.BlockMask(blocks=OF_ALL.repeat(4, axis=3)[..., :5], block_q=None, block_kv=64),
         lambda r, h, i, j: OF_ALL[r, h // 2, 0, j // 64 // 4],
     ),
     "narrow": (
