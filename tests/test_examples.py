@@ -42,6 +42,7 @@ def test_flax_layer_steps_to_what_it_computes_at_once(capsys):
     assert float(difference) < 1e-5
 
 
+@pytest.mark.kernels
 def test_sparsity_compares_patterns_and_draws_them(model_dir, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from examples.sparsity.__main__ import main

@@ -9,6 +9,8 @@ import jattn
 from jattn.pytree import replace
 from tests.contract import CASES, Problem, case_id
 
+pytestmark = pytest.mark.kernels  # minutes, together
+
 FLOATS = [case for case in CASES if case["stored"] == "plain" and not case.get("query_quantization")]
 
 

@@ -77,6 +77,7 @@ def check_error(num_keys, quantization, is_decode):
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(
     ("num_keys", "is_decode"),

@@ -19,6 +19,8 @@ from tests.contract import Problem
 from tests.pallas_kernels.listed_problem import ListedProblem
 from tests.regions import attend_region
 
+pytestmark = pytest.mark.kernels  # minutes, together
+
 # Several requests of a pass, one alone, an empty one between, the longest last.
 REGIONS = {"groups": ([20, 0, 3, 17, 5], [90, 0, 130, 70, 250], 1), "two": ([9, 30], [200, 131], 1)}
 DILATED = masks.Dilated(20, 5)

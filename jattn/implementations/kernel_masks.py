@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Prefix, VerticalSlash, Window
+from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Pairs, Prefix, VerticalSlash, Window
 from jattn.masks.base import leaves, quotient, remainder
 from jattn.masks.blocks import blocks_of_tile
 from pallas_kernels.varlen_prefill import KernelMask, PairTile
@@ -75,24 +75,27 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
 
 
 def _formula(mask: Mask, call: Call) -> KernelMask:
-    pairs: Any = lambda tile: _PairsOfTile(tile, call)
-    return KernelMask((), lambda *_: (), lambda tile, _: mask.sees(pairs(tile)), is_words=False)
+    def sees(tile: PairTile, _: Any) -> Any:
+        row = jnp.int32(0)  # no static mask looks at it
+        pairs = _PairsOfTile(tile.head, row, None, None, call.num_heads, call.is_prefill)
+        pairs.tile = tile
+        return mask.sees(pairs)
+
+    return KernelMask((), lambda *_: (), sees, is_words=False)
 
 
-class _PairsOfTile:
+class _PairsOfTile(Pairs):
     """Pairs whose numbers are made where a mask asks for them: Pallas finds no layout for unused ones."""
 
-    def __init__(self, tile: PairTile, call: Call):
-        self.head, self.row, self._tile = tile.head, jnp.int32(0), tile  # no static mask looks at the row
-        self.num_heads, self.is_prefill = call.num_heads, call.is_prefill
+    tile: PairTile
 
     @property
     def query(self) -> Any:
-        return self._tile.query
+        return self.tile.query
 
     @property
     def key(self) -> Any:
-        return self._tile.key
+        return self.tile.key
 
 
 def _window(mask: Mask) -> KernelMask | None:

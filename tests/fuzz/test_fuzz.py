@@ -17,6 +17,7 @@ SLICE = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("kind", "seed"), [(kind, n) for kind, seeds in SLICE.items() for n in seeds])
 def test_random_cases_pass(kind, seed):
     outcome = cases.outcome_of(kind, seed)

@@ -61,6 +61,7 @@ def masked(case, make=Problem):
     return problem, of_reqs.of_requests(problem.metadata)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=pytest.mark.kernels)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_equals_float64_under_any_mask(case, implementation):

@@ -17,6 +17,8 @@ from jattn.implementations.tile_lists import parts_of
 from pallas_kernels.varlen_prefill import PairTile, Tiles
 from tests.sparsity import rules
 
+pytestmark = pytest.mark.kernels  # minutes, together
+
 HEADS = (rules.Q_HEADS, rules.KV_HEADS)
 
 

@@ -20,6 +20,8 @@ from tests import contract, oracle
 from tests.contract import FACTORS, AttentionContract, Problem
 from tests.regions import attend_region
 
+pytestmark = pytest.mark.kernels  # minutes, together
+
 # Decodes, prompts, chunks; ends within a block, and requests of whose blocks few are listed.
 REGIONS = {
     "mixed": ([1, 1, 70, 3], [129, 17, 150, 3], 1),

@@ -52,6 +52,7 @@ lengths = st.lists(
 sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
 
 
+@pytest.mark.kernels
 @settings(max_examples=15)
 @given(rules.WHOLE, lengths, sizes)
 def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
@@ -68,6 +69,7 @@ def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(rul
         assert not (some & ~(partial | full)).any()
 
 
+@pytest.mark.kernels
 @settings(max_examples=15)
 @given(rules.block_masks(rules.MAX_LEN + 15) | rules.local_strided(), lengths)
 def test_causal_blocks_are_exact_too(ruled, lens):
