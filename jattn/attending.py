@@ -80,8 +80,9 @@ def attend(
         mask: Which keys a query sees, on top of what the spec says; may hold arrays that change from step to
             step. Rows are those of the metadata. For one that all layers share: `plan(mask=)`; with a plan
             this is None.
-        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
-            that the device and the layer allow, or what the plan says. Only "reference" has a derivative.
+        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = what the
+            plan says, without one the best that the device and the layer allow. What is named here wins over
+            a plan, for this layer. Only "reference" has a derivative.
         return_lse: Return the log-sum-exp too.
 
     Returns:
@@ -105,7 +106,8 @@ def attend(
         require(mask is None, "mask", "be None with a plan (give it to plan, or leave plan=None)", mask)
         check_batch_of(plan, metadata)
         chosen = plan.layer_plan(layer)
-        _check_asked(implementation, chosen)
+        if implementation is not None and not _is_asked_for(chosen, implementation):
+            (chosen,) = choose_layers(metadata, (layer,), plan.mask, implementation=implementation)
     is_eager = support.is_concrete(query, cache, metadata, plan, mask, per_head)
     run = _attend_eagerly if is_eager else _attend
     out, lse = run(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
@@ -238,14 +240,10 @@ def _one_a_head(name: str, values: Any, spec: AttentionSpec) -> Array | None:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
 
 
-def _check_asked(implementation: str | Sequence[str] | None, chosen: LayerPlan) -> None:
-    """What is asked for beside a plan must be what the plan has."""
-    if implementation is None:
-        return
+def _is_asked_for(chosen: LayerPlan, implementation: str | Sequence[str]) -> bool:
+    """Whether a plan has what is asked for by name."""
     asked = asked_for(implementation)
-    for region, choice in chosen.choices:
-        rule = f"be None or have the plan's choice ({choice.implementation} for {region})"
-        require(choice.implementation in asked, "implementation", rule, implementation)
+    return all(choice.implementation in asked for _, choice in chosen.choices)
 
 
 def _check(

@@ -159,7 +159,7 @@ class AttentionContract:
 
     def test_an_explicit_plan_changes_no_bit(self):
         problem = Problem(self.plain_case(padded=True))
-        plan = jattn.plan(problem.metadata, problem.spec)
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv, implementation=self.implementation)
         for a, b in zip(self.attend(problem), self.attend(problem, plan=plan), strict=True):
             np.testing.assert_array_equal(a, b)
 

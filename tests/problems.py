@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -216,6 +217,10 @@ class AttentionProblem:
 
     @functools.cached_property
     def kv(self) -> jattn.PagedCache | jattn.PackedKV:
+        with jax.ensure_compile_time_eval():  # asked for inside jit, too
+            return self._made_kv()
+
+    def _made_kv(self) -> jattn.PagedCache | jattn.PackedKV:
         (k, k_scale), (v, v_scale) = self._held
         if self.setting.kv == "no_cache":
             return self._packed_kv(k, v)

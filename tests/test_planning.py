@@ -191,13 +191,14 @@ class TestObedience:
         monkeypatch.setattr(f"jattn.implementations.{other}.attend", None)
         self.attend(problem, plan)
 
-    def test_what_is_asked_for_beside_a_plan_must_be_the_plan_s(self):
+    def test_what_is_named_in_the_call_wins_over_the_plan(self, monkeypatch):
         problem = self.problem()
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
         self.attend(problem, plan, implementation=("mosaic_gpu", "xla"))
-        message = r"implementation must be None or have the plan's choice \(xla for decode\), got reference"
-        with pytest.raises(ValueError, match=message):
-            self.attend(problem, plan, implementation="reference")
+        monkeypatch.setattr("jattn.implementations.xla.attend", None)
+        self.attend(problem, plan, implementation="reference")
+        with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'"):
+            self.attend(problem, plan, implementation="mosaic_gpu")
 
     def test_a_plan_of_another_bucket_is_refused(self):
         problem = self.problem()

@@ -88,7 +88,8 @@ def read_tiles(
         out_s,  # [chunks, TILE, width] in SMEM
         loaded,
     ):
-        tile, head = (lax.axis_index(name) for name in ("tile", "head"))
+        item, heads = lax.axis_index("item"), jnp.int32(shape.kv_heads)
+        tile, head = lax.div(item, heads), lax.rem(item, heads)
         columns = padded_slice(cut.width, cut.chunk, tile * 0)
         row, first_key = tiles_g[tile, 0], tiles_g[tile, 1]
 
@@ -143,8 +144,9 @@ def read_tiles(
             swizzled_smem(tile_shape, shape.dtype),
             plgpu.Barrier(num_arrivals=copies),
         ],
-        grid=(shape.rows // TILE, shape.kv_heads),
-        grid_names=("tile", "head"),
+        # One axis: only the last may be longer than 65,535, and heads of a tile are to follow each other.
+        grid=(shape.rows // TILE * shape.kv_heads,),
+        grid_names=("item",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="cache_read",
         interpret=interpret,
