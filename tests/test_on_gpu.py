@@ -129,7 +129,7 @@ def test_masks_with_arrays_of_each_row_hold_in_mixed_steps(name, kv):
 
 def of_heads(heads, size):
     return masks.BlockMask(
-        blocks=np.random.default_rng(heads).random((4, heads, 1, 97 // size + 1)) < 0.5,
+        blocks=np.random.default_rng(heads).random((4, heads, 1, 144 // size + 1)) < 0.5,
         block_q=None,
         block_kv=size,
     )
