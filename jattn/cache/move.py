@@ -1,6 +1,7 @@
 """Whole blocks within a cache, between caches, and to the host and back."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -91,9 +92,7 @@ def swap_blocks(
     pairs = np.asarray(_as_pairs(block_mapping))
     _check_pairs(pairs, source, target)
     pairs = pairs[(pairs >= 0).all(axis=1)]
-    # A power of two of pairs, so that a serving loop compiles a handful of shapes.
-    padded = np.full((1 << max(len(pairs) - 1, 0).bit_length(), 2), -1, np.int32)
-    padded[: len(pairs)] = pairs
+    padded = padded_pairs(pairs)
     if isinstance(target.k, np.ndarray):
         gathered = jax.device_get(
             {
@@ -121,6 +120,13 @@ def _gather(array: Array, ids: Array) -> Array:
 @functools.partial(jax.jit, donate_argnums=0)
 def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -> dict[str, Array]:
     return {name: _put_blocks(a, blocks[name], pairs[:, 0], pairs[:, 1]) for name, a in arrays.items()}
+
+
+def padded_pairs(pairs: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
+    """Pairs of blocks, int32: a power of two of them, so that a serving loop compiles a handful of shapes."""
+    padded = np.full((1 << max(len(pairs) - 1, 0).bit_length(), 2), -1, np.int32)
+    padded[: len(pairs)] = pairs
+    return padded
 
 
 def _as_pairs(block_mapping: Any) -> Any:

@@ -1,11 +1,10 @@
 """Checks of what a mask is made from."""
 
-import numbers
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_int
 
 KINDS = {"bool": jnp.bool_, "integer": jnp.integer}
 
@@ -13,8 +12,7 @@ KINDS = {"bool": jnp.bool_, "integer": jnp.integer}
 def require_ints(at_least: int, **values: Any) -> None:
     """Every named value must be an int, not a bool, and at least so large."""
     for name, value in values.items():
-        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        require(is_int, name, "be an int", repr(value))
+        require_int(**{name: value})
         require(value >= at_least, name, "be positive" if at_least == 1 else f"be at least {at_least}", value)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.pytree import replace
+from pallas_kernels import support
 from pallas_kernels.checks import require
 
 if TYPE_CHECKING:
@@ -189,8 +190,7 @@ class Mask(abc.ABC):
                 number than requests.
         """
         bucket, counts = metadata.bucket, (metadata.num_decodes, metadata.num_prefills)
-        is_known = not any(isinstance(count, jax.core.Tracer) for count in counts)
-        num_reqs = sum(map(int, counts)) if is_known else None
+        num_reqs = sum(map(int, counts)) if support.is_concrete(counts) else None
         for name, num_rows in row_counts(self):
             is_possible = num_rows <= bucket.max_reqs if num_reqs is None else num_rows == num_reqs
             rule = "have one row for each request"

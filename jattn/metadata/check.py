@@ -8,6 +8,7 @@ import numpy as np
 from jattn.cache import PackedKV
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import Bucket, CacheSpec
+from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape
 
 
@@ -46,8 +47,8 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
     Raises:
         ValueError: Something is wrong. The message names the array, the row and the value.
     """
-    is_tracer = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata))
-    require(not is_tracer, "metadata", "be concrete (check_batch runs outside jit)", "a tracer")
+    is_concrete = support.is_concrete(metadata)
+    require(is_concrete, "metadata", "be concrete (check_batch runs outside jit)", "a tracer")
     is_known = cache_spec is None or isinstance(cache_spec, CacheSpec | PackedKV)
     kind = type(cache_spec).__name__
     require(is_known, "cache_spec", "be a CacheSpec, a PackedKV or None", kind)

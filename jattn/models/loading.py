@@ -49,10 +49,15 @@ def load_shapes(
     with contextlib.ExitStack() as stack:
         files = open_tensors(directory, stack)
         model = _shapes(config, files, dtype, implementation)
-        model.kv_scales = KVScales.read(files, config.num_hidden_layers)
-    if (directory / SCALES_FILE).exists():
-        model.kv_scales = KVScales.load(directory / SCALES_FILE, config.num_hidden_layers)
+        model.kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
     return model
+
+
+def _kv_scales(directory: pathlib.Path, files: Any, num_layers: int) -> KVScales | None:
+    """Those of kv_scales.safetensors, or the checkpoint's own."""
+    own = KVScales.read(files, num_layers)
+    beside = directory / SCALES_FILE
+    return KVScales.load(beside, num_layers) if beside.exists() else own
 
 
 def _shapes(
@@ -99,7 +104,7 @@ def load(
         flat = dict(nnx.to_flat_state(state))
         paths = {hf_name(path): path for path in flat}
         shapes = {name: _hf_shape(path, flat[path].shape) for name, path in paths.items()}
-        kv_scales = KVScales.read(files, config.num_hidden_layers)
+        kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
         files = {name: file for name, file in files.items() if not is_scale(name)}
         check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
         bar = optional_module("tqdm").tqdm(paths.items(), f"Loading {directory.name}", disable=not progress)
@@ -111,8 +116,6 @@ def load(
             )  # never the file's memory
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.kv_scales = kv_scales
-    if (directory / SCALES_FILE).exists():
-        model.kv_scales = KVScales.load(directory / SCALES_FILE, config.num_hidden_layers)
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return model

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jattn.cache import copy_blocks
+from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
@@ -32,7 +32,7 @@ from jattn.serving.generation import Generation, GenerationResult, StreamedToken
 from jattn.serving.prompts import Prompt, PromptLimits, build_generations, require_list_of_ints, stop_ids_of
 from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
 from jattn.serving.scheduler import Scheduler, Step
-from jattn.serving.sizes import num_blocks_in, padded_pairs, prefill_sizes
+from jattn.serving.sizes import num_blocks_in, prefill_sizes
 from jattn.serving.step import StepTokens, make_step, next_tokens, with_implementation
 from jattn.serving.weights import Weights
 from jattn.spec import Bucket

@@ -1,9 +1,6 @@
 """How large the engine makes what it was not told the size of."""
 
-from collections.abc import Sequence
-
 import jax
-import numpy as np
 
 from pallas_kernels.checks import require
 
@@ -33,10 +30,3 @@ def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -
     num_blocks = cache_bytes // bytes_per_block
     require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
     return num_blocks
-
-
-def padded_pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Pairs of blocks for `copy_blocks`, int32: a power of two of them, so that few shapes compile."""
-    padded = np.full((1 << (len(pairs) - 1).bit_length(), 2), -1, np.int32)
-    padded[: len(pairs)] = pairs
-    return padded
