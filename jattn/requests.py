@@ -10,7 +10,7 @@ import numpy as np
 from jattn.spec import Bucket
 from pallas_kernels.checks import require
 
-REORDER = "sort the rows with reorder_batch_to_split_decodes_and_prefills"
+REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"
 
 
 def count_decodes(query_lens: np.ndarray, decode_query_len: int) -> int:

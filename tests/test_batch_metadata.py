@@ -176,7 +176,8 @@ class TestRefusals:
     def test_rows_out_of_order_are_sent_to_the_reorder_function(self):
         bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=8, max_blocks=4)
         with pytest.raises(
-            ValueError, match=r"1 decode rows stand behind.*reorder_batch_to_split_decodes_and_prefills"
+            ValueError,
+            match=r"1 decode rows stand behind.*jattn.vllm.reorder_batch_to_split_decodes_and_prefills",
         ):
             jattn.build_batch_metadata([3, 1], [3, 9], [[1], [2]], bucket=bucket)
 

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -52,6 +53,30 @@ def test_flax_is_imported_only_where_modules_are():
 def test_every_public_name_is_documented():
     for name in jattn.__all__:
         assert getattr(jattn, name).__doc__, name
+    for name in set(jattn.vllm.__all__) - {"PAD_SLOT_ID"}:
+        assert "Source: vLLM" in getattr(jattn.vllm, name).__doc__, name
+
+
+def test_what_vllms_readers_use_is_found_at_its_old_place_with_a_warning():
+    assert not set(jattn.__all__) & set(jattn.vllm.__all__)
+    for name in jattn.vllm.__all__:
+        with pytest.warns(DeprecationWarning, match=rf"jattn\.{name} is found at jattn\.vllm\.{name}$"):
+            assert getattr(jattn, name) is getattr(jattn.vllm, name)
+    with pytest.raises(AttributeError, match="module 'jattn' has no attribute 'atend'"):
+        _ = jattn.atend
+
+
+def test_nothing_of_ours_names_the_old_place():
+    folders = ("jattn", "pallas_kernels", "tests", "examples", "benchmarks", "docs")
+    pages = [ROOT / "README.md", *(p for folder in folders for p in (ROOT / folder).rglob("*.[mp][dy]"))]
+    old = re.compile(rf"\bjattn\.({'|'.join(jattn.vllm.__all__)})\b")
+    assert [(str(page), match[0]) for page in pages for match in old.finditer(page.read_text())] == []
+
+
+def test_nothing_of_the_flow_calls_vllms_helpers():
+    for path in FILES:
+        if "vllm" not in path.parts and path != ROOT / "jattn" / "__init__.py":
+            assert not any(name.startswith("jattn.vllm") for name in imports(path)), path
 
 
 def test_importing_jattn_starts_no_backend_and_reads_no_environment():

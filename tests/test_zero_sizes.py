@@ -7,7 +7,7 @@ import pytest
 
 import jattn
 from jattn.implementations import reference, xla
-from jattn.metadata.buckets import pad_batch_for_graph
+from jattn.vllm.graph_padding import pad_batch_for_graph
 from tests.test_cache import LAYOUTS, create, random_kv
 from tests.test_cache import spec as cache_spec
 
@@ -121,21 +121,21 @@ NO_TABLE = np.zeros((0, 2), np.int32)
 @pytest.mark.parametrize(
     ("call", "want"),
     [
-        (lambda: jattn.compute_slot_mapping([], [], [], 4), []),
-        (lambda: jattn.compute_slot_mapping(NO_TABLE, [0], [1], 4), [-1]),
-        (lambda: jattn.compute_slot_mapping(np.zeros((1, 0), int), [0], [1], 4), [-1]),
-        (lambda: jattn.compute_slot_mapping(jnp.zeros((1, 0), jnp.int32), [0], [1], 4), [-1]),
-        (lambda: jattn.compute_slot_mapping(jnp.zeros((0, 1), jnp.int32), [0], [1], 4), [-1]),
-        (lambda: jattn.compute_slot_mapping([[3, 2], [4]], [0, 1, 1], [5, 3, 4], 4), [9, 19, -1]),
-        (lambda: jattn.compute_dcp_slot_mapping([], [0], [1], 4, dcp_size=2, dcp_rank=0), [-1]),
-        (lambda: jattn.get_dcp_local_seq_lens([], 2), []),
-        (lambda: jattn.physical_to_logical_mapping([], [], 4, 5), []),
-        (lambda: jattn.fill_slot_mapping_tail([], 0), []),
-        (lambda: jattn.mask_empty_context_lse(np.zeros((1, 2)), [0], [0]), [[0, 0]]),
-        (lambda: jattn.make_local_attention_virtual_batches(4, [0], [], [], 2).q_lens, []),
+        (lambda: jattn.vllm.compute_slot_mapping([], [], [], 4), []),
+        (lambda: jattn.vllm.compute_slot_mapping(NO_TABLE, [0], [1], 4), [-1]),
+        (lambda: jattn.vllm.compute_slot_mapping(np.zeros((1, 0), int), [0], [1], 4), [-1]),
+        (lambda: jattn.vllm.compute_slot_mapping(jnp.zeros((1, 0), jnp.int32), [0], [1], 4), [-1]),
+        (lambda: jattn.vllm.compute_slot_mapping(jnp.zeros((0, 1), jnp.int32), [0], [1], 4), [-1]),
+        (lambda: jattn.vllm.compute_slot_mapping([[3, 2], [4]], [0, 1, 1], [5, 3, 4], 4), [9, 19, -1]),
+        (lambda: jattn.vllm.compute_dcp_slot_mapping([], [0], [1], 4, dcp_size=2, dcp_rank=0), [-1]),
+        (lambda: jattn.vllm.get_dcp_local_seq_lens([], 2), []),
+        (lambda: jattn.vllm.physical_to_logical_mapping([], [], 4, 5), []),
+        (lambda: jattn.vllm.fill_slot_mapping_tail([], 0), []),
+        (lambda: jattn.vllm.mask_empty_context_lse(np.zeros((1, 2)), [0], [0]), [[0, 0]]),
+        (lambda: jattn.vllm.make_local_attention_virtual_batches(4, [0], [], [], 2).q_lens, []),
         (
             lambda: (
-                jattn.make_padded_local_attention_virtual_batches(
+                jattn.vllm.make_padded_local_attention_virtual_batches(
                     4, [0], [], NO_TABLE, 2, max_virtual_batches=3
                 ).k_lens
             ),
@@ -145,8 +145,8 @@ NO_TABLE = np.zeros((0, 2), np.int32)
             lambda: pad_batch_for_graph([0], [], NO_TABLE, [], max_num_reqs=1, max_num_tokens=2).block_table,
             [[-1, -1]],
         ),
-        (lambda: jattn.split_prefill_chunks([], 4), []),
-        (lambda: jattn.reorder_batch_to_split_decodes_and_prefills([], [], []).order, []),
+        (lambda: jattn.vllm.split_prefill_chunks([], 4), []),
+        (lambda: jattn.vllm.reorder_batch_to_split_decodes_and_prefills([], [], []).order, []),
     ],
 )
 def test_vllms_helpers_return_nothing_for_nothing(call, want):
@@ -156,25 +156,28 @@ def test_vllms_helpers_return_nothing_for_nothing(call, want):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: jattn.round_capture_sizes([], 2), r"capture_sizes must have at least one size, got \[\]"),
         (
-            lambda: jattn.make_local_attention_virtual_batches(4, [0, 1], [1], np.zeros((1, 0), int), 2),
+            lambda: jattn.vllm.round_capture_sizes([], 2),
+            r"capture_sizes must have at least one size, got \[\]",
+        ),
+        (
+            lambda: jattn.vllm.make_local_attention_virtual_batches(4, [0, 1], [1], np.zeros((1, 0), int), 2),
             r"block_table must have at least one column, got shape \(1, 0\)",
         ),
         (
-            lambda: jattn.make_local_attention_virtual_batches(0, [0, 1], [1], [[1]], 2),
+            lambda: jattn.vllm.make_local_attention_virtual_batches(0, [0, 1], [1], [[1]], 2),
             "attn_chunk_size must be positive, got 0",
         ),
         (
-            lambda: jattn.use_cascade_attention(512, [1] * 8, 4, 0, False, False, False, 132),
+            lambda: jattn.vllm.use_cascade_attention(512, [1] * 8, 4, 0, False, False, False, 132),
             "num_kv_heads must be positive, got 0",
         ),
         (
-            lambda: jattn.use_cascade_attention(512, [1] * 8, 4, 2, False, False, False, 0),
+            lambda: jattn.vllm.use_cascade_attention(512, [1] * 8, 4, 2, False, False, False, 0),
             "num_sms must be positive, got 0",
         ),
         (
-            lambda: jattn.cp_lse_combine(jnp.zeros((0, 3, 4, 16)), jnp.zeros((0, 3, 4))),
+            lambda: jattn.vllm.cp_lse_combine(jnp.zeros((0, 3, 4, 16)), jnp.zeros((0, 3, 4))),
             r"partial_lse must have at least one rank, got \(0, 3, 4\)",
         ),
         (lambda: cache_spec().num_blocks_in(10**6, 0), "num_layers must be positive, got 0"),
@@ -190,49 +193,52 @@ def test_where_nothing_means_nothing_the_argument_is_named(call, message):
     ("call", "message"),
     [
         (
-            lambda: jattn.compute_slot_mapping(np.ones((1, 2)), [0], [1], 4),
+            lambda: jattn.vllm.compute_slot_mapping(np.ones((1, 2)), [0], [1], 4),
             "block_table must hold ints, got float64",
         ),
         (
-            lambda: jattn.compute_slot_mapping([[1, 2.5]], [0], [1], 4),
+            lambda: jattn.vllm.compute_slot_mapping([[1, 2.5]], [0], [1], 4),
             r"block_table\[0\] must be a list of ints",
         ),
         (
-            lambda: jattn.compute_slot_mapping(np.ones(2, int), [0], [1], 4),
+            lambda: jattn.vllm.compute_slot_mapping(np.ones(2, int), [0], [1], 4),
             r"block_table must have 2 axes, got",
         ),
-        (lambda: jattn.compute_slot_mapping([[2**40]], [0], [1], 4), "block_table must hold int32s, got"),
-        (lambda: jattn.compute_slot_mapping([[1]], [0.5], [1], 4), "rows must hold ints, got float64"),
         (
-            lambda: jattn.compute_slot_mapping(jnp.ones((1, 2)), [0], [1], 4),
+            lambda: jattn.vllm.compute_slot_mapping([[2**40]], [0], [1], 4),
+            "block_table must hold int32s, got",
+        ),
+        (lambda: jattn.vllm.compute_slot_mapping([[1]], [0.5], [1], 4), "rows must hold ints, got float64"),
+        (
+            lambda: jattn.vllm.compute_slot_mapping(jnp.ones((1, 2)), [0], [1], 4),
             "block_table must hold ints, got float32",
         ),
-        (lambda: jattn.get_dcp_local_seq_lens([True], 2), "seq_lens must hold ints, got bool"),
+        (lambda: jattn.vllm.get_dcp_local_seq_lens([True], 2), "seq_lens must hold ints, got bool"),
         (
-            lambda: jattn.reorder_batch_to_split_decodes_and_prefills([1.5], [1]),
+            lambda: jattn.vllm.reorder_batch_to_split_decodes_and_prefills([1.5], [1]),
             "num_scheduled_tokens must hold ints, got float64",
         ),
         (
-            lambda: jattn.reorder_batch_to_split_decodes_and_prefills([1], [1.5]),
+            lambda: jattn.vllm.reorder_batch_to_split_decodes_and_prefills([1], [1.5]),
             "num_computed_tokens must hold ints, got float64",
         ),
         (
-            lambda: jattn.split_prefill_and_decode([1.5], [2], [0]),
+            lambda: jattn.vllm.split_prefill_and_decode([1.5], [2], [0]),
             "query_lens must hold ints, got float64",
         ),
-        (lambda: jattn.split_prefill_chunks([1.5], 4), "seq_lens_cpu must hold ints, got float64"),
+        (lambda: jattn.vllm.split_prefill_chunks([1.5], 4), "seq_lens_cpu must hold ints, got float64"),
         (
-            lambda: jattn.use_cascade_attention(512, [1.0] * 8, 4, 2, False, False, False, 132),
+            lambda: jattn.vllm.use_cascade_attention(512, [1.0] * 8, 4, 2, False, False, False, 132),
             "query_lens must hold ints, got float64",
         ),
-        (lambda: jattn.split_at_token([3], [2.5], 1), "query_lens must hold ints, got float64"),
+        (lambda: jattn.vllm.split_at_token([3], [2.5], 1), "query_lens must hold ints, got float64"),
         (lambda: jattn.requests.exact_bucket([1.5]), "query_lens must hold ints, got float64"),
         (
             lambda: jattn.requests.pack_tokens([[1], [2.5]], BUCKET),
             r"tokens\[1\] must hold ints, got float64",
         ),
         (
-            lambda: jattn.get_dcp_local_seq_lens([1, [2]], 2),
+            lambda: jattn.vllm.get_dcp_local_seq_lens([1, [2]], 2),
             r"seq_lens must hold ints in rows of one length, got",
         ),
     ],

@@ -2,7 +2,7 @@
 
 from jattn.cache.move import copy_blocks, swap_blocks
 from jattn.cache.types import PackedKV, PagedCache, block_arrays, blocks_of, has_token_axis
-from jattn.cache.write import reshape_and_cache, write_kv
+from jattn.cache.write import write_kv
 
 __all__ = [
     "PackedKV",
@@ -11,7 +11,6 @@ __all__ = [
     "blocks_of",
     "copy_blocks",
     "has_token_axis",
-    "reshape_and_cache",
     "swap_blocks",
     "write_kv",
 ]

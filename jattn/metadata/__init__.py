@@ -1,1 +1,1 @@
-"""What a step's kernels must know about its requests, as arrays: builders and vLLM's pure helpers."""
+"""What a step's kernels must know about its requests, as arrays: its builders."""

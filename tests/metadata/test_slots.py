@@ -3,16 +3,10 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.slots import (
-    compute_slot_mapping,
-    compute_slot_mapping_start_idx,
-    fill_slot_mapping_tail,
-    physical_to_logical_mapping,
-)
+from jattn.metadata.slots import compute_slot_mapping
 
 BLOCK_SIZE = 4
 TABLE = [[5, 2, 9], [7, -1, 1]]
@@ -24,24 +18,6 @@ def slot_of(row, position, first=0):
         return -1
     block = TABLE[row][position // BLOCK_SIZE]
     return -1 if block < 0 else block * BLOCK_SIZE + position % BLOCK_SIZE
-
-
-@golden("v0_slot_mapping_sliding_window")
-def test_v0_writes_only_what_a_prompts_window_can_still_see(case):
-    start_idx = compute_slot_mapping_start_idx(
-        True, case["query_len"], case["context_len"], case["sliding_window"]
-    )
-    positions = np.arange(case["context_len"], case["seq_len"])
-    slots = compute_slot_mapping(
-        [case["block_table"]], np.zeros_like(positions), positions, case["block_size"], start_idx=start_idx
-    )
-    assert slots.tolist() == case["expected"]
-
-
-def test_v0_writes_everything_of_decodes_and_without_a_window():
-    assert compute_slot_mapping_start_idx(False, 10, 0, 8) == 0
-    assert compute_slot_mapping_start_idx(True, 10, 0, None) == 0
-    assert compute_slot_mapping_start_idx(True, 7, 0, 8) == 0
 
 
 @given(tokens, st.integers(0, 5))
@@ -63,50 +39,3 @@ def test_traced_slots_equal_the_host_ones(traced_once):
 def test_a_block_must_hold_tokens():
     with pytest.raises(ValueError, match="block_size must be positive, got 0"):
         compute_slot_mapping(TABLE, [0], [0], 0)
-
-
-@golden("common_metadata_slot_fill")
-def test_tail_is_filled_in_a_new_array(traced_once, case):
-    slots = np.array(case["slot_mapping"])
-    assert fill_slot_mapping_tail(slots, case["num_actual_tokens"]).tolist() == case["expected"]
-    assert slots.tolist() == case["slot_mapping"]
-    counts = [case["num_actual_tokens"], 0, len(slots)]
-    traced = traced_once(fill_slot_mapping_tail, *((jnp.asarray(slots), jnp.int32(n)) for n in counts))
-    assert [t.tolist() for t in traced] == [case["expected"], [-1] * len(slots), case["slot_mapping"]]
-
-
-@golden("physical_to_logical_mapping")
-def test_inverse_block_table_equals_vllm(case):
-    args = (case["block_table"], case["seq_lens"], case["block_size"], case["total_blocks"])
-    assert physical_to_logical_mapping(*args).tolist() == [case["expected"]]
-
-
-def logical_by_scanning(table, seq_lens, total_blocks):
-    found = [[-1] * total_blocks for _ in table]
-    for row, (blocks, seq_len) in enumerate(zip(table, seq_lens, strict=True)):
-        for position in range(seq_len):
-            block = blocks[position // BLOCK_SIZE]
-            if 0 < block < total_blocks:
-                found[row][block] = position // BLOCK_SIZE
-    return found
-
-
-@given(
-    st.lists(st.lists(st.integers(-1, 7), min_size=3, max_size=3), min_size=2, max_size=2),
-    st.lists(st.integers(0, 12), min_size=2, max_size=2),
-)
-def test_inverse_block_table_finds_the_last_use_of_each_block(table, seq_lens):
-    expected = logical_by_scanning(table, seq_lens, 6)
-    assert physical_to_logical_mapping(table, seq_lens, BLOCK_SIZE, 6).tolist() == expected
-
-
-def test_traced_inverse_equals_the_scan(traced_once):
-    batches = [([[3, 5, 1], [0, 3, 3]], [12, 9]), ([[2, -7, 99], [4, 4, 1]], [5, 0])]
-    run = functools.partial(physical_to_logical_mapping, block_size=BLOCK_SIZE, total_blocks=6)
-    traced = traced_once(run, *(tuple(map(jnp.array, batch)) for batch in batches))
-    assert [t.tolist() for t in traced] == [logical_by_scanning(*batch, 6) for batch in batches]
-
-
-def test_inverse_needs_one_length_per_row():
-    with pytest.raises(ValueError, match=r"seq_lens must have one entry per request \(1\), got \(2,\)"):
-        physical_to_logical_mapping([[1]], [1, 1], 4, 4)

@@ -3,12 +3,12 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.masks.local_strided import LocalStrided, get_head_sliding_step
-from jattn.sparsity.patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
+from jattn.vllm.block_patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
+from tests.golden_cases import golden
 
 matrices = st.lists(st.lists(st.sampled_from([0, 1, -2]), min_size=4, max_size=4), min_size=3, max_size=3)
 

@@ -3,11 +3,11 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import CASES, golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.micro_batches import make_metadata_with_slice, slice_query_start_locs, split_at_token
+from jattn.vllm.micro_batches import make_metadata_with_slice, slice_query_start_locs, split_at_token
+from tests.golden_cases import CASES, golden
 
 SLICED, SPLIT = (
     [c for c in CASES["make_metadata_with_slice"]["items"] if ("split_point" in c) is is_split]

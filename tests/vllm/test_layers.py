@@ -1,7 +1,7 @@
 import pytest
-from golden_cases import golden
 
-from jattn.metadata.layers import PerLayerParameters, choose_kv_cache_layout, infer_global_hyperparameters
+from jattn.vllm.layers import PerLayerParameters, choose_kv_cache_layout, infer_global_hyperparameters
+from tests.golden_cases import golden
 
 
 @golden("infer_global_hyperparameters")

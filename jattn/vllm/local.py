@@ -84,6 +84,8 @@ def make_padded_local_attention_virtual_batches(
 
     Raises:
         ValueError: attn_chunk_size is no multiple of block_size.
+
+    Source: vLLM `make_local_attention_virtual_batches`, under graphs.
     """
     xp, starts, totals, table = with_namespace(
         query_start_loc=query_start_loc,

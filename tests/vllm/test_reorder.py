@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.reorder import reorder_batch_to_split_decodes_and_prefills as reorder
+from jattn.vllm.reorder import reorder_batch_to_split_decodes_and_prefills as reorder
+from tests.golden_cases import golden
 
 # (new tokens, computed tokens, prompt tokens)
 rows_lists = st.lists(

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jattn.metadata.buckets import padded_capture_size
-from jattn.metadata.graph_modes import CUDAGraphMode
+from jattn.vllm.graph_modes import CUDAGraphMode
+from jattn.vllm.graph_padding import padded_capture_size
 from pallas_kernels.checks import require_positive
 
 

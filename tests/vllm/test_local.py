@@ -3,15 +3,15 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.local import (
+from jattn.vllm.local import (
     make_local_attention_virtual_batches,
     make_padded_local_attention_virtual_batches,
     max_local_attention_virtual_batches,
 )
+from tests.golden_cases import golden
 
 BLOCK_SIZE, CHUNK, MAX_BLOCKS = 2, 4, 15
 # (new tokens, context) of each request

@@ -1,7 +1,7 @@
 import pytest
-from golden_cases import golden
 
-from jattn.metadata.partitions import choose_paged_attention_version
+from jattn.vllm.partitions import choose_paged_attention_version
+from tests.golden_cases import golden
 
 
 @golden("paged_attention_v1_v2_rule")

@@ -1,17 +1,17 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.speculative import (
+from jattn.vllm.speculative import (
     make_kv_sharing_fast_prefill_metadata,
     make_xqa_spec_decode_causal_mask,
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,
     spec_decode_reorder_threshold,
 )
+from tests.golden_cases import golden
 
 
 @golden("spec_decode_reorder_threshold")

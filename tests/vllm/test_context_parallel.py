@@ -3,17 +3,17 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.context_parallel import (
+from jattn.vllm.context_parallel import (
     compute_dcp_slot_mapping,
     cp_lse_combine,
     get_dcp_local_seq_lens,
     mask_empty_context_lse,
     max_dcp_local_seq_len,
 )
+from tests.golden_cases import golden
 
 INF = float("inf")
 

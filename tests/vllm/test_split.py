@@ -2,16 +2,16 @@ import functools
 
 import jax.numpy as jnp
 import pytest
-from golden_cases import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.split import (
+from jattn.vllm.split import (
     DecodePrefillSplit,
     split_decodes_and_prefills,
     split_decodes_prefills_and_extends,
     split_prefill_chunks,
 )
+from tests.golden_cases import golden
 
 OPTIONS = ("decode_threshold", "require_uniform", "treat_short_extends_as_decodes")
 lens_lists = st.lists(st.integers(0, 6), min_size=1, max_size=8)

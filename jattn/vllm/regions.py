@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jattn.metadata.namespace import AnyArray, IntVector, start_locs, with_namespace
-from jattn.metadata.split import split_decodes_and_prefills
+from jattn.vllm.split import split_decodes_and_prefills
 
 
 class Region(NamedTuple):

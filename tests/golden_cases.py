@@ -5,9 +5,7 @@ import pathlib
 
 import pytest
 
-CASES = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "metadata_cases.json").read_text())[
-    "cases"
-]
+CASES = json.loads((pathlib.Path(__file__).parent / "golden" / "metadata_cases.json").read_text())["cases"]
 
 
 def golden(name):

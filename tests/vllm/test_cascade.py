@@ -1,7 +1,7 @@
 import pytest
-from golden_cases import golden
 
-from jattn.metadata.cascade import use_cascade_attention
+from jattn.vllm.cascade import use_cascade_attention
+from tests.golden_cases import golden
 
 LONG_SHARED_PREFIX = dict(
     common_prefix_len=4096,

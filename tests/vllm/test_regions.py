@@ -1,7 +1,7 @@
 import numpy as np
-from golden_cases import golden
 
-from jattn.metadata.regions import split_prefill_and_decode
+from jattn.vllm.regions import split_prefill_and_decode
+from tests.golden_cases import golden
 
 
 def check(region, expected):

@@ -1,10 +1,10 @@
 import pytest
-from golden_cases import golden
 
-from jattn.metadata.graph_dispatch import BatchDescriptor, dispatch_cudagraph, make_graph_keys
-from jattn.metadata.graph_modes import AttentionCGSupport as Support
-from jattn.metadata.graph_modes import CUDAGraphMode as Mode
-from jattn.metadata.graph_modes import resolve_cudagraph_mode
+from jattn.vllm.graph_dispatch import BatchDescriptor, dispatch_cudagraph, make_graph_keys
+from jattn.vllm.graph_modes import AttentionCGSupport as Support
+from jattn.vllm.graph_modes import CUDAGraphMode as Mode
+from jattn.vllm.graph_modes import resolve_cudagraph_mode
+from tests.golden_cases import golden
 
 
 @golden("cudagraph_dispatch")
