@@ -17,7 +17,6 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.planning import LayerPlan, Plan, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
 from jattn.spec import QUERY_DTYPES, AttentionSpec
-from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, require_type
 
 ALIGNED_BYTES = 256  # where XLA wants the arrays of a GPU to begin
@@ -108,9 +107,7 @@ def attend(
         chosen = plan.layer_plan(layer)
         if implementation is not None and not _is_asked_for(chosen, implementation):
             (chosen,) = choose_layers(metadata, (layer,), plan.mask, implementation=implementation)
-    is_eager = support.is_concrete(query, cache, metadata, plan, mask, per_head)
-    run = _attend_eagerly if is_eager else _attend
-    out, lse = run(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
+    out, lse = _attend_once(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
     if not return_lse:
         return out
     assert lse is not None
@@ -187,8 +184,8 @@ def _of_region(query: Array, metadata: BatchMetadata, region: int) -> Array:
     return jnp.where(is_live[:, None, None], rest, jnp.zeros((), rest.dtype))
 
 
-# Without it each eager call would compile its loops anew.
-_attend_eagerly = jax.jit(_attend, static_argnames=("layer", "return_lse"))
+# All layers of a kind in a step share a trace, a lowering and a run of ptxas; and an eager call compiles once.
+_attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
 
 
 def _attend_region(

@@ -98,6 +98,11 @@ def lower_all(module: str, names: list[str]) -> dict[str, str]:
     return {name: text.strip() for name, text in _run_alone("lower", module, names).items()}
 
 
+def calls_lowered(module: str, names: list[str]) -> dict[str, int]:
+    """Calls of Pallas kernels in each of `module.aot_cases()[name]` as lowered, before XLA inlines."""
+    return {name: int(text) for name, text in _run_alone("count", module, names).items()}
+
+
 def _run_alone(what: str, module: str, names: list[str]) -> dict[str, str]:
     """What is printed of each case."""
     folder = plugin_folder()
@@ -131,7 +136,7 @@ def kernels_in(report: str) -> list[Kernel]:
 
 
 def main(what: str, module: str, names: list[str]) -> None:
-    """Compiles or lowers, and prints; runs in a process that _run_alone starts."""
+    """Compiles, lowers or counts, and prints; runs in a process that _run_alone starts."""
     import jax
     from jax.experimental import topologies
 
@@ -147,10 +152,12 @@ def main(what: str, module: str, names: list[str]) -> None:
         try:
             lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
         except NotImplementedError as error:
-            if what == "compile":
+            if what != "lower":
                 raise
             print(error, flush=True)
             continue
+        if what == "count":
+            print(lowered.as_text().count("custom_call @mosaic_gpu"), flush=True)
         if what == "compile":
             memory = lowered.compile().memory_analysis()
             num_bytes = sum(arguments[i].size * arguments[i].dtype.itemsize for i in donated)

@@ -166,9 +166,10 @@ class AttentionContract:
     def test_a_padded_bucket_changes_no_real_row(self):
         exact, padded = (Problem(self.plain_case(padded=p)) for p in (False, True))
         (out, _), (padded_out, _) = self.attend(exact), self.attend(padded)
+        rounding = 1e-6 * np.abs(out).max()  # XLA may sum a longer array in another order
         for r, n in enumerate(exact.query_lens):
             a, b = exact.starts[r], padded.starts[r]
-            np.testing.assert_allclose(out[a : a + n], padded_out[b : b + n], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(out[a : a + n], padded_out[b : b + n], rtol=0, atol=rounding)
 
     def test_one_trace_serves_every_batch_of_a_bucket(self):
         traces = []

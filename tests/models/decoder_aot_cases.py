@@ -1,0 +1,67 @@
+"""Steps of whole decoders, few layers and many, to compile ahead of time."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.metadata.batch import abstract_metadata
+from jattn.models.config import DecoderConfig
+from jattn.models.decoder import Decoder
+from jattn.serving.step import StepTokens, make_step
+from jattn.spec import Bucket
+
+BUCKETS = {
+    "decode": Bucket(max_decodes=8, max_prefills=0, max_prefill_tokens=0, max_blocks=64),
+    "mixed": Bucket(max_decodes=8, max_prefills=4, max_prefill_tokens=256, max_blocks=64),
+}
+NUM_LAYERS = (4, 36)
+BLOCK_SIZE = 16
+
+
+def config(num_layers, family):
+    """A narrow decoder with heads as wide as kernels have them; Gemma2 has two kinds of layer."""
+    sizes = {
+        "model_type": family,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 1024,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "rope_theta": 1e6,
+    }
+    gemma = {"query_pre_attn_scalar": 128, "sliding_window": 256, "attn_logit_softcapping": 50.0}
+    return DecoderConfig.from_hf(sizes | (gemma if family == "gemma2" else {}))
+
+
+def case(num_layers, family, bucket):
+    model = nnx.eval_shape(lambda: Decoder(config(num_layers, family), rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    caches = jax.eval_shape(lambda: model.create_caches(1000, block_size=BLOCK_SIZE))
+    metadata = abstract_metadata(bucket, BLOCK_SIZE)
+    sizes = bucket.max_tokens, bucket.max_tokens, 16
+    tokens = StepTokens(*(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes))
+
+    def run(params, caches, metadata, tokens):
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
+            return make_step(graphdef)(params, caches, metadata, tokens)
+
+    return run, (params, caches, metadata, tokens)
+
+
+@functools.cache
+def aot_cases():
+    """Name -> function and abstract arguments."""
+    return {
+        f"{family}-{name}-{num_layers}": case(num_layers, family, bucket)
+        for family in ("qwen3", "gemma2")
+        for name, bucket in BUCKETS.items()
+        for num_layers in NUM_LAYERS
+    }

@@ -1,0 +1,39 @@
+"""A step's kernels are lowered and compiled once a kind of layer: many layers cost what few do."""
+
+import pytest
+
+from tests import aot
+from tests.models.decoder_aot_cases import NUM_LAYERS, aot_cases
+
+MODULE = "tests.models.decoder_aot_cases"
+pytestmark = pytest.mark.kernels
+
+
+def of_few_and_many(counts):
+    """(family, bucket) -> the counts, by number of layers."""
+    few, many = NUM_LAYERS
+    ends = [name.removesuffix(f"-{few}") for name in counts if name.endswith(f"-{few}")]
+    return {name: (counts[f"{name}-{few}"], counts[f"{name}-{many}"]) for name in ends}
+
+
+@pytest.fixture(scope="module")
+def names():
+    aot.require_plugin()
+    return list(aot_cases())
+
+
+def test_kernels_are_lowered_once_whatever_the_number_of_layers(names):
+    lowered = of_few_and_many(aot.calls_lowered(MODULE, names))
+    # write, decode, merge; and the prompts' kernel. Gemma2's windowed and full layers are two kinds.
+    assert lowered == {
+        "qwen3-decode": (3, 3),
+        "qwen3-mixed": (4, 4),
+        "gemma2-decode": (5, 5),
+        "gemma2-mixed": (7, 7),
+    }
+
+
+def test_ptxas_runs_once_a_kernel_whatever_the_number_of_layers(names):
+    reports = aot.compile_all(MODULE, [name for name in names if name.startswith("qwen3")])
+    runs = of_few_and_many({name: len(kernels) for name, kernels in reports.items()})
+    assert runs == {"qwen3-decode": (3, 3), "qwen3-mixed": (4, 4)}
