@@ -184,7 +184,7 @@ def _of_region(query: Array, metadata: BatchMetadata, region: int) -> Array:
     return jnp.where(is_live[:, None, None], rest, jnp.zeros((), rest.dtype))
 
 
-# All layers of a kind in a step share a trace, a lowering and a run of ptxas; and an eager call compiles once.
+# All layers of a kind in a step share a trace, a lowering and a run of ptxas. An eager call compiles once.
 _attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
 
 
