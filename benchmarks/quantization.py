@@ -12,8 +12,8 @@ from flax import nnx
 
 import jattn
 from benchmarks.device_time import Rows
-from jattn.calibrate import STATIC
-from jattn.spec import QUANTIZATIONS
+from jattn.cache.spec import QUANTIZATIONS
+from jattn.calibration import STATIC
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY_MODEL = ROOT / "examples" / "tiny_model"

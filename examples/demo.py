@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 import jattn.models
+from jattn.bucket import Bucket
 from jattn.serving import Engine, GenerationResult
-from jattn.spec import Bucket
 
 TINY_MODEL = pathlib.Path(__file__).parent / "tiny_model"
 PROMPTS = (

@@ -8,10 +8,11 @@ import warnings
 
 from jattn import masks, models, pytree, requests, serving, sparsity, vllm
 from jattn.attending import attend
-from jattn.cache import PackedKV, PagedCache, copy_blocks, swap_blocks, write_kv
-from jattn.calibrate import calibrate
+from jattn.bucket import Bucket
+from jattn.cache import CacheSpec, PackedKV, PagedCache, copy_blocks, swap_blocks, write_kv
+from jattn.calibration import calibrate
 from jattn.cascade import cascade_attend
-from jattn.decode_loop import DecodeLoopOutput, decode_loop
+from jattn.decoding import DecodeLoopOutput, decode_loop
 from jattn.flax_attention import attention_fn
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.masks.local_strided import LocalStrided
@@ -23,7 +24,7 @@ from jattn.metadata.transitions import advance, pad_to_bucket, update_block_tabl
 from jattn.models.scales import CalibrationWarning
 from jattn.module import PagedAttention
 from jattn.planning import KernelFallbackWarning, Plan, plan
-from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from jattn.spec import AttentionSpec
 
 __all__ = [  # noqa: RUF022  (the flow's order)
     # Sizes, said once: of a layer, of its cache, of a step.

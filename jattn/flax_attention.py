@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jattn.implementations import reference
+from jattn.implementations.xla import alibi_bias, pairs_of, visible
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape, unsupported
 
@@ -180,13 +180,17 @@ def _of_positions(
     spec: AttentionSpec, alibi_slopes: Array | None, positions: tuple[Array, Array], dtype: DTypeLike
 ) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
     """What a query sees by the spec, and ALiBi's bias: [*batch, q_heads, q_tokens, kv_tokens] or no batch."""
-    in_prefill = jnp.ones(positions[0].shape[-1], bool)
     slopes = jnp.zeros(spec.num_q_heads, dtype) if alibi_slopes is None else alibi_slopes.astype(dtype)
+    slopes = slopes.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head)
 
     def of_row(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-        row = jnp.int32(0)
-        sees = reference.visible(spec, spec.sparsity, row, q_positions, k_positions, in_prefill)
-        return sees, reference.alibi_bias(spec, slopes, q_positions, k_positions)
+        sees = visible(spec, q_positions, k_positions)
+        if spec.sparsity is not None:
+            pairs = pairs_of(spec, jnp.int32(0), q_positions, k_positions, is_prefill=True)
+            sees = sees & spec.sparsity.sees(pairs)
+        bias = alibi_bias(spec, slopes, q_positions, k_positions)
+        shape = (spec.num_q_heads, *bias.shape[2:])
+        return jnp.broadcast_to(sees, bias.shape).reshape(shape), bias.reshape(shape)
 
     for _ in range(positions[0].ndim - 1):
         of_row = jax.vmap(of_row)
@@ -202,7 +206,13 @@ def _over_batch(array: Array, scores: Array) -> Array:
 def _average(scores: Array, value: Array, sinks: Array | None, spec: AttentionSpec) -> Array:
     """softmax(scores) @ value: [*batch, q_tokens, q_heads, head_dim]."""
     v = jnp.repeat(value, spec.q_heads_per_kv_head, axis=-2).astype(scores.dtype)
-    average = lambda s, v: reference.softmax_average(s, v, sinks)[0]
-    for _ in range(scores.ndim - 3):
-        average = jax.vmap(average)
-    return jnp.moveaxis(average(scores, jnp.moveaxis(v, -2, -3)), -3, -2)
+    top = scores.max(axis=-1, initial=-jnp.inf)  # [*batch, q_heads, q_tokens]
+    sink = None if sinks is None else sinks.astype(scores.dtype)[:, None]
+    top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, _over_batch(sink, top)))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    p = jnp.exp(scores - top[..., None])
+    total = p.sum(axis=-1)
+    total = total if sink is None else total + jnp.exp(_over_batch(sink, top) - top)
+    out = jnp.einsum("...hqk,...khd->...hqd", p, v, precision="highest")
+    # A row without keys is divided by 1: it is 0, and so is its gradient.
+    return jnp.moveaxis(out / jnp.where(total == 0, 1.0, total)[..., None], -3, -2)

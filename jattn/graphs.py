@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
 from jattn.metadata.buckets import default_capture_sizes
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
-from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_positive
 
 type GraphStep = Callable[..., tuple[Any, Any]]

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
+from jattn.bucket import Bucket
 from jattn.implementations.choice import Asked, Choice, asked_for, choose
 from jattn.implementations.kernel_work import (
     DecodeKernel,
@@ -21,11 +22,11 @@ from jattn.implementations.kernel_work import (
     work_key,
 )
 from jattn.implementations.layers import REGIONS, AnyCache, Layer, layer_of, regions_of
-from jattn.implementations.tiles import QueryTiles, prefill_tiles
+from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask, check_mask_of_step
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
-from jattn.spec import AttentionSpec, Bucket
+from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_type
 
@@ -154,7 +155,9 @@ def choose_layers(
     made = []
     for layer in layers:
         if mask is not None:
-            check_mask_of_step(mask, metadata, layer.spec, has_cache=layer.cache is not None)
+            heads, causal = layer.spec.num_q_heads, layer.spec.causal
+            has_cache = layer.cache is not None
+            check_mask_of_step(mask, metadata, num_q_heads=heads, causal=causal, has_cache=has_cache)
         whole = layer.spec.mask_with(mask)
         choices = {region.name: choose(layer, region, whole, **how) for region in regions}
         one = LayerPlan(

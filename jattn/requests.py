@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jattn.spec import Bucket
+from jattn.bucket import Bucket
 from pallas_kernels.checks import require
 
 REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"

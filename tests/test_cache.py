@@ -17,7 +17,7 @@ from pallas_kernels.cache_write import cache_write
 from tests.in_place import copies_of
 
 LAYOUTS = ["NHD", "HND", "packed"]
-QUANTIZATIONS = list(jattn.spec.QUANTIZATIONS)
+QUANTIZATIONS = list(jattn.cache.spec.QUANTIZATIONS)
 TOLERANCES = {None: 0, "int8_token_head": 0.02, "int8_k_only": 0.02, "int8_static_v": 0.04, "fp8_e5m2": 0.3}
 
 

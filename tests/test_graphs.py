@@ -16,10 +16,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
 from jattn import graphs as graphs_module
+from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import abstract_metadata
 from jattn.requests import row_indices
-from jattn.spec import Bucket
 from tests.tiny_step import (
     BLOCK_SIZE,
     CACHE_BYTES,

@@ -9,7 +9,7 @@ import pytest
 import jattn
 from benchmarks import quantization
 from benchmarks.quantization import Setting, bits_and_choices, bytes_per_token
-from jattn.spec import QUANTIZATIONS
+from jattn.cache.spec import QUANTIZATIONS
 from tests.models.test_tiny_model import SNIPPET
 
 FORMATS = [name for name in QUANTIZATIONS if name is not None]

@@ -7,7 +7,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from examples.sparsity.measure import Result
-from jattn.sparsity.plot import COLORS, EMPTY, FULL, classes
+from jattn.sparsity.pictures import COLORS, EMPTY, FULL, classes
 
 
 def draw(results: dict[str, Result], tokens: int, timed_tokens: int, out: pathlib.Path) -> list[pathlib.Path]:

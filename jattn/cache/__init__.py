@@ -1,16 +1,20 @@
 """The paged KV cache: what it is, how it is written, how its blocks move."""
 
 from jattn.cache.move import copy_blocks, swap_blocks
-from jattn.cache.types import PackedKV, PagedCache, block_arrays, blocks_of, has_token_axis
+from jattn.cache.read import blocks_of, keys_of_row
+from jattn.cache.spec import CacheSpec
+from jattn.cache.types import PackedKV, PagedCache, block_arrays, has_token_axis
 from jattn.cache.write import write_kv
 
 __all__ = [
+    "CacheSpec",
     "PackedKV",
     "PagedCache",
     "block_arrays",
     "blocks_of",
     "copy_blocks",
     "has_token_axis",
+    "keys_of_row",
     "swap_blocks",
     "write_kv",
 ]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from jattn.cache.spec import LAYOUTS, CacheSpec, Stored
 from jattn.pytree import pytree, static
-from jattn.spec import LAYOUTS, CacheSpec, Stored
 from pallas_kernels.checks import require, require_one_of, require_shape
 
 type _Array = Shaped[Array, "..."] | np.ndarray
@@ -226,17 +226,6 @@ class PackedKV:
     def head_dim(self) -> int:
         """Width of a head."""
         return self.k.shape[2]
-
-
-def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
-    """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim]."""
-    k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
-    if cache.layout == "HND":
-        return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
-    if cache.layout == "packed":
-        k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
-        return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
-    return k, v
 
 
 def block_arrays(cache: PagedCache) -> dict[str, Any]:

@@ -7,10 +7,8 @@ import operator
 import jax.numpy as jnp
 
 from jattn.implementations.layers import Region
-from jattn.masks import And, BlockMask, LocalStrided, Mask
+from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, coverage_of_tiles
 from jattn.metadata.batch import BatchMetadata
-from jattn.sparsity.schedule import coverage_of_tiles
-from jattn.sparsity.topk import ListedBlocks
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_PARTS, codes_of, list_tiles
 from pallas_kernels.paged_decode import BlockList

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.cache import PackedKV, PagedCache, has_token_axis
+from jattn.bucket import Bucket
+from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
 from jattn.metadata.batch import BatchMetadata
-from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from jattn.spec import AttentionSpec
 
 REGIONS = ("decode", "prefill")
 

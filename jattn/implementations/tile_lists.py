@@ -17,8 +17,8 @@ from jattn.masks import (
     LocalStrided,
     Mask,
     Window,
+    coverage_of_tiles,
 )
-from jattn.sparsity.schedule import coverage_of_tiles
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_PARTS, codes_of
 from pallas_kernels.varlen_prefill import KernelMask, Schedule, TileLists, Tiles, make_lists

@@ -7,8 +7,9 @@ where they change without a recompile.
 """
 
 from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Sizes, Tiles
-from jattn.masks.blocks import BigBird, BlockMask
+from jattn.masks.blocks import BigBird, BlockMask, ListedBlocks
 from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
+from jattn.masks.coverage import coverage_of_tiles
 from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.local_strided import LocalStrided
@@ -24,6 +25,7 @@ __all__ = [
     "Coverage",
     "Dilated",
     "Document",
+    "ListedBlocks",
     "LocalStrided",
     "Mask",
     "MaskFunction",
@@ -39,6 +41,7 @@ __all__ = [
     "check_ahead",
     "check_mask",
     "check_mask_of_step",
+    "coverage_of_tiles",
     "dense",
     "density",
     "heads_of",

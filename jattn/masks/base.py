@@ -6,18 +6,16 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, override
+from typing import Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import replace
 from pallas_kernels import support
 from pallas_kernels.checks import require
-
-if TYPE_CHECKING:
-    from jattn.metadata.batch import BatchMetadata
 
 
 class Pairs(NamedTuple):
@@ -176,7 +174,7 @@ class Mask(abc.ABC):
         """The mask of a part of the batch that begins at row `first`."""
         return self if first == 0 else self.map_rows(lambda x: x if x.shape[0] == 1 else x[first:])
 
-    def of_requests(self, metadata: "BatchMetadata") -> "Mask":
+    def of_requests(self, metadata: BatchMetadata) -> "Mask":
         """The mask of a step's rows, from one whose arrays are in the order of the requests.
 
         A bucket pads the decode rows, so prefill rows begin behind them; a mask is to have the metadata's

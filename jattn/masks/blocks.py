@@ -7,7 +7,7 @@ from typing import Any, ClassVar, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.arguments import require_array, require_ints
 from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles, quotient, remainder
@@ -138,6 +138,20 @@ class BlockMask(Mask):
         keys = quotient(tiles.first_key, self.block_kv), quotient(tiles.last_key, self.block_kv)
         num_q = 1 if self.block_q is None else blocks_of_tile(tiles.size[0], self.block_q)
         return block_coverage(at, queries, keys, (num_q, blocks_of_tile(tiles.size[1], self.block_kv)))
+
+
+@pytree
+class ListedBlocks(BlockMask):
+    """What one query of each request sees, as lists, too: alone, it spares attend their making.
+
+    Attributes:
+        ids: The blocks that are True, ascending. What follows is garbage.
+        counts: How many they are.
+    """
+
+    ids: Int32[Array, "reqs heads kv_blocks"]
+    counts: Int32[Array, "reqs heads"]
+    row_axes: ClassVar[dict[str, int]] = BlockMask.row_axes | {"ids": 3, "counts": 2}
 
 
 @jax.tree_util.register_static

@@ -1,20 +1,15 @@
 """Whether a mask and a step belong together: their sizes are compared, and lengths where they can be seen."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from jattn.masks.base import And, Mask, Or, Sizes, check_is_mask
+from jattn.metadata.batch import BatchMetadata
 from pallas_kernels import support
 from pallas_kernels.checks import require
 
-if TYPE_CHECKING:
-    from jattn.metadata.batch import BatchMetadata
-    from jattn.spec import AttentionSpec
-
 
 def check_mask_of_step(
-    mask: Mask, metadata: "BatchMetadata", spec: "AttentionSpec", *, has_cache: bool
+    mask: Mask, metadata: BatchMetadata, *, num_q_heads: int, causal: bool, has_cache: bool
 ) -> None:
     """What a mask must be to hold in a layer of a step, on top of what the spec says: as check_mask.
 
@@ -24,7 +19,8 @@ def check_mask_of_step(
     Args:
         mask: The mask.
         metadata: The step's.
-        spec: The layer.
+        num_q_heads: The layer's.
+        causal: Whether the layer is.
         has_cache: Whether keys are in a paged cache, so that the block table bounds the requests' lengths.
 
     Raises:
@@ -40,12 +36,12 @@ def check_mask_of_step(
     if max_seq_len is not None:
         max_query_len = min(max_query_len, max_seq_len)
     sizes = Sizes(
-        num_q_heads=spec.num_q_heads,
+        num_q_heads=num_q_heads,
         num_rows=bucket.max_reqs,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
-    check_mask(mask, sizes, causal=spec.causal)
+    check_mask(mask, sizes, causal=causal)
 
 
 def check_mask(mask: Mask, sizes: Sizes, *, causal: bool) -> None:

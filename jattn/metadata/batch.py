@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jattn.bucket import Bucket
 from jattn.metadata.host import block_rows, int_vector, require_blocks, with_columns
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
-from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_int, require_positive
 
 type HostInts = Sequence[int] | np.ndarray | Array

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
-from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_int
 
 

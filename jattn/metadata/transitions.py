@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
+from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.pytree import replace
-from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_shape
 
 

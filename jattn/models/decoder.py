@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jattn.cache import PagedCache
+from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
@@ -18,7 +18,6 @@ from jattn.models.layer import DecoderLayer
 from jattn.models.layers import RMSNorm, matmul_precision
 from jattn.models.scales import KVScales, static_scales
 from jattn.planning import Plan, plan
-from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jattn.cache import CacheSpec
 from jattn.models.checkpoint import open_file, optional_module, stored_dtype
-from jattn.spec import CacheSpec
 from pallas_kernels.checks import require
 
 # vLLM reads the first form; ModelOpt's checkpoints have the second.

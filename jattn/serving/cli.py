@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models import load
 from jattn.models.loading import load_shapes
@@ -16,7 +17,6 @@ from jattn.serving.doctor import report
 from jattn.serving.engine import Engine
 from jattn.serving.generation import GenerationResult
 from jattn.serving.sampler import SamplingParams
-from jattn.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.bucket import Bucket
+from jattn.cache import CacheSpec
 from jattn.graphs import listed
 from jattn.implementations.choice import IMPLEMENTATIONS, Choice
 from jattn.implementations.layers import layer_of
 from jattn.masks import Document, LocalStrided
 from jattn.metadata.batch import abstract_metadata
 from jattn.planning import KernelFallbackWarning, aligned, choose_layers
-from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from jattn.spec import AttentionSpec
 
 REGIONS = {
     "decode": Bucket(max_decodes=8, max_blocks=64),

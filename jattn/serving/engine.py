@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jattn.bucket import Bucket
 from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
@@ -35,7 +36,6 @@ from jattn.serving.scheduler import Scheduler, Step
 from jattn.serving.sizes import num_blocks_in, prefill_sizes
 from jattn.serving.step import StepTokens, make_step, next_tokens, with_implementation
 from jattn.serving.weights import Weights
-from jattn.spec import Bucket
 from pallas_kernels.checks import require, require_int, require_positive
 
 

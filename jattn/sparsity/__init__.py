@@ -21,9 +21,9 @@ from jattn.masks import (
     density,
     streaming_heads,
 )
-from jattn.sparsity.plot import plot
+from jattn.sparsity.pictures import plot
 from jattn.sparsity.pooled import select_prefill_blocks
-from jattn.sparsity.schedule import TileSchedule, schedule, tile_classes
+from jattn.sparsity.tile_schedule import TileSchedule, schedule, tile_classes
 from jattn.sparsity.topk import KeyBounds, select_blocks, write_key_bounds
 
 __all__ = [

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.reference import keys_and_values
+from jattn.cache import PackedKV, PagedCache, keys_of_row
 from jattn.masks import BlockMask
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
@@ -161,7 +160,7 @@ def _key_means(
     kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int, row: Array
 ) -> Float[Array, "kv_heads kv_blocks head_dim"]:
     """Mean key of each block of one request; 0 past its end."""
-    keys, _ = keys_and_values(kv, metadata, row, jnp.dtype(jnp.float32))
+    keys = keys_of_row(kv, metadata.block_table, row)
     is_live = jnp.arange(keys.shape[1], dtype=jnp.int32) < metadata.seq_lens[row]
     keys = jnp.where(is_live[None, :, None], keys, 0.0)
     missing = -keys.shape[1] % block_size

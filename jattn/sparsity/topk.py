@@ -6,15 +6,15 @@ Source: Quest.
 """
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jattn.masks import BlockMask
+from jattn.cache import CacheSpec
+from jattn.masks import BlockMask, ListedBlocks
 from jattn.pytree import pytree
-from jattn.spec import CacheSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape
@@ -37,20 +37,6 @@ class KeyBounds:
         """Bounds for an empty cache."""
         zeros = lambda: jnp.zeros((spec.num_blocks, spec.num_kv_heads, spec.head_dim), spec.dtype)
         return cls(low=zeros(), high=zeros())  # two arrays: both are donated
-
-
-@pytree
-class ListedBlocks(BlockMask):
-    """What one query of each request sees, as lists, too: alone, it spares attend their making.
-
-    Attributes:
-        ids: The blocks that are True, ascending. What follows is garbage.
-        counts: How many they are.
-    """
-
-    ids: Int32[Array, "reqs heads kv_blocks"]
-    counts: Int32[Array, "reqs heads"]
-    row_axes: ClassVar[dict[str, int]] = BlockMask.row_axes | {"ids": 3, "counts": 2}
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="block_size")

@@ -21,9 +21,9 @@ CHECKS = {
 
 def draw(seed: int) -> dict:
     """What is tried; all else comes from the seed."""
-    rng, formats = random.Random(f"moves-{seed}"), list(jattn.spec.QUANTIZATIONS)
+    rng, formats = random.Random(f"moves-{seed}"), list(jattn.cache.spec.QUANTIZATIONS)
     what = one_of(rng, metadata=4, write=4, copy=2, swap=2, merge=1, cascade=1, loop=2)
-    case = {"seed": seed, "what": what, "layout": rng.choice(jattn.spec.LAYOUTS)}
+    case = {"seed": seed, "what": what, "layout": rng.choice(jattn.cache.spec.LAYOUTS)}
     case |= {"quantization": rng.choice(formats), "dtype": rng.choice(["float32", "bfloat16", "float16"])}
     case |= {"block_size": rng.choice([1, 3, 4, 8, 16]), "num_kv_heads": rng.choice([1, 2, 3])}
     return case | {"head_dim": rng.choice([16, 32, 48]), "num_blocks": rng.randint(1, 9)}

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jattn import masks
-from jattn.cache import PagedCache
+from jattn.bucket import Bucket
+from jattn.cache import CacheSpec, PagedCache
 from jattn.metadata.batch import abstract_metadata
-from jattn.spec import AttentionSpec, Bucket, CacheSpec
+from jattn.spec import AttentionSpec
 from tests.regions import attend_region
 
 

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 import jattn.models
+from jattn.bucket import Bucket
 from jattn.cache import move
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampler import SamplingParams
 from jattn.serving.step import next_tokens
-from jattn.spec import Bucket
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jattn.bucket import Bucket
 from jattn.metadata.batch import build_batch_metadata
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduler import Scheduler
-from jattn.spec import Bucket
 
 BLOCK_SIZE = 4
 

@@ -203,16 +203,16 @@ def test_a_mask_that_does_not_reach_is_named(mask, message):
     ],
 )
 def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message):
-    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    layer = {"num_q_heads": 4, "causal": True}
     if not isinstance(mask, masks.BlockMask):  # the lengths, where they are seen, are within it
         with pytest.raises(Exception, match=message):
-            masks.check_mask_of_step(mask, metadata(), spec, has_cache=True)
+            masks.check_mask_of_step(mask, metadata(), **layer, has_cache=True)
     with pytest.raises(Exception, match=message):
-        jax.eval_shape(lambda step: masks.check_mask_of_step(mask, step, spec, has_cache=True), metadata())
+        jax.eval_shape(lambda step: masks.check_mask_of_step(mask, step, **layer, has_cache=True), metadata())
     if isinstance(mask, masks.BlockMask) and mask.first_q_block is None:
-        masks.check_mask_of_step(mask, metadata(), spec, has_cache=False)
+        masks.check_mask_of_step(mask, metadata(), **layer, has_cache=False)
     fitting = masks.Document(ids=IDS).of_requests(metadata()) & block_mask(4, 2) & masks.OnlyHeads((3,))
-    masks.check_mask_of_step(fitting, metadata(), spec, has_cache=True)
+    masks.check_mask_of_step(fitting, metadata(), **layer, has_cache=True)
 
 
 def test_a_mask_that_reaches_is_served_to_its_edge():

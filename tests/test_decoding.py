@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.decode_loop import DecodeLoopOutput, decode_loop
+from jattn.bucket import Bucket
+from jattn.decoding import DecodeLoopOutput, decode_loop
 from jattn.graphs import DecodeGraphs
 from jattn.serving.sampler import SamplingParams, build_sampling_metadata, make_sampler, sample
-from jattn.spec import Bucket
 from tests.tiny_step import (
     BLOCK_SIZE,
     CACHE_BYTES,

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jattn import masks
-from jattn.sparsity.plot import classes, plot
-from jattn.sparsity.schedule import schedule
+from jattn.sparsity.pictures import classes, plot
+from jattn.sparsity.tile_schedule import schedule
 
 MASK = masks.Causal() & (masks.OnlyHeads((1,)) | masks.Sinks(16))
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jattn.masks import Mask, dense
 from jattn.masks.arguments import require_ints
-from jattn.sparsity.schedule import TileSchedule, tile_classes
+from jattn.sparsity.tile_schedule import TileSchedule, tile_classes
 from pallas_kernels.checks import require
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jattn.bucket import Bucket
+from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.models.scales import KVScales, LayerScales
 from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
-from jattn.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Bucket, Stored
 from pallas_kernels.checks import require, require_one_of, require_positive
 
 BLOCK_SIZE = 16

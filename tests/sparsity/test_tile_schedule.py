@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn import masks
-from jattn.sparsity.schedule import schedule, tile_classes
+from jattn.sparsity.tile_schedule import schedule, tile_classes
 from tests.sparsity import rules
 
 BLOCKS = masks.BlockMask(blocks=np.ones((1, 1, 4), bool), block_q=None, block_kv=20)

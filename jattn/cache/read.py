@@ -1,0 +1,34 @@
+"""Keys and values out of a cache, whatever its layout."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from jattn.cache.types import PackedKV, PagedCache, has_token_axis
+
+
+def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
+    """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim]."""
+    k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
+    if cache.layout == "HND":
+        return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
+    if cache.layout == "packed":
+        k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
+        return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
+    return k, v
+
+
+def keys_of_row(
+    kv: PagedCache | PackedKV, block_table: Int32[Array, "reqs max_blocks"], row: Int[Array, ""]
+) -> Float[Array, "kv_heads keys head_dim"]:
+    """The keys of one row of a batch in f32, from position 0 on; what is past its end is garbage."""
+    if isinstance(kv, PackedKV):
+        index = kv.kv_start_loc[row] + jnp.arange(kv.k.shape[0], dtype=jnp.int32)
+        return jnp.swapaxes(jnp.take(kv.k, index, axis=0, mode="clip"), 0, 1).astype(jnp.float32)
+    ids, scale = block_table[row], kv.stored_k_scale
+    keys = blocks_of(kv, ids)[0].astype(jnp.float32)  # [max_blocks, block_size, kv_heads, head_dim]
+    if scale is not None:
+        scale = jnp.asarray(scale, jnp.float32)
+        by_token = has_token_axis(scale)
+        scale = jnp.swapaxes(jnp.take(scale, ids, axis=0, mode="clip"), 1, 2) if by_token else scale
+        keys = keys * (scale[..., None] if by_token else scale.reshape(1, 1, -1, 1))
+    return jnp.swapaxes(keys.reshape(-1, kv.num_kv_heads, kv.head_dim), 0, 1)

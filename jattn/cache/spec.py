@@ -1,0 +1,203 @@
+"""What a layer's paged cache is: its sizes, its layout, and what keys and values are stored as."""
+
+import dataclasses
+import difflib
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jattn.fields import set_ints
+from pallas_kernels.checks import require, require_one_of, require_positive
+
+LAYOUTS = ("NHD", "HND", "packed")
+
+
+class Stored(NamedTuple):
+    """What keys or values are stored as.
+
+    Attributes:
+        dtype: Of the array; None = the CacheSpec's.
+        scale: "static" (one number, or one a kv head), "channel" (static, [kv_heads, head_dim]), "token_head"
+            (made when written), or None.
+    """
+
+    dtype: DTypeLike | None
+    scale: str | None
+
+    def scale_shapes(self, spec: "CacheSpec") -> tuple[tuple[int, ...], ...]:
+        """The shapes that a scale may have, the default first; in the order of `PagedCache`'s arguments."""
+        heads = spec.num_kv_heads
+        return {
+            None: (),
+            "static": ((), (heads,)),
+            "channel": ((heads, spec.head_dim),),
+            "token_head": ((spec.num_blocks, spec.block_size, heads),),
+        }[self.scale]
+
+
+AS_IT_IS = Stored(None, None)
+INT8_TOKEN_HEAD = Stored(jnp.int8, "token_head")
+# What each CacheSpec.quantization stores keys as, and values.
+QUANTIZATIONS = {
+    None: (AS_IT_IS, AS_IT_IS),
+    "fp8_e4m3": (Stored(jnp.float8_e4m3fn, "static"),) * 2,
+    "fp8_e5m2": (Stored(jnp.float8_e5m2, "static"),) * 2,
+    "fp8_e4m3_token_head": (Stored(jnp.float8_e4m3fn, "token_head"),) * 2,
+    "int8_token_head": (INT8_TOKEN_HEAD, INT8_TOKEN_HEAD),
+    "int8_static_v": (INT8_TOKEN_HEAD, Stored(jnp.int8, "channel")),
+    "int8_k_only": (INT8_TOKEN_HEAD, AS_IT_IS),
+}
+
+
+# VLLM's kv_cache_dtype, where it says exactly what one of ours says.
+QUANTIZATION_ALIASES = {
+    "auto": None,
+    "fp8": "fp8_e4m3",
+    "fp8_per_token_head": "fp8_e4m3_token_head",
+    "int8_per_token_head": "int8_token_head",
+}
+
+
+def quantization_of(name: str | None) -> str | None:
+    """The quantisation that a name means: ours, or vLLM's kv_cache_dtype.
+
+    Raises:
+        ValueError: There is none of that name; the message has the nearest.
+    """
+    if isinstance(name, str) and name in QUANTIZATION_ALIASES:
+        return QUANTIZATION_ALIASES[name]
+    if name is not None and (not isinstance(name, str) or name not in QUANTIZATIONS):
+        ours = [choice for choice in QUANTIZATIONS if choice is not None]
+        nearest = difflib.get_close_matches(str(name), ours, n=1, cutoff=0.0)[0]
+        listed = ", ".join(map(repr, [None, *QUANTIZATION_ALIASES, *ours]))
+        rule = f"be one of {listed}"
+        require(False, "quantization", rule, f"{name!r}; the nearest is {nearest!r}")
+    return name
+
+
+def _stored_dtype(dtype: Any) -> np.dtype:
+    """What is stored as it is: floats."""
+    try:
+        stored = jnp.dtype(dtype)
+    except TypeError:
+        require(False, "dtype", "be a dtype", repr(dtype))
+        raise
+    rule = "be a float type (quantization='int8_token_head' and the like make integers)"
+    require(jnp.issubdtype(stored, jnp.floating), "dtype", rule, stored)
+    return stored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """One layer's paged KV cache.
+
+    Attributes:
+        num_blocks: Blocks of the pool. Block 0 is by custom the null block that padding points to.
+        block_size: Tokens of a block.
+        num_kv_heads: Key/value heads of this device.
+        head_dim: Width of a head.
+        dtype: What keys and values are stored as, unless `quantization` says otherwise.
+        layout: "NHD" [blocks, block_size, kv_heads, head_dim], "HND" [blocks, kv_heads, block_size,
+            head_dim], or "packed", vLLM's paged_attention layout: keys [blocks, kv_heads, head_dim / x,
+            block_size, x] with x elements in 16 bytes, values [blocks, kv_heads, head_dim, block_size].
+        quantization: None; "fp8_e4m3" or "fp8_e5m2" (a static scale, or one a kv head); "fp8_e4m3_token_head"
+            or "int8_token_head" (a scale per token and head, made when written); "int8_static_v" (keys as
+            int8_token_head, int8 values with a static scale per channel); "int8_k_only" (values as they are).
+            VLLM's names are taken, too: "auto", "fp8", "fp8_per_token_head", "int8_per_token_head".
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    num_kv_heads: int
+    head_dim: int
+    dtype: DTypeLike = jnp.bfloat16
+    layout: str = "NHD"
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        set_ints(self, "num_blocks", "block_size", "num_kv_heads", "head_dim")
+        require_positive(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        require_one_of("layout", self.layout, LAYOUTS)
+        object.__setattr__(self, "quantization", quantization_of(self.quantization))
+        object.__setattr__(self, "dtype", _stored_dtype(self.dtype))
+        if self.layout == "packed":
+            require(
+                self.head_dim % self.pack_width == 0,
+                "head_dim",
+                f"be a multiple of {self.pack_width} ({self.key_dtype} in 16 bytes) in the packed layout",
+                self.head_dim,
+            )
+
+    @property
+    def stored(self) -> tuple[Stored, Stored]:
+        """What keys are stored as, and values."""
+        return QUANTIZATIONS[self.quantization]
+
+    @property
+    def key_dtype(self) -> np.dtype:
+        """The dtype of the key array."""
+        return jnp.dtype(self.stored[0].dtype or self.dtype)
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """The dtype of the value array."""
+        return jnp.dtype(self.stored[1].dtype or self.dtype)
+
+    @property
+    def pack_width(self) -> int:
+        """VLLM's x: elements of a key in 16 bytes."""
+        return 16 // self.key_dtype.itemsize
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Shape of the key array."""
+        blocks, size, heads, dim = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+        return {
+            "NHD": (blocks, size, heads, dim),
+            "HND": (blocks, heads, size, dim),
+            "packed": (blocks, heads, dim // self.pack_width, size, self.pack_width),
+        }[self.layout]
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """Shape of the value array."""
+        if self.layout == "packed":
+            return (self.num_blocks, self.num_kv_heads, self.head_dim, self.block_size)
+        return self.key_shape
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one more block costs: its keys, values and per-token scales."""
+        heads = self.block_size * self.num_kv_heads
+        num_scales = sum(stored.scale == "token_head" for stored in self.stored)
+        return heads * (
+            self.head_dim * (self.key_dtype.itemsize + self.value_dtype.itemsize) + 4 * num_scales
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    def num_blocks_in(self, memory_bytes: int, num_layers: int = 1) -> int:
+        """How many blocks fit `memory_bytes` when each of `num_layers` layers has its own cache.
+
+        Raises:
+            ValueError: Not even one block fits.
+        """
+        require_positive(num_layers=num_layers)
+        blocks = int(memory_bytes // (self.bytes_per_block * num_layers))
+        require(
+            blocks > 0,
+            "memory_bytes",
+            f"hold a block ({self.bytes_per_block * num_layers} bytes)",
+            memory_bytes,
+        )
+        return blocks

@@ -1,0 +1,66 @@
+"""Keys and values of a request, a chunk at a time, from wherever they are."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jattn.cache import PackedKV, PagedCache, blocks_of, has_token_axis
+from jattn.metadata.batch import BatchMetadata
+
+CHUNK = 128  # keys of a step of the loop, rounded up to whole blocks
+
+
+class Chunk(NamedTuple):
+    """Some keys and values of one request, with the scales that they still lack."""
+
+    k: Shaped[Array, "keys kv_heads head_dim"]
+    v: Shaped[Array, "keys kv_heads head_dim"]
+    k_scale: Float[Array, "kv_heads keys"] | None
+    v_scale: Float[Array, "kv_heads keys"] | None
+
+
+def holds_nothing(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
+    """Whether there is no key at all, by the shapes: then no chunk can be read, and no row sees one."""
+    return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
+
+
+def chunk_size(kv: PagedCache | PackedKV) -> int:
+    """Keys of a chunk: whole blocks, at least CHUNK keys."""
+    return CHUNK if isinstance(kv, PackedKV) else -(-CHUNK // kv.block_size) * kv.block_size
+
+
+def load_chunk(
+    kv: PagedCache | PackedKV, block_table: Int32[Array, "reqs max_blocks"], row: Array, c: Array
+) -> Chunk:
+    """Keys and values of a row's chunk c. Past the row's end stands something, in range of the arrays."""
+    if isinstance(kv, PackedKV):
+        index = kv.kv_start_loc[row] + c * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+        k, v = (jnp.take(array, index, axis=0, mode="clip") for array in (kv.k, kv.v))
+        return Chunk(k, v, None, None)
+    blocks = chunk_size(kv) // kv.block_size
+    columns = jnp.minimum(c * blocks + jnp.arange(blocks, dtype=jnp.int32), block_table.shape[1] - 1)
+    ids = block_table[row, columns]
+    k, v = (x.reshape(-1, *x.shape[2:]) for x in blocks_of(kv, ids))
+    scales = (
+        jnp.swapaxes(jnp.take(scale, ids, axis=0, mode="clip"), 0, 1).reshape(kv.num_kv_heads, -1)
+        if scale is not None and has_token_axis(scale)
+        else None
+        for scale in (kv.stored_k_scale, kv.stored_v_scale)
+    )
+    return Chunk(k, v, *scales)
+
+
+def static_scales(
+    kv: PagedCache | PackedKV, dtype: np.dtype
+) -> tuple[Float[Array, "k_heads 1 1 1"], Float[Array, "v_heads 1 1 channels"]]:
+    """k_scale and v_scale where they do not depend on the token, against [kv_heads, group, tile_q, x]."""
+    scales = (None, None) if isinstance(kv, PackedKV) else (kv.stored_k_scale, kv.stored_v_scale)
+    k_scale, v_scale = (
+        jnp.ones((1, 1, 1, 1), dtype)
+        if scale is None or has_token_axis(scale)
+        else jnp.asarray(scale, dtype).reshape(*(jnp.shape(scale)[:1] or (1,)), 1, 1, -1)
+        for scale in scales
+    )
+    return k_scale, v_scale

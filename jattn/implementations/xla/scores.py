@@ -1,0 +1,72 @@
+"""What the numbers of a spec say of pairs of a query and a key: who sees whom, and ALiBi's bias."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn.masks import Pairs
+from jattn.spec import AttentionSpec
+
+
+def visible(
+    spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"]
+) -> Bool[Array, "1 1 tile_q keys"]:
+    """Which keys each query sees by the spec's numbers."""
+    ahead = keys[None, :] - positions[:, None]  # how far the key is ahead of the query
+    left, right = spec.window or (None, None)
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    sees = jnp.ones(ahead.shape, bool)
+    if left is not None:
+        sees &= ahead >= -left
+    if right is not None:
+        sees &= ahead <= right
+    if spec.chunk_size is not None:
+        sees &= (keys // spec.chunk_size)[None, :] == (positions // spec.chunk_size)[:, None]
+    return sees[None, None]
+
+
+def pairs_of(
+    spec: AttentionSpec,
+    row: Int[Array, ""],
+    positions: Int[Array, " tile_q"],
+    keys: Int[Array, " keys"],
+    *,
+    is_prefill: bool,
+) -> Pairs:
+    """Every head, query and key of a step of a tile: [kv_heads, group, tile_q, keys]."""
+    heads = jnp.arange(spec.num_q_heads, dtype=jnp.int32)
+    return Pairs(
+        head=heads.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head, 1, 1),
+        row=row.reshape(1, 1, 1, 1),
+        query=positions[None, None, :, None],
+        key=keys[None, None, None, :],
+        num_heads=(spec.num_q_heads, spec.num_kv_heads),
+        is_prefill=is_prefill,
+    )
+
+
+def key_range(
+    spec: AttentionSpec, first: Int[Array, ""], last: Int[Array, ""], seq_len: Int[Array, ""]
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """First key that some query of a tile may see, and one past the last."""
+    low, high = jnp.zeros_like(seq_len), seq_len
+    left, right = spec.window or (None, None)
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    if right is not None:
+        high = jnp.minimum(high, last + 1 + right)
+    if left is not None:
+        low = jnp.maximum(low, first - left)
+    if spec.chunk_size is not None:
+        low = jnp.maximum(low, first // spec.chunk_size * spec.chunk_size)
+        high = jnp.minimum(high, (last // spec.chunk_size + 1) * spec.chunk_size)
+    return low, jnp.maximum(high, low)
+
+
+def alibi_bias(
+    spec: AttentionSpec, slopes: Float[Array, "kv_heads group"], positions: Array, keys: Array
+) -> Float[Array, "kv_heads group tile_q keys"]:
+    """`slope * (key - query)`, or `-slope * sqrt(query - key)` with 0 for later keys."""
+    back = (positions[:, None] - keys[None, :]).astype(slopes.dtype)
+    back = jnp.sqrt(jnp.maximum(back, 0.0)) if spec.sqrt_alibi else back
+    return -slopes[..., None, None] * back[None, None]

@@ -1,0 +1,145 @@
+"""One tile of queries over the chunks of keys that it can see."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn.cache import PackedKV, PagedCache
+from jattn.implementations.xla.keys import Chunk, chunk_size, load_chunk, static_scales
+from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
+from jattn.implementations.xla.scores import alibi_bias, key_range, pairs_of, visible
+from jattn.masks import Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.quantize import quantize_token_head
+from jattn.spec import QUERY_DTYPES, AttentionSpec
+
+
+class Problem(NamedTuple):
+    """What all tiles share: `attend`'s arguments but the queries."""
+
+    kv: PagedCache | PackedKV
+    metadata: BatchMetadata
+    spec: AttentionSpec
+    mask: Mask | None
+    sinks: Float[Array, " q_heads"] | None
+    alibi_slopes: Float[Array, " q_heads"] | None
+
+
+class Queries(NamedTuple):
+    """The queries of a tile.
+
+    Attributes:
+        q: In the type that products are made of.
+        scale: What they are to be multiplied by; None = 1.
+        row: Their request.
+        positions: Where they stand in it.
+        is_live: Which of them there are.
+        seq_len: Keys of the request; 0 where none of them lives.
+        is_prefill: Static: whether they stand in the prefill region.
+    """
+
+    q: Float[Array, "kv_heads group tile_q head_dim"]
+    scale: Float[Array, "kv_heads group tile_q"] | None
+    row: Int[Array, ""]
+    positions: Int[Array, " tile_q"]
+    is_live: Bool[Array, " tile_q"]
+    seq_len: Int[Array, ""]
+    is_prefill: bool
+
+
+def attend_tile(
+    q: Float[Array, "tile_q q_heads head_dim"],
+    row: Int[Array, ""],
+    first_position: Int[Array, ""],
+    num_queries: Int[Array, ""],
+    *,
+    problem: Problem,
+    is_prefill: bool,
+) -> tuple[Float[Array, "tile_q q_heads head_dim"], Float[Array, "tile_q q_heads"]]:
+    """The queries of one request at positions `first_position` onward, of which `num_queries` are live."""
+    kv, spec, sinks = problem.kv, problem.spec, problem.sinks
+    tile_q, heads = q.shape[0], (spec.num_kv_heads, spec.q_heads_per_kv_head)
+    multiplied, summed = _dtypes(q, kv)
+    grouped, scale = _grouped(q, spec, multiplied, summed)
+    queries = Queries(
+        q=grouped,
+        scale=scale,
+        row=row,
+        positions=first_position + jnp.arange(tile_q, dtype=jnp.int32),
+        is_live=jnp.arange(tile_q, dtype=jnp.int32) < num_queries,
+        seq_len=jnp.where(num_queries > 0, problem.metadata.seq_lens[row], 0),
+        is_prefill=is_prefill,
+    )
+    static_k, static_v = static_scales(kv, summed)
+    size = chunk_size(kv)
+
+    def step(c: Array, state: Softmax) -> Softmax:
+        chunk = load_chunk(kv, problem.metadata.block_table, row, c)
+        keys = c * size + jnp.arange(size, dtype=jnp.int32)
+        s, sees = _scores(queries, chunk, keys, static_k, problem)
+        return add_chunk(state, jnp.where(sees, s, -jnp.inf), chunk, sees.any(axis=(1, 2)), multiplied)
+
+    low, high = key_range(spec, first_position, queries.positions[-1], queries.seq_len)
+    state = nothing_yet((*heads, tile_q), spec.head_dim, summed)
+    state = jax.lax.fori_loop(low // size, (high + size - 1) // size, step, state)
+    if sinks is not None:
+        is_real = (queries.seq_len > 0) & queries.is_live
+        state = add_sink(state, jnp.where(is_real, sinks.astype(summed).reshape(*heads, 1), -jnp.inf))
+    out = state.acc * static_v / jnp.where(state.total == 0, 1.0, state.total)[..., None]
+    lse = jnp.where(state.total == 0, -jnp.inf, state.top + jnp.log(state.total))
+    out, lse = jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(tile_q, spec.num_q_heads)
+
+
+def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
+    """What products are made of (8-bit keys and values are widened) and what they are summed in."""
+    fits = all(jnp.dtype(x.dtype).itemsize == 1 or x.dtype == q.dtype for x in (kv.k, kv.v))
+    multiplied = jnp.dtype(q.dtype if fits else jnp.float32)
+    summed = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
+    return (summed, summed) if summed.itemsize == 8 else (multiplied, summed)
+
+
+def _grouped(
+    q: Float[Array, "tile_q q_heads head_dim"], spec: AttentionSpec, multiplied: np.dtype, summed: np.dtype
+) -> tuple[Float[Array, "kv_heads group tile_q head_dim"], Float[Array, "kv_heads group tile_q"] | None]:
+    """Queries by kv head, rounded where the spec says so, and then their scales."""
+    shape = q.shape[0], spec.num_kv_heads, spec.q_heads_per_kv_head
+    dtype, scale = QUERY_DTYPES[spec.query_quantization], None
+    grouped: Array = q
+    if dtype is not None:  # widened again: the products are exact in any 16-bit type
+        grouped, scale = quantize_token_head(q, dtype)
+        scale = jnp.moveaxis(scale.reshape(shape), 0, 2).astype(summed)
+    return jnp.moveaxis(grouped.reshape(*shape, spec.head_dim).astype(multiplied), 0, 2), scale
+
+
+def _scores(
+    queries: Queries, chunk: Chunk, keys: Int[Array, " keys"], static_k: Array, problem: Problem
+) -> tuple[Float[Array, "kv_heads group tile_q keys"], Bool[Array, "_ _ tile_q keys"]]:
+    """The scores of a chunk of keys, and which of them count."""
+    spec, multiplied, summed = problem.spec, queries.q.dtype, static_k.dtype
+    s = jnp.einsum(
+        "hgqd,khd->hgqk",
+        queries.q,
+        chunk.k.astype(multiplied),
+        preferred_element_type=summed,
+        precision=precision(multiplied),
+    )
+    s = s * (static_k * spec.softmax_scale)
+    if queries.scale is not None:
+        s = s * queries.scale[..., None]
+    if chunk.k_scale is not None:
+        s = s * chunk.k_scale[:, None, None, :].astype(summed)
+    if spec.soft_cap is not None:
+        s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
+    is_real = (keys < queries.seq_len)[None, :] & queries.is_live[:, None]
+    sees = visible(spec, queries.positions, keys) & is_real[None, None]
+    if problem.mask is not None:
+        pairs = pairs_of(spec, queries.row, queries.positions, keys, is_prefill=queries.is_prefill)
+        sees &= problem.mask.sees(pairs)
+    if problem.alibi_slopes is not None:
+        slopes = problem.alibi_slopes.astype(summed).reshape(spec.num_kv_heads, -1)
+        s = s + alibi_bias(spec, slopes, queries.positions, keys)
+    return s, sees

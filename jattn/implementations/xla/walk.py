@@ -1,0 +1,100 @@
+"""Attention in plain XLA, on any machine: exact, over chunks of keys with an online softmax.
+
+Queries are cut into tiles of one request each; a tile walks over the chunks that it can see. Only a few tiles
+are worked on at a time, so memory grows neither with the number of requests nor with their length. Loop
+bounds are traced, so there is no reverse-mode derivative: differentiate the reference.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.cache import PackedKV, PagedCache
+from jattn.implementations.xla.keys import holds_nothing
+from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, prefill_tiles
+from jattn.implementations.xla.tile import Problem, attend_tile
+from jattn.masks import Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.spec import AttentionSpec
+
+# Decode rows worked on together; prefill tiles: as many as hold so many queries, at least 1.
+TILES_AT_ONCE = 64
+PREFILL_QUERIES_AT_ONCE = 512
+
+type OutAndLse = tuple[Array, Array]
+
+
+def attend(
+    query: Float[Array, "tokens q_heads head_dim"],
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    *,
+    tiles: QueryTiles | None,
+    mask: Mask | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
+    """Output and log-sum-exp of every token, as `jattn.attend` defines them.
+
+    Args:
+        query: The step's queries.
+        kv: Where keys and values are.
+        metadata: The step's metadata.
+        spec: The layer.
+        tiles: The prefill region's tiles, made once a step; None = made here.
+        mask: Which keys a query sees of those that the spec's numbers let it see; None = all.
+        sinks: One more score per head.
+        alibi_slopes: Slope per head.
+    """
+    bucket = metadata.bucket
+    if bucket.max_tokens == 0 or holds_nothing(kv, metadata):
+        return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
+    problem = Problem(kv, metadata, spec, mask, sinks, alibi_slopes)
+    parts = []
+    if bucket.max_decodes:
+        parts.append(_decodes(query[: bucket.max_decode_tokens], problem))
+    if bucket.max_prefill_tokens:
+        parts.append(_prefills(query[bucket.max_decode_tokens :], problem, tiles))
+    outs, lses = zip(*parts, strict=True)
+    return jnp.concatenate(outs), jnp.concatenate(lses).T.astype(jnp.float32)
+
+
+def _decodes(query: Array, problem: Problem) -> OutAndLse:
+    """The decode region, a row a tile; the LSE [tokens, q_heads]."""
+    metadata, bucket = problem.metadata, problem.metadata.bucket
+    q = query.reshape(bucket.max_decodes, bucket.decode_query_len, *query.shape[1:])
+    rows = jnp.arange(bucket.max_decodes, dtype=jnp.int32)
+    firsts = metadata.num_computed_tokens[: bucket.max_decodes]
+    lens = metadata.query_lens[: bucket.max_decodes]
+    at_once = 1 if problem.spec.batch_invariant else TILES_AT_ONCE
+    tile = functools.partial(attend_tile, problem=problem, is_prefill=False)
+    out, lse = _map_tiles(tile, (q, rows, firsts, lens), at_once)
+    return out.reshape(query.shape), lse.reshape(query.shape[0], -1)
+
+
+def _prefills(query: Array, problem: Problem, tiles: QueryTiles | None) -> OutAndLse:
+    """The prefill region; the LSE [tokens, q_heads]."""
+    metadata, is_invariant = problem.metadata, problem.spec.batch_invariant
+    if is_invariant:  # tiles of one size whatever the bucket, one at a time
+        tiles = prefill_tiles(metadata, TILE_Q)
+    tiles = prefill_tiles(metadata) if tiles is None else tiles
+    index = tiles.token_index(past_end=metadata.bucket.max_prefill_tokens)  # [tiles, tile_q]
+    q_tiles = jnp.take(query, index, axis=0, mode="clip")
+    at_once = 1 if is_invariant else max(PREFILL_QUERIES_AT_ONCE // tiles.tile_q, 1)
+    tile = functools.partial(attend_tile, problem=problem, is_prefill=True)
+    firsts = tiles.first_positions(metadata)
+    out, lse = _map_tiles(tile, (q_tiles, tiles.rows, firsts, tiles.lens), at_once)
+    lses = jnp.full(query.shape[:2], -jnp.inf, lse.dtype).at[index].set(lse, mode="drop")
+    return jnp.zeros_like(query).at[index].set(out, mode="drop"), lses
+
+
+def _map_tiles(tile: Callable[..., OutAndLse], inputs: tuple[Array, ...], at_once: int) -> OutAndLse:
+    if at_once == 1:
+        return jax.lax.map(lambda xs: tile(*xs), inputs)
+    if inputs[0].shape[0] <= at_once:
+        return jax.vmap(tile)(*inputs)
+    return jax.lax.map(lambda xs: tile(*xs), inputs, batch_size=at_once)

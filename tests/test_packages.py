@@ -1,0 +1,80 @@
+"""How the packages of jattn and pallas_kernels lean on each other: one way, and on public names."""
+
+import ast
+import graphlib
+import pathlib
+import pkgutil
+
+import jattn
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDERS = ("jattn", "pallas_kernels")
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+
+
+def room_of(module):
+    """The package or the module right below jattn or pallas_kernels."""
+    return ".".join(module.split(".")[:2])
+
+
+def imports(module):
+    """Every (module, name) of ours that a module imports, those for the type checker and in functions too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in MODULES or node.module in MODULES:
+                    yield full if full in MODULES else node.module, alias.name
+
+
+def importers_of(wanted):
+    return {module for module in MODULES for found, _ in imports(module) if found == wanted}
+
+
+def test_no_package_imports_another_s_private_names():
+    taken = [
+        (module, found, name)
+        for module in MODULES
+        for found, name in imports(module)
+        if name.startswith("_") and room_of(found) != room_of(module)
+    ]
+    assert taken == []
+
+
+def test_no_package_leans_on_one_that_leans_on_it():
+    graph = {}
+    for module in set(MODULES) - {"jattn"}:
+        rooms = {room_of(found) for found, _ in imports(module)} - {room_of(module)}
+        graph.setdefault(room_of(module), set()).update(rooms)
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+    assert order.index("jattn.implementations") < order.index("jattn.attending")
+
+
+def test_no_module_imports_one_that_imports_it():
+    graph = {module: {found for found, _ in imports(module)} - {module} for module in MODULES}
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_nothing_runs_the_judge_but_who_asks_for_it_by_name():
+    judge = "jattn.implementations.reference"
+    assert importers_of(judge) == {"jattn.attending", "jattn.implementations.choice"}
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    packages = [jattn, jattn.masks, jattn.models, jattn.requests, jattn.serving, jattn.sparsity, jattn.vllm]
+    functions = {
+        name
+        for package in packages
+        for name, value in vars(package).items()
+        if callable(value) and not isinstance(value, type) and not name.startswith("_")
+    }
+    assert {"plan", "attend", "calibrate", "schedule"} <= functions
+    names = {info.name.split(".")[-1] for info in pkgutil.walk_packages(jattn.__path__, "jattn.")}
+    assert sorted(names & functions) == []
