@@ -9,11 +9,12 @@ from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, reference, xla
-from jattn.implementations.choice import Choice, asked_for
-from jattn.implementations.layers import layer_of
+from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.layers import Layer, layer_of
 from jattn.implementations.underivable import underivable
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
 from jattn.spec import QUERY_DTYPES, AttentionSpec
@@ -98,20 +99,9 @@ def attend(
     _check_types(query, cache, metadata, spec, plan, mask)
     per_head = PerHead(_one_a_head("sinks", sinks, spec), _one_a_head("alibi_slopes", alibi_slopes, spec))
     _check(query, cache, metadata, spec, per_head)
-    layer = layer_of(spec, cache, query.dtype)
-    if plan is None:
-        (chosen,) = choose_layers(metadata, (layer,), mask, implementation=implementation)
-    else:
-        require(mask is None, "mask", "be None with a plan (give it to plan, or leave plan=None)", mask)
-        check_batch_of(plan, metadata)
-        chosen = plan.layer_plan(layer)
-        if implementation is not None and not _is_asked_for(chosen, implementation):
-            (chosen,) = choose_layers(metadata, (layer,), plan.mask, implementation=implementation)
+    chosen = _chosen(layer_of(spec, cache, query.dtype), metadata, plan, mask, implementation)
     out, lse = _attend_once(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
+    return (out, lse) if return_lse else out
 
 
 class PerHead(NamedTuple):
@@ -119,6 +109,20 @@ class PerHead(NamedTuple):
 
     sinks: Array | None
     alibi_slopes: Array | None
+
+
+def _chosen(
+    layer: Layer, metadata: BatchMetadata, plan: Plan | None, mask: Mask | None, implementation: Asked
+) -> LayerPlan:
+    """What serves the layer: as the plan says, unless something else is asked for by name."""
+    if plan is None:
+        return choose_layers(metadata, (layer,), mask, implementation=implementation)[0]
+    require(mask is None, "mask", "be None with a plan (give it to plan, or leave plan=None)", mask)
+    check_batch_of(plan, metadata)
+    chosen = plan.layer_plan(layer)
+    if implementation is None or _is_asked_for(chosen, implementation):
+        return chosen
+    return choose_layers(metadata, (layer,), plan.mask, implementation=implementation)[0]
 
 
 def _attend(
@@ -131,35 +135,28 @@ def _attend(
     *,
     layer: LayerPlan,
     return_lse: bool,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Any]:
     """Both regions by what was chosen for them."""
-    spec, bucket = layer.layer.spec, metadata.bucket
+    spec = layer.layer.spec
     if plan is None:
         plan = planned(metadata, (layer,), mask)
         layer = plan.layers[0]
-    whole = spec.mask_with(plan.mask)
     outs: list[Array] = []
     lses: list[Any] = []
-    for region, (choice, work) in enumerate(zip((layer.decode, layer.prefill), layer.works, strict=True)):
-        if choice is None:
-            continue
-        first = (0, bucket.max_decodes)[region]
-        kv = cache
-        if isinstance(cache, PackedKV):
-            rows = (slice(0, bucket.max_decodes), slice(bucket.max_decodes, bucket.max_reqs))[region]
-            kv = replace(cache, kv_start_loc=cache.kv_start_loc[rows])
-        out, lse = _attend_region(
-            _of_region(query, metadata, region),
-            kv,
-            (metadata.decode_part, metadata.prefill_part)[region],
-            spec,
-            choice,
-            plan,
-            work,
-            None if whole is None else whole.of_rows_from(first),
-            per_head,
-            return_lse=return_lse,
-        )
+    for region, choice in layer.choices:
+        part = part_of(metadata, region)
+        q, kv, values = _queries_of(query, metadata, region), _keys_of(cache, part), per_head
+        if choice.implementation != "reference":
+            q, kv, values = underivable((q, kv, values), choice.implementation)
+        options: dict[str, Any] = {"mask": _mask_of(spec, plan.mask, part), **values._asdict()}
+        lse: Array | None
+        if choice.implementation == "reference":
+            out, lse = reference.attend(q, kv, part.metadata, spec, **options)
+        elif choice.kernel is None:
+            out, lse = xla.attend(q, kv, part.metadata, spec, tiles=plan.query_tiles, **options)
+        else:
+            work, options["return_lse"] = plan.work_of(layer, region), return_lse
+            out, lse = mosaic_gpu.attend(q, kv, part.metadata, spec, choice.kernel, work, **options)
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -169,10 +166,14 @@ def _attend(
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
 
 
-def _of_region(query: Array, metadata: BatchMetadata, region: int) -> Array:
-    """The queries of the decode region (0) or of the prefill region (1)."""
+# All layers of a kind in a step share a trace, a lowering and a run of ptxas; an eager call compiles once.
+_attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
+
+
+def _queries_of(query: Array, metadata: BatchMetadata, region: str) -> Array:
+    """The queries of one of REGIONS."""
     tokens = metadata.bucket.max_decode_tokens
-    if region == 0:
+    if region == "decode":
         return query[:tokens]
     rest = query[tokens:]
     offset = tokens * query.shape[1] * query.shape[2] * query.dtype.itemsize
@@ -184,35 +185,18 @@ def _of_region(query: Array, metadata: BatchMetadata, region: int) -> Array:
     return jnp.where(is_live[:, None, None], rest, jnp.zeros((), rest.dtype))
 
 
-# All layers of a kind in a step share a trace, a lowering and a run of ptxas. An eager call compiles once.
-_attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
+def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
+    """Where the keys of a region's rows are."""
+    if isinstance(cache, PagedCache):
+        return cache
+    end = part.first_row + part.metadata.bucket.max_reqs
+    return replace(cache, kv_start_loc=cache.kv_start_loc[part.first_row : end])
 
 
-def _attend_region(
-    query: Array,
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    choice: Choice,
-    plan: Plan,
-    work: int | None,
-    mask: Mask | None,
-    per_head: PerHead,
-    *,
-    return_lse: bool,
-) -> tuple[Array, Array | None]:
-    """One region, as the plan says."""
-    if choice.implementation == "reference":
-        return reference.attend(query, kv, metadata, spec, mask=mask, **per_head._asdict())
-    query, kv, per_head = underivable((query, kv, per_head), choice.implementation)
-    modifiers: dict[str, Any] = {"mask": mask, **per_head._asdict()}
-    if choice.implementation == "xla":
-        return xla.attend(query, kv, metadata, spec, tiles=plan.query_tiles, **modifiers)
-    assert choice.kernel is not None
-    shared = None if work is None else plan.works[work]
-    return mosaic_gpu.attend(
-        query, kv, metadata, spec, choice.kernel, shared, return_lse=return_lse, **modifiers
-    )
+def _mask_of(spec: AttentionSpec, mask: Mask | None, part: Part) -> Mask | None:
+    """What the queries of a region see beyond the spec's numbers."""
+    whole = spec.mask_with(mask)
+    return None if whole is None else whole.of_rows_from(part.first_row)
 
 
 # --------------------------------------------------------------------------------------- checking
@@ -267,7 +251,6 @@ def _check(
         repr(spec.query_quantization),
     )
     if isinstance(cache, PackedKV):
-        require_shape("cache.v", cache.v.shape, cache.k.shape, "as cache.k")
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
         return

@@ -1,8 +1,8 @@
 """A region of a step by the kernel that a plan chooses for it on a GPU; interpreted where there is none."""
 
 from jattn.implementations import mosaic_gpu
-from jattn.implementations.kernel_work import choose_kernel
 from jattn.implementations.layers import layer_of, regions_of
+from jattn.implementations.mosaic_gpu import choose_kernel
 
 
 def kernel_for(query, kv, metadata, spec, mask=None):

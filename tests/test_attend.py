@@ -11,8 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations import block_lists, kernel_work, mosaic_gpu, tile_lists
+from jattn.implementations import mosaic_gpu
 from jattn.implementations.choice import asked_for, first_able
+from jattn.implementations.mosaic_gpu import block_lists, run, tile_lists, why_not
 from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
@@ -120,7 +121,7 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
-        kernels = kernel_work.decode_kernel, kernel_work.prefill_kernel
+        kernels = why_not.decode_kernel, why_not.prefill_kernel
         decode, prefill = (kernel.Tiles(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_tiles", lambda *args, **kwargs: decode)
         monkeypatch.setattr(kernels[1], "default_tiles", lambda *args, **kwargs: prefill)
@@ -180,13 +181,13 @@ class TestKernels:
         sparsity = dataclasses.replace(STRIDED, homo_head=homo_head)
         problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
-        listed, decode = [], mosaic_gpu.paged_decode
+        listed, decode = [], run.paged_decode
 
         def spy(*args, **kwargs):
             listed.append(kwargs.get("list_block_size"))
             return decode(*args, **kwargs)
 
-        monkeypatch.setattr(mosaic_gpu, "paged_decode", spy)
+        monkeypatch.setattr(run, "paged_decode", spy)
         problem.check(*self.run(problem))
         assert listed == [16]
 
@@ -211,7 +212,7 @@ class TestKernels:
             return tuple(given)
 
         for name in ("paged_decode", "varlen_prefill"):
-            monkeypatch.setattr(mosaic_gpu, name, kernel)
+            monkeypatch.setattr(run, name, kernel)
         without = jax.jit(taken)(None, mask)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
         for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):

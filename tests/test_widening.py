@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.cache.spec import QUANTIZATIONS
-from jattn.implementations import widening
+from jattn.implementations.mosaic_gpu import widening
 from pallas_kernels.varlen_prefill import tiles as tiles_module
 from tests import contract
 from tests.contract import Problem

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jattn.implementations import reference
-from jattn.implementations.kernel_work import Kernel, choose_kernel
 from jattn.implementations.layers import Layer, Region
+from jattn.implementations.mosaic_gpu import Kernel, choose_kernel
 from jattn.masks import Mask
 from pallas_kernels.checks import require, require_one_of, unsupported
 

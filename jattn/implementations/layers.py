@@ -10,9 +10,8 @@ from jax.typing import DTypeLike
 from jattn.bucket import Bucket
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.regions import REGIONS
 from jattn.spec import AttentionSpec
-
-REGIONS = ("decode", "prefill")
 
 type AnyCache = CacheSpec | PagedCache | PackedKV
 

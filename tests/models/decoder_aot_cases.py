@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.bucket import Bucket
 from jattn.metadata.batch import abstract_metadata
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.serving.step import StepTokens, make_step
-from jattn.spec import Bucket
 
 BUCKETS = {
     "decode": Bucket(max_decodes=8, max_prefills=0, max_prefill_tokens=0, max_blocks=64),

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations import tile_lists
+from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_prefill
 from pallas_kernels.shared.score import Score
 from tests.problems import AttentionProblem, Setting
@@ -64,12 +64,12 @@ def check_lists() -> None:
     def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):
         make = functools.partial(varlen_prefill.make_schedule, num_tokens=query.shape[0], has_lists=True)
         schedule = make(query_start_loc, seq_lens, score=options["score"], tiles=tiles)
-        call = {"max_seq_len": block_table.shape[1] * metadata.block_size}
+        call = tile_lists.ListsCall(block_table.shape[1] * metadata.block_size)
         return varlen_prefill.varlen_prefill(
             query, key, value, query_start_loc, seq_lens, block_table=block_table, tiles=tiles,
-            schedule=schedule, lists=tile_lists.tile_lists(mask, spec, schedule, tiles, **call),
-            block_q=tile_lists.parts_of(mask, tiles, is_packed=False).block_q,
-            mask=tile_lists.mask_of_pairs(mask, spec, tiles, **call), return_lse=True, **options,
+            schedule=schedule, lists=tile_lists.tile_lists(mask, spec, schedule, tiles, call),
+            block_q=tile_lists.taken_apart(mask, tiles, is_packed=False).block_q,
+            mask=tile_lists.mask_of_pairs(mask, spec, tiles, call), return_lse=True, **options,
         )  # fmt: skip
 
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn.implementations import tile_lists
+from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import kernel as decode_kernel
 from pallas_kernels.paged_decode import merge
 from pallas_kernels.shared.score import Score

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.implementations import kernel_work
+from jattn.implementations.mosaic_gpu import why_not
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from tests import contract
 from tests.contract import Problem
@@ -52,7 +52,7 @@ def solved(case, monkeypatch, interpret=None):
         few = test_paged_decode.tiles_of(case), test_varlen_prefill.tiles_of(case)
         for kernel, tiles in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
             make = lambda *_, tiles=tiles, **__: tiles
-            monkeypatch.setattr(getattr(kernel_work, kernel), "default_tiles", make)
+            monkeypatch.setattr(getattr(why_not, kernel), "default_tiles", make)
 
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     problem.check(*jax.jit(run)(query, problem.kv, region))

@@ -9,7 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.implementations import kernel_work, xla
+from jattn.implementations import xla
+from jattn.implementations.mosaic_gpu import why_not
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
 from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
@@ -90,7 +91,7 @@ def attend(problem: Problem, interpret=None, tiles=None):
     per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
     with pytest.MonkeyPatch.context() as patched:
         if tiles is not None:
-            patched.setattr(kernel_work.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+            patched.setattr(why_not.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
         return jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 

@@ -11,9 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations import block_lists, tile_lists
-from jattn.implementations.kernel_work import score_of, sparse_tiles
 from jattn.implementations.layers import regions_of
+from jattn.implementations.mosaic_gpu import block_lists, score_of, sparse_tiles, tile_lists
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import Schedule, Tiles, item_order, make_lists, varlen_prefill
@@ -257,7 +256,7 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
         tiles=tiles,
         has_lists=True,
     )
-    lists = tile_lists.tile_lists(mask, spec, schedule, tiles, max_seq_len=192)
+    lists = tile_lists.tile_lists(mask, spec, schedule, tiles, tile_lists.ListsCall(192))
     column = len(COLUMNS) + ITEM_COLUMNS.index("list")
     entries = np.asarray(lists.entries)[np.asarray(lists.table)[:2, column]]
     # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.

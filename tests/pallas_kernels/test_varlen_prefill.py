@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.implementations.kernel_work import score_of
+from jattn.implementations.mosaic_gpu import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill

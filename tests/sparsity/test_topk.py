@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.implementations.block_lists import block_list
+from jattn.implementations.mosaic_gpu.block_lists import block_list
 from jattn.sparsity.topk import KeyBounds, ListedBlocks, block_scores, select_blocks, write_key_bounds
 from pallas_kernels import support
 

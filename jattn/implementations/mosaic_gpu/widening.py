@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.kernel_work import score_of
+from jattn.implementations.mosaic_gpu.kernels import score_of
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec

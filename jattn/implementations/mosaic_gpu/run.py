@@ -1,6 +1,5 @@
 """Attention by the Mosaic GPU kernels, a region at a time: paged_decode, and varlen_prefill for the rest."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,20 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations import tile_lists
-from jattn.implementations.kernel_work import (
-    DecodeKernel,
+from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.planning import (
     DecodeWork,
-    Kernel,
-    PrefillKernel,
     PrefillWork,
     Work,
     decode_work,
-    list_call,
+    lists_call,
     prefill_work,
-    score_of,
 )
-from jattn.implementations.widening import attend_widened
+from jattn.implementations.mosaic_gpu.widening import attend_widened
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.quantize import rounded_token_head
@@ -62,28 +58,13 @@ def attend(
     if spec.query_quantization is not None:
         # In 16 bits again, in which the kernels multiply.
         query = rounded_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
-        spec = dataclasses.replace(spec, query_quantization=None)
     options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "interpret": interpret}
-    if isinstance(kernel, DecodeKernel):
-        assert isinstance(kv, PagedCache)
-        assert work is None or isinstance(work, DecodeWork)
-        return _decode(query, kv, metadata, spec, kernel, work, mask, **options)
-    assert work is None or isinstance(work, PrefillWork)
-    return _prefill(query, kv, metadata, spec, kernel, work, mask, return_lse=return_lse, **options)
-
-
-def _decode(
-    query: Array,
-    kv: PagedCache,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    kernel: DecodeKernel,
-    work: DecodeWork | None,
-    mask: Mask | None,
-    **options: Any,
-) -> tuple[Array, Array]:
-    """A decode region by paged_decode."""
+    if isinstance(kernel, PrefillKernel):
+        assert work is None or isinstance(work, PrefillWork)
+        return _prefill(query, kv, metadata, spec, kernel, work, mask, return_lse=return_lse, **options)
+    assert isinstance(kv, PagedCache)
     work = decode_work(kernel, metadata, spec, mask) if work is None else work
+    assert isinstance(work, DecodeWork)
     return paged_decode(
         query,
         jnp.asarray(kv.k),
@@ -91,17 +72,27 @@ def _decode(
         metadata.block_table,
         metadata.seq_lens,
         score=score_of(spec),
-        layout=kv.layout,
-        decode_query_len=metadata.bucket.decode_query_len,
-        k_scale=_as_jax(kv.stored_k_scale),
-        v_scale=_as_jax(kv.stored_v_scale),
-        block_list=work.block_list,
-        list_block_size=kernel.list_block_size,
-        lists_tell_heads=kernel.lists_tell_heads,
-        schedule=work.schedule,
-        tiles=kernel.tiles,
+        **_of_decode(kernel, work, kv, metadata),
         **options,
     )
+
+
+def _of_decode(
+    kernel: DecodeKernel, work: DecodeWork, cache: PagedCache, metadata: BatchMetadata
+) -> dict[str, Any]:
+    """paged_decode's arguments that say how it reads the cache, and which of it."""
+    as_jax = lambda scale: None if scale is None else jnp.asarray(scale)
+    return {
+        "layout": cache.layout,
+        "decode_query_len": metadata.bucket.decode_query_len,
+        "k_scale": as_jax(cache.stored_k_scale),
+        "v_scale": as_jax(cache.stored_v_scale),
+        "block_list": work.block_list,
+        "list_block_size": kernel.list_block_size,
+        "lists_tell_heads": kernel.lists_tell_heads,
+        "schedule": work.schedule,
+        "tiles": kernel.tiles,
+    }
 
 
 def _prefill(
@@ -119,22 +110,19 @@ def _prefill(
         of = functools.partial(_prefill, query, spec=spec, kernel=kernel, work=None, mask=mask, **options)
         how = {name: options[name] for name in ("return_lse", "interpret")}
         return attend_widened(query, kv, metadata, spec, of, **how)
+    starts = kv.kv_start_loc if isinstance(kv, PackedKV) else None
     max_seq_len = kv.k.shape[0] if kernel.is_packed else None
-    where: dict[str, Any]
-    if isinstance(kv, PackedKV):
-        where = {"kv_start_loc": kv.kv_start_loc}
-    else:
-        where = {"block_table": metadata.block_table, "layout": kv.layout}
     if work is None:
-        starts = where.get("kv_start_loc")
         work = prefill_work(kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len)
+    where: dict[str, Any] = {"kv_start_loc": starts}
+    if isinstance(kv, PagedCache):
+        where = {"block_table": metadata.block_table, "layout": kv.layout}
     if mask is not None:
-        of_pairs = tile_lists.mask_of_pairs(
-            mask, spec, kernel.tiles, **list_call(kernel, metadata, max_seq_len)
-        )
+        call = lists_call(kernel, metadata, max_seq_len)
+        of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.tiles, call)
         where |= {
             "lists": work.lists,
-            "block_q": tile_lists.parts_of(mask, kernel.tiles, is_packed=kernel.is_packed).block_q,
+            "block_q": tile_lists.taken_apart(mask, kernel.tiles, is_packed=kernel.is_packed).block_q,
             "mask": None if of_pairs is None else of_pairs._replace(arrays=work.mask_arrays),
         }
     return varlen_prefill(
@@ -149,7 +137,3 @@ def _prefill(
         **where,
         **options,
     )
-
-
-def _as_jax(scale: Any) -> Array | None:
-    return None if scale is None else jnp.asarray(scale)

@@ -1,0 +1,21 @@
+"""Attention by the Mosaic GPU kernels: which one and why not (why_not), what it is given (planning), run."""
+
+from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.planning import DecodeWork, Work, decode_work, prefill_work, work_key
+from jattn.implementations.mosaic_gpu.run import attend
+from jattn.implementations.mosaic_gpu.why_not import choose_kernel, sparse_tiles
+
+__all__ = [
+    "DecodeKernel",
+    "DecodeWork",
+    "Kernel",
+    "PrefillKernel",
+    "Work",
+    "attend",
+    "choose_kernel",
+    "decode_work",
+    "prefill_work",
+    "score_of",
+    "sparse_tiles",
+    "work_key",
+]

@@ -1,0 +1,87 @@
+"""The kernels that a plan may choose, each of one size, and what of a spec they compute scores by."""
+
+import dataclasses
+
+from jattn.spec import AttentionSpec
+from pallas_kernels import paged_decode, varlen_prefill
+from pallas_kernels.shared.score import Score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeKernel:
+    """paged_decode, of one size.
+
+    Attributes:
+        tiles: Its sizes.
+        list_block_size: Keys of a listed block; None = it reads all that the spec's numbers let queries see.
+        lists_tell_heads: Whether lists say which query heads see a block.
+    """
+
+    tiles: paged_decode.Tiles
+    list_block_size: int | None = None
+    lists_tell_heads: bool = False
+
+    def __str__(self) -> str:
+        listed = "" if self.list_block_size is None else f" over lists of blocks of {self.list_block_size}"
+        return f"paged_decode{listed}"
+
+    @property
+    def sizes(self) -> str:
+        """Its tiles in few words."""
+        return _in_words(self.tiles.max_rows, self.tiles)
+
+    @property
+    def split(self) -> str:
+        """How the keys of a request are shared among thread blocks."""
+        fixed = self.tiles.split_kv
+        return f"{self.tiles.ctas} equal spans" if fixed is None else f"every {fixed} keys"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillKernel:
+    """varlen_prefill, of one size.
+
+    Attributes:
+        tiles: Its sizes.
+        has_lists: Whether it walks through lists of tiles.
+        is_packed: Whether keys are outside a paged cache.
+        is_widened: Whether an 8-bit cache is read into 16 bits first.
+    """
+
+    tiles: varlen_prefill.Tiles
+    has_lists: bool = False
+    is_packed: bool = False
+    is_widened: bool = False
+
+    def __str__(self) -> str:
+        first = "cache_read, " if self.is_widened else ""
+        return f"{first}varlen_prefill{' over lists of tiles' if self.has_lists else ''}"
+
+    @property
+    def sizes(self) -> str:
+        """Its tiles in few words."""
+        return _in_words(self.tiles.tile_q, self.tiles)
+
+    @property
+    def split(self) -> str:
+        """How a request's work is shared among thread blocks."""
+        return "by tiles of queries"
+
+
+type Kernel = DecodeKernel | PrefillKernel
+
+
+def _in_words(queries: int, tiles: paged_decode.Tiles | varlen_prefill.Tiles) -> str:
+    return f"{queries} x {tiles.tile_kv} keys, {tiles.stages} stages"
+
+
+def score_of(spec: AttentionSpec) -> Score:
+    """The part of a spec that kernels compute scores by."""
+    return Score(
+        scale=spec.softmax_scale,
+        causal=spec.causal,
+        window=spec.window or (None, None),
+        chunk_size=spec.chunk_size,
+        soft_cap=spec.soft_cap,
+        sqrt_alibi=spec.sqrt_alibi,
+    )

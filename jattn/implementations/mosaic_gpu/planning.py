@@ -1,0 +1,143 @@
+"""What kernels are given besides the batch: schedules and lists, made once a step for many layers."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jattn.implementations.mosaic_gpu import block_lists, tile_lists
+from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.masks import Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.pytree import pytree
+from jattn.spec import AttentionSpec
+from pallas_kernels import paged_decode as decode_kernel
+from pallas_kernels import varlen_prefill as prefill_kernel
+
+
+@pytree
+class DecodeWork:
+    """What paged_decode is given besides the batch.
+
+    Attributes:
+        schedule: Who computes what.
+        block_list: The sparse blocks that each kv head visits; None without a mask.
+    """
+
+    schedule: decode_kernel.Schedule
+    block_list: decode_kernel.BlockList | None
+
+
+@pytree
+class PrefillWork:
+    """What varlen_prefill is given besides the batch.
+
+    Attributes:
+        schedule: The tiles of queries.
+        lists: The tiles of keys that each of them visits; None without a mask.
+        mask_arrays: What the kernel reads of the mask in tiles that are seen in part.
+    """
+
+    schedule: prefill_kernel.Schedule
+    lists: prefill_kernel.TileLists | None
+    mask_arrays: tuple[Array, ...]
+
+
+type Work = DecodeWork | PrefillWork
+
+
+def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
+    """Layers of equal keys share their work under one more mask; None: it depends on the layer's own keys."""
+    mask = *score_of(spec).mask, spec.sparsity
+    if isinstance(kernel, DecodeKernel):
+        heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
+        return "decode", *heads, spec.batch_invariant, *mask, kernel.tiles.spans, kernel.list_block_size
+    if kernel.is_packed or kernel.is_widened:
+        return None
+    of_lists = (spec.num_q_heads, spec.num_kv_heads) if kernel.has_lists else ()
+    return "prefill", *of_lists, *mask, kernel.tiles, kernel.has_lists
+
+
+def decode_work(
+    kernel: DecodeKernel,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    mask: Mask | None,
+    *,
+    block_list: decode_kernel.BlockList | None = None,
+) -> DecodeWork:
+    """What paged_decode is given. Traced.
+
+    Args:
+        kernel: choose_kernel's.
+        metadata: The region as a step of its own.
+        spec: The layer.
+        mask: What it masks beyond the spec's numbers.
+        block_list: Of these heads and this mask, where another kind of layer has one.
+    """
+    size, blocks = kernel.list_block_size, block_list
+    if size is not None and blocks is None:
+        assert mask is not None
+        blocks = block_lists.block_list(mask, spec, metadata, size)
+    schedule = decode_kernel.schedule_for(
+        metadata.seq_lens,
+        score=score_of(spec),
+        tiles=kernel.tiles,
+        kv_heads=spec.num_kv_heads,
+        group=spec.q_heads_per_kv_head,
+        decode_query_len=metadata.bucket.decode_query_len,
+        block_list=blocks,
+        list_block_size=size,
+    )
+    return DecodeWork(schedule=schedule, block_list=blocks)
+
+
+def prefill_work(
+    kernel: PrefillKernel,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    mask: Mask | None,
+    *,
+    kv_start_loc: Int32[Array, " reqs"] | None = None,
+    max_seq_len: int | None = None,
+) -> PrefillWork:
+    """What varlen_prefill is given. Traced.
+
+    Args:
+        kernel: choose_kernel's.
+        metadata: The region as a step of its own.
+        spec: The layer.
+        mask: What it masks beyond the spec's numbers.
+        kv_start_loc: First key of each request where keys are not read from a paged cache.
+        max_seq_len: Static bound of the requests' lengths; the block table's when None.
+    """
+    seq_lens = metadata.seq_lens
+    if kv_start_loc is None:  # what the block table has no column for has no block
+        seq_lens = jnp.minimum(seq_lens, metadata.block_table.shape[1] * metadata.block_size)
+    schedule = prefill_kernel.make_schedule(
+        metadata.query_start_loc,
+        seq_lens,
+        kv_start_loc,
+        num_tokens=metadata.bucket.max_tokens,
+        score=score_of(spec),
+        tiles=kernel.tiles,
+        has_lists=kernel.has_lists,
+    )
+    if mask is None:
+        return PrefillWork(schedule=schedule, lists=None, mask_arrays=())
+    call = lists_call(kernel, metadata, max_seq_len)
+    lists = tile_lists.tile_lists(mask, spec, schedule, kernel.tiles, call)
+    of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.tiles, call)
+    arrays = () if of_pairs is None else of_pairs.arrays
+    return PrefillWork(schedule=schedule, lists=lists, mask_arrays=arrays)
+
+
+def lists_call(
+    kernel: PrefillKernel, metadata: BatchMetadata, max_seq_len: int | None
+) -> tile_lists.ListsCall:
+    """What is static of a call over lists."""
+    return tile_lists.ListsCall(
+        max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
+        is_packed=kernel.is_packed,
+        is_prefill=metadata.bucket.max_decodes == 0,
+    )

@@ -1,0 +1,197 @@
+"""From a mask to the lists of tiles that varlen_prefill walks through, and which masks have such lists."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
+from jattn.masks import (
+    And,
+    BigBird,
+    BlockMask,
+    Causal,
+    Chunked,
+    Coverage,
+    LocalStrided,
+    Mask,
+    Window,
+    coverage_of_tiles,
+)
+from jattn.masks.base import leaves
+from jattn.spec import AttentionSpec
+from pallas_kernels.list_tiles import MAX_PARTS, codes_of
+from pallas_kernels.varlen_prefill import KernelMask, Schedule, TileLists, Tiles, make_lists
+from pallas_kernels.varlen_prefill.lists import num_parts
+from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS
+
+MAX_POSITION = 2**30
+
+
+class ListsCall(NamedTuple):
+    """What is static of a call of varlen_prefill over lists.
+
+    Attributes:
+        max_seq_len: Bound of the requests' lengths.
+        is_packed: Whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
+        is_prefill: Whether the queries stand in the prefill region.
+    """
+
+    max_seq_len: int
+    is_packed: bool = False
+    is_prefill: bool = True
+
+
+class Factors(NamedTuple):
+    """A mask as the kernel takes it: what all of these let a query see.
+
+    Attributes:
+        pairs: What is computed for each pair of a tile that is seen in part; None = all are seen.
+        blocks: Block masks that are all or nothing for a block of queries and a tile of keys.
+        block_q: Queries of such a block; None where all queries are one.
+    """
+
+    pairs: Mask | None
+    blocks: tuple[BlockMask, ...]
+    block_q: int | None
+
+
+def taken_apart(mask: Mask, tiles: Tiles, *, is_packed: bool) -> Factors:
+    """Takes a mask apart.
+
+    Args:
+        mask: Beyond the spec's numbers.
+        tiles: The kernel's sizes.
+        is_packed: Keys are not in a paged cache, so that tiles of keys may begin anywhere.
+    """
+    pairs: list[Mask] = []
+    blocks: list[BlockMask] = []
+    block_q: int | None = None
+    for factor in mask.masks if isinstance(mask, And) else (mask,):
+        if (
+            isinstance(factor, BlockMask)
+            and not is_packed
+            and factor.block_kv % tiles.tile_kv == 0
+            and (block_q is None or factor.block_q in (None, block_q))
+            and (factor.block_q is None or num_parts(tiles.tile_q, factor.block_q) <= MAX_PARTS)
+        ):
+            blocks.append(factor)
+            block_q = block_q or factor.block_q
+        else:
+            pairs.append(factor)
+    return Factors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
+
+
+def why_not_lists(mask: Mask, tiles: Tiles, *, is_packed: bool) -> str | None:
+    """Why varlen_prefill cannot serve a mask; None if it can. Arguments are those of taken_apart."""
+    pairs = taken_apart(mask, tiles, is_packed=is_packed).pairs
+    return None if pairs is None else why_not_kernel_mask(pairs, tiles.tile_kv)
+
+
+def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
+    """Whether some blocks of the mask are narrower than a tile of keys, so that tiles would waste work."""
+    sizes = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}
+    return any(
+        getattr(leaf, sizes[type(leaf)]) % tile_kv != 0 for leaf in leaves(mask) if type(leaf) in sizes
+    )
+
+
+def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
+    """Whether blocks of fewer queries than a tile has each see tiles of keys of their own."""
+    sizes = [leaf.block_q for leaf in leaves(mask) if isinstance(leaf, BlockMask)]
+    return any(size is not None and size % tile_q != 0 for size in sizes)
+
+
+def mask_of_pairs(mask: Mask, spec: AttentionSpec, tiles: Tiles, call: ListsCall) -> KernelMask | None:
+    """What varlen_prefill computes for each pair of a tile that is seen in part; None = nothing. Traced.
+
+    Arguments are tile_lists'.
+    """
+    pairs = taken_apart(mask, tiles, is_packed=call.is_packed).pairs
+    if pairs is None:
+        return None
+    num_heads = (spec.num_q_heads, spec.num_kv_heads)
+    return kernel_mask(
+        pairs, Call(num_heads, call.is_prefill, call.is_packed, call.max_seq_len, tiles.tile_kv)
+    )
+
+
+def tile_lists(
+    mask: Mask, spec: AttentionSpec, schedule: Schedule, tiles: Tiles, call: ListsCall
+) -> TileLists:
+    """The lists of a step's tiles of queries under a mask and the spec's numbers. Traced.
+
+    Args:
+        mask: Beyond the spec's numbers; why_not_lists is None.
+        spec: The layer.
+        schedule: The tiles of queries.
+        tiles: The kernel's sizes.
+        call: What is static.
+    """
+    factors = taken_apart(mask, tiles, is_packed=call.is_packed)
+    items = _Items(schedule, spec, tiles, call)
+    numbers = _of_spec(spec) if factors.pairs is None else _of_spec(spec) & factors.pairs
+    some, every = items.coverage(numbers, items.first, items.last)
+    every &= items.is_inside()[:, None, :]
+    seen_by_block = []
+    if factors.blocks:
+        blocks = functools.reduce(operator.and_, factors.blocks)
+        size = factors.block_q or MAX_POSITION
+        for nth in range(num_parts(tiles.tile_q, size) if factors.block_q else 1):
+            begin = (items.first // size + nth) * size
+            ends = jnp.maximum(begin, items.first), jnp.minimum(begin + (size - 1), items.last)
+            seen = items.coverage(blocks, *ends, is_inside_blocks=True).some
+            every &= seen | (ends[1] < ends[0])[:, None, None]
+            seen_by_block.append(seen)
+        some &= functools.reduce(operator.or_, seen_by_block)
+    # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
+    per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
+    sets = spec.num_kv_heads if per_kv_head >= 2 * tiles.workers else 1
+    return make_lists(schedule, codes_of(some, every, seen_by_block), sets=sets)
+
+
+class _Items:
+    """A schedule's tiles of queries as masks look at them: positions of the first query and the last one."""
+
+    def __init__(self, schedule: Schedule, spec: AttentionSpec, tiles: Tiles, call: ListsCall) -> None:
+        column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
+        self.first = jnp.maximum(column["position"] + column["begin"], 0)
+        self.last = column["position"] + column["end"] - 1
+        self._rows, self._seq_lens = column["req"], column["seq_len"]
+        self._skew = column["kv_start"] % ALIGN if call.is_packed else None
+        self._max_kv_tiles = -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // tiles.tile_kv)
+        self._spec, self._tiles, self._is_prefill = spec, tiles, call.is_prefill
+
+    def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
+        """How much of each tile the queries from first to last see."""
+        return coverage_of_tiles(
+            mask,
+            rows=self._rows,
+            first_query=first,
+            num_queries=last - first + 1,
+            seq_lens=self._seq_lens,
+            num_heads=(self._spec.num_q_heads, self._spec.num_kv_heads),
+            size=(self._tiles.tile_q, self._tiles.tile_kv),
+            max_kv_tiles=self._max_kv_tiles,
+            skew=self._skew,
+            is_prefill=self._is_prefill,
+            is_inside_blocks=is_inside_blocks,
+        )
+
+    def is_inside(self) -> Any:
+        """Which tiles of keys lie within the request's keys: [items, max_kv_tiles]."""
+        tile_kv = self._tiles.tile_kv
+        first_key = jnp.arange(self._max_kv_tiles, dtype=jnp.int32)[None, :] * tile_kv
+        if self._skew is not None:
+            first_key = first_key - self._skew[:, None]
+        return (first_key >= 0) & (first_key + tile_kv <= self._seq_lens[:, None])
+
+
+def _of_spec(spec: AttentionSpec) -> Mask:
+    """What the spec's numbers let queries see, as a mask."""
+    left, right = spec.window or (None, None)
+    mask: Mask = Window(left, right)
+    if spec.causal:
+        mask = mask & Causal()
+    return mask if spec.chunk_size is None else mask & Chunked(spec.chunk_size)

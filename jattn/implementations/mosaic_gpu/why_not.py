@@ -1,0 +1,114 @@
+"""The kernel that serves a region of a step, by static facts, or why there is none."""
+
+import dataclasses
+
+from jattn.implementations.layers import Layer, Region
+from jattn.implementations.mosaic_gpu import block_lists, tile_lists
+from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel
+from jattn.masks import Mask
+from jattn.spec import AttentionSpec
+from pallas_kernels import paged_decode as decode_kernel
+from pallas_kernels import support
+from pallas_kernels import varlen_prefill as prefill_kernel
+
+
+def choose_kernel(layer: Layer, region: Region, mask: Mask | None) -> Kernel | str:
+    """The kernel for a region on a GPU that has the kernels, or why there is none. Looks at shapes alone.
+
+    Args:
+        layer: The kind of layer.
+        region: Its sizes.
+        mask: What queries see beyond the spec's numbers.
+    """
+    declined = None
+    if region.bucket.max_decodes and layer.cache is not None and region.max_blocks:
+        decode = _choose_decode(layer, region, mask)
+        if not isinstance(decode, str):
+            return decode
+        declined = decode
+    prefill = _choose_prefill(layer, region, mask)
+    return declined if isinstance(prefill, str) and declined is not None else prefill
+
+
+def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKernel | str:
+    spec, cache = layer.spec, layer.cache
+    assert cache is not None
+    reason = support.why_not_decode(
+        dtype=layer.query_dtype,
+        k_dtype=cache.dtypes[0],
+        v_dtype=cache.dtypes[1],
+        head_dim=spec.head_dim,
+        block_size=region.block_size,
+        group=spec.q_heads_per_kv_head,
+        decode_query_len=region.bucket.decode_query_len,
+        layout=cache.layout,
+        has_token_scales=cache.has_token_scales,
+    )
+    if reason is not None:
+        return reason
+    size, tells_heads = None, False
+    if mask is not None:
+        listed = block_lists.list_block_size(mask, spec, region)
+        if isinstance(listed, str):
+            return listed
+        size, tells_heads = listed, block_lists.tells_heads(mask, spec)
+    tiles = decode_kernel.default_tiles(
+        spec.head_dim,
+        rows=spec.q_heads_per_kv_head * region.bucket.decode_query_len,
+        kv_dtypes=cache.dtypes,
+        batch_invariant=spec.batch_invariant,
+        has_lists=mask is not None,
+    )
+    return DecodeKernel(tiles=tiles, list_block_size=size, lists_tell_heads=tells_heads)
+
+
+def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillKernel | str:
+    spec, cache, dtype = layer.spec, layer.cache, layer.query_dtype
+    is_packed, is_widened = cache is None, cache is not None and not cache.is_plain(dtype)
+    if is_packed and spec.batch_invariant:
+        return "there is no batch-invariant kernel for keys outside a paged cache"
+    reasons = []
+    if is_widened:
+        assert cache is not None
+        reasons = [
+            support.why_not_read(
+                dtype=dtype,
+                cache_dtype=stored,
+                head_dim=spec.head_dim,
+                block_size=region.block_size,
+                layout=cache.layout,
+            )
+            for stored in cache.dtypes
+        ]
+    reasons.append(
+        support.why_not_prefill(
+            dtype=dtype,
+            kv_dtype=dtype,
+            head_dim=spec.head_dim,
+            block_size=None if is_packed else region.block_size,
+            layout="NHD" if cache is None else cache.layout,
+        )
+    )
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        return reason
+    if mask is None:
+        tiles = prefill_kernel.default_tiles(spec.head_dim)
+    else:
+        tiles = sparse_tiles(spec, mask)
+        reason = tile_lists.why_not_lists(mask, tiles, is_packed=is_packed)
+        if reason is not None:
+            return reason
+    return PrefillKernel(tiles=tiles, has_lists=mask is not None, is_packed=is_packed, is_widened=is_widened)
+
+
+def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
+    """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
+    tiles = prefill_kernel.default_tiles(spec.head_dim, has_lists=True)
+    if tiles.tile_kv == 128:
+        narrow = dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
+        if tile_lists.has_narrow_queries(mask, tiles.tile_q):
+            return dataclasses.replace(narrow, teams=narrow.warpgroups, stages=tiles.stages)
+        if tile_lists.has_narrow_blocks(mask, tiles.tile_kv):
+            return narrow
+    return tiles

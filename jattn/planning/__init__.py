@@ -1,0 +1,18 @@
+"""The plan of a step: what serves each kind of layer (choosing), and what the layers share (works)."""
+
+from jattn.planning.choosing import KernelFallbackWarning, choose_layers
+from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, rows
+from jattn.planning.plans import Plan, check_batch_of, plan, planned
+
+__all__ = [
+    "COLUMNS",
+    "KernelFallbackWarning",
+    "LayerPlan",
+    "Plan",
+    "aligned",
+    "check_batch_of",
+    "choose_layers",
+    "plan",
+    "planned",
+    "rows",
+]

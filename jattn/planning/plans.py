@@ -1,0 +1,162 @@
+"""The plan of a step: which implementation serves each kind of layer, and what is made once for all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int32
+
+from jattn.bucket import Bucket
+from jattn.implementations.choice import Asked
+from jattn.implementations.layers import AnyCache, Layer, layer_of
+from jattn.implementations.mosaic_gpu import Work
+from jattn.implementations.xla import QueryTiles
+from jattn.masks import Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.regions import REGIONS
+from jattn.planning.choosing import choose_layers
+from jattn.planning.layer_plans import LayerPlan, table
+from jattn.planning.works import make_works, make_works_eagerly, numbered, shared_works
+from jattn.pytree import pytree, static
+from jattn.spec import AttentionSpec
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_type
+
+
+@pytree
+class Plan:
+    """A step's choices, schedules and lists. `print(plan)` is a table.
+
+    Attributes:
+        works: What kernels are given: schedules and lists, one for all layers that agree in them.
+        query_tiles: The prefill region's tiles for XLA; None where no layer wants them.
+        mask: Which keys the queries of all layers see, besides what their specs say; None = no such mask.
+        seq_lens: Those of the batch that it was made for.
+        layers: Static: the kinds of layers, and what serves each.
+        bucket: Static: the bucket that it was made for.
+    """
+
+    works: tuple[Work, ...]
+    query_tiles: QueryTiles | None
+    mask: Mask | None
+    seq_lens: Int32[Array, " reqs"]
+    layers: tuple[LayerPlan, ...] = static()
+    bucket: Bucket = static()
+
+    def layer_plan(self, layer: Layer) -> LayerPlan:
+        """What serves a layer.
+
+        Raises:
+            ValueError: The plan was made for others.
+        """
+        for one in self.layers:
+            if one.covers(layer):
+                return one
+        kinds = " or ".join(f"({one.layer})" for one in self.layers)
+        raise ValueError(f"the layer must be one that the plan was made for, {kinds}, got ({layer}).")
+
+    def work_of(self, layer: LayerPlan, region: str) -> Work | None:
+        """What was made for a layer of this plan in one of REGIONS; None = nothing."""
+        number = layer.works[REGIONS.index(region)]
+        return None if number is None else self.works[number]
+
+    def __str__(self) -> str:
+        return table(self.layers)
+
+
+def plan(
+    metadata: BatchMetadata,
+    specs: AttentionSpec | Sequence[AttentionSpec],
+    cache_specs: AnyCache | Sequence[AnyCache | None] | None = None,
+    *,
+    mask: Mask | None = None,
+    implementation: Asked = None,
+    query_dtype: DTypeLike | None = None,
+) -> Plan:
+    """Chooses what serves each layer of a step, and makes what the layers share. Traced.
+
+    `attend` does the same for its one layer where it is given no plan. A layer on a GPU that no kernel serves
+    is warned of (KernelFallbackWarning), unless `implementation` says that this is wanted.
+
+    Args:
+        metadata: The step's metadata.
+        specs: A layer, or the layers of a model. Equal ones are one kind.
+        cache_specs: How keys are stored: one for all layers or one for each; a CacheSpec, or the PagedCache
+            itself. None = keys that are not in a paged cache (PackedKV).
+        mask: A mask of this step that holds in every layer, on top of the layers' own; may have arrays. Its
+            lists are made here, once; `attend` takes it from the plan.
+        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
+            that the device and the layer allow.
+        query_dtype: Of the layers' queries; None = the dtype of their caches, as their CacheSpecs have it.
+
+    Raises:
+        ValueError: Specs and cache specs, or metadata and cache specs, do not belong together.
+        NotImplementedError: No implementation asked for can serve a layer; the message says why.
+    """
+    layers = _kinds(metadata, specs, cache_specs, query_dtype)
+    chosen = choose_layers(metadata, layers, mask, implementation=implementation)
+    return planned(metadata, chosen, mask)
+
+
+def planned(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:
+    """The plan of these choices. Eagerly it is one call of a compiled function, which jax keeps."""
+    make = make_works_eagerly if support.is_concrete(metadata, mask) else make_works
+    shared = shared_works(layers)
+    wants_tiles = any(one.prefill is not None and one.prefill.implementation == "xla" for one in layers)
+    works, tiles = make(metadata, mask, shared, wants_tiles=wants_tiles)
+    return Plan(
+        works=works,
+        query_tiles=tiles,
+        mask=mask,
+        seq_lens=metadata.seq_lens,
+        layers=numbered(layers, shared),
+        bucket=metadata.bucket,
+    )
+
+
+def _kinds(
+    metadata: BatchMetadata,
+    specs: AttentionSpec | Sequence[AttentionSpec],
+    cache_specs: AnyCache | Sequence[AnyCache | None] | None,
+    query_dtype: DTypeLike | None,
+) -> tuple[Layer, ...]:
+    """The kinds of the layers, each once."""
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
+    listed = (specs,) if isinstance(specs, AttentionSpec) else tuple(specs)
+    require(len(listed) > 0, "specs", "be a layer or at least one", listed)
+    for one in listed:
+        require_type("specs", one, AttentionSpec, "one, or one a layer")
+    if isinstance(cache_specs, list | tuple):
+        caches = tuple(cache_specs)
+        require(len(caches) == len(listed), "cache_specs", f"be one or {len(listed)}, as specs", len(caches))
+    else:
+        caches = (cache_specs,) * len(listed)
+    for spec, cache in zip(listed, caches, strict=True):
+        _check_cache(metadata, spec, cache)
+    layers = (layer_of(spec, cache, query_dtype) for spec, cache in zip(listed, caches, strict=True))
+    return tuple(dict.fromkeys(layers))
+
+
+def _check_cache(metadata: BatchMetadata, spec: AttentionSpec, cache: Any) -> None:
+    owners = [("num_kv_heads", "spec's", spec.num_kv_heads), ("head_dim", "spec's", spec.head_dim)]
+    if hasattr(cache, "block_size"):
+        owners.append(("block_size", "metadata's", metadata.block_size))
+    for name, owner, want in owners if cache is not None else ():
+        got = getattr(cache, name, None)
+        require(got is not None, "cache_specs", "be of CacheSpec, PagedCache or None", type(cache).__name__)
+        require(got == want, f"cache_spec.{name}", f"be the {owner} ({want})", got)
+
+
+def check_batch_of(plan: Plan, metadata: BatchMetadata) -> None:
+    """A plan must have been made for this batch: told by its bucket and, where they can be seen, its lengths.
+
+    Raises:
+        ValueError: It was made for another.
+    """
+    require(plan.bucket == metadata.bucket, "plan.bucket", f"be {metadata.bucket}", plan.bucket)
+    if plan.seq_lens is metadata.seq_lens or not support.is_concrete(plan.seq_lens, metadata.seq_lens):
+        return
+    mine, theirs = np.asarray(plan.seq_lens), np.asarray(metadata.seq_lens)
+    rule, got = f"be made for this batch (seq_lens {theirs})", f"one for seq_lens {mine}"
+    require(np.array_equal(mine, theirs), "plan", rule, got)
