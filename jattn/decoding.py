@@ -80,9 +80,19 @@ def decode_loop(
         ValueError: The metadata has prefill rows or decode_query_len > 1, shapes disagree, or tokens,
             stop_ids or max_lens are no ints.
     """
-    bucket, num_reqs = metadata.bucket, metadata.bucket.max_reqs
     require_int(num_steps=num_steps)
     require_positive(num_steps=num_steps)
+    token_ids, stops, longest = _checked(metadata, tokens, stop_ids, max_lens)
+    as_partial = lambda fn: fn if isinstance(fn, jax.tree_util.Partial) else jax.tree_util.Partial(fn)
+    functions = as_partial(step), as_partial(sample)
+    return _decode_loop(*functions, params, caches, metadata, token_ids, stops, longest, num_steps=num_steps)
+
+
+def _checked(
+    metadata: BatchMetadata, tokens: Any, stop_ids: Any, max_lens: Any
+) -> tuple[Int32[Array, " reqs"], Int32[Array, "reqs stops"], Int32[Array, " reqs"]]:
+    """The first tokens, the stops of each row and where it ends at the latest."""
+    bucket, num_reqs = metadata.bucket, metadata.bucket.max_reqs
     require(
         bucket.decode_query_len == 1,
         "metadata.bucket.decode_query_len",
@@ -106,19 +116,7 @@ def decode_loop(
     if max_lens is not None:
         require_shape("max_lens", lens.shape, (num_reqs,), "rows of the metadata")
         longest = jnp.minimum(longest, jnp.asarray(lens))
-    return _decode_loop(
-        *(
-            fn if isinstance(fn, jax.tree_util.Partial) else jax.tree_util.Partial(fn)
-            for fn in (step, sample)
-        ),
-        params,
-        caches,
-        metadata,
-        jnp.asarray(token_ids),
-        stops,
-        longest,
-        num_steps=num_steps,
-    )
+    return jnp.asarray(token_ids), stops, longest
 
 
 @jax.jit(static_argnames="num_steps", donate_argnames="caches")

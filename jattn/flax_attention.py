@@ -1,4 +1,10 @@
-"""Dense attention with all that a spec can say, as the attention_fn of Flax's multi-head attention."""
+"""Dense attention with all that a spec can say, as the attention_fn of Flax's multi-head attention.
+
+Where a query stands among the keys matters to causality, windows, chunks, patterns and ALiBi. It is what
+`input_positions` says, or else: query i at key i where there are as many; a single query with a mask at
+the last key that the mask shows it, which in Flax's decode mode is the cache's index; without a mask the
+last query at the last key (bottom-right aligned).
+"""
 
 from typing import Any
 
@@ -36,11 +42,6 @@ def attention_fn(
 
     Differentiable; memory grows with q_tokens x kv_tokens. Give the spec with functools.partial.
 
-    Where a query stands among the keys matters to causality, windows, chunks, patterns and ALiBi. It is what
-    `input_positions` says, or else: query i at key i where there are as many; a single query with a mask at
-    the last key that the mask shows it, which in Flax's decode mode is the cache's index; without a mask the
-    last query at the last key (bottom-right aligned).
-
     Args:
         query: [*batch, q_tokens, q_heads, head_dim].
         key: [*batch, kv_tokens, kv_heads, head_dim].
@@ -59,8 +60,7 @@ def attention_fn(
         precision: Not used: products are never less exact than asked for.
         module: Must be None: there are no weights to sow.
         is_causal: Query i sees keys up to key i, as in Flax; the spec must not say otherwise.
-        input_positions: Integers [*batch, q_tokens]: where each query stands; with as many keys as queries
-            also where each key does.
+        input_positions: Integers [*batch, q_tokens]: where each query stands; as many keys stand there, too.
 
     Returns:
         [*batch, q_tokens, q_heads, head_dim]; rows that see no key are 0.
@@ -69,13 +69,32 @@ def attention_fn(
         NotImplementedError: Dropout, or weights to sow, were asked for.
         ValueError: Shapes disagree, is_causal disagrees with the spec, or nothing says where queries stand.
     """
-    if dropout_rate > 0 and not deterministic:
+    _check_nothing_else(0.0 if deterministic else dropout_rate, module)
+    spec = _spec_for(query, key, value, spec, is_causal)
+    _check_per_head(spec, sinks, alibi_slopes)
+    scores = _masked_scores(query, key, spec, mask, bias, alibi_slopes, is_causal, input_positions)
+    return _average(scores, value, sinks, spec).astype(query.dtype if dtype is None else dtype)
+
+
+def _check_nothing_else(dropout_rate: float, module: Any) -> None:
+    if dropout_rate > 0:
         raise unsupported(f"dropout_rate={dropout_rate}", "attention_fn has no dropout", "Set it to 0")
     if module is not None:
         what, reason = f"module={type(module).__name__}", "attention_fn keeps no weights to sow"
         raise unsupported(what, reason, "Leave sow_weights=False, or use nnx.dot_product_attention")
-    spec = _spec_for(query, key, value, spec, is_causal)
-    _check_per_head(spec, sinks, alibi_slopes)
+
+
+def _masked_scores(
+    query: Array,
+    key: Array,
+    spec: AttentionSpec,
+    mask: Array | None,
+    bias: Array | None,
+    alibi_slopes: Array | None,
+    is_causal: bool,
+    input_positions: Array | None,
+) -> Float[Array, "..."]:
+    """Scores with all that is added to them, -inf where a key is not seen."""
     q_tokens, kv_tokens = query.shape[-3], key.shape[-3]
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     scores = _scores(query, key, spec, wide)  # [*batch, q_heads, q_tokens, kv_tokens]
@@ -93,8 +112,7 @@ def attention_fn(
         sees &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), scores.shape)
     if bias is not None:
         scores += _broadcast("bias", bias, scores.shape).astype(wide)
-    average = _average(jnp.where(sees, scores, -jnp.inf), value, sinks, spec)
-    return average.astype(query.dtype if dtype is None else dtype)
+    return jnp.where(sees, scores, -jnp.inf)
 
 
 def _spec_for(

@@ -18,6 +18,14 @@ from pallas_kernels.checks import require, require_int, require_positive, requir
 Rope = Callable[[Array, Array], Array]
 
 
+def _check_made_of(hidden_size: Any, spec: Any, alibi_slopes: Sequence[float] | None) -> None:
+    require(isinstance(spec, AttentionSpec), "spec", "be a jattn.AttentionSpec", type(spec).__name__)
+    require_int(hidden_size=hidden_size)
+    require_positive(hidden_size=hidden_size)
+    if alibi_slopes is not None:
+        require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
+
+
 class PagedAttention(nnx.Module):
     """Self-attention of one layer over its paged cache: project, rotate, write, attend, project."""
 
@@ -63,31 +71,16 @@ class PagedAttention(nnx.Module):
         Raises:
             ValueError: spec is none, hidden_size no positive int, or alibi_slopes is not one per query head.
         """
-        rule = "be a jattn.AttentionSpec"
-        require(isinstance(spec, AttentionSpec), "spec", rule, type(spec).__name__)
-        require_int(hidden_size=hidden_size)
-        require_positive(hidden_size=hidden_size)
-        if alibi_slopes is not None:
-            require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
+        _check_made_of(hidden_size, spec, alibi_slopes)
         self.spec = spec
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
         self.shares_kv = shares_kv
-        self.implementation = (
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        )
+        is_list = not isinstance(implementation, str | None)
+        self.implementation = tuple(implementation or ()) if is_list else implementation
         q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        linear = lambda inputs, outputs, bias: nnx.Linear(
-            inputs,
-            outputs,
-            use_bias=bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            rngs=rngs,
-        )
+        types: Any = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
+        linear = lambda inputs, outputs, bias: nnx.Linear(inputs, outputs, use_bias=bias, rngs=rngs, **types)
         self.q_proj = linear(hidden_size, q_width, use_bias)
         if not shares_kv:
             self.k_proj = linear(hidden_size, kv_width, use_bias)

@@ -5,6 +5,7 @@ from jattn.serving.engine import Engine, EngineStats
 from jattn.serving.generation import GenerationMetrics, GenerationResult, StreamedToken
 from jattn.serving.sampler import SamplingParams
 from jattn.serving.scheduler import Scheduler, Step
+from jattn.serving.served_model import ServedModel
 
 __all__ = [
     "BlockManager",
@@ -14,6 +15,7 @@ __all__ = [
     "GenerationResult",
     "SamplingParams",
     "Scheduler",
+    "ServedModel",
     "Step",
     "StreamedToken",
 ]

@@ -10,9 +10,8 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +21,21 @@ from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
 from jattn.cache.move import copy_blocks, padded_pairs
-from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
-from jattn.models.loading import load
-from jattn.requests import pack_tokens, row_indices
+from jattn.requests import row_indices
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation, GenerationResult, StreamedToken
-from jattn.serving.prompts import Prompt, PromptLimits, build_generations, require_list_of_ints, stop_ids_of
-from jattn.serving.sampler import SamplingMetadata, SamplingParams, build_sampling_metadata
+from jattn.serving.prompts import Prompt, PromptLimits, build_generations, stop_ids_of
+from jattn.serving.sampler import SamplingParams, build_sampling_metadata
 from jattn.serving.scheduler import Scheduler, Step
-from jattn.serving.sizes import num_blocks_in, prefill_sizes
+from jattn.serving.served_model import as_served
+from jattn.serving.sizes import StepLimits
 from jattn.serving.step import StepTokens, make_step, next_tokens, with_implementation
+from jattn.serving.step_inputs import StepInFlight, StepSampling, step_tokens
 from jattn.serving.weights import Weights
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,14 +55,6 @@ class EngineStats:
     num_preemptions: int
     num_blocks: int
     peak_blocks: int
-
-
-class _InFlight(NamedTuple):
-    """A step whose tokens the host has not read: its requests' rows, and the device's array of tokens."""
-
-    step: Step
-    rows: np.ndarray
-    tokens: jax.Array
 
 
 class Engine:
@@ -92,7 +83,7 @@ class Engine:
         """Makes the caches; compiles nothing yet.
 
         Args:
-            model: A `jattn.models.Decoder`, what has its methods, or a Hugging Face folder to load one from.
+            model: A `jattn.models.Decoder`, another ServedModel, or a Hugging Face folder to load one from.
             num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
             cache_bytes: Memory for all layers' caches. None = enough for max_num_seqs requests of the model's
                 longest context, but at most 80 % of the device's free memory, or 1 GiB where it is unknown.
@@ -104,8 +95,7 @@ class Engine:
             skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
-            check_batches: Every step's metadata goes through `jattn.check_batch` before it runs: for tests,
-                and for whoever doubts the scheduler. It costs the host time in each step.
+            check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
             ValueError: A size is no positive int, both num_blocks and cache_bytes are given, they make less
@@ -113,58 +103,24 @@ class Engine:
             NotImplementedError: This machine does not have the implementation.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
-        sizes["max_num_batched_tokens"] = max_num_batched_tokens
-        unset = {"num_blocks": num_blocks, "cache_bytes": cache_bytes}
-        require_int(**sizes, **{name: size for name, size in unset.items() if size is not None})
-        require_positive(**sizes)
-        require_list_of_ints("skip_layers", skip_layers)
-        model = load(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
-        rule = "be a jattn.models.Decoder or a Hugging Face folder"
-        require(hasattr(model, "create_caches"), "model", rule, repr(model))
-        self.model, self.tokenizer, self.block_size = model, model.tokenizer, block_size
-        cache = {
-            "block_size": block_size,
-            "dtype": cache_dtype,
-            "quantization": quantization,
-            "skip_layers": skip_layers,
-        }
-        longest = -(-model.config.max_position_embeddings // block_size)
-        if num_blocks is None:
-            bytes_per_block = sum(spec.bytes_per_block for spec in model.cache_specs(1, **cache))
-            num_blocks = num_blocks_in(cache_bytes, bytes_per_block, most=longest * max_num_seqs + 1)
-        else:
-            require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
-        self.scheduler = Scheduler(
-            BlockManager(num_blocks, block_size),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-        max_blocks = min(longest, num_blocks - 1)
-        if buckets is None:
-            chunks = prefill_sizes(max_num_batched_tokens)
-            # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
-            # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
-            buckets = default_buckets(max(max_num_seqs, 2), max_blocks=max_blocks, prefill_tokens=chunks)
-            buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
-        self._weights = Weights(model)
-        self._graphdef = nnx.graphdef(with_implementation(model, implementation))
-        self.graphs = DecodeGraphs(make_step(self._graphdef), buckets)
-        self.graphs.choose(  # raises where a step could be too large
-            num_decodes=max_num_seqs,
-            num_prefills=min(max_num_seqs, max_num_batched_tokens),
-            num_prefill_tokens=max_num_batched_tokens,
-            num_blocks=max_blocks,
-        )
-        self._caches = model.create_caches(num_blocks, **cache)
-        self._check_batches, self._cache_spec = check_batches, model.cache_specs(num_blocks, **cache)[0]
+        how: dict[str, Any] = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
+        step_sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        limits = StepLimits(block_size, **step_sizes)
+        limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
+        self.model = as_served(model)
+        self.tokenizer, self.block_size, self._check_batches = self.model.tokenizer, block_size, check_batches
+        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, how)
+        self.scheduler = Scheduler(BlockManager(num_blocks, block_size), **step_sizes)
+        self._weights = Weights(self.model)
+        self._graphdef = nnx.graphdef(with_implementation(self.model, implementation))
+        self.graphs = limits.graphs(self.model, make_step(self._graphdef), buckets, num_blocks)
+        self._caches = self.model.create_caches(num_blocks, block_size=block_size, **how)
+        self._cache_spec = self.model.cache_specs(num_blocks, block_size=block_size, **how)[0]
         self._generations: dict[int, Generation] = {}
-        self._new_ids = itertools.count()
-        self._num_steps = 0
-        self._in_flight: collections.deque[_InFlight] = collections.deque()  # two at most
+        self._new_ids, self._num_steps = itertools.count(), 0
+        self._in_flight: collections.deque[StepInFlight] = collections.deque()  # two at most
         self._max_rows = max(bucket.max_reqs for bucket in self.graphs.buckets)
-        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
-        self._last_sampling: tuple[tuple[Any, ...], SamplingMetadata] | None = None
+        self._last_tokens, self._sampling = jnp.zeros(self._max_rows, jnp.int32), StepSampling()
 
     @property
     def stats(self) -> EngineStats:
@@ -336,17 +292,18 @@ class Engine:
         if self._check_batches:
             check_batch(metadata, self._cache_spec)
         rows = row_indices(np.asarray(step.query_lens), bucket)
-        tokens, sampling, num_generated = self._inputs(step, bucket, rows)
+        generations = [self._generations[request_id] for request_id in step.request_ids]
+        tokens = step_tokens(step, generations, bucket, self._in_flight, self._last_tokens)
+        sampling, num_generated = self._sampling.of(step, generations, bucket, rows)
         if step.block_copies:
             self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
         logits, self._caches = self.graphs(self._weights.state, self._caches, metadata, tokens)
         self._last_tokens = next_tokens(logits, sampling, num_generated, max_rows=self._max_rows)
         self._last_tokens.copy_to_host_async()
-        self._in_flight.append(_InFlight(step, rows, self._last_tokens))
+        self._in_flight.append(StepInFlight(step, rows, self._last_tokens))
         self._num_steps += 1
         ended = []  # no step more, whatever its tokens are
-        for request_id, samples in zip(step.request_ids, step.samples, strict=True):
-            generation = self._generations[request_id]
+        for request_id, generation, samples in zip(step.request_ids, generations, step.samples, strict=True):
             generation.num_pending += samples
             if samples and generation.num_asked_for == generation.max_tokens:
                 ended.append(request_id)
@@ -371,35 +328,3 @@ class Engine:
         generation = self._generations.pop(request_id)
         if generation.num_asked_for < generation.max_tokens:
             self.scheduler.abort(request_id)
-
-    def _inputs(
-        self, step: Step, bucket: Bucket, rows: np.ndarray
-    ) -> tuple[StepTokens, SamplingMetadata, Any]:
-        """Tokens, sampling parameters and counts of generated tokens, laid out in the bucket's rows.
-
-        Numpy's arrays, which the compiled functions send sooner than device_put.
-        """
-        generations = [self._generations[request_id] for request_id in step.request_ids]
-        row_before = {  # in the step in flight, if there is one
-            request_id: row
-            for step_before, rows_before, _ in self._in_flight
-            for request_id, row in zip(step_before.request_ids, rows_before.tolist(), strict=True)
-        }
-        ids, sources = [], []
-        ends = zip(generations, step.request_ids, step.query_lens, step.seq_lens, strict=True)
-        for generation, request_id, count, end in ends:
-            known = generation.token_ids[end - count : end]
-            last = [] if len(known) == count else [row_before[request_id]]  # only the device knows it
-            ids.append(known + [0] * len(last))
-            sources.append([-1] * len(known) + last)
-        token_ids: Any = pack_tokens(ids, bucket)
-        token_rows: Any = pack_tokens(sources, bucket, pad=-1)
-        num_generated = np.zeros(bucket.max_reqs, np.int32)
-        num_generated[rows] = [generation.num_asked_for for generation in generations]
-        key = (step.request_ids, bucket, rows.tobytes())
-        if self._last_sampling is None or self._last_sampling[0] != key:
-            params = [generation.sampling_params for generation in generations]
-            sampling = build_sampling_metadata(params, num_rows=bucket.max_reqs, rows=rows)
-            self._last_sampling = (key, sampling)
-        tokens = StepTokens(token_ids, token_rows, self._last_tokens)
-        return tokens, self._last_sampling[1], num_generated

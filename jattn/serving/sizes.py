@@ -1,8 +1,15 @@
 """How large the engine makes what it was not told the size of."""
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import jax
 
-from pallas_kernels.checks import require
+from jattn.bucket import Bucket
+from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
+from jattn.serving.prompts import require_list_of_ints
+from jattn.serving.served_model import ServedModel
+from pallas_kernels.checks import require, require_int, require_positive
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
 SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
@@ -30,3 +37,73 @@ def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -
     num_blocks = cache_bytes // bytes_per_block
     require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
     return num_blocks
+
+
+class StepLimits(NamedTuple):
+    """What the engine was told of its steps.
+
+    Attributes:
+        block_size: Tokens of a block.
+        max_num_seqs: Most requests of a step.
+        max_num_batched_tokens: Most new tokens of a step.
+    """
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
+        """Raises ValueError unless all are ints: positive the limits, None perhaps the memory's sizes."""
+        require_list_of_ints("skip_layers", skip_layers)
+        sizes = self._asdict()
+        require_int(**sizes, **{name: size for name, size in memory.items() if size is not None})
+        require_positive(**sizes)
+
+    def _blocks_of_longest(self, model: ServedModel) -> int:
+        return -(-model.config.max_position_embeddings // self.block_size)
+
+    def num_blocks_for(
+        self, model: ServedModel, num_blocks: int | None, cache_bytes: int | None, cache: dict[str, Any]
+    ) -> int:
+        """Blocks of each layer's cache.
+
+        Args:
+            model: Whose caches.
+            num_blocks: So many; None = as cache_bytes says.
+            cache_bytes: Memory for all layers; None = enough, where there is enough.
+            cache: What else `ServedModel.cache_specs` takes.
+
+        Raises:
+            ValueError: Both are given, or not even two blocks fit.
+        """
+        if num_blocks is not None:
+            require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
+            return num_blocks
+        specs = model.cache_specs(1, block_size=self.block_size, **cache)
+        most = self._blocks_of_longest(model) * self.max_num_seqs + 1
+        return num_blocks_in(cache_bytes, sum(spec.bytes_per_block for spec in specs), most=most)
+
+    def graphs(
+        self, model: ServedModel, step: GraphStep, buckets: Sequence[Bucket] | None, num_blocks: int
+    ) -> DecodeGraphs:
+        """The executables of a step, for the buckets given or a handful.
+
+        Raises:
+            ValueError: No bucket fits the largest step.
+        """
+        max_blocks = min(self._blocks_of_longest(model), num_blocks - 1)
+        if buckets is None:
+            chunks = prefill_sizes(self.max_num_batched_tokens)
+            # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
+            # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
+            rows = max(self.max_num_seqs, 2)
+            buckets = default_buckets(rows, max_blocks=max_blocks, prefill_tokens=chunks)
+            buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
+        graphs = DecodeGraphs(step, buckets)
+        graphs.choose(  # raises where a step could be too large
+            num_decodes=self.max_num_seqs,
+            num_prefills=min(self.max_num_seqs, self.max_num_batched_tokens),
+            num_prefill_tokens=self.max_num_batched_tokens,
+            num_blocks=max_blocks,
+        )
+        return graphs

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn.cache import PackedKV, PagedCache, keys_of_row
 from jattn.masks import BlockMask
@@ -59,41 +59,51 @@ def select_prefill_blocks(
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_positive(block_size=block_size)
     bucket, kv_blocks = metadata.bucket, _num_blocks(kv, metadata, block_size)
-    reason = None if interpret else support.why_not_on(query, kv)
-    reason = reason or _why_not_least(kv_blocks)
+    reason = (None if interpret else support.why_not_on(query, kv)) or _why_not_least(kv_blocks)
     use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
-    first_q_block = metadata.num_computed_tokens // block_size
+    first = metadata.num_computed_tokens // block_size
     q_blocks = -(-bucket.max_prefill_tokens // block_size) + 1
-    as_mask = functools.partial(
-        BlockMask, first_q_block=first_q_block, block_q=block_size, block_kv=block_size
-    )
+    as_mask = functools.partial(BlockMask, first_q_block=first, block_q=block_size, block_kv=block_size)
     if not (bucket.max_reqs and kv_blocks):
-        return as_mask(
-            blocks=jnp.zeros((bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1)), bool)
-        )
-    q_means = _query_means(query, metadata, first_q_block, q_blocks, block_size)
-    own = first_q_block[:, None] + jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
-    mean_keys = functools.partial(_key_means, kv, metadata, block_size)
-    scale = spec.softmax_scale
+        shape = (bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1))
+        return as_mask(blocks=jnp.zeros(shape, bool))
+    q_means = _query_means(query, metadata, first, q_blocks, block_size)
+    own = first[:, None] + jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
+    keep = functools.partial(_kept, mass=mass, use_kernel=use_kernel, interpret=interpret)
 
     def one_request(inputs: tuple[Array, Array, Array]) -> Array:
         row, q, own = inputs
-        k = jnp.repeat(mean_keys(row), spec.q_heads_per_kv_head, axis=0)  # [q_heads, kv_blocks, head_dim]
-        s = jnp.einsum("qhd,hkd->hqk", q, k, preferred_element_type=jnp.float32) * scale
-        number = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
-        is_past = number <= own[None, :, None]
-        s = jnp.where(is_past, s, -jnp.inf)
-        if mass == 1:
-            kept = s > -jnp.inf
-        elif use_kernel:
-            least = kernels.least_of_mass(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
-            kept = s >= least.reshape(*s.shape[:2], 1)
-        else:
-            kept = largest(jax.nn.softmax(s, axis=-1), mass)
-        return is_past & (kept | (number > own[None, :, None] - num_recent) | (number < num_first))
+        s, back = _scores(q, _key_means(kv, metadata, block_size, row), own, spec)
+        kept = keep(s) | (back < num_recent) | (back > own[None, :, None] - num_first)
+        return (back >= 0) & kept
 
     rows = jnp.arange(bucket.max_reqs, dtype=jnp.int32)
     return as_mask(blocks=jax.lax.map(one_request, (rows, q_means, own)))
+
+
+def _scores(
+    q: Float[Array, "q_blocks q_heads head_dim"],
+    k: Float[Array, "kv_heads kv_blocks head_dim"],
+    own: Int[Array, " q_blocks"],
+    spec: AttentionSpec,
+) -> tuple[Float[Array, "q_heads q_blocks kv_blocks"], Int[Array, "1 q_blocks kv_blocks"]]:
+    """Scores, -inf of later blocks; and how many blocks back of the queries' own each block of keys is."""
+    k = jnp.repeat(k, spec.q_heads_per_kv_head, axis=0)
+    s = jnp.einsum("qhd,hkd->hqk", q, k, preferred_element_type=jnp.float32) * spec.softmax_scale
+    back = own[None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
+    return jnp.where(back >= 0, s, -jnp.inf), back
+
+
+def _kept(
+    s: Float[Array, "q_heads q_blocks kv_blocks"], *, mass: float, use_kernel: bool, interpret: Any
+) -> Bool[Array, "q_heads q_blocks kv_blocks"]:
+    """The blocks with the largest scores, of each head and block of queries."""
+    if mass == 1:
+        return s > -jnp.inf
+    if use_kernel:
+        least = kernels.least_of_mass(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
+        return s >= least.reshape(*s.shape[:2], 1)
+    return largest(jax.nn.softmax(s, axis=-1), mass)
 
 
 def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows n"]:

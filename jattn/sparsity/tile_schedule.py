@@ -1,9 +1,11 @@
 """From a mask to the tiles that a kernel works through, on the device: `schedule(mask, seq_lens, ...)`."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.masks import Mask, Sizes, check_mask, coverage_of_tiles
+from jattn.masks import Coverage, Mask, Sizes, check_mask, coverage_of_tiles
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require_positive, require_shape
 from pallas_kernels.list_tiles import by_sorting, codes_of
@@ -77,22 +79,36 @@ def schedule(
     require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
     bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
     check_mask(mask, Sizes(num_q_heads, num_rows=seq_lens.shape[0], **bounds), causal=False)
-    per_req = -(-max_query_len // tile_q)
-    rows = jnp.repeat(jnp.arange(seq_lens.shape[0], dtype=jnp.int32), per_req)
-    ahead = jnp.tile(jnp.arange(per_req, dtype=jnp.int32) * tile_q, seq_lens.shape[0])
-    lens, queries = seq_lens.astype(jnp.int32)[rows], query_lens.astype(jnp.int32)[rows]
-    first_query, num_queries = lens - queries + ahead, jnp.clip(queries - ahead, 0, tile_q)
+    tiles = _tiles_of_queries(seq_lens, query_lens, -(-max_query_len // tile_q), tile_q)
     coverage = coverage_of_tiles(
         mask,
-        rows=rows,
-        first_query=first_query,
-        num_queries=num_queries,
-        seq_lens=lens,
+        **tiles._asdict(),
         num_heads=(num_q_heads, num_kv_heads or num_q_heads),
         size=(tile_q, tile_kv),
         max_kv_tiles=-(-max_seq_len // tile_kv),
         is_prefill=is_prefill,
     )
+    return _listed(coverage, tiles, tile_q, tile_kv)
+
+
+class _QueryTiles(NamedTuple):
+    """Row, first query, queries, and keys of the request of each tile of queries."""
+
+    rows: Int32[Array, " q_tiles"]
+    first_query: Int32[Array, " q_tiles"]
+    num_queries: Int32[Array, " q_tiles"]
+    seq_lens: Int32[Array, " q_tiles"]
+
+
+def _tiles_of_queries(seq_lens: Array, query_lens: Array, per_req: int, tile_q: int) -> _QueryTiles:
+    rows = jnp.repeat(jnp.arange(seq_lens.shape[0], dtype=jnp.int32), per_req)
+    ahead = jnp.tile(jnp.arange(per_req, dtype=jnp.int32) * tile_q, seq_lens.shape[0])
+    lens, queries = seq_lens.astype(jnp.int32)[rows], query_lens.astype(jnp.int32)[rows]
+    return _QueryTiles(rows, lens - queries + ahead, jnp.clip(queries - ahead, 0, tile_q), lens)
+
+
+def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -> TileSchedule:
+    """The tiles that are seen, those that need a mask first."""
     some = coverage.some
     listed = by_sorting(codes_of(some, coverage.every).reshape(-1, some.shape[-1]))
     num_partial, num_full = (x.reshape(some.shape[:2]) for x in (listed.num_partial, listed.num_full))
@@ -101,9 +117,9 @@ def schedule(
         num_partial=num_partial,
         num_full=num_full,
         order=jnp.argsort(-(num_partial + num_full).reshape(-1), stable=True).astype(jnp.int32),
-        rows=rows,
-        first_query=first_query,
-        num_queries=num_queries,
+        rows=tiles.rows,
+        first_query=tiles.first_query,
+        num_queries=tiles.num_queries,
         tile_q=tile_q,
         tile_kv=tile_kv,
     )

@@ -126,10 +126,9 @@ def select_blocks(
     require(q_heads % kv_heads == 0, "query's heads", f"be a multiple of the bounds' ({kv_heads})", q_heads)
     require(max_blocks > 0, "block_table", "have columns", block_table.shape)
     require_shape("block_table", block_table.shape, (query.shape[0], max_blocks), "one row per request")
-    is_possible = 1 <= num_selected <= max_blocks
-    require(is_possible, "num_selected", f"lie in [1, max_blocks ({max_blocks})]", num_selected)
-    where = query, bounds, block_table
-    reason = None if interpret else support.why_not_on(*where)
+    rule = f"lie in [1, max_blocks ({max_blocks})]"
+    require(1 <= num_selected <= max_blocks, "num_selected", rule, num_selected)
+    reason = None if interpret else support.why_not_on(query, bounds, block_table)
     reason = reason or _why_not_select(bounds, num_q_heads=q_heads, max_blocks=max_blocks)
     use_kernel = support.takes_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]

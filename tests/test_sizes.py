@@ -1,0 +1,42 @@
+"""How long files and functions are: short enough to be read at one go."""
+
+import ast
+import pathlib
+import statistics
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDERS = ("jattn",)
+MAX_FILE, MEDIAN_FILE = 350, 120
+MAX_FUNCTION, MAX_KERNEL_BODY = 60, 120  # docstrings counted
+FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS}
+
+
+def is_kernel_body(path, function):
+    """Whether a function is the program of a kernel: in pallas_kernels, a `body` or what begins with `_`?"""
+    return "pallas_kernels" in path.parts and function.name.endswith(("body", "kernel"))
+
+
+def functions(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, node.end_lineno - node.lineno + 1
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_are_short(folder):
+    lengths = {path: len(path.read_text().splitlines()) for path in FILES[folder]}
+    assert {str(path): n for path, n in lengths.items() if n > MAX_FILE} == {}
+    assert statistics.median(lengths.values()) <= MEDIAN_FILE
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_functions_are_short(folder):
+    long = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": lines
+        for path in FILES[folder]
+        for node, lines in functions(path)
+        if lines > (MAX_KERNEL_BODY if is_kernel_body(path, node) else MAX_FUNCTION)
+    }
+    assert long == {}
