@@ -79,10 +79,19 @@ class DecodeGraphs:
         """
         is_metadata = isinstance(metadata, BatchMetadata)
         require(is_metadata, "metadata", "be a BatchMetadata", type(metadata).__name__)
-        executable = self._executables.get(metadata.bucket)
-        if executable is None:
-            executable = self._compile_now(params, caches, metadata, *inputs)
-        return executable(self._leaves_of(params).values, caches, metadata, *inputs)
+        bucket, leaves = metadata.bucket, self._leaves_of(params)
+        if bucket not in self._executables:
+            require(
+                bucket in self.buckets,
+                "metadata.bucket",
+                f"be one of the buckets {named(self.buckets)}",
+                bucket,
+            )
+            with self._lock:  # two threads that miss the same bucket compile it once
+                if bucket not in self._executables:
+                    lowered = self._step.lower(leaves.structure, leaves.values, caches, metadata, *inputs)
+                    self._keep(bucket, lowered.compile())
+        return self._executables[bucket](leaves.values, caches, metadata, *inputs)
 
     def _leaves_of(self, params: Any) -> Leaves:
         """The parameters' leaves as they are now; those of the step before where nothing has changed.
@@ -98,21 +107,6 @@ class DecodeGraphs:
             require(False, "params", f"keep the structure {last.structure}", leaves.structure)
         self._leaves = leaves
         return leaves
-
-    def _compile_now(
-        self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any
-    ) -> jax.stages.Compiled:
-        is_one = metadata.bucket in self.buckets
-        require(is_one, "metadata.bucket", f"be one of the buckets {listed(self.buckets)}", metadata.bucket)
-        with self._lock:  # two threads that miss the same bucket compile it once
-            if metadata.bucket not in self._executables:
-                lowered = self._lower(params, caches, metadata, *inputs)
-                self._keep(metadata.bucket, lowered.compile())
-        return self._executables[metadata.bucket]
-
-    def _lower(self, params: Any, *arguments: Any) -> jax.stages.Lowered:
-        leaves = self._leaves_of(params)
-        return self._step.lower(leaves.structure, leaves.values, *arguments)
 
     def _keep(self, bucket: Bucket, executable: jax.stages.Compiled) -> None:
         self._executables[bucket] = executable
@@ -141,6 +135,7 @@ class DecodeGraphs:
         """
         with self._lock:
             missing = [bucket for bucket in self.buckets if bucket not in self._executables]
+            leaves = self._leaves_of(params)
             with (
                 _bar(len(missing), progress) as move_bar,
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -148,7 +143,8 @@ class DecodeGraphs:
                 compiling = {}
                 for bucket in missing:
                     metadata = abstract_metadata(bucket, block_size)
-                    lowered = self._lower(params, caches, metadata, *inputs(bucket))
+                    arguments = leaves.values, caches, metadata, *inputs(bucket)
+                    lowered = self._step.lower(leaves.structure, *arguments)
                     compiling[pool.submit(lowered.compile)] = bucket
                 for done in concurrent.futures.as_completed(compiling):
                     self._keep(compiling[done], done.result())
@@ -184,7 +180,7 @@ class DecodeGraphs:
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 return bucket
         batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
-        raise ValueError(f"the batch must fit one of the buckets {listed(self.buckets)}, got {batch}.")
+        raise ValueError(f"the batch must fit one of the buckets {named(self.buckets)}, got {batch}.")
 
 
 def default_buckets(
@@ -255,7 +251,7 @@ def _fits(bucket: Bucket, num_decodes: int, num_prefills: int, num_prefill_token
     )
 
 
-def listed(buckets: Iterable[Bucket]) -> str:
+def named(buckets: Iterable[Bucket]) -> str:
     """Each as decodes+prefills/prefill tokens x block columns."""
     sizes = (f"{b.max_decodes}+{b.max_prefills}/{b.max_prefill_tokens}x{b.max_blocks}" for b in buckets)
     return f"(decodes+prefills/prefill_tokens x max_blocks) {', '.join(sizes)}"

@@ -11,7 +11,7 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
-from jattn.planning import COLUMNS, rows
+from jattn.planning import COLUMNS, table_lines
 from pallas_kernels import support
 from tests.contract import AttentionContract, Problem
 
@@ -169,7 +169,7 @@ class TestTable:
         assert "192 x 128 keys, 3 stages" in lines[1]
 
     def test_reasons_stand_behind_what_was_passed_over(self):
-        (row,) = rows(jattn.plan(batch([1], [9]), SPEC, CACHE).layers)
+        (row,) = table_lines(jattn.plan(batch([1], [9]), SPEC, CACHE).layers)
         assert row[1:3] == ("decode", "xla")
         assert row[-1].startswith("mosaic_gpu: the kernels need an NVIDIA GPU")
 

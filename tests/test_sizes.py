@@ -14,7 +14,7 @@ FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS}
 
 
 def is_kernel_body(path, function):
-    """Whether a function is the program of a kernel: in pallas_kernels, a `body` or what begins with `_`?"""
+    """Whether a function is the program of a kernel, as plgpu.kernel runs it: named so in pallas_kernels."""
     return "pallas_kernels" in path.parts and function.name.endswith(("body", "kernel"))
 
 

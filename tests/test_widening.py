@@ -69,10 +69,10 @@ def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, na
     problem = Problem(case) if mask is None else ListedProblem(case, mask=sees_dilated)
     metadata = problem.metadata.prefill_part
     at_once = attended(problem, mask, 2**31)
-    assert widening.num_rows(metadata, problem.spec) == widening.worst_rows(metadata, problem.spec)
+    assert widening.buffer_len(metadata, problem.spec) == widening.worst_buffer_len(metadata, problem.spec)
     problem.check(*at_once)
     in_passes = attended(problem, mask, 0)
-    assert widening.num_rows(metadata, problem.spec) < widening.worst_rows(metadata, problem.spec)
+    assert widening.buffer_len(metadata, problem.spec) < widening.worst_buffer_len(metadata, problem.spec)
     for a, b in zip(at_once, in_passes, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -96,13 +96,13 @@ def metadata_of(bucket):
 )
 def test_memory_does_not_grow_with_requests_times_their_longest_length(changes, worst, rows):
     spec = dataclasses.replace(LLAMA, **changes)
-    assert widening.worst_rows(metadata_of(PROMPTS), spec) == worst
-    assert widening.num_rows(metadata_of(PROMPTS), spec) == rows
+    assert widening.worst_buffer_len(metadata_of(PROMPTS), spec) == worst
+    assert widening.buffer_len(metadata_of(PROMPTS), spec) == rows
 
 
 def test_the_longest_request_always_fits():
     bucket = dataclasses.replace(PROMPTS, max_blocks=2**20 // 16)
-    assert widening.num_rows(metadata_of(bucket), LLAMA) == 2**20
+    assert widening.buffer_len(metadata_of(bucket), LLAMA) == 2**20
 
 
 WITHOUT_WINDOW = [(name, None) for name in QUANTIZATIONS if name is not None]

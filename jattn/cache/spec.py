@@ -71,8 +71,8 @@ def quantization_of(name: str | None) -> str | None:
     if name is not None and (not isinstance(name, str) or name not in QUANTIZATIONS):
         ours = [choice for choice in QUANTIZATIONS if choice is not None]
         nearest = difflib.get_close_matches(str(name), ours, n=1, cutoff=0.0)[0]
-        listed = ", ".join(map(repr, [None, *QUANTIZATION_ALIASES, *ours]))
-        rule = f"be one of {listed}"
+        names = ", ".join(map(repr, [None, *QUANTIZATION_ALIASES, *ours]))
+        rule = f"be one of {names}"
         require(False, "quantization", rule, f"{name!r}; the nearest is {nearest!r}")
     return name
 

@@ -112,10 +112,10 @@ class Mask(abc.ABC):
         """How much of each tile is seen."""
 
     def __and__(self, other: "Mask") -> "Mask":
-        return And(masks=(*_parts(self, And), *_parts(other, And)))
+        return And(masks=(*_operands(self, And), *_operands(other, And)))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Or(masks=(*_parts(self, Or), *_parts(other, Or)))
+        return Or(masks=(*_operands(self, Or), *_operands(other, Or)))
 
     __rand__, __ror__ = __and__, __or__
     __array_ufunc__ = None  # numpy's arrays leave & and | to masks, which say what they are not
@@ -211,14 +211,14 @@ def check_is_mask(name: str, value: object) -> None:
 def leaves(mask: Mask) -> Iterator[Mask]:
     """The masks that a mask is composed of."""
     if isinstance(mask, _Joined):
-        for part in mask.masks:
-            yield from leaves(part)
+        for operand in mask.masks:
+            yield from leaves(operand)
     else:
         yield mask
 
 
 def row_arrays(mask: Mask) -> dict[str, Any]:
-    """The arrays of a mask, not of its parts, that have a row for each request."""
+    """The arrays of a mask, not of its operands, that have a row for each request."""
     if mask.is_static:
         return {}
     axes, name = mask.row_axes, type(mask).__name__
@@ -237,7 +237,7 @@ def row_counts(mask: Mask) -> list[tuple[str, int]]:
     ]
 
 
-def _parts(mask: Mask, kind: "type[_Joined]") -> tuple[Mask, ...]:
+def _operands(mask: Mask, kind: "type[_Joined]") -> tuple[Mask, ...]:
     check_is_mask("what a mask is joined with", mask)
     return mask.masks if isinstance(mask, kind) else (mask,)
 

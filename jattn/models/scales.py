@@ -120,9 +120,9 @@ def static_scales(kv_scales: KVScales | None, specs: Sequence[CacheSpec]) -> lis
             if is_static and scale is None:
                 unmeasured[layer] = spec.quantization
     if unmeasured:
-        listed = f"{set(unmeasured.values()).pop()} cache: layers {', '.join(map(str, unmeasured))}"
+        unscaled = f"{set(unmeasured.values()).pop()} cache: layers {', '.join(map(str, unmeasured))}"
         harm = "have no scales and take 1, which cuts large keys and values off and rounds small ones away"
         way_out = "model.kv_scales = jattn.calibrate(model, prompts) measures them."
-        message = f"{listed} {harm}. {way_out}"
+        message = f"{unscaled} {harm}. {way_out}"
         warnings.warn(message, CalibrationWarning, skip_file_prefixes=(PACKAGE,))
     return scales

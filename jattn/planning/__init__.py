@@ -1,7 +1,7 @@
 """The plan of a step: what serves each kind of layer (choosing), and what the layers share (works)."""
 
 from jattn.planning.choosing import KernelFallbackWarning, choose_layers
-from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, rows
+from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, table_lines
 from jattn.planning.plans import Plan, check_batch_of, plan, planned
 
 __all__ = [
@@ -14,5 +14,5 @@ __all__ = [
     "choose_layers",
     "plan",
     "planned",
-    "rows",
+    "table_lines",
 ]

@@ -39,7 +39,7 @@ class LayerPlan:
         return tuple((name, choice) for name, choice in pairs if choice is not None)
 
 
-def rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
+def table_lines(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
     """COLUMNS of each kind of layer and region."""
     return [
         (
@@ -57,7 +57,7 @@ def rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
 
 def table(layers: Sequence[LayerPlan]) -> str:
     """Choices as lines of text, a kind of layer and a region each."""
-    return aligned([COLUMNS, *rows(layers)])
+    return aligned([COLUMNS, *table_lines(layers)])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

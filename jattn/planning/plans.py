@@ -123,18 +123,18 @@ def _kinds(
 ) -> tuple[Layer, ...]:
     """The kinds of the layers, each once."""
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
-    listed = (specs,) if isinstance(specs, AttentionSpec) else tuple(specs)
-    require(len(listed) > 0, "specs", "be a layer or at least one", listed)
-    for one in listed:
+    each = (specs,) if isinstance(specs, AttentionSpec) else tuple(specs)
+    require(len(each) > 0, "specs", "be a layer or at least one", each)
+    for one in each:
         require_type("specs", one, AttentionSpec, "one, or one a layer")
     if isinstance(cache_specs, list | tuple):
         caches = tuple(cache_specs)
-        require(len(caches) == len(listed), "cache_specs", f"be one or {len(listed)}, as specs", len(caches))
+        require(len(caches) == len(each), "cache_specs", f"be one or {len(each)}, as specs", len(caches))
     else:
-        caches = (cache_specs,) * len(listed)
-    for spec, cache in zip(listed, caches, strict=True):
+        caches = (cache_specs,) * len(each)
+    for spec, cache in zip(each, caches, strict=True):
         _check_cache(metadata, spec, cache)
-    layers = (layer_of(spec, cache, query_dtype) for spec, cache in zip(listed, caches, strict=True))
+    layers = (layer_of(spec, cache, query_dtype) for spec, cache in zip(each, caches, strict=True))
     return tuple(dict.fromkeys(layers))
 
 

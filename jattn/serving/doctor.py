@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jattn.bucket import Bucket
 from jattn.cache import CacheSpec
-from jattn.graphs import listed
+from jattn.graphs import named
 from jattn.implementations.choice import IMPLEMENTATIONS, Choice
 from jattn.implementations.layers import layer_of
 from jattn.masks import Document, LocalStrided
@@ -84,7 +84,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
             metadata = abstract_metadata(bucket, block_size)
             made = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
             alike.setdefault(str(made), []).append(bucket)
-    return "\n\n".join(f"buckets {listed(of)}:\n\n{text}" for text, of in alike.items())
+    return "\n\n".join(f"buckets {named(of)}:\n\n{text}" for text, of in alike.items())
 
 
 def report() -> str:

@@ -97,11 +97,11 @@ def per_prompt[T](
     if is_one(values):
         return [values] * count  # type: ignore[list-item]
     require(_is_list(values), name, f"be {kind}, or a list of one a prompt", repr(values))
-    listed: list[T] = list(values)  # type: ignore[arg-type]
-    require(len(listed) == count, name, f"have one entry per prompt ({count})", len(listed))
-    for i, value in enumerate(listed):
+    one_each: list[T] = list(values)  # type: ignore[arg-type]
+    require(len(one_each) == count, name, f"have one entry per prompt ({count})", len(one_each))
+    for i, value in enumerate(one_each):
         require(is_one(value), f"{name}[{i}]", f"be {kind}", repr(value))
-    return listed
+    return one_each
 
 
 def stop_ids_of(stop_ids: Sequence[int], eos_token_ids: Sequence[int]) -> frozenset[int]:

@@ -52,8 +52,8 @@ def infer_global_hyperparameters(
     first_name, first = next(iter(per_layer_params.items()))
     others = {name: params for name, params in per_layer_params.items() if params != first}
     rule = f"be the same in all layers ({first_name} has {_shown(first)})"
-    listed = "; ".join(f"{name}: {_shown(params)}" for name, params in others.items())
-    require(not (strict and others), "window_left, logits_soft_cap, sm_scale, has_sinks", rule, listed)
+    named = "; ".join(f"{name}: {_shown(params)}" for name, params in others.items())
+    require(not (strict and others), "window_left, logits_soft_cap, sm_scale, has_sinks", rule, named)
     has_same_windows = all(params.window_left == first.window_left for params in per_layer_params.values())
     return dataclasses.replace(first, has_same_window_lefts=has_same_windows, has_same_all_params=not others)
 

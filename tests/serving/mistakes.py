@@ -13,6 +13,7 @@ from flax import nnx
 import jattn
 import jattn.serving.cli  # before tests.conftest, which has the modules checked that come after it
 from jattn.serving import Engine, SamplingParams
+from jattn.serving.served_model import MEMBERS
 from tests.conftest import GOLDEN
 from tests.serving.tiny import one_layer_model
 
@@ -26,6 +27,7 @@ class Mistakes:
         self.spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
         self.layer = jattn.PagedAttention(16, self.spec, rngs=nnx.Rngs(0))
         self.metadata = jattn.build_batch_metadata([3, 5], [3, 5], None)
+        self.members = MEMBERS
         self.bucket = jattn.Bucket(max_decodes=2, max_blocks=2)
 
     def attend(self, **changes):

@@ -55,6 +55,5 @@ def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
         if pathlib.Path(frame.filename).is_relative_to(ROOT / "jattn")
     ]
     hands = hands[hands.index(HANDS[0]) :]
-    print(hands)
     assert hands == HANDS
     assert len(hands) + 1 <= 11  # with the kernel's entry

@@ -62,8 +62,8 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
         return _formula(mask, call)
     match mask:
         case And() | Or():
-            parts = [_window(part) or kernel_mask(part, call) for part in mask.masks]
-            return _joined(operator.and_ if isinstance(mask, And) else operator.or_, parts)
+            operands = [_window(operand) or kernel_mask(operand, call) for operand in mask.masks]
+            return _joined(operator.and_ if isinstance(mask, And) else operator.or_, operands)
         case Document():
             return _document(mask, call)
         case Prefix():
@@ -114,19 +114,19 @@ def _window(mask: Mask) -> KernelMask | None:
     return KernelMask((), lambda *_: (), sees, is_words=True)
 
 
-def _joined(join: Callable[[Any, Any], Any], parts: list[KernelMask]) -> KernelMask:
+def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> KernelMask:
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         rest, loaded = list(refs), []
-        for part in parts:
-            mine, rest = rest[: len(part.arrays)], rest[len(part.arrays) :]
-            loaded.append(part.load(tile, row, tuple(mine)))
+        for operand in operands:
+            mine, rest = rest[: len(operand.arrays)], rest[len(operand.arrays) :]
+            loaded.append(operand.load(tile, row, tuple(mine)))
         return tuple(loaded)
 
     def sees(tile: PairTile, loaded: Any) -> Any:
         words: list[Words] = []
         pairs: list[Any] = []
-        for part, x in zip(parts, loaded, strict=True):
-            (words if part.is_words else pairs).append(part.sees(tile, x))
+        for operand, x in zip(operands, loaded, strict=True):
+            (words if operand.is_words else pairs).append(operand.sees(tile, x))
         if words:
             joined = tuple(functools.reduce(join, each) for each in zip(*words, strict=True))
             if not pairs:
@@ -134,8 +134,8 @@ def _joined(join: Callable[[Any, Any], Any], parts: list[KernelMask]) -> KernelM
             pairs.append(tile.has_bits(joined))
         return functools.reduce(join, pairs)
 
-    arrays = tuple(x for part in parts for x in part.arrays)
-    return KernelMask(arrays, load, sees, is_words=all(part.is_words for part in parts))
+    arrays = tuple(x for operand in operands for x in operand.arrays)
+    return KernelMask(arrays, load, sees, is_words=all(operand.is_words for operand in operands))
 
 
 def _document(mask: Document, call: Call) -> KernelMask:

@@ -22,8 +22,8 @@ class DecodeKernel:
     lists_tell_heads: bool = False
 
     def __str__(self) -> str:
-        listed = "" if self.list_block_size is None else f" over lists of blocks of {self.list_block_size}"
-        return f"paged_decode{listed}"
+        over = "" if self.list_block_size is None else f" over lists of blocks of {self.list_block_size}"
+        return f"paged_decode{over}"
 
     @property
     def sizes(self) -> str:

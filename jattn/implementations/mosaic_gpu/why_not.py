@@ -48,10 +48,10 @@ def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKer
         return reason
     size, tells_heads = None, False
     if mask is not None:
-        listed = block_lists.list_block_size(mask, spec, region)
-        if isinstance(listed, str):
-            return listed
-        size, tells_heads = listed, block_lists.tells_heads(mask, spec)
+        found = block_lists.list_block_size(mask, spec, region)
+        if isinstance(found, str):
+            return found
+        size, tells_heads = found, block_lists.tells_heads(mask, spec)
     tiles = decode_kernel.default_tiles(
         spec.head_dim,
         rows=spec.q_heads_per_kv_head * region.bucket.decode_query_len,

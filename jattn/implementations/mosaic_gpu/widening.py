@@ -64,7 +64,7 @@ def attend_widened(
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
     wanted = _wanted(metadata, spec)
-    rows, reqs = num_rows(metadata, spec), metadata.bucket.max_reqs
+    rows, reqs = buffer_len(metadata, spec), metadata.bucket.max_reqs
 
     def pass_of(first: Any) -> tuple[Any, Array, Array | None]:
         """Attends the requests from `first` on whose keys fit the buffer: the next one, output, LSE."""
@@ -77,7 +77,7 @@ def attend_widened(
         out, lse = attend_packed(kv, replace(metadata, seq_lens=seq_lens))
         return following, out, lse
 
-    if worst_rows(metadata, spec) <= rows:
+    if worst_buffer_len(metadata, spec) <= rows:
         kv = _read(cache, metadata, wanted, jnp.int32(0), rows, query.dtype, interpret)
         return attend_packed(kv, metadata)
 
@@ -98,14 +98,14 @@ def attend_widened(
     return out, lse
 
 
-def num_rows(metadata: BatchMetadata, spec: AttentionSpec) -> int:
+def buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
     """Static: rows of the buffer: what MAX_BYTES hold, at most what all requests need, at least one's."""
     one = padded_len(metadata.block_table.shape[1], metadata.block_size)
     bytes_of_row = 2 * 2 * spec.num_kv_heads * spec.head_dim  # keys and values, two bytes each
-    return min(max(MAX_BYTES // bytes_of_row // TILE * TILE, one), worst_rows(metadata, spec))
+    return min(max(MAX_BYTES // bytes_of_row // TILE * TILE, one), worst_buffer_len(metadata, spec))
 
 
-def worst_rows(metadata: BatchMetadata, spec: AttentionSpec) -> int:
+def worst_buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
     """Static: the most rows that the requests of a bucket can need together."""
     reqs, one = metadata.bucket.max_reqs, padded_len(metadata.block_table.shape[1], metadata.block_size)
     left, _ = spec.window or (None, None)

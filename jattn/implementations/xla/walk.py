@@ -54,12 +54,12 @@ def attend(
     if bucket.max_tokens == 0 or holds_nothing(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
     problem = Problem(kv, metadata, spec, mask, sinks, alibi_slopes)
-    parts = []
+    regions = []
     if bucket.max_decodes:
-        parts.append(_decodes(query[: bucket.max_decode_tokens], problem))
+        regions.append(_decodes(query[: bucket.max_decode_tokens], problem))
     if bucket.max_prefill_tokens:
-        parts.append(_prefills(query[bucket.max_decode_tokens :], problem, tiles))
-    outs, lses = zip(*parts, strict=True)
+        regions.append(_prefills(query[bucket.max_decode_tokens :], problem, tiles))
+    outs, lses = zip(*regions, strict=True)
     return jnp.concatenate(outs), jnp.concatenate(lses).T.astype(jnp.float32)
 
 
