@@ -30,7 +30,7 @@ WANT = {
     "jattn.DecodeGraphs(len, [m.bucket])({}, (), {})": r"metadata must be a BatchMetadata, got dict\.",
     # Engine
     "Engine(None)": r"model must be a jattn.models.Decoder or a Hugging Face folder, got None\.",
-    "Engine(type('M', (), {'config': 0})())": r"model must have .*: it lacks tokenizer, cache_specs, .*, got a M\.",
+    "Engine(type('M', (), {'config': 0})())": r"model must have .*: it lacks tokenizer, .*, got a M\.",
     "Engine(type('M', (), dict.fromkeys(m.members))())": r"model must be an nnx.Module, got a M\.",
     "Engine({'a': 1})": r"model must be a jattn.models.Decoder or .*, got \{'a': 1\}\.",
     "Engine(m.model, block_size='16')": r"block_size must be an int, got '16'\.",
