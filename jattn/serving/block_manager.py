@@ -1,5 +1,8 @@
 """Which block of the paged cache belongs to which request. Host side: ints only."""
 
+import collections
+from collections.abc import Sequence
+
 from pallas_kernels.checks import require, require_positive
 
 NULL_BLOCK = 0  # what padding points to; never handed out
@@ -10,6 +13,10 @@ class BlockManager:
 
     A request owns `ceil(num_tokens / block_size)` blocks. Requests forked from one another share blocks until
     one of them writes into a shared block: `append` then gives it one of its own and says what to copy.
+
+    A full block that was published under a digest of what it holds is found again by it (`find`), also when
+    nobody owns it any more: until it is handed out for something else, the longest unused first, and of a
+    request's blocks the last first, since the others are of use without it.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -22,10 +29,12 @@ class BlockManager:
         require_positive(block_size=block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.peak_used = 0
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._free = collections.OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))  # next one first
         self._ref_counts = [0] * num_blocks
         self._blocks: dict[int, list[int]] = {}
         self._num_tokens: dict[int, int] = {}
+        self._published: dict[bytes, int] = {}  # digest -> block
+        self._digests: dict[int, bytes] = {}  # and back
 
     # ------------------------------------------------------------------------------------ questions
     @property
@@ -35,7 +44,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
+        """Blocks that nobody owns, published ones too."""
         return len(self._free)
 
     @property
@@ -82,18 +91,65 @@ class BlockManager:
         owned, have = self._owned(request_id), self._num_tokens[request_id]
         return self.blocks_for(have + num_tokens) - len(owned) + self._must_copy(request_id, num_tokens)
 
+    def find(self, digests: Sequence[bytes]) -> tuple[int, ...]:
+        """The published blocks of the longest beginning of `digests` that is all there."""
+        found = []
+        for digest in digests:
+            block = self._published.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def num_free_without(self, blocks: Sequence[int]) -> int:
+        """Blocks that would be free if somebody owned these, too."""
+        return self.num_free - sum(not self._ref_counts[block] for block in blocks)
+
     # -------------------------------------------------------------------------------------- changes
-    def allocate(self, request_id: int, num_tokens: int) -> tuple[int, ...]:
+    def allocate(self, request_id: int, num_tokens: int, shared: Sequence[int] = ()) -> tuple[int, ...]:
         """Gives a new request the blocks for its first tokens.
 
+        Args:
+            request_id: The new request.
+            num_tokens: How many tokens.
+            shared: Full blocks of the first of them, as `find` found them.
+
         Raises:
-            ValueError: The request has blocks already, or too few are free; nothing has changed then.
+            ValueError: The request has blocks already, too few are free, or more are shared than the tokens
+                fill; nothing has changed then.
         """
         require(request_id not in self._blocks, "request_id", "be new", request_id)
         require(num_tokens >= 0, "num_tokens", "be at least 0", num_tokens)
-        taken = self._take(self.blocks_for(num_tokens))
-        self._blocks[request_id], self._num_tokens[request_id] = taken, num_tokens
-        return tuple(taken)
+        fills = len(shared) * self.block_size
+        require(fills <= num_tokens, "shared", f"hold at most num_tokens ({num_tokens})", f"{fills} tokens")
+        count = self.blocks_for(num_tokens) - len(shared)
+        free = self.num_free_without(shared)
+        require(count <= free, "blocks wanted", f"be at most the {free} free", count)
+        for block in shared:
+            self._free.pop(block, None)
+            self._ref_counts[block] += 1
+        owned = [*shared, *self._take(count)]
+        self._blocks[request_id], self._num_tokens[request_id] = owned, num_tokens
+        return tuple(owned)
+
+    def publish(self, request_id: int, index: int, digest: bytes) -> None:
+        """Lets others find a request's full block number `index` by the digest of what it holds.
+
+        Nothing changes where another block has that digest: the first one published stays the one found.
+
+        Raises:
+            ValueError: No such request, or the block is not full.
+        """
+        owned, num_full = self._owned(request_id), self._num_tokens[request_id] // self.block_size
+        require(0 <= index < num_full, "index", f"be of a full block, in [0, {num_full})", index)
+        if digest not in self._published and owned[index] not in self._digests:
+            self._published[digest] = owned[index]
+            self._digests[owned[index]] = digest
+
+    def unpublish_all(self) -> None:
+        """Forgets what all blocks hold: nothing is found until it is published again."""
+        self._published.clear()
+        self._digests.clear()
 
     def append(self, request_id: int, num_tokens: int = 1) -> list[tuple[int, int]]:
         """Makes room for more tokens of a request.
@@ -114,6 +170,8 @@ class BlockManager:
             self._ref_counts[source] -= 1
             owned[-1] = target
             copies = [(source, target)]
+        elif num_tokens > 0 and self._is_partly_filled(request_id):
+            self._unpublish(owned[-1])  # full once, of a request that this one was forked from
         owned.extend(taken)
         self._num_tokens[request_id] += num_tokens
         return copies
@@ -140,7 +198,7 @@ class BlockManager:
         return tuple(shared)
 
     def free(self, request_id: int) -> None:
-        """Forgets a request; blocks that nobody else shares become free.
+        """Forgets a request; blocks that nobody else shares become free, published ones stay to be found.
 
         Raises:
             ValueError: No such request.
@@ -148,7 +206,8 @@ class BlockManager:
         for block in reversed(self._owned(request_id)):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
-                self._free.append(block)
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._digests)
         del self._blocks[request_id], self._num_tokens[request_id]
 
     # --------------------------------------------------------------------------------------- inside
@@ -158,13 +217,21 @@ class BlockManager:
 
     def _must_copy(self, request_id: int, num_tokens: int) -> bool:
         """Whether the next tokens go into a block that others share."""
-        is_partly_filled = self._num_tokens[request_id] % self.block_size > 0
-        return num_tokens > 0 and is_partly_filled and self._ref_counts[self._blocks[request_id][-1]] > 1
+        is_shared = self._is_partly_filled(request_id) and self._ref_counts[self._blocks[request_id][-1]] > 1
+        return num_tokens > 0 and is_shared
+
+    def _is_partly_filled(self, request_id: int) -> bool:
+        return self._num_tokens[request_id] % self.block_size > 0
+
+    def _unpublish(self, block: int) -> None:
+        if block in self._digests:
+            del self._published[self._digests.pop(block)]
 
     def _take(self, count: int) -> list[int]:
         require(count <= self.num_free, "blocks wanted", f"be at most the {self.num_free} free", count)
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._ref_counts[block] = 1
+            self._unpublish(block)
         self.peak_used = max(self.peak_used, self.num_used)
         return taken

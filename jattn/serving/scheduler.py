@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Collection
 
 from jattn.serving.block_manager import BlockManager
+from jattn.serving.prefix_cache import BlockHashes
 from pallas_kernels.checks import require, require_positive
 
 
@@ -51,11 +52,17 @@ class Step:
 
 @dataclasses.dataclass(eq=False)
 class _Progress:
-    """How far a request is: tokens that it has (prompt and generated), and how many of them are cached."""
+    """How far a request is: tokens that it has (prompt and generated), and how many of them are cached.
+
+    Its first num_published blocks others can find; none more where its keys are those of old weights.
+    """
 
     request_id: int
     num_tokens: int
+    hashes: BlockHashes | None
     num_computed: int = 0
+    num_published: int = 0
+    is_stale: bool = False
 
     @property
     def num_new(self) -> int:
@@ -68,7 +75,7 @@ class Scheduler:
     Running requests come first, oldest first: decodes, then the rest of prompts that are partly computed.
     What is left of the budget admits waiting ones, once the blocks for all their tokens are free. A running
     request that is out of blocks takes them from the latest; so the oldest can always finish, and nobody
-    starves.
+    starves. A request that comes with the hashes of its blocks begins behind those that others have computed.
 
     Source: vLLM V1 `Scheduler.schedule`; differs in that the latest request, short of a block, waits with
     what it has, where vLLM preempts it.
@@ -90,7 +97,7 @@ class Scheduler:
         require_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
         self._waiting: collections.deque[_Progress] = collections.deque()  # oldest first, as _running,
         self._running: list[_Progress] = []  # which are all older
         self._known: set[int] = set()
@@ -106,25 +113,36 @@ class Scheduler:
         """Tokens that fit the cache."""
         return self.block_manager.capacity * self.block_manager.block_size
 
-    def add(self, request_id: int, num_prompt_tokens: int, max_tokens: int) -> None:
+    def add(
+        self,
+        request_id: int,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        hashes: BlockHashes | None = None,
+    ) -> None:
         """Puts a request at the end of the queue.
 
         Args:
             request_id: A new name.
             num_prompt_tokens: Tokens that it starts with.
             max_tokens: Most tokens that it will generate. The last of them needs no place in the cache.
+            hashes: Of its tokens as far as the host knows them, kept up to date by the caller. None = it
+                neither takes blocks from others nor leaves any.
 
         Raises:
-            ValueError: The request would not fit the cache if it were alone, is empty, or is there already.
+            ValueError: hashes are of another block size, or the request would not fit the cache if it were alone, is empty, or is there already.
         """
         counts = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
         require_positive(**counts)
         require(request_id not in self._known, "request_id", "be new", request_id)
+        if hashes is not None:
+            size = self.block_manager.block_size
+            require(hashes.block_size == size, "hashes.block_size", f"be {size}", hashes.block_size)
         most = num_prompt_tokens + max_tokens - 1
         rule = f"fit the cache's {self.capacity_tokens} tokens"
         name = f"num_prompt_tokens + max_tokens - 1 of request {request_id}"
         require(most <= self.capacity_tokens, name, rule, most)
-        self._waiting.append(_Progress(request_id, num_prompt_tokens))
+        self._waiting.append(_Progress(request_id, num_prompt_tokens, hashes))
         self._known.add(request_id)
 
     def schedule(self) -> Step | None:
@@ -150,8 +168,13 @@ class Scheduler:
         while budget > 0 and len(chunks) == len(self._running) and self._can_admit():
             request = self._waiting.popleft()
             self._running.append(request)
+            found = self._found(request)
+            request.num_computed = len(found) * self.block_manager.block_size
+            request.num_published = len(found)
+            self.num_prefix_tokens += request.num_tokens
+            self.num_prefix_hit_tokens += request.num_computed
             count = min(request.num_new, budget)
-            self.block_manager.allocate(request.request_id, count)
+            self.block_manager.allocate(request.request_id, request.num_computed + count, found)
             chunks.append((request, count))
             budget -= count
         return self._step(chunks, preempted) if chunks else None
@@ -174,6 +197,7 @@ class Scheduler:
         for request_id, count in zip(step.request_ids, step.query_lens, strict=True):
             by_id[request_id].num_computed += count
             by_id[request_id].num_tokens += request_id in sampled
+            self._publish(by_id[request_id])  # the device takes steps in order: who reads comes later
             self._copies.pop(request_id, None)
         for request_id in finished:
             self.abort(request_id)
@@ -186,12 +210,18 @@ class Scheduler:
         """
         require(request_id in self._known, "request_id", "wait or run", request_id)
         self._known.remove(request_id)
-        num_running = len(self._running)
-        self._running = [request for request in self._running if request.request_id != request_id]
-        if len(self._running) < num_running:
-            self._free(request_id)
-        else:
-            self._waiting = collections.deque(r for r in self._waiting if r.request_id != request_id)
+        for request in self._running:
+            if request.request_id == request_id:
+                self._running.remove(request)
+                self._free(request)
+                return
+        self._waiting = collections.deque(r for r in self._waiting if r.request_id != request_id)
+
+    def forget_prefixes(self) -> None:
+        """Nothing that is cached now will be found by requests to come: the weights have changed."""
+        self.block_manager.unpublish_all()
+        for request in self._running:
+            request.is_stale = True
 
     # --------------------------------------------------------------------------------------- inside
     def _make_room(self, request: _Progress, count: int) -> list[int]:
@@ -202,24 +232,42 @@ class Scheduler:
             if self._running[-1] is request:
                 break
             victim = self._running.pop()
-            self._free(victim.request_id)
-            victim.num_computed = 0
+            self._free(victim)
+            victim.num_computed, victim.is_stale = 0, False
             self._waiting.appendleft(victim)
             self.num_preemptions += 1
             preempted.append(victim.request_id)
         return preempted
 
-    def _free(self, request_id: int) -> None:
+    def _free(self, request: _Progress) -> None:
         """Gives a request's blocks back; nothing is copied onto them any more."""
-        self.block_manager.free(request_id)
-        self._copies.pop(request_id, None)
+        self._publish(request)
+        self.block_manager.free(request.request_id)
+        self._copies.pop(request.request_id, None)
 
     def _can_admit(self) -> bool:
         """Whether the blocks for all tokens of the oldest waiting request are free."""
         if not self._waiting or len(self._running) == self.max_num_seqs:
             return False
-        need = self.block_manager.blocks_for(self._waiting[0].num_tokens)
-        return need <= self.block_manager.num_free
+        manager, request = self.block_manager, self._waiting[0]
+        found = self._found(request)
+        return manager.blocks_for(request.num_tokens) - len(found) <= manager.num_free_without(found)
+
+    def _found(self, request: _Progress) -> tuple[int, ...]:
+        """Full blocks of a request's beginning that others have computed; its last token is always new."""
+        if request.hashes is None:
+            return ()
+        most = (request.num_tokens - 1) // self.block_manager.block_size
+        return self.block_manager.find(request.hashes[:most])
+
+    def _publish(self, request: _Progress) -> None:
+        """Lets others find the blocks that are computed and whose tokens the host knows."""
+        if request.hashes is None or request.is_stale:
+            return
+        num_full = min(request.num_computed // self.block_manager.block_size, len(request.hashes))
+        for index in range(request.num_published, num_full):
+            self.block_manager.publish(request.request_id, index, request.hashes[index])
+        request.num_published = num_full
 
     def _step(self, chunks: list[tuple[_Progress, int]], preempted: list[int]) -> Step:
         is_decode = [count == 1 and request.num_computed > 0 for request, count in chunks]

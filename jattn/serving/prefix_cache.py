@@ -1,0 +1,43 @@
+"""What cache blocks hold, told by the tokens: full blocks of the same beginning are computed once and shared."""
+
+import array
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+DIGEST_BYTES = 16  # two beginnings that differ and agree in it would answer wrongly: 1 in 2**64 at 2**32 blocks
+
+
+class BlockHashes(Sequence[bytes]):
+    """A digest for each full block of a growing list of tokens: of its tokens and of all that come before.
+
+    Keys and values depend on every token before them, so a block's digest holds the digest of the one before
+    (a hash chain, as vLLM's prefix caching has it).
+    """
+
+    def __init__(self, block_size: int, token_ids: Iterable[int] = ()) -> None:
+        """Begins with `token_ids`."""
+        self.block_size = block_size
+        self._digests: list[bytes] = []
+        self._rest = array.array("q")  # tokens behind the last full block
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Takes the tokens that come next."""
+        self._rest.extend(token_ids)
+        num_full = len(self._rest) // self.block_size
+        for i in range(num_full):
+            block = self._rest[i * self.block_size : (i + 1) * self.block_size]
+            before = self._digests[-1] if self._digests else b""
+            self._digests.append(hashlib.blake2b(before + block.tobytes(), digest_size=DIGEST_BYTES).digest())
+        del self._rest[: num_full * self.block_size]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        return self._digests[index]

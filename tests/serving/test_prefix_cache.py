@@ -1,0 +1,236 @@
+"""Blocks found by what they hold: only what is the same is shared, and nothing is lost."""
+
+import random
+
+import pytest
+
+from jattn.serving.block_manager import BlockManager
+from jattn.serving.prefix_cache import BlockHashes
+from jattn.serving.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+
+
+def test_a_digest_tells_the_tokens_of_its_block_and_all_before():
+    one, same = BlockHashes(4, range(12)), BlockHashes(4)
+    for token in range(12):
+        same.extend([token])
+    assert (len(one), one[:], one[1]) == (3, same[:], same[1])
+    other = BlockHashes(4, [9, 1, 2, 3, *range(4, 12)])
+    assert not set(one[:]) & set(other[:])  # the same tokens behind another beginning
+    assert len(set(BlockHashes(4, [1] * 12)[:])) == 3
+
+
+def test_a_block_is_not_full_before_its_last_token():
+    hashes = BlockHashes(4, range(7))
+    assert len(hashes) == 1
+    hashes.extend([7])
+    assert len(hashes) == 2
+
+
+class Pool:
+    """Requests through a scheduler over a slow model of the cache.
+
+    A slot holds all tokens up to its own, since keys depend on them, and which weights made it.
+    """
+
+    def __init__(self, num_blocks, seed, *, budget=9, max_num_seqs=4):
+        self.random = random.Random(seed)
+        self.manager = BlockManager(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        self.memory, self.tokens, self.known, self.hashes, self.left = {}, {}, {}, {}, {}
+        self.weights, self.unread, self.num_done = 0, [], 0
+        self.made_by = {}  # request -> the weights that were in force when its oldest keys were made
+
+    def add(self, request, tokens, max_tokens):
+        self.tokens[request], self.left[request] = list(tokens), max_tokens
+        self.hashes[request] = BlockHashes(BLOCK_SIZE, tokens)
+        self.scheduler.add(request, len(tokens), max_tokens, self.hashes[request])
+
+    def slot(self, table, position):
+        return table[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+    def step(self):
+        """Runs a step; what the step before made becomes known to the host only now."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        for request in step.preempted:
+            self.made_by.pop(request, None)
+        for source, target in step.block_copies:
+            for offset in range(BLOCK_SIZE):
+                self.memory[target, offset] = self.memory.get((source, offset))
+        rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
+        for request, count, length, table in rows:
+            tokens = self.tokens[request]
+            self.made_by.setdefault(request, self.weights)
+            for position in range(length - count, length):
+                self.memory[self.slot(table, position)] = (*tokens[: position + 1], "by", self.weights)
+        finished, unread = [], []
+        for (request, _, length, table), samples in zip(rows, step.samples, strict=True):
+            tokens = self.tokens[request]
+            for position in range(length):
+                *prefix, _, weights = self.memory[self.slot(table, position)]
+                assert prefix == tokens[: position + 1]
+                assert weights >= self.made_by[request]  # of no weights older than its beginning
+            if samples:
+                tokens.append(self.random.randrange(2))
+                unread.append((request, tokens[-1]))
+                self.left[request] -= 1
+                if not self.left[request]:
+                    finished.append(request)
+        self.scheduler.complete(step, finished)
+        for request in finished:
+            self.forget(request)
+        for request, token in self.unread:
+            if request in self.hashes:
+                self.hashes[request].extend([token])
+        self.unread = unread
+        return True
+
+    def abort(self, request):
+        self.scheduler.abort(request)
+        self.forget(request)
+
+    def forget(self, request):
+        del self.tokens[request], self.hashes[request], self.left[request]
+        self.made_by.pop(request, None)
+        self.num_done += 1
+
+    def update_weights(self):
+        self.scheduler.forget_prefixes()
+        self.weights += 1
+
+
+@pytest.mark.parametrize(("seed", "num_blocks"), [(0, 9), (1, 12), (2, 20), (3, 40)])
+def test_thousands_of_random_steps_share_nothing_that_differs_and_leak_nothing(seed, num_blocks):
+    pool, next_id, forks = Pool(num_blocks, seed), 0, []
+    draw = pool.random
+    for _ in range(3000):
+        what = draw.random()
+        if what < 0.25 and len(pool.tokens) < 8:
+            length = draw.randint(1, 20)
+            old = list(draw.choice(list(pool.tokens.values()))) if pool.tokens and draw.random() < 0.5 else []
+            tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
+            pool.add(next_id, tokens, draw.randint(1, min(9, (num_blocks - 1) * BLOCK_SIZE - length + 1)))
+            next_id += 1
+        elif what < 0.29 and pool.tokens:
+            pool.abort(draw.choice(list(pool.tokens)))
+        elif what < 0.30:
+            pool.update_weights()
+        elif what < 0.33 and len(forks) < 1 and pool.made_by:
+            request = draw.choice(list(pool.made_by))
+            count = draw.randint(0, pool.manager.num_tokens(request))
+            forks.append(-1 - next_id)
+            pool.manager.fork(request, forks[-1], count)
+        elif what < 0.40 and forks:
+            if draw.random() < 0.5 and pool.manager.blocks_to_append(forks[0], 1) <= pool.manager.num_free:
+                for _, target in pool.manager.append(forks[0], 1):
+                    for offset in range(BLOCK_SIZE):
+                        pool.memory[target, offset] = None
+                table, end = pool.manager.block_table(forks[0]), pool.manager.num_tokens(forks[0])
+                pool.memory[pool.slot(table, end - 1)] = None  # what it writes is nobody else's
+            pool.manager.free(forks.pop())
+        else:
+            pool.step()
+    for fork in forks:
+        pool.manager.free(fork)
+    while pool.step():
+        pass
+    assert (pool.num_done, pool.scheduler.num_unfinished, pool.manager.num_used) == (next_id, 0, 0)
+    assert pool.scheduler.num_prefix_hit_tokens > next_id  # it was worth something
+    assert pool.scheduler.num_preemptions > 0 or num_blocks > 12
+
+
+def first_step(pool, request, tokens, max_tokens=1):
+    pool.add(request, tokens, max_tokens)
+    step = pool.scheduler.schedule()
+    (row,) = [i for i, name in enumerate(step.request_ids) if name == request]
+    return step.query_lens[row]
+
+
+def test_a_prompt_seen_before_is_computed_from_the_first_block_that_differs():
+    pool = Pool(20, 0, budget=100)
+    pool.add(0, range(10), 1)
+    pool.step()
+    assert first_step(pool, 1, [*range(9), 99, 98]) == 3
+    assert (pool.scheduler.num_prefix_tokens, pool.scheduler.num_prefix_hit_tokens) == (21, 8)
+
+
+def test_the_last_token_is_computed_though_all_blocks_are_there():
+    pool = Pool(20, 0, budget=100)
+    pool.add(0, range(8), 1)
+    pool.step()
+    assert first_step(pool, 1, range(8)) == 4
+
+
+def test_what_was_generated_is_found_too():
+    pool = Pool(20, 0, budget=100)
+    pool.add(0, range(6), 9)
+    while pool.left:
+        tokens = pool.tokens[0]
+        pool.step()
+    assert first_step(pool, 1, [*tokens, 5, 5, 5]) <= 6  # 15 tokens; the last ones were never read in time
+
+
+def test_what_has_long_been_unused_is_given_away_first_and_a_beginning_last():
+    pool = Pool(9, 0, budget=100)  # 8 blocks
+    pool.add(0, range(12), 1)
+    pool.step()
+    pool.add(1, range(100, 112), 1)
+    pool.step()
+    pool.add(2, range(200, 216), 1)  # takes the two that nobody published, then the end of request 0's three
+    pool.step()
+    assert first_step(pool, 3, [*range(12), 1]) == 13 - 4
+    pool.abort(3)
+    assert first_step(pool, 4, [*range(200, 216), 1]) == 1
+    pool.abort(4)
+    assert first_step(pool, 5, [*range(100, 112), 1]) == 13
+
+
+def test_old_weights_keys_are_not_found_nor_published_later():
+    pool = Pool(20, 0, budget=100)
+    pool.add(0, range(8), 9)
+    pool.step()
+    pool.update_weights()
+    pool.step()
+    assert first_step(pool, 1, [*range(8), 1]) == 9
+
+
+def test_a_preempted_request_finds_its_own_blocks():
+    pool = Pool(5, 0, budget=100)  # 4 blocks
+    pool.add(0, range(8), 5)
+    pool.add(1, range(50, 58), 5)
+    pool.step()
+    pool.step()  # 0 needs a third block: 1's last is taken, its first stays to be found
+    assert pool.scheduler.num_preemptions == 1
+    while 0 in pool.left:
+        pool.step()
+    hits = pool.scheduler.num_prefix_hit_tokens
+    pool.step()
+    assert pool.scheduler.num_prefix_hit_tokens == hits + 4
+
+
+def test_refuses_hashes_of_another_block_size():
+    with pytest.raises(ValueError, match=r"hashes.block_size must be 4, got 8\."):
+        Scheduler(BlockManager(9, 4)).add(0, 3, 1, BlockHashes(8, range(3)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda m: m.publish(7, 1, b"x"), r"index must be of a full block, in \[0, 1\), got 1\."),
+        (lambda m: m.publish(8, 0, b"x"), r"request_id must have blocks, got 8\."),
+        (
+            lambda m: m.allocate(8, 3, m.block_table(7)[:1]),
+            r"shared must hold at most num_tokens \(3\), got 4 tokens\.",
+        ),
+        (lambda m: m.allocate(8, 28, m.block_table(7)[:1]), r"blocks wanted must be at most the 5 free, got 6\."),
+    ],
+)
+def test_refuses(wrong, message):
+    manager = BlockManager(8, 4)
+    manager.allocate(7, 5)
+    with pytest.raises(ValueError, match=message):
+        wrong(manager)
+    assert manager.num_used == 2
