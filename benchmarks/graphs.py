@@ -27,7 +27,8 @@ from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.layers import RMSNorm
 from jattn.serving import Engine
-from jattn.serving.sampler import SamplingParams, build_sampling_metadata
+from jattn.serving.sampler import build_sampling_metadata
+from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.step import StepTokens, make_step, next_tokens
 
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
@@ -215,8 +216,8 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
         counts, tokens = jnp.zeros(batch, jnp.int32), inputs(batch)
 
         def step(caches: Any, batch=batch, sampling=sampling, counts=counts, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
-            logits, caches = graphs(params, caches, metadata[batch], tokens)
-            return next_tokens(logits, sampling, counts, max_rows=most), caches
+            outputs, caches = graphs(params, caches, metadata[batch], tokens)
+            return next_tokens(outputs.logits, sampling, counts, max_rows=most).tokens, caches
 
         call = Call(step, caches)
         row = walls(call) | kernels(call, layers=model.config.num_hidden_layers) | precompiled

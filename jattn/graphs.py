@@ -79,7 +79,7 @@ class DecodeGraphs:
         """
         is_metadata = isinstance(metadata, BatchMetadata)
         require(is_metadata, "metadata", "be a BatchMetadata", type(metadata).__name__)
-        bucket, leaves = metadata.bucket, self._leaves_of(params)
+        bucket, leaves = metadata.bucket, self.leaves_of(params)
         if bucket not in self._executables:
             require(
                 bucket in self.buckets,
@@ -93,8 +93,8 @@ class DecodeGraphs:
                     self._keep(bucket, lowered.compile())
         return self._executables[bucket](leaves.values, caches, metadata, *inputs)
 
-    def _leaves_of(self, params: Any) -> Leaves:
-        """The parameters' leaves as they are now; those of the step before where nothing has changed.
+    def leaves_of(self, params: Any) -> Leaves:
+        """The parameters' leaves as they are now; the object of the step before where nothing has changed.
 
         Raises:
             ValueError: They have not the structure of the first ones.
@@ -135,7 +135,7 @@ class DecodeGraphs:
         """
         with self._lock:
             missing = [bucket for bucket in self.buckets if bucket not in self._executables]
-            leaves = self._leaves_of(params)
+            leaves = self.leaves_of(params)
             with (
                 _bar(len(missing), progress) as move_bar,
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,

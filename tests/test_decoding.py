@@ -9,7 +9,8 @@ import jattn
 from jattn.bucket import Bucket
 from jattn.decoding import DecodeLoopOutput, decode_loop
 from jattn.graphs import DecodeGraphs
-from jattn.serving.sampler import SamplingParams, build_sampling_metadata, make_sampler, sample
+from jattn.serving.sampler import build_sampling_metadata, make_sampler, sample
+from jattn.serving.sampling_params import SamplingParams
 from tests.tiny_step import (
     BLOCK_SIZE,
     CACHE_BYTES,

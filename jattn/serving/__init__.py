@@ -1,11 +1,13 @@
 """Serving: which requests run, where their keys and values are, what the next token is."""
 
 from jattn.serving.block_manager import BlockManager
-from jattn.serving.engine import Engine, EngineStats
-from jattn.serving.generation import GenerationMetrics, GenerationResult, StreamedToken
-from jattn.serving.sampler import SamplingParams
+from jattn.serving.engine import Engine
+from jattn.serving.logprobs import Logprob
+from jattn.serving.outputs import GenerationMetrics, GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduler import Scheduler, Step
 from jattn.serving.served_model import ServedModel
+from jattn.serving.stats import EngineStats
 
 __all__ = [
     "BlockManager",
@@ -13,6 +15,8 @@ __all__ = [
     "EngineStats",
     "GenerationMetrics",
     "GenerationResult",
+    "Logprob",
+    "RequestOutput",
     "SamplingParams",
     "Scheduler",
     "ServedModel",

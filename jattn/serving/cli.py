@@ -15,8 +15,8 @@ from jattn.models.loading import load_shapes
 from jattn.models.scales import CalibrationWarning
 from jattn.serving.doctor import report
 from jattn.serving.engine import Engine
-from jattn.serving.generation import GenerationResult
-from jattn.serving.sampler import SamplingParams
+from jattn.serving.outputs import GenerationResult
+from jattn.serving.sampling_params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

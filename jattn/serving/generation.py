@@ -1,84 +1,52 @@
-"""One prompt under way, and what it becomes."""
+"""One completion under way, and what it becomes."""
 
 import collections
 import dataclasses
 import time
 from typing import NamedTuple
 
-from jattn.serving.sampler import SamplingParams
-from jattn.serving.text import TextStream
+from jattn.serving.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
+from jattn.serving.prefix_cache import BlockHashes
+from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.text import StopFilter, TextStream
 
 
-class StreamedToken(NamedTuple):
-    """One new token.
+class NewToken(NamedTuple):
+    """A token that nobody has been given yet: as StreamedToken, with its log-probabilities."""
 
-    Attributes:
-        prompt_index: Which prompt of the call.
-        token_id: The token.
-        text: The text that it completes; empty where a character is still incomplete.
-    """
-
-    prompt_index: int
     token_id: int
     text: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationMetrics:
-    """How long a prompt took, in seconds from the call.
-
-    Attributes:
-        time_to_first_token: Until the first new token.
-        time_total: Until the last one.
-        num_tokens: New tokens.
-    """
-
-    time_to_first_token: float
-    time_total: float
-    num_tokens: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens a second, the wait for the first one included."""
-        return self.num_tokens / self.time_total
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationResult:
-    """What a prompt became.
-
-    Attributes:
-        token_ids: The new tokens, the stop token included.
-        text: Their text, without the stop token; empty if the model has no tokenizer.
-        finish_reason: "stop": a stop token came; "length": max_tokens or the model's context is reached.
-        metrics: Times.
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    metrics: GenerationMetrics
+    logprobs: Logprobs | None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Generation:
-    """A prompt under way. The engine's: `token_ids` is the prompt and what is generated and read so far.
+    """A completion under way. The engine's: `token_ids` is the prompt and what is generated and read so far.
 
-    `num_pending` counts the tokens that the device makes and the host has not read.
+    `num_pending` counts the tokens that the device makes and the host has not read. `eos_ids` end it without
+    being named as the reason, those of `sampling_params.stop_token_ids` are.
     """
 
-    index: int
     token_ids: list[int]
     num_prompt_tokens: int
     max_tokens: int
     sampling_params: SamplingParams
-    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
     text: TextStream
+    hashes: BlockHashes | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     num_pending: int = 0
-    unread: collections.deque[StreamedToken] = dataclasses.field(default_factory=collections.deque)
+    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
+    unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     times: list[float] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        params = self.sampling_params
+        self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
+        self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
 
     @property
     def num_generated(self) -> int:
@@ -90,27 +58,68 @@ class Generation:
         """New tokens so far, and those that are on their way."""
         return self.num_generated + self.num_pending
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, logprobs: Logprobs | None = None) -> None:
         """Takes the next token, and finishes where it is the last one."""
         self.times.append(time.perf_counter() - self.started)
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
-            self.finish_reason, piece = "stop", self.text.flush()
+        if self.hashes is not None:
+            self.hashes.extend([token_id])
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        may_stop = self.num_generated >= self.sampling_params.min_tokens
+        if may_stop and token_id in self.stop_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in self.sampling_params.stop_token_ids else None
+            piece = self._ended(self.text.flush())
         else:
-            piece = self.text.append(token_id)
-            if self.num_generated == self.max_tokens:
+            piece = self._passed(self.text.append(token_id), may_stop=may_stop)
+            if self.finish_reason is None and self.num_generated == self.max_tokens:
                 self.finish_reason = "length"
-                piece += self.text.flush()
-        self.unread.append(StreamedToken(self.index, token_id, piece))
+                piece += self._ended(self.text.flush())
+        self.unread.append(NewToken(token_id, piece, logprobs))
 
-    def result(self) -> GenerationResult:
+    def _passed(self, piece: str, *, may_stop: bool) -> str:
+        """What of a piece of text may be shown; finishes at a stop string."""
+        shown, stop = self._filter.feed(piece, may_stop=may_stop)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        return shown
+
+    def _ended(self, piece: str) -> str:
+        """The last piece, and what was held back."""
+        reason = self.finish_reason, self.stop_reason
+        shown = self._passed(piece, may_stop=self.num_generated >= self.sampling_params.min_tokens)
+        if reason[0] == "stop":
+            self.finish_reason, self.stop_reason = reason
+        return shown + self._filter.flush()
+
+    def output(self, request_id: int | str, index: int) -> RequestOutput:
+        """What nobody has been given yet, as completion number `index` of a request."""
+        new = list(self.unread)
+        self.unread.clear()
+        return RequestOutput(
+            request_id=request_id,
+            index=index,
+            new_token_ids=[token.token_id for token in new],
+            new_text="".join(token.text for token in new),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None
+            if self.sampling_params.logprobs is None
+            else [token.logprobs for token in new if token.logprobs is not None],
+        )
+
+    def result(self, *, has_prompt_logprobs: bool = False) -> GenerationResult:
         """What it became, once finished."""
         assert self.finish_reason is not None
         return GenerationResult(
             token_ids=self.token_ids[self.num_prompt_tokens :],
-            text=self.text.text,
+            text=self._filter.text,
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             metrics=GenerationMetrics(
                 time_to_first_token=self.times[0], time_total=self.times[-1], num_tokens=self.num_generated
             ),
+            logprobs=None if self.sampling_params.logprobs is None else self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if has_prompt_logprobs else None,
         )

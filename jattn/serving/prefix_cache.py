@@ -1,11 +1,11 @@
-"""What cache blocks hold, told by the tokens: full blocks of the same beginning are computed once and shared."""
+"""What cache blocks hold, told by their tokens: blocks of the same beginning are computed once and shared."""
 
 import array
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import overload
 
-DIGEST_BYTES = 16  # two beginnings that differ and agree in it would answer wrongly: 1 in 2**64 at 2**32 blocks
+DIGEST_BYTES = 16  # among 2**32 blocks two agree by chance, and answer wrongly, once in 2**65 caches
 
 
 class BlockHashes(Sequence[bytes]):

@@ -3,14 +3,16 @@
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jattn.serving.generation import Generation
-from jattn.serving.sampler import SamplingParams
+from jattn.serving.outputs import GenerationResult
+from jattn.serving.prefix_cache import BlockHashes
+from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.text import TextStream
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require
 
 type Prompt = str | Sequence[int] | np.ndarray
 
@@ -25,29 +27,47 @@ class PromptLimits:
         vocab_size: Token ids are below it.
         max_model_len: Positions of the model.
         capacity_tokens: Tokens that the cache holds.
+        block_size: Tokens of a block.
+        shares_prefixes: Blocks are found by what they hold.
     """
 
     vocab_size: int
     max_model_len: int
     capacity_tokens: int
+    block_size: int
+    shares_prefixes: bool
 
 
-def build_generations(
+class Request(NamedTuple):
+    """One prompt and what is asked of it: as many generations as params.n, alike but for their seeds."""
+
+    params: SamplingParams
+    generations: list[Generation]
+
+    def result(self) -> GenerationResult:
+        """What the prompt became, once all are finished."""
+        has_prompt = self.params.prompt_logprobs is not None
+        first, *others = (
+            one.result(has_prompt_logprobs=has_prompt and not i) for i, one in enumerate(self.generations)
+        )
+        return dataclasses.replace(first, outputs=(first, *others))
+
+
+def build_requests(
     prompts: Sequence[Prompt],
-    max_tokens: int | Sequence[int],
+    max_tokens: int | Sequence[int] | None,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     *,
-    stop_ids: frozenset[int],
-    tokenizer: Any | None,
-    limits: PromptLimits,
-) -> list[Generation]:
-    """One Generation for each prompt; arguments as `Engine.generate`.
+    stop_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    **served: Any,
+) -> list[Request]:
+    """One Request for each prompt; arguments as `Engine.generate`, `served` as build_request has them.
 
     Raises:
         ValueError: A prompt cannot be served; the message names it and the value.
     """
     require(_is_list(prompts), "prompts", "be a list of prompts", repr(prompts))
-    counts = per_prompt("max_tokens", max_tokens, len(prompts), is_one=_is_int, kind="an int")
     samplers = per_prompt(
         "sampling_params",
         GREEDY if sampling_params is None else sampling_params,
@@ -55,31 +75,76 @@ def build_generations(
         is_one=lambda params: isinstance(params, SamplingParams),
         kind="SamplingParams (how many tokens is max_tokens=)",
     )
-    generations = []
-    for index, (prompt, count, params) in enumerate(zip(prompts, counts, samplers, strict=True)):
-        name = f"prompts[{index}]"
-        token_ids = token_ids_of(name, prompt, tokenizer=tokenizer, vocab_size=limits.vocab_size)
-        generations.append(
-            Generation(
-                index=index,
-                token_ids=token_ids,
-                num_prompt_tokens=len(token_ids),
-                max_tokens=_most_new_tokens(name, len(token_ids), int(count), limits),
-                sampling_params=params.with_seed(),
-                stop_ids=stop_ids,
-                text=TextStream(tokenizer),
-            )
+    require_list_of_ints("stop_ids", stop_ids)
+    samplers = [
+        dataclasses.replace(
+            params,
+            stop_token_ids=(*params.stop_token_ids, *stop_ids),
+            ignore_eos=params.ignore_eos or ignore_eos,
         )
-    return generations
+        for params in samplers
+    ]
+    if max_tokens is not None:
+        counts = per_prompt("max_tokens", max_tokens, len(prompts), is_one=_is_int, kind="an int")
+        samplers = [
+            dataclasses.replace(params, max_tokens=int(count))
+            for params, count in zip(samplers, counts, strict=True)
+        ]
+    return [
+        build_request(f"prompts[{i}]", prompt, params, **served)
+        for i, (prompt, params) in enumerate(zip(prompts, samplers, strict=True))
+    ]
 
 
-def _most_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int, limits: PromptLimits) -> int:
+def build_request(
+    name: str,
+    prompt: object,
+    params: SamplingParams,
+    *,
+    eos_ids: frozenset[int],
+    tokenizer: Any | None,
+    limits: PromptLimits,
+) -> Request:
+    """One prompt's Request; `name` is what errors call it.
+
+    Raises:
+        ValueError: It cannot be served; the message names what is wrong and the value.
+    """
+    token_ids = token_ids_of(name, prompt, tokenizer=tokenizer, vocab_size=limits.vocab_size)
+    for kind, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        wrong = [i for i in ids if not 0 <= i < limits.vocab_size]
+        require(not wrong, kind, f"be in the vocabulary, [0, {limits.vocab_size})", wrong)
+    has_text = tokenizer is not None or not params.stop
+    require(has_text, "stop", "be empty (the model has no tokenizer.json)", params.stop)
+    params = params.with_seed()
+    most = _most_new_tokens(name, len(token_ids), params.max_tokens, limits)
+
+    def generation(params: SamplingParams) -> Generation:
+        # A prompt whose logits are wanted is computed, every token of it.
+        is_shared = limits.shares_prefixes and params.prompt_logprobs is None
+        return Generation(
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            max_tokens=most,
+            sampling_params=params,
+            eos_ids=frozenset() if params.ignore_eos else eos_ids,
+            text=TextStream(tokenizer),
+            hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
+        )
+
+    return Request(params, [generation(params.of_completion(index)) for index in range(params.n)])
+
+
+def _most_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int | None, limits: PromptLimits) -> int:
     """`max_tokens`, or fewer where the model's context ends; the last one needs no place in it."""
-    require_positive(max_tokens=max_tokens)
     longest, capacity = limits.max_model_len, limits.capacity_tokens
     count = f"{num_prompt_tokens} tokens"
     require(num_prompt_tokens <= longest, name, f"fit the model's {longest} positions", count)
-    max_tokens = min(max_tokens, longest - num_prompt_tokens + 1)
+    rest = longest - num_prompt_tokens + 1
+    if max_tokens is None:
+        require(num_prompt_tokens <= capacity, name, f"fit the cache's {capacity} tokens", count)
+        return min(rest, capacity - num_prompt_tokens + 1)
+    max_tokens = min(max_tokens, rest)
     fits = num_prompt_tokens + max_tokens - 1 <= capacity
     need = f"{num_prompt_tokens} + {max_tokens} tokens (raise num_blocks or lower max_tokens)"
     require(fits, f"{name} and its max_tokens", f"fit the cache's {capacity} tokens", need)
@@ -102,16 +167,6 @@ def per_prompt[T](
     for i, value in enumerate(one_each):
         require(is_one(value), f"{name}[{i}]", f"be {kind}", repr(value))
     return one_each
-
-
-def stop_ids_of(stop_ids: Sequence[int], eos_token_ids: Sequence[int]) -> frozenset[int]:
-    """The tokens that end a text.
-
-    Raises:
-        ValueError: stop_ids is not a list of ints.
-    """
-    require_list_of_ints("stop_ids", stop_ids)
-    return frozenset(map(int, stop_ids)) | frozenset(eos_token_ids)
 
 
 def require_list_of_ints(name: str, values: Any) -> None:

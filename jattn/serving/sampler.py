@@ -1,9 +1,6 @@
 """The next token of each row: vLLM's temperature, min_p, top_k and top_p, and a seed per request."""
 
-import dataclasses
 import functools
-import numbers
-import secrets
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,59 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from jattn.pytree import pytree, static
-from pallas_kernels.checks import require, require_int
-
-GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
-NUM_SEEDS = 2**32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one request picks its tokens.
-
-    Attributes:
-        temperature: Logits are divided by it; 0 (or less than 1e-5) = greedy, whatever the rest says.
-        top_k: Only the k likeliest tokens, and those as likely as the k-th. None or 0 = off.
-        top_p: Only the likeliest tokens whose probabilities together reach top_p, after top_k. 1 = off.
-        min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
-        seed: The same seed draws the same tokens, whoever shares the batch. None = see `with_seed`.
-
-    Source: vLLM `SamplingParams`; greedy by default.
-    """
-
-    temperature: float | int = 0.0
-    top_k: int | None = None
-    top_p: float | int = 1.0
-    min_p: float | int = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            require(is_number, name, "be a number", repr(value))
-        for name in ("top_k", "seed"):
-            if getattr(self, name) is not None:
-                require_int(**{name: getattr(self, name)})
-        require(0 <= self.temperature < float("inf"), "temperature", "be at least 0", self.temperature)
-        require(self.top_k is None or self.top_k >= 0, "top_k", "be at least 0 (None = off)", self.top_k)
-        require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1 = off)", self.top_p)
-        require(0 <= self.min_p <= 1, "min_p", "be in [0, 1] (0 = off)", self.min_p)
-        require(self.seed is None or 0 <= self.seed < NUM_SEEDS, "seed", "be in [0, 2**32)", self.seed)
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if the likeliest token is taken."""
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the likeliest tokens alone may be drawn: finding them takes a sort."""
-        return bool(self.top_k) or self.top_p < 1
-
-    def with_seed(self) -> "SamplingParams":
-        """These values with a random seed where there was none. Call it once a request, not once a step."""
-        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(32))
+from jattn.serving.sampling_params import GREEDY_BELOW, SamplingParams
+from pallas_kernels.checks import require
 
 
 @pytree
@@ -120,7 +66,7 @@ def build_sampling_metadata(
     column = lambda values, dtype, off: _column(values, rows, np.full(num_rows, off, dtype))
     arrays = {
         "temperature": column([one.temperature for one in params], np.float32, 0),
-        "top_k": column([min(one.top_k or 0, 2**31 - 1) for one in params], np.int32, 0),
+        "top_k": column([min(max(one.top_k or 0, 0), 2**31 - 1) for one in params], np.int32, 0),
         "top_p": column([one.top_p for one in params], np.float32, 1),
         "min_p": column([one.min_p for one in params], np.float32, 0),
         "seed": column([one.seed or 0 for one in params], np.uint32, 0),

@@ -106,7 +106,17 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return len(self._waiting) + len(self._running)
+        return self.num_waiting + self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none yet, or lost theirs."""
+        return len(self._waiting)
 
     @property
     def capacity_tokens(self) -> int:
@@ -130,7 +140,8 @@ class Scheduler:
                 neither takes blocks from others nor leaves any.
 
         Raises:
-            ValueError: hashes are of another block size, or the request would not fit the cache if it were alone, is empty, or is there already.
+            ValueError: hashes are of another block size, or the request would not fit the cache if it were
+                alone, is empty, or is there already.
         """
         counts = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
         require_positive(**counts)

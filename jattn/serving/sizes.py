@@ -46,21 +46,38 @@ class StepLimits(NamedTuple):
         block_size: Tokens of a block.
         max_num_seqs: Most requests of a step.
         max_num_batched_tokens: Most new tokens of a step.
+        max_model_len: Longest context; None = the model's.
     """
 
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int | None = None
 
     def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
         """Raises ValueError unless all are ints: positive the limits, None perhaps the memory's sizes."""
         require_list_of_ints("skip_layers", skip_layers)
         sizes = self._asdict()
+        if self.max_model_len is None:
+            del sizes["max_model_len"]
         require_int(**sizes, **{name: size for name, size in memory.items() if size is not None})
         require_positive(**sizes)
 
+    def longest(self, model: ServedModel) -> int:
+        """The longest context, in tokens.
+
+        Raises:
+            ValueError: max_model_len is longer than the model's.
+        """
+        most = model.config.max_position_embeddings
+        if self.max_model_len is None:
+            return most
+        rule = f"be at most the model's {most} positions"
+        require(self.max_model_len <= most, "max_model_len", rule, self.max_model_len)
+        return self.max_model_len
+
     def _blocks_of_longest(self, model: ServedModel) -> int:
-        return -(-model.config.max_position_embeddings // self.block_size)
+        return -(-self.longest(model) // self.block_size)
 
     def num_blocks_for(
         self, model: ServedModel, num_blocks: int | None, cache_bytes: int | None, cache: dict[str, Any]

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.graphs import GraphStep
 from jattn.implementations.choice import asked_for, first_able
 from jattn.module import PagedAttention
+from jattn.serving.adjustments import Adjustments, adjusted
+from jattn.serving.logprobs import TokenLogprobs, logprobs_of
 from jattn.serving.sampler import SamplingMetadata, sample
 from pallas_kernels import support
 
@@ -30,8 +32,32 @@ class StepTokens(NamedTuple):
     last: Int32[Array, " max_rows"]
 
 
+class StepOutputs(NamedTuple):
+    """What a step makes besides its caches.
+
+    Attributes:
+        logits: Of each row's last token.
+        hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
+    """
+
+    logits: Float32[Array, "reqs vocab"]
+    hidden: Float[Array, "tokens hidden"]
+
+
+class Sampled(NamedTuple):
+    """The next token of each row.
+
+    Attributes:
+        tokens: Padded to the rows of the largest bucket: they feed a step of any bucket.
+        logprobs: Of the rows, where somebody asked for them.
+    """
+
+    tokens: Int32[Array, " max_rows"]
+    logprobs: TokenLogprobs | None
+
+
 def make_step(graphdef: Any) -> GraphStep:
-    """The step that is compiled for each bucket: a batch to the logits of each row's last token, and caches.
+    """The step that is compiled for each bucket: a batch to StepOutputs and caches.
 
     Args:
         graphdef: Of the model, from `nnx.split`; the params are its state.
@@ -42,25 +68,38 @@ def make_step(graphdef: Any) -> GraphStep:
         shared = model.plan(metadata, caches)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return model.logits(hidden[metadata.last_token_indices]), caches
+        return StepOutputs(model.logits(hidden[metadata.last_token_indices]), hidden), caches
 
     return step
 
 
-@functools.partial(jax.jit, static_argnames="max_rows")
+@functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))
 def next_tokens(
     logits: Float[Array, "reqs vocab"],
     sampling: SamplingMetadata,
     num_generated: Int32[Array, " reqs"],
+    adjustments: Adjustments | None = None,
     *,
     max_rows: int,
-) -> Int32[Array, " max_rows"]:
-    """`sample`, padded to the rows of the largest bucket: a step's tokens feed a step of any bucket.
+    num_logprobs: int | None = None,
+) -> Sampled:
+    """`sample` of adjusted logits, and log-probabilities of the logits as the model made them.
 
     Not part of the step: a model would have to be compiled for each thing that rows may want of a sampler.
+
+    Args:
+        logits: Of each row's last token.
+        sampling: Of the rows.
+        num_generated: As in `sample`.
+        adjustments: What rows ask of the logits first; None = nothing.
+        max_rows: Rows of the largest bucket. Static.
+        num_logprobs: How many of the likeliest tokens to report; None = no log-probabilities. Static.
     """
-    tokens = sample(logits, sampling, num_generated)
-    return jnp.pad(tokens, (0, max_rows - tokens.shape[0]))
+    logits = logits.astype(jnp.float32)
+    wanted = logits if adjustments is None else adjusted(logits, adjustments, num_generated)
+    tokens = sample(wanted, sampling, num_generated)
+    logprobs = None if num_logprobs is None else logprobs_of(logits, tokens, num_logprobs)
+    return Sampled(jnp.pad(tokens, (0, max_rows - tokens.shape[0])), logprobs)
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:

@@ -1,32 +1,25 @@
 """What a step is given besides its metadata: tokens, sampling parameters, counts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jattn.bucket import Bucket
-from jattn.requests import pack_tokens
+from jattn.requests import pack_tokens, token_starts
+from jattn.serving.adjustments import Adjusted, Adjustments, build_adjustments
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.scheduler import Step
 from jattn.serving.step import StepTokens
 
 
-class StepInFlight(NamedTuple):
-    """A step whose tokens the host has not read: its requests' rows, and the device's array of tokens."""
-
-    step: Step
-    rows: np.ndarray
-    tokens: jax.Array
-
-
 def step_tokens(
     step: Step,
     generations: Sequence[Generation],
     bucket: Bucket,
-    in_flight: Iterable[StepInFlight],
+    row_before: Mapping[int, int],
     last_tokens: jax.Array,
 ) -> StepTokens:
     """The tokens of a step, laid out in the bucket; numpy's arrays, but for the last tokens.
@@ -35,14 +28,9 @@ def step_tokens(
         step: The step.
         generations: Of its requests.
         bucket: Its bucket.
-        in_flight: The steps before whose tokens the host has not read.
-        last_tokens: Those of the last one, on the device.
+        row_before: Row of each request in the step before, where the host has not read its tokens.
+        last_tokens: Those tokens, on the device.
     """
-    row_before = {
-        request_id: row
-        for before in in_flight
-        for request_id, row in zip(before.step.request_ids, before.rows.tolist(), strict=True)
-    }
     ids, sources = [], []
     ends = zip(generations, step.request_ids, step.query_lens, step.seq_lens, strict=True)
     for generation, request_id, count, end in ends:
@@ -75,3 +63,57 @@ class StepSampling:
             params = [generation.sampling_params for generation in generations]
             self._last = (key, build_sampling_metadata(params, num_rows=bucket.max_reqs, rows=rows))
         return self._last[1], num_generated
+
+
+def step_adjustments(
+    step: Step,
+    generations: Sequence[Generation],
+    rows: np.ndarray,
+    row_before: Mapping[int, int],
+    last_tokens: jax.Array,
+    **sizes: int,
+) -> Adjustments | None:
+    """What the requests ask of the logits, arguments as step_tokens; None where they ask for nothing.
+
+    `sizes` are build_adjustments' num_rows and vocab_size.
+    """
+    if not any(generation.sampling_params.is_adjusted for generation in generations):
+        return None
+    requests = [
+        Adjusted(
+            params=one.sampling_params,
+            prompt_ids=one.token_ids[: one.num_prompt_tokens],
+            output_ids=one.token_ids[one.num_prompt_tokens :],
+            end_ids=tuple(one.stop_ids),
+            pending_row=row_before[request_id] if one.num_pending else -1,
+        )
+        for request_id, one in zip(step.request_ids, generations, strict=True)
+    ]
+    return build_adjustments(requests, rows, last_tokens, **sizes)
+
+
+class PromptPart(NamedTuple):
+    """Tokens of a prompt whose log-probabilities a step brings, `num` likeliest ones each.
+
+    They stand from position `start` on; the first is what comes behind the step's token number `place`.
+    """
+
+    request_id: int
+    start: int
+    token_ids: list[int]
+    place: int
+    num: int
+
+
+def prompt_parts(step: Step, generations: Sequence[Generation], bucket: Bucket) -> list[PromptPart]:
+    """Where a step makes what is likely behind a prompt's tokens, for those who want to know."""
+    if all(one.sampling_params.prompt_logprobs is None for one in generations):
+        return []
+    starts = token_starts(np.asarray(step.query_lens), bucket).tolist()
+    rows = zip(step.request_ids, generations, step.query_lens, step.seq_lens, starts, strict=True)
+    return [
+        PromptPart(request_id, end - count + 1, token_ids, place, one.sampling_params.prompt_logprobs)
+        for request_id, one, count, end, place in rows
+        if one.sampling_params.prompt_logprobs is not None
+        and (token_ids := one.token_ids[end - count + 1 : min(end + 1, one.num_prompt_tokens)])
+    ]

@@ -1,5 +1,6 @@
 """Tokens to text, one token at a time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a character to
@@ -43,3 +44,47 @@ class TextStream:
     def _emit(self, piece: str) -> str:
         self.text += piece
         return piece
+
+
+class StopFilter:
+    """Cuts a growing text at the first stop string, and holds back what may become one."""
+
+    def __init__(self, stop: Sequence[str] = (), *, keeps_it: bool = False) -> None:
+        """Starts empty; `keeps_it`: the stop string stays in the text."""
+        self.text = ""
+        self._stop, self._keeps_it, self._held = tuple(stop), keeps_it, ""
+
+    def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Takes what comes next.
+
+        Args:
+            piece: Text.
+            may_stop: Without it stop strings are text like any other.
+
+        Returns:
+            What may be shown now, and the stop string that ended the text; None = none did.
+        """
+        self._held += piece
+        if not may_stop:
+            return self.flush(), None
+        found = min(((self._held.find(s), s) for s in self._stop if s in self._held), default=None)
+        if found is not None:
+            first, stop = found
+            self._held = self._held[: first + len(stop) * self._keeps_it]
+            return self.flush(), stop
+        return self._show(len(self._held) - self._num_held()), None
+
+    def flush(self) -> str:
+        """What was held back."""
+        return self._show(len(self._held))
+
+    def _num_held(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        longest = min(max(map(len, self._stop), default=1) - 1, len(self._held))
+        is_begun = lambda n: any(stop.startswith(self._held[-n:]) for stop in self._stop)
+        return next((n for n in range(longest, 0, -1) if is_begun(n)), 0)
+
+    def _show(self, count: int) -> str:
+        shown, self._held = self._held[:count], self._held[count:]
+        self.text += shown
+        return shown

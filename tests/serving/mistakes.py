@@ -46,5 +46,5 @@ def error_of(expression, names):
 if __name__ == "__main__":
     here = Mistakes()
     names = {"m": here, "jnp": jnp, "np": np, "nnx": nnx, "jattn": jattn, "Engine": Engine, "GOLDEN": GOLDEN}
-    names |= {"SamplingParams": SamplingParams, "ask": here.engine.generate}
+    names |= {"SamplingParams": SamplingParams, "ask": here.engine.generate, "add": here.engine.add_request}
     print(json.dumps([error_of(expression, names) for expression in sys.argv[1:]]))

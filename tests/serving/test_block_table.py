@@ -17,7 +17,7 @@ from tests.serving.tiny import one_layer_model
 ROOT = pathlib.Path(__file__).parents[2]
 # CONTRIBUTING says what each of them is there for.
 HANDS = [
-    "serving/engine.py: _start",
+    "serving/runner.py: start",
     "graphs.py: __call__",
     "graphs.py: _on_leaves",
     "serving/step.py: step",

@@ -10,7 +10,7 @@ from jattn.models import save
 from jattn.serving import cli, doctor
 from jattn.serving.cli import StreamPrinter, main
 from jattn.serving.engine import Engine
-from jattn.serving.sampler import SamplingParams
+from jattn.serving.sampling_params import SamplingParams
 from tests.conftest import GOLDEN
 from tests.serving.test_engine import one_bucket
 from tests.serving.tiny import one_layer_model

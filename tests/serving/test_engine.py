@@ -14,7 +14,7 @@ from jattn.bucket import Bucket
 from jattn.cache import move
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
-from jattn.serving.sampler import SamplingParams
+from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.step import next_tokens
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
@@ -221,8 +221,8 @@ class TestSampling:
 @pytest.fixture
 def events(engine, monkeypatch):
     """What the engine does, in order: "start" a step, "read" a step's tokens."""
-    events, start, device_get = [], engine._start, jax.device_get
-    monkeypatch.setattr(engine, "_start", lambda step: (events.append("start"), start(step)))
+    events, start, device_get = [], engine._runner.start, jax.device_get
+    monkeypatch.setattr(engine._runner, "start", lambda *step: (events.append("start"), start(*step)))
 
     def get(x):
         if isinstance(x, jax.Array):  # a step's tokens; check_batch asks for metadata
@@ -369,7 +369,7 @@ class TestCheckedBatches:
             with pytest.raises(ValueError, match=r"(block_table|slot_mapping).* must .*, got"):
                 engine.generate(golden.prompts[3:], max_tokens=1)
         assert engine.stats.num_steps == 0
-        assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._caches)
+        assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._runner._caches)
         assert engine.scheduler.num_unfinished == 0
 
     def test_are_not_looked_at_unless_asked_for(self, golden):

@@ -1,7 +1,7 @@
 import pytest
 
 from jattn.serving.generation import Generation
-from jattn.serving.sampler import SamplingParams
+from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.text import TextStream
 from tests.serving.tiny import BYTES
 
@@ -9,14 +9,13 @@ A, B = BYTES.encode("ab").ids
 EURO = BYTES.encode("\u20ac").ids
 
 
-def generation(max_tokens=9, stop_ids=()):
+def generation(max_tokens=9, stop_ids=(), **params):
     return Generation(
-        index=3,
         token_ids=[7, 7],
         num_prompt_tokens=2,
         max_tokens=max_tokens,
-        sampling_params=SamplingParams(),
-        stop_ids=frozenset(stop_ids),
+        sampling_params=SamplingParams(**params),
+        eos_ids=frozenset(stop_ids),
         text=TextStream(BYTES),
     )
 
@@ -36,7 +35,7 @@ def test_ends_with_all_its_text(token_ids, options, pieces, reason):
     for token_id in token_ids:
         assert under_way.finish_reason is None
         under_way.append(token_id)
-    assert list(under_way.unread) == [(3, i, text) for i, text in zip(token_ids, pieces, strict=True)]
+    assert list(under_way.unread) == [(i, text, None) for i, text in zip(token_ids, pieces, strict=True)]
     result = under_way.result()
     assert (result.token_ids, result.text) == (token_ids, "".join(pieces))
     assert (result.finish_reason, result.metrics.num_tokens) == (reason, 2)

@@ -225,7 +225,10 @@ def test_refuses_hashes_of_another_block_size():
             lambda m: m.allocate(8, 3, m.block_table(7)[:1]),
             r"shared must hold at most num_tokens \(3\), got 4 tokens\.",
         ),
-        (lambda m: m.allocate(8, 28, m.block_table(7)[:1]), r"blocks wanted must be at most the 5 free, got 6\."),
+        (
+            lambda m: m.allocate(8, 28, m.block_table(7)[:1]),
+            r"blocks wanted must be at most the 5 free, got 6\.",
+        ),
     ],
 )
 def test_refuses(wrong, message):

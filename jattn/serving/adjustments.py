@@ -1,0 +1,133 @@
+"""What a request asks of the logits before a token is picked: biases, penalties, no end too soon."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int, Int32
+
+from jattn.serving.sampling_params import SamplingParams
+
+
+class Adjustments(NamedTuple):
+    """Of a step's rows. Lists of tokens are padded with the vocabulary's size, which no token has.
+
+    Attributes:
+        bias_ids: Tokens whose logits are changed.
+        biases: By what; as bias_ids.
+        end_ids: Tokens that would end the text.
+        min_tokens: They are banned before a row has generated so many.
+        prompt_ids: Tokens of the prompt, where a row has penalties.
+        output_ids: Tokens generated that the host knows, likewise.
+        pending_rows: Row of the step before whose token comes next and only the device knows; -1 = none.
+        last: New tokens of the step before, by its rows.
+        repetition: repetition_penalty.
+        frequency: frequency_penalty.
+        presence: presence_penalty.
+    """
+
+    bias_ids: Int32[Array, "reqs biases"]
+    biases: Float32[Array, "reqs biases"]
+    end_ids: Int32[Array, "reqs ends"]
+    min_tokens: Int32[Array, " reqs"]
+    prompt_ids: Int32[Array, "reqs prompt"]
+    output_ids: Int32[Array, "reqs outputs"]
+    pending_rows: Int32[Array, " reqs"]
+    last: Int32[Array, " max_rows"]
+    repetition: Float32[Array, " reqs"]
+    frequency: Float32[Array, " reqs"]
+    presence: Float32[Array, " reqs"]
+
+
+class Adjusted(NamedTuple):
+    """What one request's adjustments are made of.
+
+    Attributes:
+        params: What it asks for.
+        prompt_ids: Its prompt.
+        output_ids: What it has generated and the host has read.
+        end_ids: Tokens that end it.
+        pending_row: Row of the step before whose token it waits for; -1 = none.
+    """
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    end_ids: Sequence[int]
+    pending_row: int
+
+    @property
+    def is_needed(self) -> bool:
+        """False where the logits stay as they are."""
+        bans = len(self.output_ids) < self.params.min_tokens
+        return bool(self.params.has_penalties or self.params.logit_bias or bans)
+
+
+def build_adjustments(
+    requests: Sequence[Adjusted], rows: np.ndarray, last: Array, *, num_rows: int, vocab_size: int
+) -> Adjustments | None:
+    """Puts what each request asks for into its row; None where nobody asks for anything.
+
+    Lists are padded to powers of two: a longer one compiles the sampler anew, a few times in all.
+    """
+    if not any(one.is_needed for one in requests):
+        return None
+    table = lambda lists: _table(lists, rows, num_rows, vocab_size)
+    column = lambda values, off, dtype: _column(values, rows, np.full(num_rows, off, dtype))
+    params = [one.params for one in requests]
+    biased = [dict(one.logit_bias or {}) for one in params]
+    bias_ids = table([list(bias) for bias in biased])
+    biases: Any = np.zeros(bias_ids.shape, np.float32)
+    for row, bias in zip(rows, biased, strict=True):
+        biases[row, : len(bias)] = list(bias.values())
+    penalised = [one if one.params.has_penalties else None for one in requests]
+    return Adjustments(
+        bias_ids=bias_ids,
+        biases=biases,
+        end_ids=table([one.end_ids if one.params.min_tokens else () for one in requests]),
+        min_tokens=column([one.min_tokens for one in params], 0, np.int32),
+        prompt_ids=table([one.prompt_ids if one else () for one in penalised]),
+        output_ids=table([one.output_ids if one else () for one in penalised]),
+        pending_rows=column([one.pending_row if one else -1 for one in penalised], -1, np.int32),
+        last=last,
+        repetition=column([one.repetition_penalty for one in params], 1, np.float32),
+        frequency=column([one.frequency_penalty for one in params], 0, np.float32),
+        presence=column([one.presence_penalty for one in params], 0, np.float32),
+    )
+
+
+def adjusted(
+    logits: Float32[Array, "reqs vocab"], by: Adjustments, num_generated: Int[Array, " reqs"]
+) -> Float32[Array, "reqs vocab"]:
+    """Logits with biases and penalties; -inf for what would end a text too soon. Traced.
+
+    Source: vLLM V1 `MinTokensLogitsProcessor`, `LogitBiasLogitsProcessor`, `apply_all_penalties`.
+    """
+    num_rows, vocab_size = logits.shape
+    row = jnp.arange(num_rows)[:, None]
+    banned = jnp.where((num_generated < by.min_tokens)[:, None], by.end_ids, vocab_size)
+    logits = logits.at[row, banned].set(-jnp.inf, mode="drop")
+    logits = logits.at[row, by.bias_ids].add(by.biases, mode="drop")
+    pending = jnp.where(by.pending_rows >= 0, by.last[by.pending_rows], vocab_size)
+    outputs = jnp.concatenate([by.output_ids, pending[:, None]], axis=1)
+    counts = jnp.zeros(logits.shape, jnp.int32).at[row, outputs].add(1, mode="drop")
+    is_seen = (counts > 0).at[row, by.prompt_ids].set(True, mode="drop")
+    factor = by.repetition[:, None]
+    logits = jnp.where(is_seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+    logits = logits - by.frequency[:, None] * counts.astype(jnp.float32)
+    return logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
+
+
+def _table(lists: Sequence[Sequence[int]], rows: np.ndarray, num_rows: int, pad: int) -> Any:
+    """Lists as rows of a table whose width is a power of two."""
+    longest = max(map(len, lists), default=0)
+    table = np.full((num_rows, 1 << max(longest - 1, 0).bit_length()), pad, np.int32)
+    for row, values in zip(rows, lists, strict=True):
+        table[row, : len(values)] = values
+    return table
+
+
+def _column(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
+    padded[rows] = values
+    return padded

@@ -1,0 +1,92 @@
+"""The engine's loop: what is scheduled runs, and what it brought goes to the generations under way.
+
+The host prepares a step while the device runs the last, and learns one step late that a request has stopped;
+the token made in between is dropped, and the request's blocks may be given away at once, since the device
+takes steps in order.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from jattn.serving.generation import Generation
+from jattn.serving.prompts import Request
+from jattn.serving.runner import NewTokens, Runner
+from jattn.serving.scheduler import Scheduler
+from jattn.serving.stats import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
+
+
+class EngineCore:
+    """Generations under way, by numbers of its own: the scheduler's request ids."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        """Starts with nothing under way."""
+        self._scheduler, self._runner = scheduler, runner
+        self._generations: dict[int, Generation] = {}  # unfinished ones
+        self._new_numbers = itertools.count()
+        self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
+        self.num_generated = 0
+
+    def has_work(self) -> bool:
+        """Whether something is under way, or a step in flight."""
+        return bool(self._generations or self._runner.num_in_flight)
+
+    def are_under_way(self, numbers: Sequence[int]) -> bool:
+        """Whether one of these is unfinished."""
+        return any(number in self._generations for number in numbers)
+
+    def admit(self, requests: Sequence[Request]) -> list[int]:
+        """Puts all generations of requests in the queue; their numbers."""
+        generations = [generation for request in requests for generation in request.generations]
+        numbers = list(itertools.islice(self._new_numbers, len(generations)))
+        for number, one in zip(numbers, generations, strict=True):
+            self._generations[number] = one
+            self._scheduler.add(number, one.num_prompt_tokens, one.max_tokens, one.hashes)
+        return numbers
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forgets those of them that are unfinished; what is on its way for them will not be read."""
+        for number in numbers:
+            generation = self._generations.pop(number, None)
+            if generation is not None and generation.num_asked_for < generation.max_tokens:
+                self._scheduler.abort(number)
+
+    def run_step(self) -> None:
+        """Starts a step of whatever is scheduled, whoever's it is, and reads the one before."""
+        self._read(keep=1)  # more are left where a reading was interrupted
+        if self._runner.have_weights_changed():
+            self._scheduler.forget_prefixes()
+        step = self._scheduler.schedule()
+        if step is not None:
+            generations = [self._generations[number] for number in step.request_ids]
+            self._runner.start(step, generations)
+            ended = []  # no step more, whatever its tokens are
+            for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
+                one.num_pending += samples
+                if samples and one.num_asked_for == one.max_tokens:
+                    ended.append(number)
+            self._scheduler.complete(step, ended)
+        self._read(keep=0 if step is None else 1)
+
+    def _read(self, *, keep: int) -> None:
+        """Hands out the tokens of all steps but the newest ones; waits for them."""
+        while self._runner.num_in_flight > keep:
+            for new in self._runner.read():
+                generation = self._generations.get(new.request_id)
+                if generation is not None:  # else stopped a step ago, or nobody wants it now
+                    self._hand_out(new, generation)
+
+    def _hand_out(self, new: NewTokens, generation: Generation) -> None:
+        if new.prompt_start == len(generation.prompt_logprobs):  # else known, from before a preemption
+            generation.prompt_logprobs += new.prompt_logprobs
+        if new.token_id is None:
+            return
+        generation.num_pending -= 1
+        generation.append(new.token_id, new.logprobs)
+        self.num_generated += 1
+        *_, latest = times = generation.times
+        if len(times) == 1:
+            self.first_times.add(latest)
+        else:
+            self.times.add(latest - times[-2])
+        if generation.finish_reason is not None:
+            self.drop([new.request_id])

@@ -1,0 +1,223 @@
+"""What the engine has on the device: weights, caches, executables, and steps that run while the host goes on.
+
+A step's tokens stay on the device and feed the next one, which is started before they are read: the host
+prepares a step while the device runs the last.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.bucket import Bucket
+from jattn.cache.move import copy_blocks, padded_pairs
+from jattn.metadata.batch import build_batch_metadata
+from jattn.metadata.check import check_batch
+from jattn.requests import row_indices
+from jattn.serving.adjustments import Adjustments
+from jattn.serving.doctor import explain
+from jattn.serving.generation import Generation
+from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
+from jattn.serving.outputs import Logprobs
+from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
+from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.scheduler import Step
+from jattn.serving.served_model import ServedModel
+from jattn.serving.sizes import StepLimits
+from jattn.serving.step import Sampled, StepTokens, make_step, next_tokens, with_implementation
+from jattn.serving.step_inputs import PromptPart, StepSampling, prompt_parts, step_adjustments, step_tokens
+from jattn.serving.weights import Weights
+
+
+class NewTokens(NamedTuple):
+    """What a step brought one of its requests.
+
+    Attributes:
+        request_id: Whose.
+        token_id: Its next token; None where the row made none.
+        logprobs: Of it, where asked for.
+        prompt_logprobs: Of the tokens of the prompt from position prompt_start on, where asked for.
+        prompt_start: Position of the first of them.
+    """
+
+    request_id: int
+    token_id: int | None
+    logprobs: Logprobs | None
+    prompt_logprobs: list[Logprobs]
+    prompt_start: int
+
+
+class _InFlight(NamedTuple):
+    """A step whose tokens the host has not read."""
+
+    step: Step
+    rows: np.ndarray  # of its requests
+    sampled: Sampled
+    num_logprobs: list[int | None]  # that each request asked for
+    prompt: list[PromptPart]
+    prompt_logprobs: TokenLogprobs | None
+
+
+class Runner:
+    """Runs steps: `start` one, `read` the oldest that is not read. At most two are in flight."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        limits: StepLimits,
+        *,
+        num_blocks: int,
+        buckets: Sequence[Bucket] | None,
+        implementation: str | Sequence[str] | None,
+        checks_batches: bool,
+        cache: dict[str, Any],
+    ) -> None:
+        """Makes the caches; compiles nothing yet. Arguments as `Engine` has them."""
+        self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
+        self.weights = Weights(model)
+        self._graphdef = nnx.graphdef(with_implementation(model, implementation))
+        self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks)
+        self._leaves = self.graphs.leaves_of(self.weights.state)
+        self._caches = model.create_caches(num_blocks, block_size=self.block_size, **cache)
+        self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
+        self._checks_batches = checks_batches
+        self.num_steps = 0
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._max_rows = max(bucket.max_reqs for bucket in self.graphs.buckets)
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
+        self._sampling = StepSampling()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps started and not read."""
+        return len(self._in_flight)
+
+    def have_weights_changed(self) -> bool:
+        """Whether the next step's weights are others than at the last look, however they were changed."""
+        before, self._leaves = self._leaves, self.graphs.leaves_of(self.weights.state)
+        return self._leaves is not before
+
+    def explain(self) -> str:
+        """As `Engine.explain`."""
+        model = nnx.merge(self._graphdef, self.weights.refresh())
+        return explain(model, self._caches, self.graphs.buckets, self.block_size)
+
+    def precompile(self, *, progress: bool) -> None:
+        """As `Engine.precompile`."""
+
+        def inputs(bucket: Bucket) -> list[StepTokens]:
+            shapes = (bucket.max_tokens,), (bucket.max_tokens,), (self._max_rows,)
+            return [StepTokens._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
+
+        self.graphs.precompile(
+            self.weights.refresh(),
+            self._caches,
+            block_size=self.block_size,
+            inputs=inputs,
+            progress=progress,
+        )
+        greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
+        for rows in {bucket.max_reqs for bucket in self.graphs.buckets}:
+            logits = jnp.zeros((rows, self._vocab_size))
+            for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
+                sampling = build_sampling_metadata([params], num_rows=rows)
+                self._next_tokens(logits, sampling, np.zeros(rows, np.int32))
+
+    def start(self, step: Step, generations: Sequence[Generation]) -> None:
+        """Starts a step of these generations, one a row; waits for nothing."""
+        bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
+        metadata = build_batch_metadata(
+            step.query_lens,
+            step.seq_lens,
+            step.block_tables,
+            block_size=self.block_size,
+            bucket=bucket,
+            to_device=False,
+        )
+        if self._checks_batches:
+            check_batch(metadata, self._cache_spec)
+        rows = row_indices(np.asarray(step.query_lens), bucket)
+        before = self._rows_before()
+        tokens = step_tokens(step, generations, bucket, before, self._last_tokens)
+        sampling, num_generated = self._sampling.of(step, generations, bucket, rows)
+        sizes = {"num_rows": bucket.max_reqs, "vocab_size": self._vocab_size}
+        adjustments = step_adjustments(step, generations, rows, before, self._last_tokens, **sizes)
+        if step.block_copies:
+            self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
+        outputs, self._caches = self.graphs(self.weights.state, self._caches, metadata, tokens)
+        wanted = [generation.sampling_params.logprobs for generation in generations]
+        sampled = self._next_tokens(outputs.logits, sampling, num_generated, adjustments, _most(wanted))
+        self._last_tokens = sampled.tokens
+        parts = prompt_parts(step, generations, bucket)
+        of_prompts = self._prompt_logprobs(parts, outputs.hidden, bucket)
+        for array in jax.tree.leaves((sampled, of_prompts)):
+            array.copy_to_host_async()
+        self._in_flight.append(_InFlight(step, rows, sampled, wanted, parts, of_prompts))
+        self.num_steps += 1
+
+    def read(self) -> Iterator[NewTokens]:
+        """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
+        step, rows, sampled, wanted, parts, of_prompts = self._in_flight[0]
+        token_ids = jax.device_get(sampled.tokens)[rows].tolist()
+        logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
+        places = None if of_prompts is None else fetched(of_prompts)
+        self._in_flight.popleft()
+        by_request = {part.request_id: part for part in parts}
+        each = zip(step.request_ids, token_ids, step.samples, rows.tolist(), wanted, strict=True)
+        for request_id, token_id, samples, row, num in each:
+            part = by_request.get(request_id)
+            yield NewTokens(
+                request_id,
+                token_id if samples else None,
+                logprobs.at(row, token_id, num) if logprobs and samples and num is not None else None,
+                [
+                    places.at(part.place + i, token, part.num)
+                    for i, token in enumerate(part.token_ids)
+                ] if places and part else [],
+                part.start if part else 0,
+            )  # fmt: skip
+
+    # --------------------------------------------------------------------------------------- inside
+    def _rows_before(self) -> dict[int, int]:
+        """Of each request in the step in flight, if there is one, its row."""
+        return {
+            request_id: row
+            for flying in self._in_flight
+            for request_id, row in zip(flying.step.request_ids, flying.rows.tolist(), strict=True)
+        }
+
+    def _next_tokens(
+        self,
+        logits: jax.Array,
+        sampling: SamplingMetadata,
+        num_generated: Any,
+        adjustments: Adjustments | None = None,
+        num_logprobs: int | None = None,
+    ) -> Sampled:
+        static = {"max_rows": self._max_rows, "num_logprobs": num_logprobs}
+        return next_tokens(logits, sampling, num_generated, adjustments, **static)
+
+    def _prompt_logprobs(
+        self, parts: Sequence[PromptPart], hidden: jax.Array, bucket: Bucket
+    ) -> TokenLogprobs | None:
+        if not parts:
+            return None
+        next_ids: Any = np.zeros(bucket.max_tokens, np.int32)
+        for part in parts:
+            next_ids[part.place : part.place + len(part.token_ids)] = part.token_ids
+        num = _most([part.num for part in parts])
+        assert num is not None
+        return prompt_logprobs(self._graphdef, self.weights.state, hidden, next_ids, num=num)
+
+
+def _most(wanted: Sequence[int | None]) -> int | None:
+    """The largest number that anybody wants, as a power of two or 0: few programs for many wishes."""
+    asked = [num for num in wanted if num is not None]
+    if not asked:
+        return None
+    return 1 << (max(asked) - 1).bit_length() if max(asked) else 0

@@ -1,0 +1,155 @@
+"""What a request may ask of its tokens: vLLM's SamplingParams."""
+
+import dataclasses
+import math
+import numbers
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pallas_kernels.checks import require, require_int, require_positive
+
+GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
+NUM_SEEDS = 2**32
+MAX_LOGPROBS = 20  # vLLM's max_logprobs
+MAX_BIAS = 100.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request picks its tokens, and where it ends.
+
+    Attributes:
+        max_tokens: Most new tokens. None = as many as the model's context and the cache leave.
+        min_tokens: What would end the text (the model's eos, stop_token_ids, stop) does not before so many.
+        temperature: Logits are divided by it; 0 (or less than 1e-5) = greedy, whatever the filters say.
+        top_p: Only the likeliest tokens whose probabilities together reach top_p, after top_k. 1 = off.
+        top_k: Only the k likeliest tokens, and those as likely as the k-th. None, 0 or -1 = off.
+        min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
+        n: Completions of the prompt, each drawn with a seed of its own: seed, seed + 1, ...
+        seed: The same seed draws the same tokens, whoever shares the batch. None = see `with_seed`.
+        stop: Texts that end the completion; it is cut before them. One string or several.
+        stop_token_ids: Tokens that end the completion, besides the model's eos.
+        ignore_eos: The model's eos does not end the completion.
+        include_stop_str_in_output: The text keeps the stop string that ended it.
+        presence_penalty: Taken off the logits of tokens that were generated. In [-2, 2].
+        frequency_penalty: The same, times how often. In [-2, 2].
+        repetition_penalty: Logits of tokens of the prompt or generated are divided by it where positive,
+            multiplied where negative. 1 = off.
+        logit_bias: Token id -> what is added to its logit, in [-100, 100].
+        logprobs: Each new token comes with its log-probability and that of so many likeliest tokens, by the
+            model's own logits, before penalties and temperature. None = without; at most 20.
+        prompt_logprobs: The same for each token of the prompt but the first.
+
+    Source: vLLM `SamplingParams`; greedy by default.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float | int = 0.0
+    top_p: float | int = 1.0
+    top_k: int | None = None
+    min_p: float | int = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    presence_penalty: float | int = 0.0
+    frequency_penalty: float | int = 0.0
+    repetition_penalty: float | int = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        require(0 <= self.temperature < math.inf, "temperature", "be at least 0", self.temperature)
+        require(self.top_k is None or self.top_k >= -1, "top_k", "be at least 0 (None = off)", self.top_k)
+        require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1 = off)", self.top_p)
+        require(0 <= self.min_p <= 1, "min_p", "be in [0, 1] (0 = off)", self.min_p)
+        require(self.seed is None or 0 <= self.seed < NUM_SEEDS, "seed", "be in [0, 2**32)", self.seed)
+        require_positive(n=self.n)
+        if self.max_tokens is not None:
+            require_positive(max_tokens=self.max_tokens)
+            rule = f"be in [0, max_tokens ({self.max_tokens})]"
+            require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
+        require(self.min_tokens >= 0, "min_tokens", "be at least 0", self.min_tokens)
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, name) <= 2, name, "be in [-2, 2] (0 = off)", getattr(self, name))
+        is_positive = 0 < self.repetition_penalty < math.inf
+        require(is_positive, "repetition_penalty", "be above 0 (1 = off)", self.repetition_penalty)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"be in [0, {MAX_LOGPROBS}]", value)
+        is_drawn = self.n == 1 or not self.is_greedy
+        require(is_drawn, "n", "be 1 with temperature 0, where all completions are the same", self.n)
+
+    def _check_kinds(self) -> None:
+        """Types; sequences become tuples."""
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
+            require(_is_number(getattr(self, name)), name, "be a number", repr(getattr(self, name)))
+        optional = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+        given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        require_int(min_tokens=self.min_tokens, n=self.n, **given)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        are_texts = isinstance(stop, Sequence) and all(isinstance(text, str) for text in stop)
+        require(are_texts, "stop", "be a string or a list of strings", repr(self.stop))
+        require(all(stop), "stop", "hold no empty string", repr(self.stop))
+        ids = self.stop_token_ids
+        are_ids = isinstance(ids, Sequence) and not isinstance(ids, str) and all(map(_is_int, ids))
+        require(are_ids, "stop_token_ids", "be a list of ints", repr(ids))
+        bias = self.logit_bias
+        is_map = bias is None or (isinstance(bias, Mapping) and all(map(_is_int, bias)))
+        require(is_map, "logit_bias", "map token ids to numbers", repr(bias))
+        for token, value in (bias or {}).items():
+            is_one = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
+            require(is_one, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the likeliest tokens alone may be drawn: finding them takes a sort."""
+        return (self.top_k or 0) > 0 or self.top_p < 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if logits depend on the tokens before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """True if a request may want other logits than the model's."""
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens)
+
+    def with_seed(self) -> "SamplingParams":
+        """These values with a random seed where there was none. Call it once a request, not once a step."""
+        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(32))
+
+    def of_completion(self, index: int) -> "SamplingParams":
+        """Those of completion number `index` of n, whose seed is as many higher."""
+        assert self.seed is not None
+        return dataclasses.replace(
+            self,
+            n=1,
+            seed=(self.seed + index) % NUM_SEEDS,
+            prompt_logprobs=None if index else self.prompt_logprobs,
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

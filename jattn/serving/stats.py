@@ -1,0 +1,78 @@
+"""Counts of an engine, for a dashboard."""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+# vLLM's buckets of vllm:time_to_first_token_seconds and vllm:inter_token_latency_seconds.
+TIME_TO_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_LATENCY = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+
+
+class Histogram:
+    """How often a number of seconds was at most each bound, as Prometheus counts."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Starts empty; bounds ascend."""
+        self.bounds, self._counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts one."""
+        self._counts[bisect.bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of each bound, and of those above the last."""
+        return tuple(self._counts)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return sum(self._counts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """An engine now, and counts since it was made.
+
+    Attributes:
+        num_running: Requests that have blocks.
+        num_waiting: Requests that wait for some.
+        num_steps: Steps run.
+        num_compiles: Executables compiled, one a bucket.
+        num_preemptions: Times that a request lost its blocks to an older one and was computed again.
+        num_blocks: Cache blocks that requests can have.
+        num_used_blocks: Blocks that they have now.
+        peak_blocks: Most of them in use at once.
+        num_prefix_tokens: Tokens that requests came with (again, where they were preempted).
+        num_prefix_hit_tokens: Those of them that others had computed.
+        num_generated_tokens: Tokens handed out.
+        time_to_first_token: Seconds from a request's arrival.
+        inter_token_latency: Seconds between two of its tokens.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_compiles: int
+    num_preemptions: int
+    num_blocks: int
+    num_used_blocks: int
+    peak_blocks: int
+    num_prefix_tokens: int
+    num_prefix_hit_tokens: int
+    num_generated_tokens: int
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the blocks that requests have now."""
+        return self.num_used_blocks / self.num_blocks
