@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.items import Shape
@@ -92,11 +93,12 @@ def varlen_prefill(
     is_paged, is_hnd = block_table is not None, layout == "HND"
     num_tokens, q_heads, head_dim = query.shape
     require(key.ndim == (4 if is_paged else 3), "key", f"have {4 if is_paged else 3} axes", key.shape)
-    kv_heads = key.shape[1 if is_paged and is_hnd else -2]
+    block_size, kv_heads = None, key.shape[-2]
+    if is_paged:
+        _, block_size, kv_heads, _ = sizes_of(key, is_hnd=is_hnd)
     _check_shapes(query, key, value, query_start_loc, seq_lens, kv_start_loc, block_table, kv_heads)
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
-    block_size = key.shape[2 if is_hnd else 1] if is_paged else None
     reason = why_not_prefill(dtype=query.dtype, kv_dtype=key.dtype, head_dim=head_dim, block_size=block_size)
     if reason is not None:
         raise unsupported("varlen_prefill", reason, "Use another implementation")
@@ -120,9 +122,6 @@ def varlen_prefill(
         )
     _check_schedule(schedule, lists, num_tokens, seq_lens.shape[0], q_heads, tiles)
 
-    def cut_head(x: Array) -> Array:
-        return x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
-
     def whole_rows(x: Array) -> Array:
         """Tokens padded to what TMA takes."""
         missing = -x.shape[0] % ALIGN
@@ -130,17 +129,31 @@ def varlen_prefill(
 
     def cut_kv(x: Array) -> Array:
         if block_size is None:
-            return cut_head(whole_rows(x))
-        axis, part = 2 if is_hnd else 1, min(block_size, tiles.tile_kv)
-        return cut_head(x.reshape(*x.shape[:axis], -1, part, *x.shape[axis + 1 :]))
+            return cut.split(whole_rows(x))
+        return shape.in_cache(tiles.tile_kv).cut_cache(x)
 
     kv_tokens = key.shape[0]
     if block_size is not None:
         assert block_table is not None
         kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
+    shape = Shape(
+        q_heads=q_heads,
+        group=q_heads // kv_heads,
+        cut=cut,
+        block_size=block_size,
+        is_hnd=is_hnd,
+        heads_at_once=heads_at_once(
+            q_heads,
+            kv_heads,
+            kv_bytes=4 * kv_tokens * head_dim,
+            rows=schedule.table.shape[0],
+            tiles=tiles,
+        ),
+        block_q=block_q,
+    )
     in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
     out, lse_tiles = prefill(
-        cut_head(whole_rows(query)),
+        cut.split(whole_rows(query)),
         cut_kv(key),
         cut_kv(value),
         block_table,
@@ -148,21 +161,7 @@ def varlen_prefill(
         in_log2(sinks),
         schedule,
         lists,
-        shape=Shape(
-            q_heads=q_heads,
-            group=q_heads // kv_heads,
-            cut=cut,
-            block_size=block_size,
-            is_hnd=is_hnd,
-            heads_at_once=heads_at_once(
-                q_heads,
-                kv_heads,
-                kv_bytes=4 * kv_tokens * head_dim,
-                rows=schedule.table.shape[0],
-                tiles=tiles,
-            ),
-            block_q=block_q,
-        ),
+        shape=shape,
         score=score,
         mask=mask,
         tiles=tiles,

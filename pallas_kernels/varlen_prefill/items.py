@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels.list_tiles import PART_SHIFT
 from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill.schedule import ALIGN, kv_tile_range, tile_range
 from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
@@ -35,6 +36,11 @@ class Shape:
     is_hnd: bool
     heads_at_once: int
     block_q: int | None = None
+
+    def in_cache(self, tile_kv: int) -> CacheCut:
+        """How a tile of keys is fetched from the cache."""
+        assert self.block_size is not None
+        return CacheCut(block_size=self.block_size, tile_kv=tile_kv, is_hnd=self.is_hnd, head=self.cut)
 
 
 class Item:

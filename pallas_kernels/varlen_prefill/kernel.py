@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.store import store_unoptimized
@@ -108,7 +109,7 @@ def prefill(
     """
     cut, dtype, wgs, stages = shape.cut, query.dtype, tiles.warpgroups, tiles.stages
     size, buffers = shape.block_size, tiles.query_buffers
-    per_stage = (1 if size is None else max(tiles.tile_kv // size, 1)) * cut.chunks
+    per_stage = (1 if size is None else shape.in_cache(tiles.tile_kv).copies) * cut.chunks
     # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
     is_light = per_stage > BLOCKS_AT_ONCE or cut.padded_dim <= 64
     has_parts = shape.heads_at_once != shape.q_heads
@@ -156,7 +157,8 @@ def prefill(
 
         def load_share(team: int) -> None:
             rounds, number_of = rounds_of(num_items, tiles, team)
-            load_kv = make_kv_loader(k_g, v_g, blocks_g, ring, tiles, shape, team)
+            blocks = None if size is None else BlockTable(blocks_g, size)
+            load_kv = make_kv_loader(k_g, v_g, blocks, ring, tiles, shape, team)
             load_query = make_query_loader((q_g, table_g, q_s, item_s, q_full, q_free), tiles, shape, team)
 
             def load_item(nth: Any, step: Any) -> Any:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import PART_SHIFT
+from pallas_kernels.shared.paged_kv import clear_unseen
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import votes
 from pallas_kernels.varlen_prefill.items import Item, Shape, stage_of
@@ -309,7 +310,7 @@ class Warpgroup:
         Warpgroups do it side by side in the same memory, so what one stores must be right at once: with both
         edges in a tile, a store of the low one that kept the high one's NaN undid another's zeros.
         """
-        tile, cut, part = self.tiles.tile_kv, self.shape.cut, jnp.int32(64)
+        tile, part = self.tiles.tile_kv, jnp.int32(64)
         first_key = item.first_key(entry)
         begin, end = item["seen"] - first_key, item["seq_len"] - first_key
         is_edge = begin > 0 if is_low else end < tile
@@ -321,11 +322,7 @@ class Warpgroup:
             @pl.loop(*parts)
             def _(n: Any) -> None:
                 at = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=W) + n * 64
-                for chunk in range(cut.chunks):
-                    for column in range(0, cut.width, 64):
-                        here = self.v_s.at[stage, chunk, pl.ds(n * 64, 64), pl.ds(column, 64)]
-                        v = plgpu.load(here, layout=W)
-                        here[...] = jnp.where((at >= begin) & (at < end), v, jnp.zeros_like(v))
+                clear_unseen(self.v_s.at[stage], pl.ds(n * 64, 64), lambda _: at, begin, end)
 
             plgpu.commit_smem()
 
