@@ -27,3 +27,6 @@ type Tile = jax.Array
 
 type Slice = Any
 """pl.ds(...): traced begin, static size."""
+
+type Index = tuple[Any, ...]
+"""What `ref.at[...]` takes: numbers, traced or not, and slices."""
