@@ -4,13 +4,13 @@ A head_dim that 64 does not divide is cut into equal chunks of at most 64, and T
 zeros on the way into shared memory: no byte more is read, and the caller pads nothing.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.checks import require
 from pallas_kernels.shared.tma import padded_slice
-from pallas_kernels.shared.types import Scalar
+from pallas_kernels.shared.types import Index, Scalar
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 # In 8 bits 120 has no rows of 16 bytes, which TMA wants, and 112 would be cut into 7 chunks.
@@ -39,7 +39,7 @@ class HeadCut(NamedTuple):
         """[..., head_dim] as [..., chunks, chunk] where TMA pads its chunks."""
         return x.reshape(*x.shape[:-1], self.chunks, self.chunk) if self.is_padded else x
 
-    def at(self, chunk: int, zero: Scalar) -> tuple[Any, ...]:
+    def at(self, chunk: int, zero: Scalar) -> Index:
         """The last indices of what `split` returned: a chunk of a head, as wide as in shared memory.
 
         Args:

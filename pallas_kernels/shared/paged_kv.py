@@ -7,7 +7,6 @@ and their entries of the table may hold anything.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import HeadCut
-from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
 COLUMNS_AT_ONCE = 64  # of values in registers
@@ -75,7 +74,7 @@ class CacheCut:
         """Which copy of its block brings the key at a position."""
         return lax.div(lax.rem(key, jnp.int32(self.block_size)), jnp.int32(self.rows))
 
-    def at(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> tuple[Any, ...]:
+    def at(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> Index:
         """Where in cut_cache's a copy is; `head.at` follows."""
         rows = pl.ds(0, self.rows)
         return (block, kv_head, copy, rows) if self.is_hnd else (block, copy, rows, kv_head)

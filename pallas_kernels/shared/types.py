@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 type Ref = Any
 """Memory as a kernel body sees it, global (`_g`) or shared (`_s`): a reference, or its part `ref.at[...]`."""
@@ -30,3 +31,6 @@ type Slice = Any
 
 type Index = tuple[Any, ...]
 """What `ref.at[...]` takes: numbers, traced or not, and slices."""
+
+type Interpret = plgpu.InterpretGPUParams | None
+"""How a kernel is interpreted on a CPU; None on a GPU."""

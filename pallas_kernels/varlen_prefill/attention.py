@@ -5,7 +5,7 @@ meanwhile.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,16 +16,30 @@ from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.bias import Bias
 from pallas_kernels.varlen_prefill.items import Worklist
-from pallas_kernels.varlen_prefill.masking import Masking
+from pallas_kernels.varlen_prefill.masking import Masking, Stored
 from pallas_kernels.varlen_prefill.pipeline import Queries, Ring
 from pallas_kernels.varlen_prefill.products import InterpretedProducts, Products
 from pallas_kernels.varlen_prefill.query_rows import Edges, QueryRows
 from pallas_kernels.varlen_prefill.refs import Inputs, Outputs, Pipeline, Smem
-from pallas_kernels.varlen_prefill.softmax import Softmax, State
+from pallas_kernels.varlen_prefill.softmax import Softmax, State, Step
 from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.store import store_rows
 from pallas_kernels.varlen_prefill.tops import rows_of, wide
 from pallas_kernels.varlen_prefill.values import Values
+
+
+class Attended(NamedTuple):
+    """Rows behind all of their keys.
+
+    Attributes:
+        accs: P V, not normalized: a chunk of a head each.
+        top: What scores were less, of each row.
+        total: Sum of its probabilities.
+    """
+
+    accs: tuple[Tile, ...]
+    top: Rows
+    total: Rows
 
 
 class Attention:
@@ -88,23 +102,21 @@ class Attention:
             if queries.num > 1:
                 pl.when(nth >= 1)(lambda: queries.release(nth - 1))
 
-        def work() -> Any:
+        def work() -> Attended:
             return self.attend(rows, queries.query.at[buffer], step, release_last)
 
-        def rest() -> Any:
+        def rest() -> Attended:
             release_last()
             self.ring.skip(step, jnp.int32(0), item.num)
             zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            return tuple(zeros() for _ in range(chunks)), rows_of(-jnp.inf), rows_of(0.0)
+            return Attended(tuple(zeros() for _ in range(chunks)), rows_of(-jnp.inf), rows_of(0.0))
 
-        self.store(rows, buffer, *lax.cond(rows.has_work(), work, rest))
+        self.store(rows, buffer, lax.cond(rows.has_work(), work, rest))
         if queries.num == 1:
             queries.release(nth)
 
-    def attend(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, meanwhile: Callable[[], None]
-    ) -> tuple[tuple[Tile, ...], Rows, Rows]:
-        """Unnormalized output, top and total of rows, whose item's first keys are those of `step`.
+    def attend(self, rows: QueryRows, q_s: Ref, step: Scalar, meanwhile: Callable[[], None]) -> Attended:
+        """All keys of rows, whose item's first are those of `step`.
 
         `meanwhile` is done beside the first scores.
         """
@@ -128,7 +140,7 @@ class Attention:
         accs = self.products.add_values(state.accs, state.p, step + end - 1)
         if not has_lists:
             self.ring.skip(step, end, rows.item.num)
-        return accs, state.top, total
+        return Attended(accs, state.top, total)
 
     def attend_first(
         self, rows: QueryRows, q_s: Ref, step: Scalar, begin: Scalar, meanwhile: Callable[[], None]
@@ -149,7 +161,7 @@ class Attention:
         step = step + i
         tile = rows.tile(i, edges)
 
-        def softmax(s: Tile, stored: Any) -> Any:
+        def softmax(s: Tile, stored: Stored) -> Step:
             s, row_term = self.bias.added(tile, s)
             masked = lambda s: self.masking.applied(tile, stored, s)
             return self.softmax.step(s, row_term, masked, state.top)
@@ -162,14 +174,14 @@ class Attention:
         )  # fmt: skip
         return self.softmax.joined(accs, state.total, new)
 
-    def store(self, rows: QueryRows, buffer: Scalar, accs: tuple[Tile, ...], top: Rows, total: Rows) -> None:
+    def store(self, rows: QueryRows, buffer: Scalar, attended: Attended) -> None:
         """Normalized rows, and their log-sum-exp."""
         item, sink = rows.item, None
         if self.inputs.sinks is not None:
             sink = jnp.where(item["seq_len"] > 0, self.inputs.sinks[item.head], -jnp.inf)
-        factor, lse = normalized(top, total, sink)
+        factor, lse = normalized(attended.top, attended.total, sink)
         if self.outputs.lse is not None:
             here = pl.ds(pl.multiple_of(rows.rank * M, M), M)
             self.outputs.lse[item["number"], item.head, here] = lse
-        outs = tuple((acc * wide(factor, acc)).astype(self.spec.dtype) for acc in accs)
+        outs = tuple((acc * wide(factor, acc)).astype(self.spec.dtype) for acc in attended.accs)
         store_rows(self.outputs.out, rows, self.queries.query.at[buffer], self.queries.out.at[buffer], outs)

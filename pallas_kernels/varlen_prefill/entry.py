@@ -1,7 +1,6 @@
 """varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -11,6 +10,7 @@ from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.bias import LOG2E
 from pallas_kernels.varlen_prefill.kernel import prefill
@@ -48,7 +48,7 @@ def varlen_prefill(
     mask: KernelMask | None = None,
     tiles: Tiles | None = None,
     return_lse: bool = False,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
     """Attends each token to the keys of its request. The last token stands at position `seq_len - 1`.
 
@@ -103,9 +103,6 @@ def varlen_prefill(
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(query), lse if return_lse else None
 
-    kv_tokens = key.shape[0]
-    if block_table is not None and block_size is not None:
-        kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
     if schedule is None:
         if block_table is not None and block_size is not None:  # no table is read behind its end
             seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), block_table.shape[1] * block_size)
@@ -113,14 +110,14 @@ def varlen_prefill(
             query_start_loc, seq_lens, kv_start_loc, num_tokens=num_tokens, score=score, tiles=tiles
         )
     _check_schedule(schedule, lists, num_tokens, seq_lens.shape[0], q_heads, tiles)
-    rows, kv_bytes = schedule.table.shape[0], 4 * kv_tokens * head_dim
+    num_rows, kv_bytes = schedule.table.shape[0], _kv_bytes(key, block_table, block_size)
     spec = PrefillSpec(
         shape=Shape(
             q_heads=q_heads,
             group=q_heads // kv_heads,
             cut=head_cut(head_dim),
             in_cache=_in_cache(block_size, head_dim, layout, tiles),
-            heads_at_once=heads_at_once(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, tiles=tiles),
+            heads_at_once=heads_at_once(q_heads, kv_heads, kv_bytes=kv_bytes, rows=num_rows, tiles=tiles),
             block_q=block_q,
         ),
         score=score,
@@ -138,12 +135,10 @@ def varlen_prefill(
         cache=_cut_kv(key, value, block_table, spec),
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),
-        schedule=ScheduleRefs(schedule.table, schedule.num_live, None)
-        if lists is None
-        else ScheduleRefs(*lists),
+        schedule=ScheduleRefs(*(lists or (schedule.table, schedule.num_live, None))),
         mask=() if mask is None else mask.arrays,
     )
-    outputs = prefill(inputs, rows, spec)
+    outputs = prefill(inputs, num_rows, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
     if outputs.lse is None:
         return out, None
@@ -156,6 +151,14 @@ def _in_cache(block_size: int | None, head_dim: int, layout: str, tiles: Tiles) 
         return None
     cut = head_cut(head_dim)
     return CacheCut(block_size=block_size, tile_kv=tiles.tile_kv, is_hnd=layout == "HND", head=cut)
+
+
+def _kv_bytes(key: Array, block_table: Array | None, block_size: int | None) -> int:
+    """Of a kv head's keys and values in 16 bits, of all requests together, at most."""
+    kv_tokens = key.shape[0]
+    if block_table is not None and block_size is not None:
+        kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
+    return 4 * kv_tokens * key.shape[-1]
 
 
 def _whole_rows(x: Array) -> Array:

@@ -113,12 +113,11 @@ class Loader:
         kv_head = lax.div(item.head, jnp.int32(self.spec.shape.group))
         # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
         copies, at_once = self.windows.copies, min(self.windows.copies, BLOCKS_AT_ONCE)
-        windows = []
-        if copies == at_once:
-            windows = self.windows.of(item, tile, kv_head, 0, at_once)
+        is_few = copies == at_once
+        windows = self.windows.of(item, tile, kv_head, 0, at_once) if is_few else []
         for nth, (kv_g, stream) in enumerate(self.streams):
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
-            if windows:
+            if is_few:
                 self.copy(kv_g, stream, stage, windows)
             else:
                 # A bound that the compiler does not see through: unrolled, ids would not fit the registers.

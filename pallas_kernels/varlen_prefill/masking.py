@@ -14,6 +14,9 @@ from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, PrefillSpec, f32
 
+type Stored = Any  # what the caller's KernelMask.load returned
+type Ends = Scalar | Rows
+
 
 class Masking:
     """Puts -inf where a query does not see a key."""
@@ -25,14 +28,14 @@ class Masking:
         self.has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         self.has_parts = spec.shape.block_q is not None
 
-    def stored(self, tile: KvTile) -> Any:
+    def stored(self, tile: KvTile) -> Stored:
         """What the mask has stored of a tile: read early, for it comes from global memory."""
         if tile.edges is Edges.NONE or not self.arrays:
             return ()
         assert self.mask is not None
         return self.mask.load(tile.pairs(self.columns), tile.rows.item["req"], self.arrays)
 
-    def applied(self, tile: KvTile, stored: Any, s: Tile) -> Tile:
+    def applied(self, tile: KvTile, stored: Stored, s: Tile) -> Tile:
         """Scores of pairs of which the query sees the key, -inf for the others."""
         if tile.edges is Edges.NONE:
             return s
@@ -45,7 +48,7 @@ class Masking:
             in_range = pairs.words_between(jnp.maximum(low, 0 - first_key) if has_low else None, high)
             return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
 
-        def wide(end: Scalar | Rows) -> Tile | Scalar:
+        def wide(end: Ends) -> Tile | Scalar:
             is_row = end.ndim > 0
             return pairs.wide(plgpu.layout_cast(end, ROW).astype(f32)) if is_row else end.astype(f32)
 
@@ -58,7 +61,7 @@ class Masking:
             sees = sees & mask.sees(pairs, stored)
         return jnp.where(sees, s, -jnp.inf)
 
-    def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[Any, Any]:
+    def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[Ends, Ends]:
         """First column that a row may see, and one past the last: of the request, or of each row.
 
         Rows are numbered only where they have ends of their own: for a number that nobody uses Pallas finds

@@ -1,7 +1,6 @@
 """The tensor core's part: S = Q K^T and O += P V of a warpgroup's rows and a tile of keys."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -9,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.varlen_prefill.masking import Stored
 from pallas_kernels.varlen_prefill.pipeline import Ring
 from pallas_kernels.varlen_prefill.refs import AlibiOperands
 from pallas_kernels.varlen_prefill.softmax import State, Step
@@ -62,8 +62,8 @@ class Products:
         state: State,
         empty: Step,
         *,
-        meanwhile: Callable[[], Any],
-        softmax: Callable[[Tile, Any], Step],
+        meanwhile: Callable[[], Stored],
+        softmax: Callable[[Tile, Stored], Step],
         await_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], Step]:
         """Scores of the keys of `step` and values of the step before, in flight together.
@@ -87,7 +87,7 @@ class Products:
         def products(refs: tuple[tuple[Ref, ...], Step]) -> None:
             acc_refs, result_refs = refs
 
-            def issue(s_ref: Ref) -> tuple[Tile, Any]:
+            def issue(s_ref: Ref) -> tuple[Tile, Stored]:
                 self.begin_scores(s_ref, q_s, k_stage)
                 self.begin_values(acc_refs, state.p, v_stage)
                 early = meanwhile()
@@ -140,8 +140,8 @@ class InterpretedProducts(Products):
         state: State,
         empty: Step,
         *,
-        meanwhile: Callable[[], Any],
-        softmax: Callable[[Tile, Any], Step],
+        meanwhile: Callable[[], Stored],
+        softmax: Callable[[Tile, Stored], Step],
         await_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], Step]:
         """See Products; one after the other."""

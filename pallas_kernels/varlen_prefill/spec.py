@@ -1,14 +1,15 @@
 """What is static about one prefill kernel: what it is compiled for."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
 
@@ -59,12 +60,12 @@ class PrefillSpec:
     shape: Shape
     score: Score
     tiles: Tiles
-    dtype: Any
+    dtype: np.dtype
     mask: KernelMask | None
     has_lists: bool
     has_alibi: bool
     returns_lse: bool
-    interpret: Any = None
+    interpret: Interpret = None
 
     @property
     def is_interpreted(self) -> bool:

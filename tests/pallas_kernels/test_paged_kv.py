@@ -1,6 +1,8 @@
 """paged_kv: block ids stay where keys are seen, copies bring the right keys, the unseen goes."""
 
 import itertools
+import pathlib
+import re
 
 import hypothesis
 import jax
@@ -167,3 +169,16 @@ class TestWhatNobodySees:
         x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])
         found = paged_kv.only_seen(x, keys, scalar(5), scalar(6), 7.0)
         np.testing.assert_array_equal(found, [7.0, 2.0, 7.0])
+
+
+def test_no_kernel_looks_into_a_block_table_by_itself():
+    """As far as names tell: a table under another one escapes."""
+    folder = pathlib.Path(paged_kv.__file__).parents[1]
+    looks = re.compile(r"^[^`]*(block_table|table_g)\[")
+    found = {
+        f"{path.relative_to(folder)}: {line.strip()}"
+        for path in folder.rglob("*.py")
+        for line in path.read_text().split("\n")
+        if looks.search(line)
+    }
+    assert {line.split(":")[0] for line in found} == {"shared/paged_kv.py"}, found
