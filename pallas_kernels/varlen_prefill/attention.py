@@ -55,6 +55,7 @@ class Attention:
         spec: PrefillSpec,
         queries: Queries,
     ):
+        # The number that `queries` has, asked anew: one for both makes other addresses than those measured.
         self.wg = wg = lax.axis_index("warpgroup")
         # A team's warpgroups have the same item: 64 rows each, from rank * 64 on.
         self.team, self.rank = (wg * 0, wg) if spec.tiles.teams == 1 else (wg, wg * 0)
