@@ -21,6 +21,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.shared import lanes
 from pallas_kernels.shared.dequant import swizzle_transforms, swizzled_smem
+from pallas_kernels.shared.paged_kv import BlockTable
 
 W = plgpu.Layout.WGMMA
 ROWS = 64  # of a tile: what the tensor core takes
@@ -115,11 +116,10 @@ def score_tiles(
         num = lax.div(num_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
         steps = lax.div(jnp.maximum(num - first, 0) + (ctas - 1), jnp.int32(ctas))
         tile_of = lambda step: first + step * ctas
+        blocks_of = BlockTable(table_g, shape.block_size)
 
         def ids_of(step: Any) -> tuple[Any, ...]:
-            last = jnp.maximum(num_blocks - 1, 0)
-            at = tile_of(step) * shape.blocks
-            return tuple(table_g[req, jnp.minimum(at + j, last)] for j in range(shape.blocks))
+            return tuple(blocks_of.first(req, num_blocks).ids(tile_of(step) * shape.blocks, shape.blocks))
 
         def load_share() -> None:
             plgpu.copy_gmem_to_smem(q_g.at[req], q_s.at[0], q_full)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.cache_read.kernel import TILE, Shape, read_tiles
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.support import why_not_read
 
 
@@ -58,7 +59,7 @@ def cache_read(
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
     require(cache.ndim == 4, "cache", "have 4 axes", cache.shape)
-    blocks, block_size, kv_heads, head_dim = (cache.shape[i] for i in ((0, 2, 1, 3) if is_hnd else range(4)))
+    blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=is_hnd)
     reqs, max_blocks = block_table.shape
     require_positive(kv_heads=kv_heads)
     for name, lens in (("first_keys", first_keys), ("seq_lens", seq_lens)):
@@ -85,34 +86,24 @@ def cache_read(
         return jnp.zeros((rows, kv_heads, head_dim), dtype)
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
     cut = head_cut(head_dim, itemsize=cache.dtype.itemsize)
-    part = min(block_size, TILE)
-    axis = 2 if is_hnd else 1
-    cut_heads = lambda x: x.reshape(*x.shape[:-1], cut.chunks, cut.chunk)
-    parts = cut_heads(cache.reshape(*cache.shape[:axis], -1, part, *cache.shape[axis + 1 :]))
+    in_cache = CacheCut(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
     per_token, per_channel = None, None
     if scale is not None and jnp.ndim(scale) == 3:
-        per_token = scale.astype(jnp.float32).reshape(blocks, kv_heads, -1, part)
+        per_token = in_cache.cut_scales(scale.astype(jnp.float32))
     elif scale is not None:
         scale = jnp.asarray(scale, jnp.float32)
         wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-        per_channel = cut_heads(jnp.broadcast_to(wide, (kv_heads, head_dim)))
+        per_channel = jnp.broadcast_to(wide, (kv_heads, head_dim)).reshape(kv_heads, cut.chunks, cut.chunk)
         per_channel = jnp.pad(per_channel, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
     out = read_tiles(
-        parts,
+        in_cache.cut_cache(cache),
         per_token,
         per_channel,
         _tiles(kv_start_loc.astype(jnp.int32), firsts, lens, rows),
         block_table.astype(jnp.int32),
         firsts,
         lens,
-        shape=Shape(
-            rows=rows,
-            kv_heads=kv_heads,
-            block_size=block_size,
-            is_hnd=is_hnd,
-            cut=cut,
-            dtype=jnp.dtype(dtype),
-        ),
+        shape=Shape(rows=rows, kv_heads=kv_heads, in_cache=in_cache, dtype=jnp.dtype(dtype)),
         interpret=interpret,
     )
     return out.reshape(rows, kv_heads, head_dim)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem, widened
-from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 from pallas_kernels.shared.tma import padded_slice
 
 TILE = 64  # keys of a thread block
@@ -27,17 +27,13 @@ class Shape:
     Attributes:
         rows: Rows of the output, a multiple of TILE.
         kv_heads: Key/value heads.
-        block_size: Tokens of a cache block.
-        is_hnd: Blocks are [kv_heads, block_size, head_dim].
-        cut: The cut of head_dim.
+        in_cache: How a tile is fetched.
         dtype: Of the output.
     """
 
     rows: int
     kv_heads: int
-    block_size: int
-    is_hnd: bool
-    cut: HeadCut
+    in_cache: CacheCut
     dtype: np.dtype
 
 
@@ -56,9 +52,8 @@ def read_tiles(
     """Keys in 16 bits: [rows, kv_heads, chunks, chunk].
 
     Args:
-        cache: [blocks, parts, part, kv_heads, chunks, chunk], or HND [blocks, kv_heads, parts, part, chunks,
-            chunk].
-        per_token: f32 scales [blocks, kv_heads, parts, part], or None.
+        cache: `cut_cache`'s.
+        per_token: f32 scales, `cut_scales`', or None.
         per_channel: f32 scales [kv_heads, chunks, width], or None.
         tiles: int32 [rows / TILE, 2]: the request that each tile of rows is for, or -1, and the first of its
             keys there, a multiple of TILE.
@@ -68,11 +63,9 @@ def read_tiles(
         shape: The call's static sizes.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
-    max_blocks, cut = block_table.shape[1], shape.cut
-    part, size = min(shape.block_size, TILE), shape.block_size
-    blocks_per_tile = TILE // part
+    in_cache, cut = shape.in_cache, shape.in_cache.head
     is_narrow = cache.dtype.itemsize == 1
-    copies = blocks_per_tile * (cut.chunks + (per_token is not None))
+    copies = in_cache.copies * (cut.chunks + (per_token is not None))
 
     def body(  # type: ignore[no-untyped-def]
         cache_g,
@@ -94,18 +87,12 @@ def read_tiles(
         row, first_key = tiles_g[tile, 0], tiles_g[tile, 1]
 
         def load() -> None:
-            low, high = first_g[row], lens_g[row]
-            column = lax.div(first_key, jnp.int32(size))
-            nth = lax.div(lax.rem(first_key, jnp.int32(size)), jnp.int32(part))
-            # Blocks without a key that is wanted may not be there: the nearest with one stands in.
-            first = lax.div(jnp.maximum(low, 0), jnp.int32(size))
-            last = jnp.minimum(lax.div(high - 1, jnp.int32(size)), max_blocks - 1)
-            ids = [table_g[row, jnp.clip(column + j, first, last)] for j in range(blocks_per_tile)]
-            for j, block in enumerate(ids):
-                tokens, to = pl.ds(0, part), pl.ds(j * part, part)
-                at = (block, head, nth, tokens) if shape.is_hnd else (block, nth, tokens, head)
+            wanted = BlockTable(table_g, in_cache.block_size).seen(row, first_g[row], lens_g[row])
+            nth = in_cache.copy_of(first_key)
+            for j, block in enumerate(wanted.ids(in_cache.column_of(first_key), in_cache.copies)):
+                to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.at(block, nth, head)
                 for chunk in range(cut.chunks):
-                    stored = cache_g.at[(*at, chunk, columns)]
+                    stored = cache_g.at[(*at, *cut.at(chunk, tile * 0))]
                     plgpu.copy_gmem_to_smem(stored, stored_s.at[chunk, to], loaded)
                 if token_g is not None:
                     scales = token_g.at[block, head, nth]

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from pallas_kernels.cache_write.kernel import Side, write_rows
 from pallas_kernels.cache_write.tiles import Tiles, default_tiles
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.support import why_not_write
 
 
@@ -54,7 +55,7 @@ def cache_write(
     tokens, kv_heads, head_dim = key.shape
     require_positive(kv_heads=kv_heads)
     require(k_cache.ndim == 4, "k_cache", "have 4 axes", k_cache.shape)
-    blocks, size = k_cache.shape[0], k_cache.shape[2 if is_hnd else 1]
+    blocks, size, _, _ = sizes_of(k_cache, is_hnd=is_hnd)
     wanted = (blocks, kv_heads, size, head_dim) if is_hnd else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, wanted, f"of key {key.shape}, {layout}")
     require_shape("v_cache", v_cache.shape, wanted, "as k_cache")

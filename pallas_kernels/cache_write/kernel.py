@@ -13,6 +13,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_write.tiles import Tiles
+from pallas_kernels.shared.paged_kv import place_of_slot
 from pallas_kernels.shared.store import store_unoptimized
 
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
@@ -134,7 +135,7 @@ def write_rows(
 
             @pl.when((slot >= 0) & (first + j < tokens))
             def _store(j: int = j, slot: Any = slot) -> None:
-                block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
+                block, offset = place_of_slot(slot, block_size)
                 for side, rows_s, cache_g, results, scale_g in writes:
                     target = cache_g.at[(block, slice(None), offset) if is_hnd else slot]
                     if side.dtype is None:

@@ -9,13 +9,14 @@ from jaxtyping import Array, Float, Int32, Shaped
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.paged_decode.kernel import decode_partials
-from pallas_kernels.paged_decode.loader import copied_rows
+from pallas_kernels.paged_decode.loader import cache_cut
 from pallas_kernels.paged_decode.merge import merge_partials
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule, make_schedule
 from pallas_kernels.paged_decode.step import LOG2E
 from pallas_kernels.paged_decode.tiles import Tiles, default_tiles
 from pallas_kernels.paged_decode.walk import Shape
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode
 
@@ -83,7 +84,7 @@ def paged_decode(
     require(k_cache.ndim == 4, "k_cache", "have 4 axes", k_cache.shape)
     tokens, q_heads, head_dim = query.shape
     reqs = seq_lens.shape[0]
-    _, block_size, kv_heads, _ = (k_cache.shape[i] for i in ((0, 2, 1, 3) if is_hnd else (0, 1, 2, 3)))
+    _, block_size, kv_heads, _ = sizes_of(k_cache, is_hnd=is_hnd)
     require_shape(
         "query", query.shape, (reqs * decode_query_len, q_heads, k_cache.shape[3]), "tokens, q_heads"
     )
@@ -191,23 +192,18 @@ def paged_decode(
         x = packed(jnp.broadcast_to(x, (1, decode_query_len, kv_heads, group)))[0]
         return jnp.pad(x, ((0, 0), (0, n - shape.rows)))
 
-    part = copied_rows(tiles, shape)
+    in_cache = cache_cut(tiles, shape)
 
     def cut_scale(scale: Array | None) -> Array | None:
         if scale is None or scale.ndim == 1:
             return scale
         if scale.ndim == 3:
-            return scale.reshape(*scale.shape[:2], -1, part)
+            return in_cache.cut_scales(scale)
         if scale.ndim == 0:
             return scale.reshape(1)
         scale = scale.reshape(kv_heads, cut.chunks, cut.chunk)
         return jnp.pad(scale, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
 
-    def cut_cache(cache: Array) -> Array:
-        token_axis = 2 if is_hnd else 1
-        return cut_head(cache.reshape(*cache.shape[:token_axis], -1, part, *cache.shape[token_axis + 1 :]))
-
-    cut_head = lambda x: x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
     sinks_of_query = per_query(sinks)
     queries = packed(query.reshape(reqs, decode_query_len, kv_heads, group, head_dim))
     lists: tuple[Any, Any] = (None, None)
@@ -215,9 +211,9 @@ def paged_decode(
         queries = queries.reshape(reqs * kv_heads, row_tiles, *queries.shape[2:])
         lists = block_list.ids.reshape(reqs * kv_heads, -1), block_list.counts.reshape(-1)
     results = decode_partials(
-        cut_head(queries),
-        cut_cache(k_cache),
-        cut_cache(v_cache),
+        cut.split(queries),
+        in_cache.cut_cache(k_cache),
+        in_cache.cut_cache(v_cache),
         block_table,
         seq_lens,
         cut_scale(k_scale),

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Segment, Shape, entries_of, place_of
 from pallas_kernels.shared import lanes
-from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 
 
 class Stream(NamedTuple):
@@ -43,17 +43,8 @@ def make_loader(
 
     It calls `meanwhile` while it waits for the first blocks' numbers.
     """
-    size, cut = shape.block_size, shape.cut
-    rows = copied_rows(tiles, shape)
-
-    def window(cache_g: Any, segment: Segment, block: Any, part: Any, chunk: int) -> Any:
-        """Keys of one kv head: a block, or the part of a block that is copied at once."""
-        tokens = pl.ds(0, rows)
-        if shape.is_hnd:
-            at = block, segment.kv_head, part, tokens
-        else:
-            at = block, part, tokens, segment.kv_head
-        return cache_g.at[(*at, chunk, padded_slice(cut.width, cut.chunk, part * 0)) if cut.is_padded else at]
+    cut, in_cache = shape.cut, cache_cut(tiles, shape)
+    rows, blocks_of = in_cache.rows, BlockTable(table_g, shape.block_size)
 
     def read_entries(segment: Segment, tile_index: Any) -> tuple[Any, ...]:
         return entries_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
@@ -62,18 +53,11 @@ def make_loader(
         """The block of each copy of a tile, and the part of it; the tile may be past the last."""
         entries = entries or read_entries(segment, tile_index)
         place = place_of(segment, tile_index, entries, tiles.tile_kv, shape)
-        # What a query cannot see may have no block: the nearest that one can see stands in, and the softmax
-        # and the values mask it.
-        low = lax.div(segment.low, jnp.int32(size))
-        high = jnp.maximum(lax.div(segment.high - 1, jnp.int32(size)), low)
-        high = jnp.minimum(high, table_g.shape[1] - 1)
+        seen = blocks_of.seen(segment.request, segment.low, segment.high)  # the softmax masks what stands in
         found = []
         for first in place.firsts:
-            column = lax.div(first, jnp.int32(size))
-            part = lax.div(lax.rem(first, jnp.int32(size)), jnp.int32(rows))
-            for j in range(place.piece // rows):
-                block = table_g[segment.request, jnp.clip(column + j, low, high)]
-                found.append((block, part))
+            ids = seen.ids(in_cache.column_of(first), in_cache.copies)
+            found += [(block, in_cache.copy_of(first)) for block in ids]
         return found
 
     def copy(segment: Segment, step: Any, blocks: list[Any]) -> None:
@@ -82,9 +66,9 @@ def make_loader(
             pl.when(step >= tiles.stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             full = stream.full.at[stage]
             for j, (block, part) in enumerate(blocks):
-                to = pl.ds(j * rows, rows)
+                to, at = pl.ds(j * rows, rows), in_cache.at(block, part, segment.kv_head)
                 for chunk in range(cut.chunks):
-                    keys = window(stream.cache_g, segment, block, part, chunk)
+                    keys = stream.cache_g.at[(*at, *cut.at(chunk, part * 0))]
                     plgpu.copy_gmem_to_smem(keys, stream.tile_s.at[stage, chunk, to], full)
                 if stream.scale_g is not None:
                     plgpu.copy_gmem_to_smem(
@@ -123,11 +107,12 @@ def prefetch_blocks(table_g: Any, slot: Any, slots: int) -> None:
     )
 
 
-def copied_rows(tiles: Tiles, shape: Shape) -> int:
-    """Keys of a copy: a block, or what of it is needed together."""
-    return min(shape.piece(tiles.tile_kv), shape.block_size)
+def cache_cut(tiles: Tiles, shape: Shape) -> CacheCut:
+    """How a tile's neighbours are fetched from the cache."""
+    piece = shape.piece(tiles.tile_kv)
+    return CacheCut(block_size=shape.block_size, tile_kv=piece, is_hnd=shape.is_hnd, head=shape.cut)
 
 
 def copies_per_stage(tiles: Tiles, shape: Shape, *, has_token_scale: bool) -> int:
     """Copies that arrive at a stage's barrier."""
-    return tiles.tile_kv // copied_rows(tiles, shape) * (shape.cut.chunks + has_token_scale)
+    return tiles.tile_kv // cache_cut(tiles, shape).rows * (shape.cut.chunks + has_token_scale)

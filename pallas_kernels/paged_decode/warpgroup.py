@@ -15,7 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.stages import HEADROOM, Stages
 from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.paged_decode.walk import Place, Segment, Shape
+from pallas_kernels.shared import paged_kv
 from pallas_kernels.shared.dequant import swizzle_of, widened
+from pallas_kernels.shared.types import Tile
 
 W = plgpu.Layout.WGMMA
 f32 = jnp.float32
@@ -90,11 +92,8 @@ class Warpgroup:
 
         @pl.when(has_unseen(segment, place))
         def _() -> None:
-            for chunk in range(self.cut.chunks):
-                for start in range(0, self.cut.width, 64):
-                    part = self.refs.v_s.at[stage, chunk, :, pl.ds(start, 64)]
-                    v = plgpu.load(part, layout=W, optimized=False)
-                    part[...] = only_seen(v, segment, place, 0.0)
+            rows, ends = pl.ds(0, self.tile[0]), (segment.low, segment.high)
+            paged_kv.clear_unseen(self.refs.v_s.at[stage], rows, functools.partial(keys_of, place), *ends)
             plgpu.commit_smem()
 
     def add_values(self, accs: Any, shrink: Any, p: Any, stage: Any, segment: Segment, place: Place) -> Any:
@@ -137,9 +136,12 @@ def has_unseen(segment: Segment, place: Place) -> Any:
 
 def only_seen(x: Any, segment: Segment, place: Place, otherwise: float) -> Any:
     """Rows of x, one a key; `otherwise` for keys that no query sees."""
-    at = place.keys(plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=W))
-    is_seen = (at >= segment.low) & (at < segment.high)
-    return jnp.where(is_seen, x, jnp.full_like(x, otherwise))
+    return paged_kv.only_seen(x, keys_of(place, x.shape), segment.low, segment.high, otherwise)
+
+
+def keys_of(place: Place, shape: tuple[int, ...]) -> Tile:
+    """The key of each row of a tile."""
+    return place.keys(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W))
 
 
 def pieces(width: int) -> list[Any]:

@@ -6,7 +6,11 @@ zeros on the way into shared memory: no byte more is read, and the caller pads n
 
 from typing import NamedTuple
 
+import jax
+
 from pallas_kernels.checks import require
+from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.types import Index, Scalar
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 # In 8 bits 120 has no rows of 16 bytes, which TMA wants, and 112 would be cut into 7 chunks.
@@ -30,6 +34,19 @@ class HeadCut(NamedTuple):
     def padded_dim(self) -> int:
         """Elements of a head in shared memory."""
         return self.chunks * self.width
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[..., head_dim] as [..., chunks, chunk] where TMA pads its chunks."""
+        return x.reshape(*x.shape[:-1], self.chunks, self.chunk) if self.is_padded else x
+
+    def at(self, chunk: int, zero: Scalar) -> Index:
+        """The last indices of what `split` returned: a chunk of a head, as wide as in shared memory.
+
+        Args:
+            chunk: Static.
+            zero: A traced int32 0.
+        """
+        return (chunk, padded_slice(self.width, self.chunk, zero)) if self.is_padded else ()
 
 
 def head_cut(head_dim: int, *, itemsize: int = 2) -> HeadCut:

@@ -1,7 +1,6 @@
 """varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -9,12 +8,15 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.list_tiles import MAX_PARTS
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_prefill
-from pallas_kernels.varlen_prefill.items import Shape
+from pallas_kernels.varlen_prefill.bias import LOG2E
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists, num_parts
 from pallas_kernels.varlen_prefill.masks import KernelMask
+from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, ScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
     TABLE_WIDTH,
@@ -23,8 +25,8 @@ from pallas_kernels.varlen_prefill.schedule import (
     make_schedule,
     max_tiles,
 )
+from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
-from pallas_kernels.varlen_prefill.warpgroup import LOG2E
 
 
 def varlen_prefill(
@@ -46,7 +48,7 @@ def varlen_prefill(
     mask: KernelMask | None = None,
     tiles: Tiles | None = None,
     return_lse: bool = False,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
     """Attends each token to the keys of its request. The last token stands at position `seq_len - 1`.
 
@@ -86,93 +88,90 @@ def varlen_prefill(
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for this request; the message says why.
     """
-    require_one_of("layout", layout, ("NHD", "HND"))
-    given = (kv_start_loc is not None) + (block_table is not None)
-    require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
-    is_paged, is_hnd = block_table is not None, layout == "HND"
+    block_size, kv_heads = _check_shapes(
+        query, key, value, query_start_loc, seq_lens, kv_start_loc, block_table, layout
+    )
     num_tokens, q_heads, head_dim = query.shape
-    require(key.ndim == (4 if is_paged else 3), "key", f"have {4 if is_paged else 3} axes", key.shape)
-    kv_heads = key.shape[1 if is_paged and is_hnd else -2]
-    _check_shapes(query, key, value, query_start_loc, seq_lens, kv_start_loc, block_table, kv_heads)
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
-    block_size = key.shape[2 if is_hnd else 1] if is_paged else None
     reason = why_not_prefill(dtype=query.dtype, kv_dtype=key.dtype, head_dim=head_dim, block_size=block_size)
     if reason is not None:
         raise unsupported("varlen_prefill", reason, "Use another implementation")
-
     tiles = default_tiles(head_dim, has_lists=lists is not None) if tiles is None else tiles
-    require(lists is not None or (mask is None and block_q is None), "lists", "be given with a mask", None)
-    if block_q is not None:
-        parts = num_parts(tiles.tile_q, block_q)
-        require(
-            parts <= MAX_PARTS, "block_q", f"cut {tiles.tile_q} queries into {MAX_PARTS} at most", block_q
-        )
+    _check_block_q(block_q, tiles, has_lists=lists is not None, has_mask=mask is not None)
     if 0 in (num_tokens, *key.shape, *(seq_lens if block_table is None else block_table).shape):
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(query), lse if return_lse else None
-    cut = head_cut(head_dim)
+
     if schedule is None:
-        if block_size is not None and block_table is not None:  # no table is read behind its end
+        if block_table is not None and block_size is not None:  # no table is read behind its end
             seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), block_table.shape[1] * block_size)
         schedule = make_schedule(
             query_start_loc, seq_lens, kv_start_loc, num_tokens=num_tokens, score=score, tiles=tiles
         )
     _check_schedule(schedule, lists, num_tokens, seq_lens.shape[0], q_heads, tiles)
-
-    def cut_head(x: Array) -> Array:
-        return x.reshape(*x.shape[:-1], cut.chunks, cut.chunk) if cut.is_padded else x
-
-    def whole_rows(x: Array) -> Array:
-        """Tokens padded to what TMA takes."""
-        missing = -x.shape[0] % ALIGN
-        return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x
-
-    def cut_kv(x: Array) -> Array:
-        if block_size is None:
-            return cut_head(whole_rows(x))
-        axis, part = 2 if is_hnd else 1, min(block_size, tiles.tile_kv)
-        return cut_head(x.reshape(*x.shape[:axis], -1, part, *x.shape[axis + 1 :]))
-
-    kv_tokens = key.shape[0]
-    if block_size is not None:
-        assert block_table is not None
-        kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
-    in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
-    out, lse_tiles = prefill(
-        cut_head(whole_rows(query)),
-        cut_kv(key),
-        cut_kv(value),
-        block_table,
-        in_log2(alibi_slopes),
-        in_log2(sinks),
-        schedule,
-        lists,
+    num_rows, kv_bytes = schedule.table.shape[0], _kv_bytes(key, block_table, block_size)
+    spec = PrefillSpec(
         shape=Shape(
             q_heads=q_heads,
             group=q_heads // kv_heads,
-            cut=cut,
-            block_size=block_size,
-            is_hnd=is_hnd,
-            heads_at_once=heads_at_once(
-                q_heads,
-                kv_heads,
-                kv_bytes=4 * kv_tokens * head_dim,
-                rows=schedule.table.shape[0],
-                tiles=tiles,
-            ),
+            cut=head_cut(head_dim),
+            in_cache=_in_cache(block_size, head_dim, layout, tiles),
+            heads_at_once=heads_at_once(q_heads, kv_heads, kv_bytes=kv_bytes, rows=num_rows, tiles=tiles),
             block_q=block_q,
         ),
         score=score,
-        mask=mask,
         tiles=tiles,
-        return_lse=return_lse,
+        dtype=query.dtype,
+        mask=mask,
+        has_lists=lists is not None,
+        has_alibi=alibi_slopes is not None,
+        returns_lse=return_lse,
         interpret=interpret,
     )
-    out = out.reshape(-1, q_heads, head_dim)[:num_tokens]
-    if lse_tiles is None:
+    in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
+    inputs = Inputs(
+        query=spec.shape.cut.split(_whole_rows(query)),
+        cache=_cut_kv(key, value, block_table, spec),
+        slopes=in_log2(alibi_slopes),
+        sinks=in_log2(sinks),
+        schedule=ScheduleRefs(*(lists or (schedule.table, schedule.num_live, None))),
+        mask=() if mask is None else mask.arrays,
+    )
+    outputs = prefill(inputs, num_rows, spec)
+    out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
+    if outputs.lse is None:
         return out, None
-    return out, _lse_of_tokens(lse_tiles, query_start_loc, schedule, num_tokens)
+    return out, _lse_of_tokens(outputs.lse, query_start_loc, schedule, num_tokens)
+
+
+def _in_cache(block_size: int | None, head_dim: int, layout: str, tiles: Tiles) -> CacheCut | None:
+    """How a tile of keys is fetched from the cache, if there is one."""
+    if block_size is None:
+        return None
+    cut = head_cut(head_dim)
+    return CacheCut(block_size=block_size, tile_kv=tiles.tile_kv, is_hnd=layout == "HND", head=cut)
+
+
+def _kv_bytes(key: Array, block_table: Array | None, block_size: int | None) -> int:
+    """Of a kv head's keys and values in 16 bits, of all requests together, at most."""
+    kv_tokens = key.shape[0]
+    if block_table is not None and block_size is not None:
+        kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
+    return 4 * kv_tokens * key.shape[-1]
+
+
+def _whole_rows(x: Array) -> Array:
+    """Tokens padded to what TMA takes."""
+    missing = -x.shape[0] % ALIGN
+    return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def _cut_kv(key: Array, value: Array, block_table: Array | None, spec: PrefillSpec) -> CacheRefs:
+    """Keys and values as the kernel copies them."""
+    in_cache, cut = spec.shape.in_cache, spec.shape.cut
+    as_copied = lambda x: cut.split(_whole_rows(x)) if in_cache is None else in_cache.cut_cache(x)
+    return CacheRefs(as_copied(key), as_copied(value), block_table)
 
 
 def _check_shapes(
@@ -183,10 +182,18 @@ def _check_shapes(
     seq_lens: Array,
     kv_start_loc: Array | None,
     block_table: Array | None,
-    kv_heads: int,
-) -> None:
-    _, q_heads, head_dim = query.shape
-    reqs = seq_lens.shape[0]
+    layout: str,
+) -> tuple[int | None, int]:
+    """The block size of a paged cache, else None; and kv heads."""
+    require_one_of("layout", layout, ("NHD", "HND"))
+    given = (kv_start_loc is not None) + (block_table is not None)
+    require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
+    num_axes = 3 if block_table is None else 4
+    require(key.ndim == num_axes, "key", f"have {num_axes} axes", key.shape)
+    block_size, kv_heads = None, key.shape[-2]
+    if block_table is not None:
+        _, block_size, kv_heads, _ = sizes_of(key, is_hnd=layout == "HND")
+    (_, q_heads, head_dim), reqs = query.shape, seq_lens.shape[0]
     require_positive(kv_heads=kv_heads, q_heads=q_heads)
     require_shape("value", value.shape, key.shape, "as key")
     require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
@@ -196,6 +203,16 @@ def _check_shapes(
     if block_table is not None:
         require_shape("block_table", block_table.shape, (reqs, *block_table.shape[1:2]), "reqs, max_blocks")
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+    return block_size, kv_heads
+
+
+def _check_block_q(block_q: int | None, tiles: Tiles, *, has_lists: bool, has_mask: bool) -> None:
+    """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
+    require(has_lists or (not has_mask and block_q is None), "lists", "be given with a mask", None)
+    if block_q is not None:
+        parts = num_parts(tiles.tile_q, block_q)
+        rule = f"cut {tiles.tile_q} queries into {MAX_PARTS} at most"
+        require(parts <= MAX_PARTS, "block_q", rule, block_q)
 
 
 def _check_schedule(

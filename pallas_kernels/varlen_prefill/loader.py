@@ -1,99 +1,168 @@
-"""The loading warp: keys and values into a ring of stages, queries of an item into a buffer of their own."""
+"""The loading warp of a team: keys and values into the ring, queries of an item into buffers of their own."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.tma import padded_slice
-from pallas_kernels.varlen_prefill.items import Item, Shape, aligned, stage_of
-from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
+from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
+from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned
+from pallas_kernels.varlen_prefill.pipeline import Queries, Ring, Stream
+from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, Pipeline, Smem
+from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
 
-M = WARPGROUP_ROWS
 BLOCKS_AT_ONCE = 8
 
 
-def make_kv_loader(
-    k_g: Any, v_g: Any, table_g: Any, ring: Any, tiles: Tiles, shape: Shape, team: int
-) -> Callable:
-    """The function that fills the next stage: `load(item, tile, step, between)`; between follows the keys."""
-    k_s, v_s, k_full, v_full, k_free, v_free = ring
-    tile, cut, size = tiles.tile_kv, shape.cut, shape.block_size
+class Window(NamedTuple):
+    """One copy: where keys are in global memory, but for the chunk of a head, and which rows of a tile."""
 
-    def packed_windows(item: Item, index: Any, kv_head: Any, begin: Any, count: int) -> list[tuple[Any, Any]]:
-        rows = pl.ds(aligned(item["kv_start"] - item.skew + index * tile), tile)  # past the end: zeros
-        return [((rows, kv_head), pl.ds(0, tile))]
+    source: Index
+    rows: Slice
 
-    def paged_windows(item: Item, index: Any, kv_head: Any, begin: Any, count: int) -> list[tuple[Any, Any]]:
-        assert size is not None
-        rows, first_key = min(tile, size), index * tile
-        # Keys that no query sees may have no block: the nearest that one does see stands in.
-        low, high = lax.div(item.low, jnp.int32(size)), lax.div(item.high - 1, jnp.int32(size))
-        column = lax.div(first_key, jnp.int32(size))
-        blocks = [table_g[item["req"], jnp.clip(column + (begin + j), low, high)] for j in range(count)]
-        part = lax.div(lax.rem(first_key, jnp.int32(size)), jnp.int32(rows))
-        tokens = pl.ds(0, rows)
-        at = lambda block: (block, kv_head, part, tokens) if shape.is_hnd else (block, part, tokens, kv_head)
-        return [(at(block), pl.ds((begin + j) * rows, rows)) for j, block in enumerate(blocks)]
 
-    windows_of = packed_windows if size is None else paged_windows
-    num_windows = 1 if size is None else max(tile // size, 1)
+class PackedWindows:
+    """Packed keys: a tile is one copy, past the end of the array zeros."""
 
-    def load(item: Item, index: Any, step: Any, between: Callable | None = None) -> None:
-        stage = stage_of(step, tiles, team)
-        kv_head = lax.div(item.head, jnp.int32(shape.group))
-        columns = padded_slice(cut.width, cut.chunk, stage * 0)
-        # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
-        at_once = min(num_windows, BLOCKS_AT_ONCE)
-        for kv_g, smem, full, free in ((k_g, k_s, k_full, k_free), (v_g, v_s, v_full, v_free)):
-            wait = functools.partial(plgpu.barrier_wait, free.at[stage])
+    copies = 1
 
-            def copy(windows: Any, kv_g: Any = kv_g, smem: Any = smem, full: Any = full) -> None:
-                for index, rows in windows:
-                    for chunk in range(cut.chunks):
-                        source = kv_g.at[(*index, chunk, columns) if cut.is_padded else index]
-                        plgpu.copy_gmem_to_smem(source, smem.at[stage, chunk, rows], full.at[stage])
+    def __init__(self, spec: PrefillSpec):
+        self.tile_kv = spec.tiles.tile_kv
 
-            if num_windows == at_once:
-                if kv_g is k_g:
-                    windows = windows_of(item, index, kv_head, 0, at_once)
-                pl.when(step >= tiles.stages)(wait)
-                copy(windows)
+    def of(self, item: Item, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int) -> list[Window]:
+        """Copies `first` to `first + count` of a tile."""
+        rows = pl.ds(aligned(item["kv_start"] - item.skew + tile * self.tile_kv), self.tile_kv)
+        return [Window((rows, kv_head), pl.ds(0, self.tile_kv))]
+
+
+class PagedWindows:
+    """A paged cache: a copy is a block, or what of it a tile holds."""
+
+    def __init__(self, table: Ref, in_cache: CacheCut, spec: PrefillSpec):
+        self.table, self.in_cache = BlockTable(table, in_cache.block_size), in_cache
+        self.tile_kv, self.copies = spec.tiles.tile_kv, in_cache.copies
+
+    def of(self, item: Item, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int) -> list[Window]:
+        """As PackedWindows.of. Keys that no query sees may have no block: another stands in."""
+        cut, first_key = self.in_cache, tile * self.tile_kv
+        seen = self.table.seen(item["req"], item.low, item.high, is_checked=True)
+        blocks = seen.ids(cut.column_of(first_key) + first, count)
+        sources = [cut.at(block, cut.copy_of(first_key), kv_head) for block in blocks]
+        return [Window(source, pl.ds((first + j) * cut.rows, cut.rows)) for j, source in enumerate(sources)]
+
+
+class Loader:
+    """Loads what the warpgroups of a team compute with."""
+
+    def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, spec: PrefillSpec, team: int):
+        self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
+        self.ring, self.team = Ring(smem, pipeline, spec.tiles, team), team
+        self.streams = (inputs.cache.k, self.ring.keys), (inputs.cache.v, self.ring.values)
+        self.windows = windows_of(inputs.cache, spec)
+        team_size = spec.tiles.team_size
+        self.queries = [
+            Queries(smem, pipeline, spec.tiles, team * team_size + rank) for rank in range(team_size)
+        ]
+
+    def load_share(self, work: Worklist) -> None:
+        """All items of the team."""
+        rounds, number_of = work.rounds_of(self.team)
+
+        def load(nth: Scalar, step: Scalar) -> Scalar:
+            item, row = work.in_registers(number_of(nth))
+            self.load_item(item, row, nth, step)
+            return step + item.num
+
+        steps = lax.fori_loop(0, rounds, load, rounds * 0)
+        # Interpret mode insists that every completion is awaited; to the hardware it is all one.
+        if self.spec.is_interpreted:
+            self.ring.wait_until_read(steps)
+            self.wait_for_queries(rounds)
+
+    def load_item(self, item: Item, row: Scalar, nth: Scalar, step: Scalar) -> None:
+        """An item, whose row of the schedule is `row` and whose first keys are those of `step`."""
+        tile, first = lambda i: item.tile_of(item.entry(i)), item.tile_of(item.first_entry())
+
+        def load_next(i: Scalar, index: Scalar) -> Scalar:
+            following = tile(jnp.minimum(i + 1, item.num - 1))
+            self.load_tile(item, index, step + i)
+            return following
+
+        @pl.when(item.num > 0)
+        def _() -> None:
+            # Keys before queries: the ring has room while the queries of the item before are in use.
+            self.load_tile(item, first, step, lambda: self.load_queries(item, row, nth))
+            if self.spec.has_lists and self.spec.copies < BLOCKS_AT_ONCE:
+                # Read a step ahead, where registers allow it: a list is in global memory.
+                lax.fori_loop(1, item.num, load_next, tile(jnp.minimum(1, item.num - 1)))
             else:
-                pl.when(step >= tiles.stages)(wait)
+                pl.loop(1, item.num)(lambda i: self.load_tile(item, tile(i), step + i))
 
+        pl.when(item.num == 0)(lambda: self.load_queries(item, row, nth))
+
+    def load_tile(
+        self, item: Item, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
+    ) -> None:
+        """A tile's keys, then what is to be done between, then its values, into the stage of a step."""
+        stage, stages = self.ring.stage(step), self.spec.tiles.stages
+        kv_head = lax.div(item.head, jnp.int32(self.spec.shape.group))
+        # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
+        copies, at_once = self.windows.copies, min(self.windows.copies, BLOCKS_AT_ONCE)
+        is_few = copies == at_once
+        windows = self.windows.of(item, tile, kv_head, 0, at_once) if is_few else []
+        for nth, (kv_g, stream) in enumerate(self.streams):
+            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            if is_few:
+                self.copy(kv_g, stream, stage, windows)
+            else:
                 # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
-                @pl.loop(0, num_windows // at_once + jnp.minimum(step, 0))
-                def _(n: Any, copy: Any = copy) -> None:
-                    copy(windows_of(item, index, kv_head, n * at_once, at_once))
+                @pl.loop(0, copies // at_once + jnp.minimum(step, 0))
+                def _(n: Scalar, kv_g: Ref = kv_g, stream: Stream = stream) -> None:
+                    windows = self.windows.of(item, tile, kv_head, n * at_once, at_once)
+                    self.copy(kv_g, stream, stage, windows)
 
-            if between is not None and kv_g is k_g:
+            if between is not None and nth == 0:
                 between()
 
-    return load
+    def copy(self, kv_g: Ref, stream: Stream, stage: Scalar, windows: list[Window]) -> None:
+        """Begins to fill a stage."""
+        cut = self.spec.shape.cut
+        for window in windows:
+            for chunk in range(cut.chunks):
+                source = kv_g.at[(*window.source, *cut.at(chunk, stage * 0))]
+                to = stream.tiles.at[stage, chunk, window.rows]
+                plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
 
-
-def make_query_loader(refs: Any, tiles: Tiles, shape: Shape, team: int) -> Callable:
-    """The function that loads an item's queries and columns, `load(item, row of the table, nth)`."""
-    q_g, table_g, q_s, item_s, q_full, q_free = refs
-    cut = shape.cut
-
-    def load(item: Item, table_row: Any, nth: Any) -> None:
-        buffer = lax.rem(nth, jnp.int32(tiles.query_buffers))
-        columns = padded_slice(cut.width, cut.chunk, nth * 0)
-        for rank in range(tiles.team_size):
-            wg = team * tiles.team_size + rank
-            nth_barrier = wg * tiles.query_buffers + buffer
-            pl.when(nth >= tiles.query_buffers)(functools.partial(plgpu.barrier_wait, q_free.at[nth_barrier]))
+    def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
+        """Each warpgroup's queries, and the item's columns."""
+        cut = self.spec.shape.cut
+        buffer = self.queries[0].buffer(nth)
+        for rank, queries in enumerate(self.queries):
+            barrier = queries.barrier(buffer)
+            pl.when(nth >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
             # A warpgroup without rows may stand before the first.
             rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
             for chunk in range(cut.chunks):
-                index = (rows, item.head, chunk, columns) if cut.is_padded else (rows, item.head)
-                plgpu.copy_gmem_to_smem(q_g.at[index], q_s.at[wg, buffer, chunk], q_full.at[nth_barrier])
-            plgpu.copy_gmem_to_smem(table_g.at[table_row], item_s.at[wg, buffer], q_full.at[nth_barrier])
+                source = self.query.at[(rows, item.head, *cut.at(chunk, nth * 0))]
+                plgpu.copy_gmem_to_smem(source, queries.query.at[buffer, chunk], queries.full.at[barrier])
+            plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
 
-    return load
+    def wait_for_queries(self, rounds: Scalar) -> None:
+        """Waits until the last items' queries have been read."""
+        num = self.spec.tiles.query_buffers
+
+        @pl.loop(jnp.maximum(rounds - num, 0), jnp.maximum(rounds - (num - 1), 0))
+        def _(nth: Scalar) -> None:
+            for queries in self.queries:
+                plgpu.barrier_wait(queries.free.at[queries.barrier(queries.buffer(nth))])
+
+
+def windows_of(cache: CacheRefs, spec: PrefillSpec) -> PackedWindows | PagedWindows:
+    """Where the keys of a tile are."""
+    in_cache = spec.shape.in_cache
+    return PackedWindows(spec) if in_cache is None else PagedWindows(cache.block_table, in_cache, spec)

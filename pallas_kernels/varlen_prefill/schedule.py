@@ -115,11 +115,7 @@ def make_schedule(
     if not has_lists:
         first_rows = aligned - (counts * tile_q - (ends - aligned)) // WARPGROUP_ROWS * WARPGROUP_ROWS
     number = jnp.arange(max_tiles(num_tokens, reqs, tile_q), dtype=jnp.int32)
-    if reqs <= FEW_REQUESTS:  # written out, the sum needs no kernel of its own
-        are_past = [(last_tiles[i] <= number).astype(jnp.int32) for i in range(reqs + 1)]
-        req = functools.reduce(jnp.add, are_past)
-    else:
-        req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
+    req = _requests_of(number, last_tiles)
     is_live = req <= reqs
     req = jnp.minimum(req, reqs)
     first_row = first_rows[req] + (number - first_tiles[req]) * tile_q
@@ -134,13 +130,30 @@ def make_schedule(
     columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     live = jnp.where(is_live[:, None], table, 0)
-    if has_lists:
-        return Schedule(live, last_tiles[-1:], first_tiles, first_rows)
-    places = sorted_places(jnp.where(is_live, -kv_tiles, 1)[None])[0]
+    if not has_lists:
+        live = _longest_first(live, jnp.where(is_live, -kv_tiles, 1))
+    return Schedule(live, last_tiles[-1:], first_tiles, first_rows)
+
+
+def _requests_of(
+    number: Int32[Array, " tiles"], last_tiles: Int32[Array, " bounds"]
+) -> Int32[Array, " tiles"]:
+    """Which request each tile is of: as many end before it."""
+    if len(last_tiles) <= FEW_REQUESTS + 1:  # written out, the sum needs no kernel of its own
+        return functools.reduce(
+            jnp.add, [(last_tiles[i] <= number).astype(jnp.int32) for i in range(len(last_tiles))]
+        )
+    return (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
+
+
+def _longest_first(
+    table: Int32[Array, "tiles columns"], keys: Int32[Array, " tiles"]
+) -> Int32[Array, "tiles columns"]:
+    """The rows in the order of their keys."""
+    places = sorted_places(keys[None])[0]
     if len(table) > COMPARED_TWICE:
         places = jax.lax.optimization_barrier(places)
-    table = jnp.zeros_like(table).at[places].set(live)
-    return Schedule(table, last_tiles[-1:], first_tiles, first_rows)
+    return jnp.zeros_like(table).at[places].set(table)
 
 
 def sorted_places(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:

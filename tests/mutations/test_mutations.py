@@ -12,9 +12,10 @@ import pytest
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import kernel as decode_kernel
 from pallas_kernels.paged_decode import merge
+from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import entry as prefill_entry
-from pallas_kernels.varlen_prefill import items, loader
+from pallas_kernels.varlen_prefill import items
 from tests.mutations import kernels
 
 CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -97,20 +98,13 @@ def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
-    right = loader.make_kv_loader
+    right = BlockTable.seen
 
-    class Rolled:
-        def __init__(self, table):
-            self.table, self.shape = table, table.shape
+    def wrong(table, req, *args, **how):
+        reqs = table._table_g.shape[0]
+        return right(table, next_of(req, reqs), *args, **how)
 
-        def __getitem__(self, index):
-            req, column = index
-            return self.table[jax.lax.rem(req + 1, jnp.int32(self.shape[0])), column]
-
-    from pallas_kernels.varlen_prefill import kernel
-
-    make = lambda k_g, v_g, table_g, *args: right(k_g, v_g, Rolled(table_g), *args)
-    patch.setattr(kernel, "make_kv_loader", make)
+    patch.setattr(BlockTable, "seen", wrong)
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""What rows see of a tile of keys: ends of the request and of each row, parts of lists, the caller's mask."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.list_tiles import PART_SHIFT
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_prefill.lists import num_parts
+from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile
+from pallas_kernels.varlen_prefill.schedule import key_range
+from pallas_kernels.varlen_prefill.spec import ROW, PrefillSpec, f32
+
+type Stored = Any  # what the caller's KernelMask.load returned
+type Ends = Scalar | Rows
+
+
+class Masking:
+    """Puts -inf where a query does not see a key."""
+
+    def __init__(self, arrays: tuple[Ref, ...], columns: Callable[[], Tile], spec: PrefillSpec):
+        """With the mask's arrays in global memory, and the number of each key in its tile."""
+        self.mask, self.arrays, self.columns, self.spec = spec.mask, arrays, columns, spec
+        score = spec.score
+        self.has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
+        self.has_parts = spec.shape.block_q is not None
+
+    def stored(self, tile: KvTile) -> Stored:
+        """What the mask has stored of a tile: read early, for it comes from global memory."""
+        if tile.edges is Edges.NONE or not self.arrays:
+            return ()
+        assert self.mask is not None
+        return self.mask.load(tile.pairs(self.columns), tile.rows.item["req"], self.arrays)
+
+    def applied(self, tile: KvTile, stored: Stored, s: Tile) -> Tile:
+        """Scores of pairs of which the query sees the key, -inf for the others."""
+        if tile.edges is Edges.NONE:
+            return s
+        first_key = tile.first_key()
+        has_low = self.spec.has_low_edge and Edges.LOW in tile.edges
+        low, high = self._ends(tile, first_key, has_low=has_low)
+        pairs, mask = tile.pairs(self.columns), self.mask
+        if mask is not None and mask.is_words:
+            words = mask.sees(pairs, stored)
+            in_range = pairs.words_between(jnp.maximum(low, 0 - first_key) if has_low else None, high)
+            return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
+
+        def wide(end: Ends) -> Tile | Scalar:
+            is_row = end.ndim > 0
+            return pairs.wide(plgpu.layout_cast(end, ROW).astype(f32)) if is_row else end.astype(f32)
+
+        low, high = wide(low), wide(high)
+        keys = self.columns()
+        sees = keys < high
+        if has_low:
+            sees = sees & (keys >= low)
+        if mask is not None:
+            sees = sees & mask.sees(pairs, stored)
+        return jnp.where(sees, s, -jnp.inf)
+
+    def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[Ends, Ends]:
+        """First column that a row may see, and one past the last: of the request, or of each row.
+
+        Rows are numbered only where they have ends of their own: for a number that nobody uses Pallas finds
+        no layout.
+        """
+        rows, item = tile.rows, tile.rows.item
+        has_row_low, has_row_high = self.spec.has_window and has_low, self.has_high or self.has_parts
+        low, high = 0 - first_key, item["seq_len"] - first_key
+        if has_row_low or has_row_high:
+            positions = rows.positions()
+            ends = key_range(self.spec.score, positions, item["seq_len"])
+            row_low, row_high = (x - first_key for x in ends)
+            if self.has_parts:
+                row_high = jnp.where(self._sees_tile(tile, positions), row_high, 0)
+            low, high = row_low if has_row_low else low, row_high if has_row_high else high
+        return low, high
+
+    def _sees_tile(self, tile: KvTile, positions: Rows) -> Rows:
+        """Whether the block of queries that a position is in sees any of the tile's keys."""
+        item, block = tile.rows.item, self.spec.shape.block_q
+        assert tile.entry is not None
+        assert block is not None
+        bits = lax.shift_right_logical(tile.entry, jnp.int32(PART_SHIFT))
+        first = lax.div(jnp.maximum(item["position"] + item["begin"], 0), jnp.int32(block))
+        sees = positions * 0 + (bits & 1)
+        for part in range(1, num_parts(self.spec.tiles.tile_q, block)):
+            bit = lax.shift_right_logical(bits, jnp.int32(part)) & 1
+            sees = jnp.where(positions >= (first + part) * block, bit, sees)
+        return sees > 0

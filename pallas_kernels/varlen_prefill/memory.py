@@ -1,0 +1,79 @@
+"""What the prefill kernel takes of an SM: shared memory, barriers, registers; and what it writes."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.types import Memory
+from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
+from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE
+from pallas_kernels.varlen_prefill.refs import AlibiOperands, Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
+from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, f32
+
+REGISTERS = 65536  # of an SM
+
+
+def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
+    """The output, and the log-sum-exp of every row of every tile."""
+    shape = num_tiles, spec.shape.q_heads, spec.tiles.tile_q
+    lse = jax.ShapeDtypeStruct(shape, f32) if spec.returns_lse else None
+    return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse)
+
+
+def smem_types(spec: PrefillSpec) -> Smem:
+    """Shared memory: see refs.Smem."""
+    tiles, cut, dtype = spec.tiles, spec.shape.cut, spec.dtype
+    wgs = tiles.warpgroups
+    tokens = (wgs, tiles.query_buffers, cut.chunks, M, cut.width)
+    keys = (tiles.teams * tiles.stages, cut.chunks, tiles.tile_kv, cut.width)
+    return Smem(
+        query_and_out=plgpu.RefUnion((swizzled_smem(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
+        items=plgpu.SMEM((wgs, tiles.query_buffers, TABLE_WIDTH), jnp.int32),
+        k=swizzled_smem(keys, dtype),
+        v=swizzled_smem(keys, dtype),
+        p=swizzled_smem((wgs, M, tiles.tile_kv), dtype) if spec.is_interpreted else None,
+        columns=plgpu.SMEM((wgs, tiles.tile_kv), f32),
+        alibi=_alibi_types(spec) if spec.adds_alibi_in_product else None,
+    )
+
+
+def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
+    operand = lambda rows: swizzled_smem(
+        (spec.tiles.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH
+    )
+    return AlibiOperands(slopes=operand(M), columns=operand(spec.tiles.tile_kv))
+
+
+def pipeline_types(spec: PrefillSpec) -> Pipeline:
+    """Barriers: see refs.Pipeline."""
+    tiles = spec.tiles
+    stages, buffers = tiles.teams * tiles.stages, tiles.warpgroups * tiles.query_buffers
+
+    def of_stages(arrivals: int) -> Memory:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+
+    return Pipeline(
+        q_full=plgpu.Barrier(num_arrivals=spec.shape.cut.chunks + 1, num_barriers=buffers),
+        q_free=plgpu.Barrier(num_barriers=buffers),
+        k_full=of_stages(spec.copies),
+        v_full=of_stages(spec.copies),
+        k_free=of_stages(tiles.team_size),
+        v_free=of_stages(tiles.team_size),
+    )
+
+
+def registers(spec: PrefillSpec) -> tuple[int, int]:
+    """Of a thread that loads, and of one that computes."""
+    shape, wgs = spec.shape, spec.tiles.warpgroups
+    # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
+    is_light = spec.copies > BLOCKS_AT_ONCE or shape.cut.padded_dim <= 64
+    has_parts = shape.heads_at_once != shape.q_heads
+    load, compute = (40, 232) if is_light or spec.has_lists or has_parts else (24, 240)
+    if wgs == 3:
+        load, compute = 32, 160
+    # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
+    at_start = REGISTERS // (128 * (wgs + 1)) // 8 * 8
+    assert load + wgs * compute <= (wgs + 1) * at_start
+    return load, compute

@@ -1,0 +1,135 @@
+"""What the prefill kernel works on, grouped by what it is: arrays outside of it, memory inside.
+
+The order of fields is the order of the kernel's arguments, and of its shared memory.
+"""
+
+from typing import NamedTuple
+
+from pallas_kernels.shared.types import Barriers, Ref
+
+
+class CacheRefs(NamedTuple):
+    """Keys and values.
+
+    Attributes:
+        k: Packed: [tokens, kv_heads, head_dim], or [..., chunks, chunk] where the head is cut. Paged:
+            CacheCut.cut_cache's.
+        v: As k.
+        block_table: [reqs, max_blocks]: blocks of each request; None where keys are packed.
+    """
+
+    k: Ref
+    v: Ref
+    block_table: Ref
+
+
+class ScheduleRefs(NamedTuple):
+    """What is to be done.
+
+    Attributes:
+        table: [tiles, columns]: schedule.COLUMNS; with lists [items, columns]: lists.ITEM_COLUMNS follow.
+        num_live: [1]: rows of the table that mean something.
+        entries: [items, max_list]: the lists of tiles of keys; None = all tiles that the score's mask leaves.
+    """
+
+    table: Ref
+    num_live: Ref
+    entries: Ref
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, in global memory.
+
+    Attributes:
+        query: [tokens, q_heads, head_dim], or [..., chunks, chunk] where the head is cut; 8 divides tokens.
+        cache: Keys and values.
+        slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
+        sinks: Times log2(e), [q_heads] f32, or None.
+        schedule: The tiles of queries, or the items.
+        mask: The mask's arrays.
+    """
+
+    query: Ref
+    cache: CacheRefs
+    slopes: Ref
+    sinks: Ref
+    schedule: ScheduleRefs
+    mask: tuple[Ref, ...]
+
+
+class Outputs(NamedTuple):
+    """What it writes.
+
+    Attributes:
+        out: As query.
+        lse: [tiles, q_heads, tile_q] f32, tiles in the order of the tokens, or None.
+    """
+
+    out: Ref
+    lse: Ref
+
+
+class Smem(NamedTuple):
+    """Shared memory, each warpgroup's own but for k and v.
+
+    Attributes:
+        query_and_out: The same memory under two names: see `query` and `out`.
+        items: [warpgroups, query_buffers, columns]: the item's row of the schedule's table.
+        k: [teams * stages, chunks, tile_kv, width], swizzled.
+        v: As k.
+        p: [warpgroups, 64, tile_kv]: probabilities where nothing multiplies registers; or None.
+        columns: [warpgroups, tile_kv] f32: 0, 1, 2...
+        alibi: AlibiOperands, or None.
+    """
+
+    query_and_out: Ref
+    items: Ref
+    k: Ref
+    v: Ref
+    p: Ref
+    columns: Ref
+    alibi: "AlibiOperands | None"
+
+    @property
+    def query(self) -> Ref:
+        """[warpgroups, query_buffers, chunks, 64, width], swizzled; the output takes its place."""
+        (query,), _ = self.query_and_out
+        return query
+
+    @property
+    def out(self) -> Ref:
+        """The same, not swizzled: for an output of which not all rows are live."""
+        _, (out,) = self.query_and_out
+        return out
+
+
+class AlibiOperands(NamedTuple):
+    """What the tensor core multiplies to add a bias to the scores: K is 16, of which a few count.
+
+    Attributes:
+        slopes: [warpgroups, 64, 16]: the head's slope as numbers of 16 bits that add up to it.
+        columns: [warpgroups, tile_kv, 16]: the number of each key in its tile.
+    """
+
+    slopes: Ref
+    columns: Ref
+
+
+class Pipeline(NamedTuple):
+    """Barriers between the loading warps and the warpgroups that compute: see kernel.py's figure.
+
+    Attributes:
+        q_full: [warpgroups * query_buffers]: queries and the item's columns have come.
+        q_free: The same: they have been read, and the output in their place has left.
+        k_full: [teams * stages]: keys have come.
+        v_full: The same for values.
+        k_free: [teams * stages]: a team's warpgroups have read the keys.
+        v_free: The same for values.
+    """
+
+    q_full: Barriers
+    q_free: Barriers
+    k_full: Barriers
+    v_full: Barriers
+    k_free: Barriers
+    v_free: Barriers

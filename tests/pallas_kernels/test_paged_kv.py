@@ -1,0 +1,184 @@
+"""paged_kv: block ids stay where keys are seen, copies bring the right keys, the unseen goes."""
+
+import itertools
+import pathlib
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared import paged_kv
+from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+
+SIZE, WIDTH = 16, 7
+ANYTHING = st.integers(-(2**30), 2**30)
+scalar = lambda x: jnp.asarray(x, jnp.int32)
+
+
+class Row:
+    """A block table that says which columns of request 3 were asked for: the block of column i is 100 + i."""
+
+    shape = (5, WIDTH)
+
+    def __getitem__(self, index):
+        req, column = index
+        assert req == 3
+        assert 0 <= column < WIDTH
+        return column + 100
+
+
+def ids(first_column, count=4, **ends):
+    seen = BlockTable(Row(), SIZE).seen(scalar(3), **ends)
+    return seen.ids(scalar(first_column), count)
+
+
+class TestBlockIds:
+    @pytest.mark.parametrize("is_checked", [False, True])
+    @hypothesis.given(st.integers(0, SIZE * WIDTH - 1), st.integers(1, SIZE * WIDTH), ANYTHING)
+    def test_the_nearest_seen_block_stands_in(self, is_checked, low, high, column):
+        low, high = min(low, high - 1), max(low + 1, high)
+        found = ids(column, low=scalar(low), high=scalar(high), is_checked=is_checked)
+        seen = range(low // SIZE, (high - 1) // SIZE + 1)
+        want = [min(max(column + j, seen[0]), seen[-1]) for j in range(4)]
+        assert found == [100 + i for i in want]
+
+    @hypothesis.given(ANYTHING, ANYTHING, ANYTHING)
+    def test_no_ends_lead_out_of_the_row(self, low, high, column):
+        ids(column, low=scalar(low), high=scalar(high))
+
+    @pytest.mark.parametrize("is_checked", [False, True])
+    def test_a_request_without_keys_has_a_stand_in(self, is_checked):
+        assert ids(5, low=scalar(0), high=scalar(0), is_checked=is_checked) == [100] * 4
+
+    @pytest.mark.parametrize(
+        ("num_blocks", "want"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
+    )
+    def test_the_first_blocks_end_where_the_request_does(self, num_blocks, want):
+        seen = BlockTable(Row(), SIZE).first(scalar(3), scalar(num_blocks))
+        assert seen.ids(scalar(1), 4) == [100 + i for i in want]
+
+    def test_the_table_gives_no_id_without_ends(self):
+        with pytest.raises(TypeError, match="not subscriptable"):
+            BlockTable(Row(), SIZE)[3, 0]
+
+    def test_a_slot_is_a_block_and_a_place_in_it(self):
+        assert paged_kv.place_of_slot(scalar(5 * SIZE + 3), SIZE) == (5, 3)
+
+
+def fetched(cache, table, first_key, cut):
+    """The keys of a tile of request 1 by cut's copies, of kv head 1: [tile_kv, head_dim]."""
+    head = cut.head
+
+    def body(cache_g, table_g, out_g, tile_s, loaded):
+        seen = BlockTable(table_g, cut.block_size).seen(jnp.int32(1), jnp.int32(0), jnp.int32(100))
+        key = jax.lax.axis_index("cta") + first_key
+        for j, block in enumerate(seen.ids(cut.column_of(key), cut.copies)):
+            at = cut.at(block, cut.copy_of(key), jnp.int32(1))
+            for chunk in range(head.chunks):
+                source = cache_g.at[(*at, *head.at(chunk, key * 0))]
+                plgpu.copy_gmem_to_smem(source, tile_s.at[chunk, pl.ds(j * cut.rows, cut.rows)], loaded)
+        plgpu.barrier_wait(loaded)
+        plgpu.copy_smem_to_gmem(tile_s, out_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = head.chunks, cut.tile_kv, head.width
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, cache.dtype),
+        scratch_types=[
+            plgpu.SMEM(shape, cache.dtype),
+            plgpu.Barrier(num_arrivals=cut.copies * head.chunks),
+        ],
+        grid=(1,),
+        grid_names=("cta",),
+        interpret=plgpu.InterpretGPUParams(),
+    )(cut.cut_cache(cache), table)
+    return np.concatenate(np.asarray(out)[:, :, : head.chunk], axis=1)
+
+
+class TestCopies:
+    @pytest.mark.parametrize(
+        ("is_hnd", "block_size", "head_dim"), [*itertools.product([False, True], [16, 64, 256], [64, 80])]
+    )
+    def test_a_tile_has_the_keys_of_its_positions(self, is_hnd, block_size, head_dim):
+        rng, tile_kv = np.random.default_rng(0), 64
+        cut = CacheCut(block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head_cut(head_dim))
+        columns = -(-128 // block_size)
+        table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
+        keys = rng.standard_normal((2 * columns, block_size, 3, head_dim), np.float32)
+        cache = keys.swapaxes(1, 2) if is_hnd else keys
+        got = fetched(jnp.asarray(cache), jnp.asarray(table), 64, cut)
+        of_request = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
+        here = of_request[64 : 64 + tile_kv]
+        last_block = of_request[100 // block_size * block_size :][:block_size]
+        if block_size == 16:  # a block of 16 keys behind the 100th is not seen: the last that is stands in
+            here = np.concatenate([of_request[64:112], last_block])
+        np.testing.assert_array_equal(got, here)
+
+    @pytest.mark.parametrize("is_hnd", [False, True])
+    def test_sizes_are_named_in_one_order(self, is_hnd):
+        cache = jnp.zeros((9, 2, 16, 64) if is_hnd else (9, 16, 2, 64))
+        assert paged_kv.sizes_of(cache, is_hnd=is_hnd) == (9, 16, 2, 64)
+
+    def test_scales_are_cut_as_the_cache_is(self):
+        cut = CacheCut(block_size=256, tile_kv=64, is_hnd=False, head=head_cut(64))
+        scales = jnp.arange(2 * 3 * 256).reshape(2, 3, 256)
+        np.testing.assert_array_equal(cut.cut_scales(scales)[1, 2, 3], scales[1, 2, 192:])
+
+
+class TestWhatNobodySees:
+    def cleared(self, values, low, high):
+        """Keys of the upper half of a tile are numbered from 100 on; the lower half is not looked at."""
+
+        def body(value_g, ends_g, out_g, tile_s, loaded):
+            plgpu.copy_gmem_to_smem(value_g, tile_s, loaded)
+            plgpu.barrier_wait(loaded)
+            upper = pl.ds(64, 64)
+            keys = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=paged_kv.W) + 100
+            paged_kv.clear_unseen(tile_s, upper, keys, ends_g[0], ends_g[1])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile_s, out_g)
+            plgpu.wait_smem_to_gmem(0)
+
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct(values.shape, values.dtype),
+            scratch_types=[plgpu.SMEM(values.shape, values.dtype), plgpu.Barrier()],
+            grid=(1,),
+            grid_names=("cta",),
+            interpret=plgpu.InterpretGPUParams(),
+        )(values, jnp.asarray([low, high], jnp.int32))
+
+    @pytest.mark.parametrize(("low", "high"), [(0, 500), (110, 500), (0, 130), (110, 130), (300, 500)])
+    def test_becomes_zeros_even_where_it_is_nan(self, low, high):
+        values = np.random.default_rng(0).standard_normal((2, 128, 64), np.float32)
+        keys = np.arange(100, 164)
+        is_unseen = (keys < low) | (keys >= high)
+        want, given = values.copy(), values.copy()
+        want[:, 64:][:, is_unseen], given[:, 64:][:, is_unseen] = 0, np.nan
+        np.testing.assert_array_equal(self.cleared(jnp.asarray(given), low, high), want)
+
+    def test_takes_what_it_is_told_to(self):
+        x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])
+        found = paged_kv.only_seen(x, keys, scalar(5), scalar(6), 7.0)
+        np.testing.assert_array_equal(found, [7.0, 2.0, 7.0])
+
+
+def test_no_kernel_looks_into_a_block_table_by_itself():
+    """As far as names tell: a table under another one escapes."""
+    folder = pathlib.Path(paged_kv.__file__).parents[1]
+    looks = re.compile(r"^[^`]*(block_table|table_g)\[")
+    found = {
+        f"{path.relative_to(folder)}: {line.strip()}"
+        for path in folder.rglob("*.py")
+        for line in path.read_text().split("\n")
+        if looks.search(line)
+    }
+    assert {line.split(":")[0] for line in found} == {"shared/paged_kv.py"}, found
