@@ -14,17 +14,23 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode import warp_code as code
-from pallas_kernels.paged_decode.stages import HEADROOM, Stages
-from pallas_kernels.paged_decode.walk import Place, Segment, Shape
+from pallas_kernels.paged_decode.products import Products
+from pallas_kernels.paged_decode.refs import Pipeline, Smem
+from pallas_kernels.paged_decode.segments import Segment
+from pallas_kernels.paged_decode.softmax import HEADROOM
+from pallas_kernels.paged_decode.spec import DecodeSpec
+from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.paged_decode.warp_code import KEYS, QUERY_BITS, W
 from pallas_kernels.shared.dequant import swizzle_transforms
+from pallas_kernels.shared.paged_kv import only_seen
+from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
 f32 = jnp.float32
 WARPS = 4
 
 
-class Warps:
-    """Products and reductions over a tile of 64 keys, a warp at a time.
+class MmaProducts(Products):
+    """See Products. A warp's largest scores, sums and accumulators are of its own 16 keys.
 
     Arrays of a tile are [64, rows]: row 16 w + i belongs to warp w. The accumulators are a tuple of them, one
     for every 16 columns of a head.
@@ -35,35 +41,35 @@ class Warps:
     read that is done cannot see a later write. CUTLASS's pipelines release their stages the same way.
     """
 
-    def __init__(self, refs: Stages, shape: Shape, *, dtype: Any, is_interpreted: bool):
-        self.refs, self.shape, self.cut = refs, shape, shape.cut
-        self.dtype, self.is_interpreted = dtype, is_interpreted
-        self.k_dtype, self.v_dtype = refs.k_s.dtype, refs.v_s.dtype
-        self.key_operand, self.value_operand = (operand_of(x, dtype) for x in (self.k_dtype, self.v_dtype))
-        self.tile = 64, shape.tile_q
+    sees_a_key = False  # a warp's own keys may all be unseen
+    widens_values = False  # on the way into the tensor core, in registers
+
+    def __init__(self, smem: Smem, pipeline: Pipeline, spec: DecodeSpec):
+        self.smem, self.pipeline = smem, pipeline
+        self.shape, self.cut, self.tile = spec.shape, spec.shape.cut, spec.tile
+        self.dtype, self.is_interpreted = spec.dtype, spec.is_interpreted
+        self.k_dtype, self.v_dtype = smem.k.dtype, smem.v.dtype
+        self.key_operand, self.value_operand = (
+            operand_of(stored, spec.dtype) for stored in (self.k_dtype, self.v_dtype)
+        )
         self.num_accs = self.cut.padded_dim // KEYS
         self.headroom = HEADROOM if self.value_operand == jnp.float16 else 0
-        self.sees_a_key = False
 
-    def spread(self, x: Any) -> Any:
-        """What is known of each query, over a tile."""
+    def spread(self, x: Tile) -> Tile:
+        """It is spread already."""
         return x
 
-    def zeros(self) -> Any:
+    def zeros(self) -> Tile:
         """Nothing summed yet."""
         return plgpu.layout_cast(jnp.zeros(self.tile, f32), W)
 
-    def start(self) -> tuple[Any, Any, Any]:
-        """Accumulators, largest scores and sums of a request's first tile."""
+    def start(self) -> tuple[tuple[Tile, ...], Tile, Tile]:
+        """One accumulator for every 16 columns of a head."""
         lowest = plgpu.layout_cast(jnp.full(self.tile, -jnp.inf, f32), W)
         return tuple(self.zeros() for _ in range(self.num_accs)), lowest, self.zeros()
 
-    def query(self, q_s: Any) -> tuple[Any, Any]:
-        """The queries of a request as the tensor core's right operand, and what scores are multiplied by.
-
-        Args:
-            q_s: [chunks, tile_q, width] in SMEM.
-        """
+    def query(self, q_s: Ref) -> tuple[Tile, Tile]:
+        """The queries in registers, as the tensor core's right operand."""
         is_scaled = self.key_operand != self.dtype  # bf16 has a wider range than f16
         if self.is_interpreted:
             q = q_s[...].astype(f32)
@@ -81,56 +87,76 @@ class Warps:
         types = (ref_type(2),)
         return plgpu.inline_mgpu(arg_types=types, return_type=(fragments, factors))(load)(q_s)
 
-    def scores(self, stage: Any, fragments: Any) -> Any:
-        """K Q^T of a stage: [64, rows]."""
+    def scores(self, stage: Scalar, query: Tile) -> Tile:
+        """K Q^T of a stage."""
         if self.is_interpreted:
-            k = self.refs.k_s[stage].astype(f32)
+            k = self.smem.k[stage].astype(f32)
             plgpu.commit_smem()
-            return jnp.einsum("ckd,cqd->kq", k, fragments)
-        k_s = self.refs.k_s.at[stage]
+            return jnp.einsum("ckd,cqd->kq", k, query)
+        k_s = self.smem.k.at[stage]
         types = (ref_type(self.k_dtype.itemsize, self.cut.width), fragments_layout(self.key_operand))
         run = plgpu.inline_mgpu(arg_types=types, return_type=plgpu.ShapeDtypeStruct(self.tile, f32, W))
-        return run(functools.partial(code.key_products, warps=self))(k_s, fragments)
+        return run(functools.partial(code.key_products, warps=self))(k_s, query)
 
-    def largest(self, x: Any) -> Any:
+    def widen_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
+        """Nothing: see add_values."""
+
+    def largest(self, s: Tile) -> Tile:
         """The largest of each warp's rows, in all of its rows."""
         if self.is_interpreted:
-            of_warp = x.reshape(WARPS, KEYS, -1).max(axis=1, keepdims=True)
-            return jnp.broadcast_to(of_warp, (WARPS, KEYS, x.shape[1])).reshape(x.shape)
+            of_warp = s.reshape(WARPS, KEYS, -1).max(axis=1, keepdims=True)
+            return jnp.broadcast_to(of_warp, (WARPS, KEYS, s.shape[1])).reshape(s.shape)
         run = plgpu.inline_mgpu(arg_types=(W,), return_type=plgpu.ShapeDtypeStruct(self.tile, f32, W))
-        return run(code.warp_largest)(x)
+        return run(code.warp_largest)(s)
 
-    def add_values(self, accs: Any, shrink: Any, p: Any, stage: Any, segment: Segment, place: Place) -> Any:
-        """Accs * shrink + V^T P of each warp's keys; waits for the values."""
-        if self.refs.v_scale_s is None:
-            plgpu.barrier_wait(self.refs.v_full.at[stage])
-        accs = self.products([acc * shrink for acc in accs], p, stage, segment, place)
-        plgpu.barrier_arrive(self.refs.v_free.at[stage])
+    def add_values(
+        self,
+        accs: tuple[Tile, ...],
+        shrink: Tile,
+        p: Tile,
+        stage: Scalar,
+        segment: Segment,
+        keys: TileKeys,
+    ) -> tuple[Tile, ...]:
+        """Accs * shrink + V^T P of each warp's keys."""
+        if self.smem.v_scale is None:
+            plgpu.barrier_wait(self.pipeline.v_full.at[stage])
+        accs = self.value_products([acc * shrink for acc in accs], p, stage, segment, keys)
+        plgpu.barrier_arrive(self.pipeline.v_free.at[stage])
         return accs
 
-    def products(self, accs: list[Any], p: Any, stage: Any, segment: Segment, place: Place) -> Any:
+    def value_products(
+        self, accs: list[Tile], p: Tile, stage: Scalar, segment: Segment, keys: TileKeys
+    ) -> tuple[Tile, ...]:
         """Accs + V^T P; values of keys that no query sees count as 0."""
         if self.is_interpreted:
-            rows = jnp.arange(64, dtype=jnp.int32)
-            at = place.keys(rows)
-            is_seen = (at >= segment.low) & (at < segment.high)
-            v = jnp.where(is_seen[:, None], self.refs.v_s[stage].astype(f32), 0.0)
-            plgpu.commit_smem()
-            v = v.reshape(-1, WARPS, KEYS, self.cut.width)
-            p = p.astype(self.value_operand).astype(f32).reshape(WARPS, KEYS, -1)
-            new = jnp.einsum("cwkd,wkq->cdwq", v, p).reshape(self.num_accs, KEYS, WARPS, -1)
-            return tuple(acc + x.swapaxes(0, 1).reshape(self.tile) for acc, x in zip(accs, new, strict=True))
-        v_s = self.refs.v_s.at[stage]
+            return self.value_products_interpreted(accs, p, stage, segment, keys)
+        v_s = self.smem.v.at[stage]
         of_ref, scalar = ref_type(self.v_dtype.itemsize, self.cut.width), plgpu.Layout.WG_SPLAT
-        types = (of_ref, W, [W] * self.num_accs, [scalar] * (2 + len(place.firsts)))
+        types = (of_ref, W, [W] * self.num_accs, [scalar] * (2 + len(keys.firsts)))
         result = plgpu.ShapeDtypeStruct(self.tile, f32, W)
         run = plgpu.inline_mgpu(arg_types=types, return_type=(result,) * self.num_accs)
-        body = functools.partial(code.value_products, warps=self, piece=place.piece)
-        return tuple(run(body)(v_s, p, accs, [segment.low, segment.high, *place.firsts]))
+        body = functools.partial(code.value_products, warps=self, piece=keys.piece)
+        return tuple(run(body)(v_s, p, accs, [segment.low, segment.high, *keys.firsts]))
 
-    def merged(self, accs: Any, top: Any, total: Any) -> tuple[Any, Any, Any]:
-        """The four warps' results as one: O^T a chunk, each query's largest score and sum of exponentials."""
-        merge_s, dim = self.refs.merge_s, self.cut.padded_dim
+    def value_products_interpreted(
+        self, accs: list[Tile], p: Tile, stage: Scalar, segment: Segment, keys: TileKeys
+    ) -> tuple[Tile, ...]:
+        """The same without lanes."""
+        at = keys.of_rows(jnp.arange(self.tile[0], dtype=jnp.int32))
+        v = self.smem.v[stage].astype(f32)
+        v = only_seen(v, jnp.broadcast_to(at[:, None], v.shape), segment.low, segment.high)
+        plgpu.commit_smem()
+        v = v.reshape(-1, WARPS, KEYS, self.cut.width)
+        p = p.astype(self.value_operand).astype(f32).reshape(WARPS, KEYS, -1)
+        new = jnp.einsum("cwkd,wkq->cdwq", v, p).reshape(self.num_accs, KEYS, WARPS, -1)
+        return tuple(acc + x.swapaxes(0, 1).reshape(self.tile) for acc, x in zip(accs, new, strict=True))
+
+    def merged(
+        self, accs: tuple[Tile, ...], top: Tile, total: Tile
+    ) -> tuple[tuple[Tile, ...], Columns, Columns]:
+        """The four warps' results as one."""
+        merge_s, dim = self.smem.merge, self.cut.padded_dim
         if self.is_interpreted:
             of_warps = lambda x: x.reshape(*x.shape[:-2], WARPS, KEYS, -1)
             merge_s[:, :dim] = of_warps(jnp.stack(accs)).swapaxes(0, 1).reshape(WARPS, dim, -1)
@@ -161,11 +187,6 @@ class Warps:
 def operand_of(stored: Any, dtype: Any) -> Any:
     """What the tensor core multiplies: 8 bits have instructions to f16 only, and fit into it exactly."""
     return jnp.dtype(dtype) if stored.itemsize == 2 else jnp.dtype(jnp.float16)
-
-
-def merge_smem(shape: Shape) -> Any:
-    """Where the warps' results meet: accumulators, then each query's largest score and sum."""
-    return plgpu.SMEM((WARPS, shape.cut.padded_dim + 2, shape.tile_q), f32)
 
 
 def fragments_layout(dtype: Any) -> Any:
