@@ -15,7 +15,6 @@ from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.paged_decode.segments import Segment, Span
 from pallas_kernels.paged_decode.softmax import LOG2E, online_softmax
-from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.store import Store
 from pallas_kernels.paged_decode.tile_keys import TileKeys, entries_of, keys_of
 from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
@@ -63,23 +62,14 @@ class TileState(NamedTuple):
 class Attention:
     """The warpgroup that computes."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        outputs: Outputs,
-        smem: Smem,
-        pipeline: Pipeline,
-        *,
-        spec: DecodeSpec,
-        head_tile: Scalar,
-    ):
-        self.inputs, self.smem, self.pipeline, self.spec = inputs, smem, pipeline, spec
-        make_products = MmaProducts if spec.tiles.by_warp else WgmmaProducts
-        self.products: Products = make_products(smem, pipeline, spec)
-        self.mask = Mask(spec, head_tile)
-        self.store = Store(outputs, inputs.sinks, head_tile, spec)
+    def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, span: Span):
+        self.inputs, self.smem, self.pipeline, self.span, self.spec = inputs, smem, pipeline, span, span.spec
+        make_products = MmaProducts if self.spec.tiles.by_warp else WgmmaProducts
+        self.products: Products = make_products(smem, pipeline, self.spec)
+        self.mask = Mask(self.spec, span.head_tile)
+        self.store = Store(outputs, inputs.sinks, span.head_tile, self.spec)
 
-    def attend_span(self, span: Span) -> None:
+    def attend_span(self) -> None:
         """All segments, one after the other."""
 
         def visit(segment: Segment, state: Any) -> Any:
@@ -88,7 +78,7 @@ class Attention:
             pl.when(is_live)(lambda: self.attend_segment(segment, step, nth))
             return step + jnp.where(is_live, segment.num_tiles, 0), nth + is_live.astype(jnp.int32)
 
-        span.walk(visit)
+        self.span.walk(visit)
 
     def attend_segment(self, segment: Segment, step: Scalar, nth: Scalar) -> None:
         """All tiles of a segment, the `nth` that is live; the first is step `step` of the span."""

@@ -100,7 +100,7 @@ class Call:
         require_shape("schedule.unit_ends", ends, (scheduled,), "requests, or their kv heads")
         require(schedule.unit == tiles.unit, "schedule", f"have units of {tiles.unit} keys", schedule.unit)
 
-    def schedule(self, score: Score, tiles: Tiles) -> Schedule:
+    def make_schedule(self, score: Score, tiles: Tiles) -> Schedule:
         """Its own."""
         return schedule_for(
             self.seq_lens,

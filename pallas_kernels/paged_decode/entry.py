@@ -94,7 +94,7 @@ def paged_decode(
         kv_dtypes = k_cache.dtype, v_cache.dtype
         has_lists = block_list is not None
         tiles = default_tiles(query.shape[2], rows=call.rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
-    schedule = call.schedule(score, tiles) if schedule is None else schedule
+    schedule = call.make_schedule(score, tiles) if schedule is None else schedule
     call.check_schedule(schedule, tiles)
     spec = DecodeSpec(
         shape=call.shape(tiles),

@@ -76,10 +76,10 @@ def decode_body(
     span = Span(slot, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
 
     def produce() -> None:
-        Loader(inputs, smem, pipeline, spec=spec, head_tile=head_tile).load_span(span)
+        Loader(inputs, smem, pipeline, span).load_span()
 
     def consume() -> None:
-        Attention(inputs, outputs, smem, pipeline, spec=spec, head_tile=head_tile).attend_span(span)
+        Attention(inputs, outputs, smem, pipeline, span).attend_span()
 
     @pl.when(lax.axis_index("warpgroup") == PRODUCER)
     def _() -> None:

@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_scales
 from pallas_kernels.paged_decode.segments import Segment, Span
-from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
 from pallas_kernels.shared import lanes
 from pallas_kernels.shared.paged_kv import BlockTable
@@ -46,22 +45,20 @@ class Stream(NamedTuple):
 class Loader:
     """The warp that loads: queries of each segment, keys and values of each tile."""
 
-    def __init__(
-        self, inputs: Inputs, smem: Smem, pipeline: Pipeline, *, spec: DecodeSpec, head_tile: Scalar
-    ):
+    def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, span: Span):
         cache, of_tokens = inputs.cache, lambda scale: scale if has_token_scales(scale) else None
-        self.inputs, self.q_s, self.pipeline = inputs, smem.q, pipeline
-        self.spec, self.head_tile = spec, head_tile
-        self.cut, self.blocks = spec.cache_cut, BlockTable(cache.block_table, spec.shape.block_size)
+        self.inputs, self.q_s, self.pipeline, self.span, self.spec = inputs, smem.q, pipeline, span, span.spec
+        self.cut = self.spec.cache_cut
+        self.blocks = BlockTable(cache.block_table, self.spec.shape.block_size)
         self.streams = (
             Stream(cache.k, of_tokens(cache.k_scale), smem.k, smem.k_scale, pipeline.k_full, pipeline.k_free),
             Stream(cache.v, of_tokens(cache.v_scale), smem.v, smem.v_scale, pipeline.v_full, pipeline.v_free),
         )
 
-    def load_span(self, span: Span) -> None:
+    def load_span(self) -> None:
         """All segments, one after the other."""
         if not self.spec.is_interpreted:
-            prefetch_blocks(self.inputs.cache.block_table, span.slot, self.spec.slots)
+            prefetch_blocks(self.inputs.cache.block_table, self.span.slot, self.spec.slots)
 
         def visit(segment: Segment, state: Any) -> Any:
             step, nth = state
@@ -71,11 +68,11 @@ class Loader:
             self.load_segment(segment, num_tiles, step, load_query)
             return step + num_tiles, nth + is_live.astype(jnp.int32)
 
-        steps, queries = span.walk(visit)
-        stages, free = self.spec.tiles.stages, self.pipeline
+        steps, queries = self.span.walk(visit)
+        stages, pipeline = self.spec.tiles.stages, self.pipeline
         # Interpret mode insists that every completion is awaited; to the hardware it is all one.
-        await_last(steps, stages, (free.k_free, free.v_free))
-        await_last(queries, 2, (free.q_free,))
+        await_last(steps, stages, (pipeline.k_free, pipeline.v_free))
+        await_last(queries, 2, (pipeline.q_free,))
 
     def load_query(self, segment: Segment, nth: Scalar) -> None:
         """The queries of the `nth` live segment."""
@@ -84,7 +81,7 @@ class Loader:
         pl.when(nth >= 2)(functools.partial(plgpu.barrier_wait, pipeline.q_free.at[buffer]))
         for chunk in range(shape.cut.chunks):
             # Rows past the last load as zeros, and so do columns past the end of a chunk.
-            at = segment.row, self.head_tile, rows, *shape.cut.at(chunk, nth * 0)
+            at = segment.row, self.span.head_tile, rows, *shape.cut.at(chunk, nth * 0)
             plgpu.copy_gmem_to_smem(
                 self.inputs.query.at[at], self.q_s.at[buffer, chunk], pipeline.q_full.at[buffer]
             )

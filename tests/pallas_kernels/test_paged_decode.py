@@ -1,6 +1,7 @@
 """paged_decode: the contract against the float64 oracle, races, schedules, refusals; the same on a GPU."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import kernel_work, xla
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
+from pallas_kernels.paged_decode.mma_products import MmaProducts
+from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
+from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
@@ -259,6 +263,16 @@ class TestRaces:
         out, _ = interpreted(*args, **kwargs, tiles=tiles, detect_races=True)
         out.block_until_ready()
         races.check_none_were_found()
+
+
+class TestProducts:
+    @pytest.mark.parametrize("products", [WgmmaProducts, MmaProducts])
+    def test_each_answers_all_that_the_protocol_asks_by_the_same_names(self, products):
+        asked = {name: f for name, f in vars(Products).items() if inspect.isfunction(f) and name[0] != "_"}
+        assert len(asked) == 8
+        for name, method in asked.items():
+            own = vars(products)[name]
+            assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
 
 
 class TestSchedule:
