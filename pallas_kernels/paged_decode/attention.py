@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode import scales
-from pallas_kernels.paged_decode.mask import Mask, has_unseen, only_seen
+from pallas_kernels.paged_decode.masking import Mask, has_unseen, only_seen
 from pallas_kernels.paged_decode.mma_products import MmaProducts
 from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.refs import Inputs, Outputs, Pipeline, Smem
@@ -72,11 +72,8 @@ class Attention:
     def attend_span(self) -> None:
         """All segments, one after the other."""
 
-        def visit(segment: Segment, state: Any) -> Any:
-            step, nth = state
-            is_live = segment.num_units > 0
-            pl.when(is_live)(lambda: self.attend_segment(segment, step, nth))
-            return step + jnp.where(is_live, segment.num_tiles, 0), nth + is_live.astype(jnp.int32)
+        def visit(segment: Segment, step: Scalar, nth: Scalar) -> None:
+            pl.when(segment.is_live)(lambda: self.attend_segment(segment, step, nth))
 
         self.span.walk(visit)
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -60,13 +60,10 @@ class Loader:
         if not self.spec.is_interpreted:
             prefetch_blocks(self.inputs.cache.block_table, self.span.slot, self.spec.slots)
 
-        def visit(segment: Segment, state: Any) -> Any:
-            step, nth = state
-            is_live = segment.num_units > 0
-            num_tiles = jnp.where(is_live, segment.num_tiles, 0)
-            load_query = lambda: pl.when(is_live)(lambda: self.load_query(segment, nth))
+        def visit(segment: Segment, step: Scalar, nth: Scalar) -> None:
+            num_tiles = jnp.where(segment.is_live, segment.num_tiles, 0)
+            load_query = lambda: pl.when(segment.is_live)(lambda: self.load_query(segment, nth))
             self.load_segment(segment, num_tiles, step, load_query)
-            return step + num_tiles, nth + is_live.astype(jnp.int32)
 
         steps, queries = self.span.walk(visit)
         stages, pipeline = self.spec.tiles.stages, self.pipeline

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,14 @@ class Segment:
     first_tile: Scalar
     num_tiles: Scalar
     partial: Scalar  # where a partial result goes
-    num_units: Scalar  # 0: nothing of the request is in this span
+    num_units: Scalar
     is_whole: Scalar  # nothing of it is in another span
     num_listed: Scalar | None  # sparse blocks of its list
+
+    @property
+    def is_live(self) -> Scalar:
+        """Something of the request is in this span."""
+        return self.num_units > 0
 
 
 class ScheduleRow(NamedTuple):
@@ -38,6 +43,26 @@ class ScheduleRow(NamedTuple):
     end: Scalar
     seq_len: Scalar
     num_listed: Scalar | None
+
+
+class Position(NamedTuple):
+    """How far a walk has come.
+
+    Attributes:
+        unit: The next unit.
+        row: Of the schedule, that it lies in.
+        start: The row's first unit.
+        current: What was read of the row.
+        step: Tiles so far.
+        nth: Live segments so far.
+    """
+
+    unit: Scalar
+    row: Scalar
+    start: Scalar
+    current: ScheduleRow
+    step: Scalar
+    nth: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +85,30 @@ class Span:
     counts: Ref
     spec: DecodeSpec
 
-    def walk(self, visit: Callable[[Segment, Any], Any]) -> Any:
-        """Calls `state = visit(segment, state)` for each request; `state` starts as two zeros.
+    def walk(self, visit: Callable[[Segment, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
+        """Calls `visit(segment, step, nth)` for each request; how many tiles and live segments there were.
 
-        Loader and consumer walk alike, so that neither has to tell the other what comes next.
+        Loader and consumer walk alike, so that neither has to tell the other what comes next: a segment's
+        first tile is `step` of the span, and it is the `nth` segment if it is live.
         """
         last_row = self.unit_ends.shape[0] - 1
         begin = self._begin()
         stop = jnp.minimum(begin.unit + begin.span, begin.total)
         zero = self.slot * 0
 
-        def visit_row(_: Scalar, carry: Any) -> Any:
-            unit, row, start, current, state = carry
-            following_row = jnp.minimum(row + 1, last_row)
+        def visit_row(_: Scalar, at: Position) -> Position:
+            following_row = jnp.minimum(at.row + 1, last_row)
             following = self._read(following_row)  # a request ahead: its latency passes during the visit
-            segment = self._segment(row, current, start=start, unit=unit, stop=stop)
-            state = visit(segment, state)
-            unit = unit + segment.num_units
-            goes_on = (unit >= current.end) & (following_row > row)
+            segment = self.segment(at, stop)
+            visit(segment, at.step, at.nth)
+            step = at.step + jnp.where(segment.is_live, segment.num_tiles, 0)
+            nth = at.nth + segment.is_live.astype(jnp.int32)
+            unit = at.unit + segment.num_units
+            goes_on = (unit >= at.current.end) & (following_row > at.row)
             pick = lambda new, old: jnp.where(goes_on, new, old)
-            ahead = jax.tree.map(pick, following, current)
-            return unit, pick(following_row, row), pick(current.end, start), ahead, state
+            ahead = jax.tree.map(pick, following, at.current)
+            row, start = pick(following_row, at.row), pick(at.current.end, at.start)
+            return Position(unit, row, start, ahead, step, nth)
 
         first_row = jnp.minimum(begin.row, last_row)
         visits = jnp.minimum(begin.next_row, last_row) - first_row + 1  # known ahead: warps have no while
@@ -90,8 +118,9 @@ class Span:
         if self.counts is not None:
             request, _ = self.spec.shape.request_of(first_row, self.head_tile)
             first = ScheduleRow(begin.end, self.seq_lens[request], begin.value)
-        carry = begin.unit, first_row, begin.start, first, (zero, zero)
-        return lax.fori_loop(0, visits, visit_row, carry)[-1]
+        at = Position(begin.unit, first_row, begin.start, first, step=zero, nth=zero)
+        at = lax.fori_loop(0, visits, visit_row, at)
+        return at.step, at.nth
 
     def _begin(self) -> SpanStart:
         of_rows = self.seq_lens if self.counts is None else self.counts
@@ -103,12 +132,10 @@ class Span:
         end, (request, _) = self.unit_ends[row], self.spec.shape.request_of(row, self.head_tile)
         return ScheduleRow(end, self.seq_lens[request], num_listed)
 
-    def _segment(
-        self, row: Scalar, of_row: ScheduleRow, *, start: Scalar, unit: Scalar, stop: Scalar
-    ) -> Segment:
-        """What of a row of the schedule, whose units begin at `start`, lies in units [unit, stop)."""
+    def segment(self, at: Position, stop: Scalar) -> Segment:
+        """What of a row of the schedule lies in the units from where a walk stands to `stop`."""
         shape, score, tiles = self.spec.shape, self.spec.score, self.spec.tiles
-        end, seq_len, num_listed = of_row
+        (end, seq_len, num_listed), row, unit, start = at.current, at.row, at.unit, at.start
         tiles_per_unit = tiles.unit // tiles.tile_kv
         request, heads = shape.request_of(row, self.head_tile)
         low, high = score.row_range(seq_len, shape.query_len)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.mask import has_unseen, only_seen
+from pallas_kernels.paged_decode.masking import has_unseen, only_seen
 from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.refs import Pipeline, Smem
 from pallas_kernels.paged_decode.segments import Segment

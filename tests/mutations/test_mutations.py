@@ -48,14 +48,13 @@ def key_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], Non
 # ------------------------------------------------------------------------------------- paged_decode
 def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(segment, shape, reqs)` of every segment that producer and consumer walk over."""
-    right = Span.walk
+    right = Span.segment
 
-    def walk(span, visit):
-        shape, reqs = span.spec.shape, span.seq_lens.shape[0]
-        wrong = lambda segment: dataclasses.replace(segment, **change(segment, shape, reqs))
-        return right(span, lambda segment, state: visit(wrong(segment), state))
+    def wrong(span, *args, **kwargs):
+        segment = right(span, *args, **kwargs)
+        return dataclasses.replace(segment, **change(segment, span.spec.shape, span.seq_lens.shape[0]))
 
-    return lambda patch: patch.setattr(Span, "walk", walk)
+    return lambda patch: patch.setattr(Span, "segment", wrong)
 
 
 def fewer_partials(patch: pytest.MonkeyPatch) -> None:
