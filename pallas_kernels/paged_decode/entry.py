@@ -72,21 +72,11 @@ def paged_decode(
         NotImplementedError: There is no kernel for this request; the message says why.
     """
     call = Call(
-        query=query,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        layout=layout,
-        decode_query_len=decode_query_len,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        block_list=block_list,
-        list_block_size=list_block_size,
+        query=query, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens,
+        layout=layout, decode_query_len=decode_query_len, k_scale=k_scale, v_scale=v_scale, sinks=sinks,
+        alibi_slopes=alibi_slopes, block_list=block_list, list_block_size=list_block_size,
         lists_tell_heads=lists_tell_heads,
-    )
+    )  # fmt: skip
     call.check()
     if 0 in (*k_cache.shape, *block_table.shape):
         return jnp.zeros_like(query), jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32)
@@ -97,13 +87,9 @@ def paged_decode(
     schedule = call.make_schedule(score, tiles) if schedule is None else schedule
     call.check_schedule(schedule, tiles)
     spec = DecodeSpec(
-        shape=call.shape(tiles),
-        score=score,
-        tiles=tiles,
-        slots=schedule.slots,
-        dtype=query.dtype,
+        shape=call.shape(tiles), score=score, tiles=tiles, slots=schedule.slots, dtype=query.dtype,
         interpret=interpret,
-    )
+    )  # fmt: skip
     inputs = call.inputs(spec, schedule.unit_ends)
     partials = decode_partials(inputs, spec)
     out, lse = merge_partials(partials, inputs.sinks, schedule.unit_ends, spec)

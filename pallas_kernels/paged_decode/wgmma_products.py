@@ -6,7 +6,6 @@ values through shared memory, since wgmma transposes 16-bit operands only.
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -148,7 +147,7 @@ class WgmmaProducts(Products):
         return accs, top, total.sum(axis=0)
 
 
-def pieces(width: int) -> list[Any]:
+def pieces(width: int) -> list[Slice]:
     """The columns of an 8-bit tile that are widened together: a row of shared memory's swizzle."""
     span = swizzle_of(1)
     return [pl.ds(start, span) for start in range(0, width, span)]
