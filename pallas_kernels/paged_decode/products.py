@@ -1,7 +1,8 @@
 """What multiplies a tile: the protocol that the whole warpgroup and its warps alone both meet.
 
-WgmmaProducts (wgmma over 64 or 128 keys, up to 64 query rows) waits for itself between the two products;
-MmaProducts (mma.sync, each warp 16 keys of 64, few rows) does not. Tiles.by_warp says which is compiled.
+WgmmaProducts: wgmma over 64 or 128 keys and up to 64 query rows; warps wait for each other between the two
+products. MmaProducts: mma.sync, each warp 16 keys of 64, few rows; they wait for nobody until a segment ends.
+Tiles.by_warp says which is compiled.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -19,10 +20,12 @@ class Products(Protocol):
     `largest` and `spread` (through the softmax), `add_values`; `merged` once, after the segment's last tile.
     All threads of the warpgroup ask, with the same scalars.
 
-    Who waits: the caller for a stage's keys, before `scores`, and it frees them afterwards. For the values
-    those products wait that read them first: `widen_values` where `widens_values`, and then the caller frees
-    them, once it has read their scales; else `add_values`, which frees them, too, and waits unless the values
-    have scales per token, for then the caller has waited.
+    Who waits for what a stage holds, and who frees it:
+        keys: the caller waits before `scores` and frees them behind it.
+        values, where `widens_values`: `widen_values` waits; the caller frees them once it has read their
+            scales, before `largest`.
+        other values with a scale per token: the caller waits, for the scales; `add_values` frees them.
+        other values: `add_values` waits for them and frees them.
 
     Accumulators, largest scores and sums may be of any form that `start` makes, as long as they go through
     jax.lax.fori_loop; only `merged` gives them the form that all results have.

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 def paged_decode(
@@ -62,7 +63,7 @@ def paged_decode(
     return out.reshape(query.shape).astype(query.dtype), lse.astype(jnp.float32)
 
 
-def stored(cache: jax.Array, scale: jax.Array | None, blocks: jax.Array, dtype: Any) -> jax.Array:
+def stored(cache: jax.Array, scale: jax.Array | None, blocks: jax.Array, dtype: DTypeLike) -> jax.Array:
     """What a request's blocks hold: [keys, kv_heads, head_dim]."""
     x = jnp.take(cache, blocks, axis=0, mode="clip").astype(dtype)
     x = x.reshape(-1, *x.shape[2:])
