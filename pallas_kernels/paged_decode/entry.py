@@ -1,7 +1,5 @@
 """paged_decode: attention of each request's last few tokens to its cached past."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
@@ -13,6 +11,7 @@ from pallas_kernels.paged_decode.schedule import BlockList, Schedule
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tiles import Tiles, default_tiles
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.types import Interpret
 
 
 def paged_decode(
@@ -34,7 +33,7 @@ def paged_decode(
     lists_tell_heads: bool = False,
     schedule: Schedule | None = None,
     tiles: Tiles | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Attends the last `decode_query_len` tokens of each request to its keys, those tokens' own included.
 

@@ -1,7 +1,6 @@
 """What is static about a call of the decode kernel: what must recompile when it changes."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,7 +10,7 @@ from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.types import Scalar
+from pallas_kernels.shared.types import Interpret, Scalar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class DecodeSpec:
     tiles: Tiles
     slots: int
     dtype: DTypeLike
-    interpret: Any = None
+    interpret: Interpret = None
 
     @property
     def is_interpreted(self) -> bool:
