@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_scales
 from pallas_kernels.paged_decode.segments import Segment, Span
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
-from pallas_kernels.shared import lanes
+from pallas_kernels.ptx.prefetch import prefetch
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
@@ -57,8 +57,11 @@ class Loader:
 
     def load_span(self) -> None:
         """All segments, one after the other."""
-        if not self.spec.is_interpreted:
-            prefetch_blocks(self.inputs.cache.block_table, self.span.slot, self.spec.slots)
+        # The part of the block table that is needed first, while the span is being looked for. Guessed: right
+        # where requests fill their rows, and elsewhere the page's translation is there at least.
+        table_g = self.inputs.cache.block_table
+        guess = self.span.slot * (math.prod(table_g.shape) // self.spec.slots)
+        prefetch(table_g, guess, is_interpreted=self.spec.is_interpreted)
 
         def visit(segment: Segment, step: Scalar, nth: Scalar) -> None:
             num_tiles = jnp.where(segment.is_live, segment.num_tiles, 0)
@@ -143,14 +146,3 @@ def await_last(count: Scalar, buffers: int, frees: tuple[Barriers, ...]) -> None
     def _(i: Scalar) -> None:
         for free in frees:
             plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(buffers))])
-
-
-def prefetch_blocks(table_g: Ref, slot: Scalar, slots: int) -> None:
-    """Sends for the part of the block table that a span needs first, while the span is being looked for.
-
-    Guessed: right where requests fill their rows, and elsewhere the page's translation is there at least.
-    """
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
-    run(lambda _, ref, index: lanes.prefetch(ref, index.registers.item()))(
-        table_g, slot * (math.prod(table_g.shape) // slots)
-    )

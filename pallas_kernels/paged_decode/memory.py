@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.mma_products import WARPS
 from pallas_kernels.paged_decode.refs import (
     CacheRefs,
     Inputs,
@@ -16,6 +15,7 @@ from pallas_kernels.paged_decode.refs import (
 )
 from pallas_kernels.paged_decode.schedule import num_partials
 from pallas_kernels.paged_decode.spec import DecodeSpec
+from pallas_kernels.ptx.warp_queries import WARPS
 from pallas_kernels.shared.dequant import swizzled_smem
 
 f32 = jnp.float32

@@ -10,20 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.merge_code import (
-    BY_THREAD,
-    THREADS,
-    Share,
-    groups_of,
-    of_queries,
-    partials,
-    store,
-)
 from pallas_kernels.paged_decode.refs import Outputs, Partials
-from pallas_kernels.paged_decode.schedule import span_units
-from pallas_kernels.paged_decode.span_start import span_start
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tiles import NUM_SMS, Tiles
+from pallas_kernels.ptx.assumptions import BY_THREAD, THREADS
+from pallas_kernels.ptx.partial_results import Share, groups_of, of_queries, partials, store
+from pallas_kernels.ptx.span_start import span_start, span_units
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.types import Ref, Rows, Scalar
 
@@ -125,12 +117,12 @@ class Merger:
             sink = (
                 None
                 if refs.sinks is None
-                else of_queries(refs.sinks.at[heads], share, is_interpreted=is_interpreted)
+                else of_queries(refs.sinks.at[heads], share=share, is_interpreted=is_interpreted)
             )
             factor, lse = normalized(top, total, sink)
             to = refs.out.at[candidate.row, head_tile], refs.lse.at[candidate.row, head_tile]
             accs = [acc * factor for acc in accs]
-            store(*to, accs, lse, part, share, is_interpreted=is_interpreted)
+            store(*to, accs, lse, part, share=share, is_interpreted=is_interpreted)
 
     def candidate(self, unit_ends: Ref, nth: Scalar) -> Candidate:
         """The `nth` request, or the one that lies across the end of span `nth`."""

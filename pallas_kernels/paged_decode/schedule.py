@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.tiles import Tiles
-from pallas_kernels.paged_decode.unit_ends import unit_ends
+from pallas_kernels.ptx.unit_ends import unit_ends
 from pallas_kernels.shared.score import Score
 
 
@@ -71,7 +71,7 @@ def make_schedule(
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
-            return Schedule(unit_ends(counts, listed=list_block_size, unit=unit), slots, unit)
+            return Schedule(unit_ends.by_platform(counts, listed=list_block_size, unit=unit), slots, unit)
         units = divided(counts * list_block_size + (unit - 1))
     else:
         low, high = score.row_range(seq_lens, decode_query_len)
@@ -115,11 +115,6 @@ def schedule_for(
         block_list=block_list,
         list_block_size=list_block_size,
     )
-
-
-def span_units(total: Array, slots: int) -> Array:
-    """Units of a span; at least 1."""
-    return jnp.maximum(lax.div(total + (slots - 1), jnp.int32(slots)), 1)
 
 
 def num_partials(reqs: int, max_kv: int, *, tiles: Tiles, slots: int) -> int:
