@@ -103,8 +103,13 @@ def calls_lowered(module: str, names: list[str]) -> dict[str, int]:
     return {name: int(text) for name, text in _run_alone("count", module, names).items()}
 
 
-def _run_alone(what: str, module: str, names: list[str]) -> dict[str, str]:
-    """What is printed of each case."""
+def ptx_of(module: str, names: list[str]) -> dict[str, str]:
+    """The PTX of what `module.aot_cases()[name]` compiles to."""
+    return _run_alone("compile", module, names, MOSAIC_GPU_DUMP_PTX="1")
+
+
+def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[str, str]:
+    """What is printed of each case; `more` is said in the environment."""
     folder = plugin_folder()
     assert folder is not None
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
@@ -113,6 +118,7 @@ def _run_alone(what: str, module: str, names: list[str]) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_RUNTIME_LIB_PATH": str(folder / "libmosaic_gpu_runtime.so"),
+        **more,
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.aot", what, module, *names],

@@ -39,6 +39,20 @@ def test_a_file_imports_only_what_stands_below_it(path):
         assert not roots & {"pallas_kernels"}
 
 
+# What builds code a lane at a time. Descriptions of layouts are data, which cache_write makes of its own.
+LANES = ("jax.experimental.mosaic", "jax.extend.mlir")
+LAYOUTS = "jax.experimental.mosaic.gpu.fragmented_array"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_ptx_and_lanes_are_in_one_room(path):
+    if path.parent == ROOT / "pallas_kernels" / "ptx":
+        return
+    assert not [name for name in imports(path) if name.startswith(LANES) and name != LAYOUTS]
+    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not names & {"inline_mgpu", "inline_ptx"}
+
+
 def test_the_host_side_imports_no_jax():
     for name in ("jattn/requests.py", "jattn/serving/block_manager.py", "jattn/serving/scheduler.py"):
         if (ROOT / name).exists():

@@ -1,15 +1,13 @@
 """best_blocks: the blocks with the largest scores, as lists, and the score that they reach."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.block_scores.best_kernel import MAX_LEN, run
 from pallas_kernels.checks import require
-from pallas_kernels.list_tiles import by_sorting, codes_of
+from pallas_kernels.ptx.best_blocks import MAX_LEN
+from pallas_kernels.ptx.best_blocks import best_blocks as kernel
 
 
 class BestBlocks(NamedTuple):
@@ -50,28 +48,7 @@ def best_blocks(
     require(scores.shape[2] <= MAX_LEN, "scores", f"have at most {MAX_LEN} blocks a request", scores.shape)
     if 0 in scores.shape:
         reqs, heads, _ = scores.shape
-        least, counts = jnp.full((reqs, heads), -jnp.inf, jnp.float32), jnp.zeros((reqs, heads), jnp.int32)
-        return BestBlocks(least, jnp.zeros(scores.shape, jnp.int32), counts)
-    numbers: dict[str, Any] = {
-        "block_size": block_size,
-        "num_selected": num_selected,
-        "num_recent": num_recent,
-    }
-    on_gpu = lambda *arrays: BestBlocks(*run(*arrays, **numbers))
-    elsewhere = functools.partial(_by_sorting, **numbers)
-    return jax.lax.platform_dependent(scores, seq_lens, cuda=on_gpu, default=elsewhere)
-
-
-def _by_sorting(
-    scores: Array, seq_lens: Array, *, block_size: int, num_selected: int, num_recent: int
-) -> BestBlocks:
-    max_blocks = scores.shape[2]
-    num_blocks = (seq_lens + (block_size - 1)) // block_size
-    number = jnp.arange(max_blocks, dtype=jnp.int32)[None, None, :]
-    end = num_blocks[:, None, None]
-    is_recent, is_live = number >= end - num_recent, number < end
-    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
-    least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
-    chosen = (scores >= least[..., None]) & is_live
-    listed = by_sorting(codes_of(chosen, chosen).reshape(-1, max_blocks))
-    return BestBlocks(least, listed.entries.reshape(scores.shape), listed.num_full.reshape(least.shape))
+        least, none = jnp.full((reqs, heads), -jnp.inf, jnp.float32), jnp.zeros((reqs, heads), jnp.int32)
+        return BestBlocks(least, jnp.zeros(scores.shape, jnp.int32), none)
+    counts = {"num_selected": num_selected, "num_recent": num_recent}
+    return BestBlocks(*kernel.by_platform(scores, seq_lens, block_size=block_size, **counts))

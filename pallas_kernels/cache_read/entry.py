@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.cache_read.kernel import TILE, Shape, read_tiles
+from pallas_kernels.cache_read.kernel import TILE, Inputs, Shape, read_tiles
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
@@ -56,14 +56,47 @@ def cache_read(
         ValueError: Shapes disagree, or kv_start_loc comes without num_rows.
         NotImplementedError: There is no kernel for this request; the message says why.
     """
-    require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
-    require(cache.ndim == 4, "cache", "have 4 axes", cache.shape)
+    _check(cache, block_table, first_keys, seq_lens, scale, dtype=dtype, layout=layout)
     blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=is_hnd)
     reqs, max_blocks = block_table.shape
+    starts, rows = _rows_of(kv_start_loc, num_rows, reqs=reqs, padded=padded_len(max_blocks, block_size))
+    if 0 in (blocks, reqs, max_blocks, rows):
+        return jnp.zeros((rows, kv_heads, head_dim), dtype)
+    firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
+    cut = head_cut(head_dim, itemsize=cache.dtype.itemsize)
+    in_cache = CacheCut(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
+    per_token, per_channel = _scales(scale, in_cache, kv_heads)
+    inputs = Inputs(
+        cache=in_cache.cut_cache(cache),
+        per_token=per_token,
+        per_channel=per_channel,
+        tiles=_tiles(starts.astype(jnp.int32), firsts, lens, rows),
+        block_table=block_table.astype(jnp.int32),
+        first_keys=firsts,
+        seq_lens=lens,
+    )
+    shape = Shape(rows=rows, kv_heads=kv_heads, in_cache=in_cache, dtype=jnp.dtype(dtype))
+    return read_tiles(inputs, shape=shape, interpret=interpret).reshape(rows, kv_heads, head_dim)
+
+
+def _check(
+    cache: Array,
+    block_table: Array,
+    first_keys: Array,
+    seq_lens: Array,
+    scale: Array | None,
+    *,
+    dtype: DTypeLike,
+    layout: str,
+) -> None:
+    """See cache_read's Raises."""
+    require_one_of("layout", layout, ("NHD", "HND"))
+    require(cache.ndim == 4, "cache", "have 4 axes", cache.shape)
+    blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=layout == "HND")
     require_positive(kv_heads=kv_heads)
     for name, lens in (("first_keys", first_keys), ("seq_lens", seq_lens)):
-        require_shape(name, lens.shape, (reqs,), "reqs")
+        require_shape(name, lens.shape, block_table.shape[:1], "reqs")
     if scale is not None:
         shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size))
         require_one_of("scale's shape", tuple(jnp.shape(scale)), shapes)
@@ -72,41 +105,34 @@ def cache_read(
     )
     if reason is not None:
         raise unsupported("cache_read", reason, "Use another implementation")
-    rows = reqs * padded_len(max_blocks, block_size)
+
+
+def _rows_of(
+    kv_start_loc: Array | None, num_rows: int | None, *, reqs: int, padded: int
+) -> tuple[Array, int]:
+    """Row of each request's key 0, and how many rows there are; `padded` each where nobody says."""
     if kv_start_loc is None:
         require(num_rows is None, "num_rows", "be None without kv_start_loc", num_rows)
-        kv_start_loc = jnp.arange(reqs, dtype=jnp.int32) * padded_len(max_blocks, block_size)
-    else:
-        require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
-        is_whole = num_rows is not None and num_rows >= 0 and num_rows % TILE == 0
-        require(is_whole, "num_rows", f"be a multiple of {TILE} with kv_start_loc", num_rows)
-        assert num_rows is not None
-        rows = num_rows
-    if 0 in (blocks, reqs, max_blocks, rows):
-        return jnp.zeros((rows, kv_heads, head_dim), dtype)
-    firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    cut = head_cut(head_dim, itemsize=cache.dtype.itemsize)
-    in_cache = CacheCut(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
-    per_token, per_channel = None, None
-    if scale is not None and jnp.ndim(scale) == 3:
-        per_token = in_cache.cut_scales(scale.astype(jnp.float32))
-    elif scale is not None:
-        scale = jnp.asarray(scale, jnp.float32)
-        wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-        per_channel = jnp.broadcast_to(wide, (kv_heads, head_dim)).reshape(kv_heads, cut.chunks, cut.chunk)
-        per_channel = jnp.pad(per_channel, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
-    out = read_tiles(
-        in_cache.cut_cache(cache),
-        per_token,
-        per_channel,
-        _tiles(kv_start_loc.astype(jnp.int32), firsts, lens, rows),
-        block_table.astype(jnp.int32),
-        firsts,
-        lens,
-        shape=Shape(rows=rows, kv_heads=kv_heads, in_cache=in_cache, dtype=jnp.dtype(dtype)),
-        interpret=interpret,
-    )
-    return out.reshape(rows, kv_heads, head_dim)
+        return jnp.arange(reqs, dtype=jnp.int32) * padded, reqs * padded
+    require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
+    is_whole = num_rows is not None and num_rows >= 0 and num_rows % TILE == 0
+    require(is_whole, "num_rows", f"be a multiple of {TILE} with kv_start_loc", num_rows)
+    assert num_rows is not None
+    return kv_start_loc, num_rows
+
+
+def _scales(scale: Array | None, in_cache: CacheCut, kv_heads: int) -> tuple[Array | None, Array | None]:
+    """Scales per token, or per channel; None where there are none."""
+    if scale is None:
+        return None, None
+    if jnp.ndim(scale) == 3:
+        return in_cache.cut_scales(scale.astype(jnp.float32)), None
+    cut = in_cache.head
+    scale = jnp.asarray(scale, jnp.float32)
+    wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+    per_channel = jnp.broadcast_to(wide, (kv_heads, cut.chunks * cut.chunk))
+    per_channel = per_channel.reshape(kv_heads, cut.chunks, cut.chunk)
+    return None, jnp.pad(per_channel, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
 
 
 def _tiles(starts: Array, firsts: Array, lens: Array, rows: int) -> Array:

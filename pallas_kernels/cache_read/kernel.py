@@ -1,7 +1,22 @@
-"""A thread block fills a tile of rows with one request's keys, of one head, or leaves at once."""
+"""A thread block fills a tile of rows with one request's keys, of one head, or leaves at once.
+
+    one warpgroup                                     shared memory
+    ---------------------------------------------     ---------------------------
+    which request the tile is for: none, then done
+    ids of the blocks that have its keys
+    TMA: a block's keys, its scales a token -------->  stored [chunks], per_token
+    wait loaded
+    for each chunk of a head:
+      registers: widened, times their scales <-------  stored
+      in 16 bits ----------------------------------->  out [chunks]
+    TMA: rows ---------------------> global memory <-  out
+
+Nothing is in flight beside anything else of a thread block; other thread blocks of the SM fill the gaps.
+"""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.dequant import swizzled_smem, widened
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.types import Barriers, Ref, Tile
 
 TILE = 64  # keys of a thread block
 W = plgpu.Layout.WGMMA
@@ -37,21 +53,10 @@ class Shape:
     dtype: np.dtype
 
 
-def read_tiles(
-    cache: jax.Array,
-    per_token: jax.Array | None,
-    per_channel: jax.Array | None,
-    tiles: jax.Array,
-    block_table: jax.Array,
-    first_keys: jax.Array,
-    seq_lens: jax.Array,
-    *,
-    shape: Shape,
-    interpret: Any = None,
-) -> jax.Array:
-    """Keys in 16 bits: [rows, kv_heads, chunks, chunk].
+class Inputs(NamedTuple):
+    """What the kernel reads.
 
-    Args:
+    Attributes:
         cache: `cut_cache`'s.
         per_token: f32 scales, `cut_scales`', or None.
         per_channel: f32 scales [kv_heads, chunks, width], or None.
@@ -60,76 +65,53 @@ def read_tiles(
         block_table: int32 [reqs, max_blocks].
         first_keys: int32 [reqs].
         seq_lens: int32 [reqs].
+    """
+
+    cache: Ref
+    per_token: Ref
+    per_channel: Ref
+    tiles: Ref
+    block_table: Ref
+    first_keys: Ref
+    seq_lens: Ref
+
+
+class Smem(NamedTuple):
+    """Shared memory, and the barrier of what is loaded into it.
+
+    Attributes:
+        stored: [chunks, TILE, width], as the cache has it.
+        per_token: [TILE] f32, or None.
+        out: [chunks, TILE, width] in 16 bits.
+        loaded: Arrived at by every copy.
+    """
+
+    stored: Ref
+    per_token: Ref
+    out: Ref
+    loaded: Barriers
+
+
+def read_tiles(inputs: Inputs, *, shape: Shape, interpret: Any = None) -> jax.Array:
+    """Keys in 16 bits: [rows, kv_heads, chunks, chunk].
+
+    Args:
+        inputs: What is read.
         shape: The call's static sizes.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
-    in_cache, cut = shape.in_cache, shape.in_cache.head
-    is_narrow = cache.dtype.itemsize == 1
-    copies = in_cache.copies * (cut.chunks + (per_token is not None))
-
-    def body(  # type: ignore[no-untyped-def]
-        cache_g,
-        token_g,  # or None
-        channel_g,  # or None
-        tiles_g,
-        table_g,
-        first_g,
-        lens_g,
-        out_g,
-        stored_s,  # [chunks, TILE, width] in SMEM
-        token_s,  # [TILE] in SMEM, or None
-        out_s,  # [chunks, TILE, width] in SMEM
-        loaded,
-    ):
-        item, heads = lax.axis_index("item"), jnp.int32(shape.kv_heads)
-        tile, head = lax.div(item, heads), lax.rem(item, heads)
-        columns = padded_slice(cut.width, cut.chunk, tile * 0)
-        row, first_key = tiles_g[tile, 0], tiles_g[tile, 1]
-
-        def load() -> None:
-            wanted = BlockTable(table_g, in_cache.block_size).seen(row, first_g[row], lens_g[row])
-            nth = in_cache.copy_of(first_key)
-            for j, block in enumerate(wanted.ids(in_cache.column_of(first_key), in_cache.copies)):
-                to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.at(block, nth, head)
-                for chunk in range(cut.chunks):
-                    stored = cache_g.at[(*at, *cut.at(chunk, tile * 0))]
-                    plgpu.copy_gmem_to_smem(stored, stored_s.at[chunk, to], loaded)
-                if token_g is not None:
-                    scales = token_g.at[block, head, nth]
-                    plgpu.copy_gmem_to_smem(scales, token_s.at[to], loaded, oob_mode=BULK)
-
-        def scaled(x: Any, chunk: int) -> Any:
-            if token_g is not None:
-                scale = plgpu.load(token_s, layout=W.reduce(1))
-                return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [0])
-            if channel_g is not None:
-                scale = plgpu.load(channel_g.at[head, chunk], layout=W.reduce(0), optimized=False)
-                return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [1])
-            return x
-
-        @pl.when(row >= 0)
-        def read() -> None:
-            load()
-            plgpu.barrier_wait(loaded)
-            for chunk in range(cut.chunks):
-                x = stored_s.at[chunk]
-                x = widened(x, shape.dtype) if is_narrow else plgpu.load(x, layout=W)
-                out_s[chunk] = scaled(x, chunk).astype(shape.dtype)
-            plgpu.commit_smem()
-            for chunk in range(cut.chunks):  # TMA drops what is past the end of a chunk
-                to = out_g.at[pl.ds(pl.multiple_of(tile * TILE, TILE), TILE), head, chunk, columns]
-                plgpu.copy_smem_to_gmem(out_s.at[chunk], to)
-            plgpu.wait_smem_to_gmem(0)
-
+    cut, has_token_scales = shape.in_cache.head, inputs.per_token is not None
     tile_shape = (cut.chunks, TILE, cut.width)
     return plgpu.kernel(
-        body,
+        functools.partial(read_body, shape=shape),
         out_type=jax.ShapeDtypeStruct((shape.rows, shape.kv_heads, cut.chunks, cut.chunk), shape.dtype),
         scratch_types=[
-            swizzled_smem(tile_shape, cache.dtype),
-            None if per_token is None else plgpu.SMEM((TILE,), f32),
-            swizzled_smem(tile_shape, shape.dtype),
-            plgpu.Barrier(num_arrivals=copies),
+            Smem(
+                stored=swizzled_smem(tile_shape, inputs.cache.dtype),
+                per_token=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
+                out=swizzled_smem(tile_shape, shape.dtype),
+                loaded=plgpu.Barrier(num_arrivals=shape.in_cache.copies * (cut.chunks + has_token_scales)),
+            )
         ],
         # One axis: only the last may be longer than 65,535, and heads of a tile are to follow each other.
         grid=(shape.rows // TILE * shape.kv_heads,),
@@ -137,4 +119,50 @@ def read_tiles(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="cache_read",
         interpret=interpret,
-    )(cache, per_token, per_channel, tiles, block_table, first_keys, seq_lens)
+    )(inputs)
+
+
+def read_body(inputs: Inputs, out: Ref, smem: Smem, *, shape: Shape) -> None:
+    """What a thread block does; `out` is read_tiles'."""
+    in_cache, cut = shape.in_cache, shape.in_cache.head
+    is_narrow = inputs.cache.dtype.itemsize == 1
+    item, heads = lax.axis_index("item"), jnp.int32(shape.kv_heads)
+    tile, head = lax.div(item, heads), lax.rem(item, heads)
+    columns = padded_slice(cut.width, cut.chunk, tile * 0)
+    row, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
+
+    def load() -> None:
+        blocks_of = BlockTable(inputs.block_table, in_cache.block_size)
+        wanted = blocks_of.seen(row, inputs.first_keys[row], inputs.seq_lens[row])
+        nth = in_cache.copy_of(first_key)
+        for j, block in enumerate(wanted.ids(in_cache.column_of(first_key), in_cache.copies)):
+            to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.at(block, nth, head)
+            for chunk in range(cut.chunks):
+                stored = inputs.cache.at[(*at, *cut.at(chunk, tile * 0))]
+                plgpu.copy_gmem_to_smem(stored, smem.stored.at[chunk, to], smem.loaded)
+            if inputs.per_token is not None:
+                scales = inputs.per_token.at[block, head, nth]
+                plgpu.copy_gmem_to_smem(scales, smem.per_token.at[to], smem.loaded, oob_mode=BULK)
+
+    def scaled(x: Tile, chunk: int) -> Tile:
+        if inputs.per_token is not None:
+            scale = plgpu.load(smem.per_token, layout=W.reduce(1))
+            return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [0])
+        if inputs.per_channel is not None:
+            scale = plgpu.load(inputs.per_channel.at[head, chunk], layout=W.reduce(0), optimized=False)
+            return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [1])
+        return x
+
+    @pl.when(row >= 0)
+    def read() -> None:
+        load()
+        plgpu.barrier_wait(smem.loaded)
+        for chunk in range(cut.chunks):
+            x = smem.stored.at[chunk]
+            x = widened(x, shape.dtype) if is_narrow else plgpu.load(x, layout=W)
+            smem.out[chunk] = scaled(x, chunk).astype(shape.dtype)
+        plgpu.commit_smem()
+        for chunk in range(cut.chunks):  # TMA drops what is past the end of a chunk
+            to = out.at[pl.ds(pl.multiple_of(tile * TILE, TILE), TILE), head, chunk, columns]
+            plgpu.copy_smem_to_gmem(smem.out.at[chunk], to)
+        plgpu.wait_smem_to_gmem(0)

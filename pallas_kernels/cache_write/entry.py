@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.cache_write.kernel import Side, write_rows
+from pallas_kernels.cache_write.kernel import Both, Refs, Shape, Side, write_rows
 from pallas_kernels.cache_write.tiles import Tiles, default_tiles
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.paged_kv import sizes_of
@@ -50,6 +50,42 @@ def cache_write(
 
     Source: vLLM `reshape_and_cache_flash`; rounding as in `int8_per_token_head` and `fp8_per_token_head`.
     """
+    is_hnd = layout == "HND"
+    _check(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout=layout)
+    tokens, kv_heads, head_dim = key.shape
+    _, size, _, _ = sizes_of(k_cache, is_hnd=is_hnd)
+    if 0 in (tokens, *k_cache.shape):
+        return k_cache, v_cache, k_scale, v_scale
+    is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
+    flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
+    as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
+    if tiles is None:
+        row_bytes = kv_heads * head_dim * key.dtype.itemsize
+        tiles = default_tiles(tokens, row_bytes, heads=kv_heads if is_rounded else None)
+    caches = Both(*(jax.new_ref(as_rows(cache)) for cache in (k_cache, v_cache)))
+    scales = Both(_scale_ref(k_scale), _scale_ref(v_scale))
+    new = Both(key.reshape(tokens, *flat), value.reshape(tokens, *flat))
+    refs = Refs(new, slot_mapping.astype(jnp.int32), caches, scales)
+    sides = Both(_side(key, k_cache, k_scale), _side(value, v_cache, v_scale))
+    shape = Shape(sides=sides, is_hnd=is_hnd, block_size=size, rows=tiles.rows)
+    write_rows(refs, shape=shape, interpret=interpret)
+    written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
+    k, v = (jax.freeze(ref).reshape(k_cache.shape) for ref in caches)
+    return k, v, written(k_scale, scales.key), written(v_scale, scales.value)
+
+
+def _check(
+    key: Array,
+    value: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slot_mapping: Array,
+    k_scale: Array | None,
+    v_scale: Array | None,
+    *,
+    layout: str,
+) -> None:
+    """See cache_write's Raises."""
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
     tokens, kv_heads, head_dim = key.shape
@@ -77,31 +113,6 @@ def cache_write(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and scale.ndim:
             require_shape(name, scale.shape, (blocks, kv_heads, size), "blocks, kv_heads, block_size")
-    if 0 in (tokens, *k_cache.shape):
-        return k_cache, v_cache, k_scale, v_scale
-    is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
-    flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
-    as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
-    row_bytes = kv_heads * head_dim * key.dtype.itemsize
-    if tiles is None:
-        tiles = default_tiles(tokens, row_bytes, heads=kv_heads if is_rounded else None)
-    k_ref, v_ref = (jax.new_ref(as_rows(cache)) for cache in (k_cache, v_cache))
-    k_scale_ref, v_scale_ref = (_scale_ref(scale) for scale in (k_scale, v_scale))
-    write_rows(
-        key.reshape(tokens, *flat),
-        value.reshape(tokens, *flat),
-        slot_mapping.astype(jnp.int32),
-        (k_ref, v_ref),
-        (k_scale_ref, v_scale_ref),
-        sides=(_side(key, k_cache, k_scale), _side(value, v_cache, v_scale)),
-        is_hnd=is_hnd,
-        block_size=size,
-        tiles=tiles,
-        interpret=interpret,
-    )
-    written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
-    k, v = (jax.freeze(ref).reshape(wanted) for ref in (k_ref, v_ref))
-    return k, v, written(k_scale, k_scale_ref), written(v_scale, v_scale_ref)
 
 
 def _side(new: Array, cache: Array, scale: Array | None) -> Side:

@@ -1,9 +1,19 @@
-"""One thread block moves a few tokens: by bulk copies, or through registers where they become 8 bits."""
+"""One thread block moves a few tokens: by bulk copies, or through registers where they become 8 bits.
+
+one warpgroup, for keys and for values           where rows are stored as they come   where they are rounded
+----------------------------------------------   ----------------------------------   ----------------------
+for each of its tokens j, all on their way:      TMA: row ------> new[j] (SMEM)       row ------> registers
+the tokens' slots                                                                     scales, 8 bits
+wait loaded, if anything is copied
+for each token j with a slot:                    TMA: new[j] ---> cache               row ------> cache
+its scales > cache
+wait until shared memory has been read
+"""
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.cache_write.tiles import Tiles
 from pallas_kernels.shared.paged_kv import place_of_slot
 from pallas_kernels.shared.store import store_unoptimized
+from pallas_kernels.shared.types import Barriers, Memory, Ref, Scalar, Tile
 
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -37,11 +47,11 @@ class Side:
     dtype: Any = None
     has_token_scales: bool = False
 
-    def smem(self, rows: int, array: jax.Array) -> Any:
+    def smem(self, rows: int, array: jax.Array) -> Memory:
         """Where rows pass through on their way, if they need no registers."""
         return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.dtype is None else None
 
-    def rounded(self, row: Any, divisor: Any) -> tuple[Any, Any]:
+    def rounded(self, row: Tile, divisor: Scalar | None) -> tuple[Tile, Any]:
         """A token's [heads, head_dim] in the cache's dtype, and the heads' scales if they are made here.
 
         Args:
@@ -63,106 +73,122 @@ class Side:
         return x.astype(self.dtype), scale
 
 
-def write_rows(
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    refs: tuple[Any, Any],
-    scales: tuple[Any, Any],
-    *,
-    sides: tuple[Side, Side],
-    is_hnd: bool,
-    block_size: int,
-    tiles: Tiles,
-    interpret: Any = None,
-) -> None:
-    """Writes into the caches behind refs, and into the scales per token and head.
+class Both(NamedTuple):
+    """Something of keys, and of values."""
 
-    Args:
-        key: [tokens, kv_heads, head_dim], or [tokens, kv_heads * head_dim] where nothing needs the heads.
-        value: As key.
+    key: Any
+    value: Any
+
+
+class Refs(NamedTuple):
+    """What the kernel reads, and the caches that it writes in place.
+
+    Attributes:
+        new: [tokens, kv_heads, head_dim], or [tokens, kv_heads * head_dim] where nothing needs the heads.
         slot_mapping: int32 [tokens]; tokens of slots < 0 are not written.
-        refs: jax.Ref of keys and of values: [slots, *key.shape[1:]], or HND [blocks, kv_heads, block_size,
-            head_dim].
-        scales: For each side None, a static scale [1], or jax.Ref [blocks, kv_heads, block_size].
-        sides: How each is written.
+        caches: jax.Ref [slots, *], as new, or HND [blocks, kv_heads, block_size, head_dim].
+        scales: None, a static scale [1], or jax.Ref [blocks, kv_heads, block_size].
+    """
+
+    new: Both
+    slot_mapping: Ref
+    caches: Both
+    scales: Both
+
+
+class Smem(NamedTuple):
+    """Shared memory, and the barrier of what is loaded into it.
+
+    Attributes:
+        new: [rows, ...]; None where they are rounded.
+        loaded: Arrived at by every copy; None where there is none.
+    """
+
+    new: Both
+    loaded: Barriers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is static about a call.
+
+    Attributes:
+        sides: How keys and how values are written.
         is_hnd: The layout.
         block_size: Tokens of a block.
-        tiles: Static sizes.
-        interpret: Interpret-mode parameters, or None for a GPU.
+        rows: Tokens of a thread block.
     """
-    tokens, rows = slot_mapping.shape[0], tiles.rows
-    copies = rows * sum(side.dtype is None for side in sides)
 
-    def body(  # type: ignore[no-untyped-def]
-        key_g,  # [tokens, ...]
-        value_g,
-        slots_g,  # [tokens]
-        k_g,  # the caches, written in place
-        v_g,
-        k_scale_g,  # None, [1], or [blocks, kv_heads, block_size], written in place
-        v_scale_g,
-        unused_g,
-        key_s,  # [rows, ...] in SMEM; None where they are rounded
-        value_s,
-        loaded,
-    ):
-        first = lax.axis_index("tile") * rows
-        # The last tile loads its last token again rather than reading past the end.
-        index = [jnp.minimum(first + j, tokens - 1) for j in range(rows)]
-        new: list[list[Any]] = []  # all that is read is on its way before anything is computed
-        divisors = []
-        reads = ((sides[0], key_g, key_s, k_scale_g), (sides[1], value_g, value_s, v_scale_g))
-        for side, rows_g, rows_s, scale_g in reads:
-            if side.dtype is None:
-                for j, token in enumerate(index):
-                    plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], loaded, oob_mode=BULK)
-                new.append([])
-            else:
-                load = functools.partial(plgpu.load, layout=row_layout(*rows_g.shape[1:]), optimized=False)
-                new.append([load(rows_g.at[token]) for token in index])
-            is_static = scale_g is not None and not side.has_token_scales
-            divisors.append(scale_g[0] if is_static else None)
-        slots = [slots_g[token] for token in index]
-        rounded = [
-            [side.rounded(row, divisor) for row in rows_of_side]
-            for side, rows_of_side, divisor in zip(sides, new, divisors, strict=True)
-        ]
-        if copies:
-            plgpu.barrier_wait(loaded)
-        writes = list(zip(sides, (key_s, value_s), (k_g, v_g), rounded, (k_scale_g, v_scale_g), strict=True))
-        for j, slot in enumerate(slots):
+    sides: Both
+    is_hnd: bool
+    block_size: int
+    rows: int
 
-            @pl.when((slot >= 0) & (first + j < tokens))
-            def _store(j: int = j, slot: Any = slot) -> None:
-                block, offset = place_of_slot(slot, block_size)
-                for side, rows_s, cache_g, results, scale_g in writes:
-                    target = cache_g.at[(block, slice(None), offset) if is_hnd else slot]
-                    if side.dtype is None:
-                        plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
-                        continue
-                    row, scale = results[j]
-                    store_unoptimized(target, row)
-                    if scale is not None:
-                        store_unoptimized(scale_g.at[block, slice(None), offset], scale)
+    @property
+    def copies(self) -> int:
+        """Bulk copies of a thread block into shared memory."""
+        return self.rows * sum(side.dtype is None for side in self.sides)
 
-        if copies:
-            plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+def write_rows(refs: Refs, *, shape: Shape, interpret: Any = None) -> None:
+    """Writes into the caches behind refs, and into the scales per token and head."""
+    smem = [side.smem(shape.rows, new) for side, new in zip(shape.sides, refs.new, strict=True)]
+    loaded = plgpu.Barrier(num_arrivals=shape.copies) if shape.copies else None
     plgpu.kernel(
-        body,
+        functools.partial(write_body, shape=shape),
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output
-        scratch_types=[
-            sides[0].smem(rows, key),
-            sides[1].smem(rows, value),
-            plgpu.Barrier(num_arrivals=copies) if copies else None,
-        ],
-        grid=(-(-tokens // rows),),
+        scratch_types=[Smem(Both(*smem), loaded)],
+        grid=(-(-refs.slot_mapping.shape[0] // shape.rows),),
         grid_names=("tile",),
         interpret=interpret,
         kernel_name="cache_write",
-    )(key, value, slot_mapping, *refs, *scales)
+    )(refs)
+
+
+def write_body(refs: Refs, unused: Ref, smem: Smem, *, shape: Shape) -> None:
+    """What a thread block does."""
+    tokens, sides = refs.slot_mapping.shape[0], shape.sides
+    first = lax.axis_index("tile") * shape.rows
+    # The last tile loads its last token again rather than reading past the end.
+    index = [jnp.minimum(first + j, tokens - 1) for j in range(shape.rows)]
+    new: list[list[Tile]] = []  # all that is read is on its way before anything is computed
+    divisors: list[Scalar | None] = []
+    for side, rows_g, rows_s, scale in zip(sides, refs.new, smem.new, refs.scales, strict=True):
+        if side.dtype is None:
+            for j, token in enumerate(index):
+                plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], smem.loaded, oob_mode=BULK)
+            new.append([])
+        else:
+            load = functools.partial(plgpu.load, layout=row_layout(*rows_g.shape[1:]), optimized=False)
+            new.append([load(rows_g.at[token]) for token in index])
+        is_static = scale is not None and not side.has_token_scales
+        divisors.append(scale[0] if is_static else None)
+    slots = [refs.slot_mapping[token] for token in index]
+    rounded = [
+        [side.rounded(row, divisor) for row in rows_of_side]
+        for side, rows_of_side, divisor in zip(sides, new, divisors, strict=True)
+    ]
+    if shape.copies:
+        plgpu.barrier_wait(smem.loaded)
+    writes = list(zip(sides, smem.new, refs.caches, rounded, refs.scales, strict=True))
+    for j, slot in enumerate(slots):
+
+        @pl.when((slot >= 0) & (first + j < tokens))
+        def _store(j: int = j, slot: Scalar = slot) -> None:
+            block, offset = place_of_slot(slot, shape.block_size)
+            for side, rows_s, cache, results, scale in writes:
+                target = cache.at[(block, slice(None), offset) if shape.is_hnd else slot]
+                if side.dtype is None:
+                    plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
+                    continue
+                row, made = results[j]
+                store_unoptimized(target, row)
+                if made is not None:
+                    store_unoptimized(scale.at[block, slice(None), offset], made)
+
+    if shape.copies:
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def row_layout(heads: int, head_dim: int) -> Any:

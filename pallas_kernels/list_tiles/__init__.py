@@ -1,8 +1,8 @@
 """Lists of the tiles that masks name: which are seen in part and which whole, out of one number a tile."""
 
-from pallas_kernels.list_tiles.codes import MAX_PARTS as MAX_PARTS
-from pallas_kernels.list_tiles.codes import PART_SHIFT as PART_SHIFT
-from pallas_kernels.list_tiles.codes import Lists as Lists
-from pallas_kernels.list_tiles.codes import codes_of as codes_of
 from pallas_kernels.list_tiles.entry import list_tiles as list_tiles
-from pallas_kernels.list_tiles.sorting import by_sorting as by_sorting
+from pallas_kernels.ptx.list_tiles import by_sorting as by_sorting
+from pallas_kernels.shared.tile_codes import MAX_PARTS as MAX_PARTS
+from pallas_kernels.shared.tile_codes import PART_SHIFT as PART_SHIFT
+from pallas_kernels.shared.tile_codes import Lists as Lists
+from pallas_kernels.shared.tile_codes import codes_of as codes_of

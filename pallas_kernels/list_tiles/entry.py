@@ -1,13 +1,11 @@
 """list_tiles: from a number for each tile to the lists of those that are seen."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
 from pallas_kernels.checks import require
-from pallas_kernels.list_tiles.codes import MAX_TILES, Lists
-from pallas_kernels.list_tiles.kernel import kernel
-from pallas_kernels.list_tiles.sorting import by_sorting
+from pallas_kernels.ptx.list_tiles import list_tiles as kernel
+from pallas_kernels.shared.tile_codes import MAX_TILES, Lists
 
 
 def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
@@ -23,4 +21,4 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
     if codes.size == 0:
         none = jnp.zeros(codes.shape[:1], jnp.int32)
         return Lists(entries=jnp.zeros(codes.shape, jnp.int32), num_partial=none, num_full=none)
-    return jax.lax.platform_dependent(codes, cuda=kernel, default=by_sorting)
+    return kernel.by_platform(codes)

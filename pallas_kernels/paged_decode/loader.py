@@ -1,118 +1,148 @@
-"""The loading warp: blocks of the cache into the stages of shared memory, one TMA copy a block and chunk."""
+"""The producer of the decode kernel: one warp that fills shared memory by TMA, a copy a block and chunk."""
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.tiles import Tiles
-from pallas_kernels.paged_decode.walk import Segment, Shape, entries_of, place_of
-from pallas_kernels.shared import lanes
-from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_scales
+from pallas_kernels.paged_decode.segments import Segment, Span
+from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
+from pallas_kernels.ptx.prefetch import prefetch
+from pallas_kernels.shared.paged_kv import BlockTable
+from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.types import Barriers, Ref, Scalar
+
+type Copies = list[tuple[Scalar, Scalar]]
+"""Block, and which copy of it, of each copy of a tile."""
 
 
 class Stream(NamedTuple):
     """Keys or values on their way from the cache to the stages.
 
     Attributes:
-        cache_g: The cache.
-        scale_g: [blocks, kv_heads, parts, block_size / parts] f32: a scale per token and head, or None.
+        cache_g: The cache, as CacheRefs has it.
+        scale_g: A scale per token and head, likewise, or None.
         tile_s: [stages, chunks, tile_kv, width] in SMEM.
         scale_s: [stages, tile_kv] f32 in SMEM, or None.
         full: Barriers that a stage's copies arrive at.
         free: Barriers that a stage's reader arrives at.
     """
 
-    cache_g: Any
-    scale_g: Any
-    tile_s: Any
-    scale_s: Any
-    full: Any
-    free: Any
+    cache_g: Ref
+    scale_g: Ref
+    tile_s: Ref
+    scale_s: Ref
+    full: Barriers
+    free: Barriers
 
 
-def make_loader(
-    streams: tuple[Stream, Stream], table_g: Any, ids_g: Any, tiles: Tiles, shape: Shape
-) -> Callable:
-    """The function that fills stages of shared memory from the blocks of a segment's tiles.
+class Loader:
+    """The warp that loads: queries of each segment, keys and values of each tile."""
 
-    It calls `meanwhile` while it waits for the first blocks' numbers.
-    """
-    cut, in_cache = shape.cut, cache_cut(tiles, shape)
-    rows, blocks_of = in_cache.rows, BlockTable(table_g, shape.block_size)
+    def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, span: Span):
+        cache, of_tokens = inputs.cache, lambda scale: scale if has_token_scales(scale) else None
+        self.inputs, self.q_s, self.pipeline, self.span, self.spec = inputs, smem.q, pipeline, span, span.spec
+        self.cut = self.spec.cache_cut
+        self.blocks = BlockTable(cache.block_table, self.spec.shape.block_size)
+        self.streams = (
+            Stream(cache.k, of_tokens(cache.k_scale), smem.k, smem.k_scale, pipeline.k_full, pipeline.k_free),
+            Stream(cache.v, of_tokens(cache.v_scale), smem.v, smem.v_scale, pipeline.v_full, pipeline.v_free),
+        )
 
-    def read_entries(segment: Segment, tile_index: Any) -> tuple[Any, ...]:
-        return entries_of(segment, tile_index, ids_g, tiles.tile_kv, shape)
+    def load_span(self) -> None:
+        """All segments, one after the other."""
+        # The part of the block table that is needed first, while the span is being looked for. Guessed: right
+        # where requests fill their rows, and elsewhere the page's translation is there at least.
+        table_g = self.inputs.cache.block_table
+        guess = self.span.slot * (math.prod(table_g.shape) // self.spec.slots)
+        prefetch(table_g, guess, is_interpreted=self.spec.is_interpreted)
 
-    def sources(segment: Segment, tile_index: Any, entries: tuple[Any, ...] = ()) -> list[Any]:
-        """The block of each copy of a tile, and the part of it; the tile may be past the last."""
-        entries = entries or read_entries(segment, tile_index)
-        place = place_of(segment, tile_index, entries, tiles.tile_kv, shape)
-        seen = blocks_of.seen(segment.request, segment.low, segment.high)  # the softmax masks what stands in
+        def visit(segment: Segment, step: Scalar, nth: Scalar) -> None:
+            num_tiles = jnp.where(segment.is_live, segment.num_tiles, 0)
+            load_query = lambda: pl.when(segment.is_live)(lambda: self.load_query(segment, nth))
+            self.load_segment(segment, num_tiles, step, load_query)
+
+        steps, queries = self.span.walk(visit)
+        stages, pipeline = self.spec.tiles.stages, self.pipeline
+        # Interpret mode insists that every completion is awaited; to the hardware it is all one.
+        await_last(steps, stages, (pipeline.k_free, pipeline.v_free))
+        await_last(queries, 2, (pipeline.q_free,))
+
+    def load_query(self, segment: Segment, nth: Scalar) -> None:
+        """The queries of the `nth` live segment."""
+        shape, pipeline, buffer = self.spec.shape, self.pipeline, lax.rem(nth, jnp.int32(2))
+        rows = padded_slice(shape.tile_q, shape.rows, nth * 0)
+        pl.when(nth >= 2)(functools.partial(plgpu.barrier_wait, pipeline.q_free.at[buffer]))
+        for chunk in range(shape.cut.chunks):
+            # Rows past the last load as zeros, and so do columns past the end of a chunk.
+            at = segment.row, self.span.head_tile, rows, *shape.cut.at(chunk, nth * 0)
+            plgpu.copy_gmem_to_smem(
+                self.inputs.query.at[at], self.q_s.at[buffer, chunk], pipeline.q_full.at[buffer]
+            )
+
+    def load_segment(
+        self, segment: Segment, num_tiles: Scalar, step: Scalar, meanwhile: Callable[[], None]
+    ) -> None:
+        """Its tiles into the stages from `step` on; calls `meanwhile` while it waits for the first blocks."""
+        has_lists = self.spec.shape.list_block_size is not None
+        read_entries = lambda i: entries_of(segment, i, self.inputs.lists.ids, self.spec) if has_lists else ()
+
+        def one(i: Scalar, ahead: tuple[Copies, tuple[Scalar, ...]]) -> tuple[Copies, tuple[Scalar, ...]]:
+            # The table is read a tile ahead, and a list, which says where in the table, two: their latencies
+            # pass while a stage is waited for.
+            copies, entries = ahead
+            further = read_entries(i + 2)
+            following = self.copies_of(segment, i + 1, entries)
+            self.load_tile(segment, step + i, copies)
+            return following, further
+
+        entries = [read_entries(jnp.int32(i)) for i in range(2)]
+        first = self.copies_of(segment, jnp.int32(0), entries[0])
+        meanwhile()
+        lax.fori_loop(0, num_tiles, one, (first, entries[1]))
+
+    def copies_of(self, segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...]) -> Copies:
+        """The copies that bring a tile, maybe one past the last; `entries`: its list's, if there is one."""
+        entries = entries or entries_of(segment, tile_index, self.inputs.lists.ids, self.spec)
+        keys = keys_of(segment, tile_index, entries, self.spec)
+        seen = self.blocks.seen(segment.request, segment.low, segment.high)  # the mask hides what stands in
         found = []
-        for first in place.firsts:
-            ids = seen.ids(in_cache.column_of(first), in_cache.copies)
-            found += [(block, in_cache.copy_of(first)) for block in ids]
+        for first in keys.firsts:
+            column, copy = self.cut.column_of(first), self.cut.copy_of(first)
+            found += [(block, copy) for block in seen.ids(column, self.cut.copies)]
         return found
 
-    def copy(segment: Segment, step: Any, blocks: list[Any]) -> None:
-        stage = lax.rem(step, jnp.int32(tiles.stages))
-        for stream in streams:
-            pl.when(step >= tiles.stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+    def load_tile(self, segment: Segment, step: Scalar, copies: Copies) -> None:
+        """Keys and values of a tile into the stage of `step`, once it is free."""
+        stages, rows, head = self.spec.tiles.stages, self.cut.rows, self.spec.shape.cut
+        stage = lax.rem(step, jnp.int32(stages))
+        for stream in self.streams:
+            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             full = stream.full.at[stage]
-            for j, (block, part) in enumerate(blocks):
-                to, at = pl.ds(j * rows, rows), in_cache.at(block, part, segment.kv_head)
-                for chunk in range(cut.chunks):
-                    keys = stream.cache_g.at[(*at, *cut.at(chunk, part * 0))]
-                    plgpu.copy_gmem_to_smem(keys, stream.tile_s.at[stage, chunk, to], full)
+            for j, (block, copy) in enumerate(copies):
+                to, at = pl.ds(j * rows, rows), self.cut.at(block, copy, segment.kv_head)
+                for chunk in range(head.chunks):
+                    source = stream.cache_g.at[(*at, *head.at(chunk, copy * 0))]
+                    plgpu.copy_gmem_to_smem(source, stream.tile_s.at[stage, chunk, to], full)
                 if stream.scale_g is not None:
                     plgpu.copy_gmem_to_smem(
-                        stream.scale_g.at[block, segment.kv_head, part],
+                        stream.scale_g.at[block, segment.kv_head, copy],
                         stream.scale_s.at[stage, to],
                         full,
                         oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # no tensor map, so no alignment to 128
                     )
 
-    def load(segment: Segment, num_tiles: Any, step: Any, meanwhile: Callable[[], None]) -> None:
-        def one(i: Any, ahead: tuple[list[Any], tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
-            # The table is read a tile ahead, and a list, which says where in the table, two: their latencies
-            # pass while a stage is waited for.
-            blocks, entries = ahead
-            further = read_entries(segment, i + 2) if shape.listed else ()
-            following = sources(segment, i + 1, entries)
-            copy(segment, step + i, blocks)
-            return following, further
 
-        entries = [read_entries(segment, jnp.int32(i)) if shape.listed else () for i in range(2)]
-        first = sources(segment, jnp.int32(0), entries[0])
-        meanwhile()
-        lax.fori_loop(0, num_tiles, one, (first, entries[1]))
+def await_last(count: Scalar, buffers: int, frees: tuple[Barriers, ...]) -> None:
+    """Waits until the last of `count` uses of a ring of buffers are over."""
 
-    return load
-
-
-def prefetch_blocks(table_g: Any, slot: Any, slots: int) -> None:
-    """Sends for the part of the block table that a span needs first, while the span is being looked for.
-
-    Guessed: right where requests fill their rows, and elsewhere the page's translation is there at least.
-    """
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
-    run(lambda _, ref, index: lanes.prefetch(ref, index.registers.item()))(
-        table_g, slot * (math.prod(table_g.shape) // slots)
-    )
-
-
-def cache_cut(tiles: Tiles, shape: Shape) -> CacheCut:
-    """How a tile's neighbours are fetched from the cache."""
-    piece = shape.piece(tiles.tile_kv)
-    return CacheCut(block_size=shape.block_size, tile_kv=piece, is_hnd=shape.is_hnd, head=shape.cut)
-
-
-def copies_per_stage(tiles: Tiles, shape: Shape, *, has_token_scale: bool) -> int:
-    """Copies that arrive at a stage's barrier."""
-    return tiles.tile_kv // cache_cut(tiles, shape).rows * (shape.cut.chunks + has_token_scale)
+    @pl.loop(jnp.maximum(count - buffers, 0), count)
+    def _(i: Scalar) -> None:
+        for free in frees:
+            plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(buffers))])

@@ -1,7 +1,8 @@
 """Adds up the partial results of the requests that more than one span of paged_decode met."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,80 +10,149 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.merge_code import (
-    BY_THREAD,
-    THREADS,
-    Share,
-    groups_of,
-    of_queries,
-    partials,
-    store,
-)
-from pallas_kernels.paged_decode.schedule import Schedule, span_units
-from pallas_kernels.paged_decode.span_start import span_start
+from pallas_kernels.paged_decode.refs import Outputs, Partials
+from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tiles import NUM_SMS, Tiles
-from pallas_kernels.paged_decode.walk import Shape
+from pallas_kernels.ptx.assumptions import BY_THREAD, THREADS
+from pallas_kernels.ptx.partial_results import Share, groups_of, of_queries, partials, store
+from pallas_kernels.ptx.span_start import span_start, span_units
 from pallas_kernels.shared.softmax import normalized
+from pallas_kernels.shared.types import Ref, Rows, Scalar
 
 f32 = jnp.float32
 MOST_THREAD_BLOCKS = 2 * NUM_SMS  # more of them take longer to start than they save
 
 
+class MergeRefs(NamedTuple):
+    """What the kernel reads, and the output and LSE that it writes in place.
+
+    Attributes:
+        partials: The decode kernel's, O^T as [partials, head_tiles, padded_dim, tile_q].
+        unit_ends: [reqs]: the schedule's.
+        sinks: [head_tiles, tile_q] or None.
+        out: [reqs, head_tiles, rows, head_dim], or [..., chunks, chunk].
+        lse: [reqs, head_tiles, tile_q].
+    """
+
+    partials: Partials
+    unit_ends: Ref
+    sinks: Ref
+    out: Ref
+    lse: Ref
+
+
+class Candidate(NamedTuple):
+    """The request that a thread block looks at; traced scalars.
+
+    Attributes:
+        row: Of the schedule.
+        first: Its first partial result.
+        num_partials: How many it has.
+        is_mine: It has several, and no other thread block merges them.
+    """
+
+    row: Scalar
+    first: Scalar
+    num_partials: Scalar
+    is_mine: Scalar
+
+
 def merge_partials(
-    results: tuple[Any, ...],
-    sinks: Any,
-    schedule: Schedule,
-    *,
-    shape: Shape,
-    tiles: Tiles,
-    interpret: Any = None,
+    outputs: Outputs, sinks: jax.Array | None, unit_ends: jax.Array, spec: DecodeSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Output and LSE of every request.
 
     Args:
-        results: What decode_partials returned; output and LSE are written in place.
+        outputs: What decode_partials returned; output and LSE are written in place.
         sinks: One more score of each query, times log2(e): [head_tiles, tile_q] f32, or None.
-        schedule: The one that the partial results were made by.
-        shape: The call's static sizes.
-        tiles: The kernel's static sizes.
-        interpret: Interpret-mode parameters, or None for a GPU.
+        unit_ends: Of the schedule that the partial results were made by.
+        spec: Static.
     """
-    out, lse, o, top, total = results
-    reqs, slots, n, cut = lse.shape[0], schedule.slots, shape.tile_q, shape.cut
+    reqs, slots, cut = unit_ends.shape[0], spec.slots, spec.shape.cut
     # Only a request at the end of a span may be cut; where requests are fewer than spans, look at each.
-    by_request = tiles.split_kv is not None or reqs < slots
+    by_request = spec.tiles.split_kv is not None or reqs < slots
     candidates = reqs if by_request else slots
-    share = _share(shape, candidates, slots // reqs + 2, tiles)
-    how: Any = {"share": share, "is_interpreted": bool(interpret)}
+    share = share_of(spec, candidates=candidates, likely=slots // reqs + 2)
+    kernel = plgpu.kernel(
+        Merger(spec=spec, share=share, by_request=by_request).body,
+        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
+        grid=(candidates, spec.shape.head_tiles, cut.padded_dim // share.columns),
+        grid_names=("candidate", "head_tile", "part"),
+        # There is no shared memory that barriers could guard.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="paged_decode_merge",
+        interpret=spec.interpret,
+    )
+    whole = outputs.partials.out
+    whole = whole.reshape(*whole.shape[:2], cut.padded_dim, spec.shape.tile_q)
+    out_ref, lse_ref = jax.new_ref(outputs.out), jax.new_ref(outputs.lse)
+    kernel(MergeRefs(outputs.partials._replace(out=whole), unit_ends, sinks, out_ref, lse_ref))
+    return jax.freeze(out_ref), jax.freeze(lse_ref)
 
-    def body(  # type: ignore[no-untyped-def]
-        o_g,  # [partials, head_tiles, padded_dim, tile_q]
-        top_g,  # [partials, head_tiles, tile_q]
-        total_g,
-        ends_g,  # [reqs]: the schedule's unit_ends
-        sinks_g,  # [head_tiles, tile_q] or None
-        out_g,  # [reqs, head_tiles, rows, head_dim]
-        lse_g,  # [reqs, head_tiles, tile_q]
-        unused_g,
-    ):
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merger:
+    """What a thread block does: a request's partial results, some columns of a head.
+
+    Attributes:
+        spec: Static.
+        share: Sizes.
+        by_request: A thread block for each request, not for each span's last.
+    """
+
+    spec: DecodeSpec
+    share: Share
+    by_request: bool
+
+    def body(self, refs: MergeRefs, unused_g: Ref) -> None:
+        """The kernel."""
         nth, head_tile, part = (lax.axis_index(name) for name in ("candidate", "head_tile", "part"))
-        if by_request:
-            row, is_row, total_units = nth, True, ends_g[reqs - 1]
-            start, end = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0), ends_g[row]
-        else:
-            next_span = span_start(ends_g, ends_g, nth + 1, slots=slots, is_interpreted=bool(interpret))
-            row, is_row = jnp.minimum(next_span.row, reqs - 1), next_span.row < reqs
-            start, end, total_units = next_span.start, next_span.end, next_span.total
-        first, count, first_span = _partials_of(row, start, end, span_units(total_units, slots), tiles)
-        is_mine = count > 1 if by_request else (count > 1) & (first_span == nth) & is_row
-        full = lambda value: plgpu.layout_cast(jnp.full((THREADS,), value, f32), BY_THREAD)
+        candidate = self.candidate(refs.unit_ends, nth)
 
-        def add(i: Any, carry: Any) -> Any:
+        @pl.when(candidate.is_mine)
+        def merge() -> None:
+            share, is_interpreted = self.share, self.spec.is_interpreted
+            accs, top, total = self.summed(refs.partials, candidate, head_tile, part)
+            _, heads = self.spec.shape.request_of(candidate.row, head_tile)
+            sink = (
+                None
+                if refs.sinks is None
+                else of_queries(refs.sinks.at[heads], share=share, is_interpreted=is_interpreted)
+            )
+            factor, lse = normalized(top, total, sink)
+            to = refs.out.at[candidate.row, head_tile], refs.lse.at[candidate.row, head_tile]
+            accs = [acc * factor for acc in accs]
+            store(*to, accs, lse, part, share=share, is_interpreted=is_interpreted)
+
+    def candidate(self, unit_ends: Ref, nth: Scalar) -> Candidate:
+        """The `nth` request, or the one that lies across the end of span `nth`."""
+        last, slots = unit_ends.shape[0] - 1, self.spec.slots
+        if self.by_request:
+            row, is_row, total = nth, True, unit_ends[last]
+            start, end = jnp.where(row > 0, unit_ends[jnp.maximum(row - 1, 0)], 0), unit_ends[row]
+        else:
+            next_span = span_start(
+                unit_ends, unit_ends, nth + 1, slots=slots, is_interpreted=self.spec.is_interpreted
+            )
+            row, is_row = jnp.minimum(next_span.row, last), next_span.row < last + 1
+            start, end, total = next_span.start, next_span.end, next_span.total
+        first, count, first_span = partials_of(row, start, end, span_units(total, slots), self.spec.tiles)
+        is_mine = count > 1 if self.by_request else (count > 1) & (first_span == nth) & is_row
+        return Candidate(row, first, count, is_mine)
+
+    def summed(
+        self, refs: Partials, candidate: Candidate, head_tile: Scalar, part: Scalar
+    ) -> tuple[list[Rows], Rows, Rows]:
+        """Accumulators, largest score and sum of the exponentials of a request, each thread its own."""
+        share, full = self.share, lambda x: plgpu.layout_cast(jnp.full((THREADS,), x, f32), BY_THREAD)
+
+        def add(i: Scalar, carry: tuple[list[Rows], Rows, Rows]) -> tuple[list[Rows], Rows, Rows]:
             accs, top, total = carry
             done = i * share.at_once
             # All loads of a round before any use.
+            place = candidate.first + done, candidate.num_partials - done, head_tile, part
             tops, totals, outs = partials(
-                (o_g, top_g, total_g), first + done, count - done, head_tile, part, **how
+                tuple(refs), *place, share=share, is_interpreted=self.spec.is_interpreted
             )
             new_top = functools.reduce(jnp.maximum, tops, top)
             finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -94,35 +164,13 @@ def merge_partials(
                 total = total + l * weight
             return accs, new_top, total
 
-        @pl.when(is_mine)
-        def merge() -> None:
-            rounds = lax.div(count + (share.at_once - 1), jnp.int32(share.at_once))
-            start = [full(0.0)] * share.each, full(-jnp.inf), full(0.0)
-            accs, top, total = lax.fori_loop(0, rounds, add, start)
-            _, heads = shape.request_of(row, head_tile)
-            sink = None if sinks_g is None else of_queries(sinks_g.at[heads], **how)
-            factor, natural_lse = normalized(top, total, sink)
-            to = out_g.at[row, head_tile], lse_g.at[row, head_tile]
-            store(*to, [acc * factor for acc in accs], natural_lse, part, **how)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
-        grid=(candidates, shape.head_tiles, cut.padded_dim // share.columns),
-        grid_names=("candidate", "head_tile", "part"),
-        # There is no shared memory that barriers could guard.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name="paged_decode_merge",
-        interpret=interpret,
-    )
-    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    kernel(
-        o.reshape(*o.shape[:2], cut.padded_dim, n), top, total, schedule.unit_ends, sinks, out_ref, lse_ref
-    )
-    return jax.freeze(out_ref), jax.freeze(lse_ref)
+        rounds = lax.div(candidate.num_partials + (share.at_once - 1), jnp.int32(share.at_once))
+        return lax.fori_loop(0, rounds, add, ([full(0.0)] * share.each, full(-jnp.inf), full(0.0)))
 
 
-def _partials_of(row: Any, start: Any, end: Any, per_span: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
+def partials_of(
+    row: Scalar, start: Scalar, end: Scalar, per_span: Scalar, tiles: Tiles
+) -> tuple[Scalar, Scalar, Scalar | int]:
     """First partial result of a request, how many it has, and its first span (0 where splits are fixed)."""
     if tiles.split_kv is not None:
         return start, end - start, 0
@@ -130,16 +178,15 @@ def _partials_of(row: Any, start: Any, end: Any, per_span: Any, tiles: Tiles) ->
     return row + first, lax.div(end - 1, per_span) - first + 1, first
 
 
-def _share(shape: Shape, candidates: int, likely: int, tiles: Tiles) -> Share:
+def share_of(spec: DecodeSpec, *, candidates: int, likely: int) -> Share:
     """What a thread block merges: little where few have work, so that they share its bytes.
 
     Args:
-        shape: The call's static sizes.
+        spec: Static.
         candidates: Requests that may have partial results.
         likely: How many of them it has then.
-        tiles: The kernel's static sizes.
     """
-    cut, n = shape.cut, shape.tile_q
+    shape, cut, n = spec.shape, spec.shape.cut, spec.shape.tile_q
     widths, most = [64], 16 * groups_of(n)
     if not cut.is_padded:
         widths = [width for width in (32, 64, 128) if cut.padded_dim % width == 0 and width <= most]
@@ -147,7 +194,7 @@ def _share(shape: Shape, candidates: int, likely: int, tiles: Tiles) -> Share:
     columns = next((width for width in widths if blocks(width) <= MOST_THREAD_BLOCKS), widths[-1])
     room = lambda width: max(128 // (width // groups_of(n) + 2), 1)  # 128 registers
     # Where splits are fixed it does not depend on the batch, or a request's bits would.
-    at_once = min(4, room(widths[-1])) if tiles.split_kv else min(likely, room(columns))
+    at_once = min(4, room(widths[-1])) if spec.tiles.split_kv else min(likely, room(columns))
     return Share(
         tile_q=n, rows=shape.rows, cut=cut, columns=columns, head_tiles=shape.head_tiles, at_once=at_once
     )

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.tiles import Tiles
-from pallas_kernels.paged_decode.unit_ends import unit_ends
+from pallas_kernels.ptx.unit_ends import unit_ends
 from pallas_kernels.shared.score import Score
 
 
@@ -71,7 +71,7 @@ def make_schedule(
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
-            return Schedule(unit_ends(counts, listed=list_block_size, unit=unit), slots, unit)
+            return Schedule(unit_ends.by_platform(counts, listed=list_block_size, unit=unit), slots, unit)
         units = divided(counts * list_block_size + (unit - 1))
     else:
         low, high = score.row_range(seq_lens, decode_query_len)
@@ -86,9 +86,35 @@ def make_schedule(
     return Schedule(ends.astype(jnp.int32), slots, unit)
 
 
-def span_units(total: Array, slots: int) -> Array:
-    """Units of a span; at least 1."""
-    return jnp.maximum(lax.div(total + (slots - 1), jnp.int32(slots)), 1)
+def schedule_for(
+    seq_lens: Int32[Array, " reqs"],
+    *,
+    score: Score,
+    tiles: Tiles,
+    kv_heads: int,
+    group: int,
+    decode_query_len: int,
+    block_list: BlockList | None = None,
+    list_block_size: int | None = None,
+    max_kv: int | None = None,
+) -> Schedule:
+    """The schedule that paged_decode makes for itself: make it once for all layers of a step.
+
+    `max_kv`, the most keys that a request can have, spares thread blocks that could never have a unit.
+    """
+    rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
+    slots = tiles.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
+    if max_kv is not None:
+        slots = min(slots, rows * -(-max_kv // (tiles.unit)))
+    return make_schedule(
+        seq_lens,
+        score=score,
+        tiles=tiles,
+        decode_query_len=decode_query_len,
+        slots=slots,
+        block_list=block_list,
+        list_block_size=list_block_size,
+    )
 
 
 def num_partials(reqs: int, max_kv: int, *, tiles: Tiles, slots: int) -> int:

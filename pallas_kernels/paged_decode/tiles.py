@@ -24,7 +24,7 @@ class Tiles:
         max_rows: Query rows (query heads of a kv head x decode_query_len) worked on together; more are cut.
         split_kv: Keys of a split where it is fixed, so that a request's bits do not depend on its batch; a
             multiple of tile_kv. None = splits follow the load.
-        by_warp: Each warp multiplies for itself (warps.py), not the warpgroup together (warpgroup.py);
+        by_warp: Each warp multiplies for itself (MmaProducts), not the warpgroup together (WgmmaProducts);
             tile_kv is 64 then.
     """
 

@@ -4,16 +4,15 @@ Without lists an item (a tile of queries of one head) walks from its first key t
 through its list, first the tiles that need a mask, then those that every query sees whole.
 """
 
-import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
-from pallas_kernels.varlen_prefill import item_order
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, Schedule, sorted_places
+from pallas_kernels.ptx import item_order
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, Schedule
 
 # What a kernel reads of an item, after the columns of its tile of queries:
 ITEM_COLUMNS = (
@@ -62,35 +61,9 @@ def make_lists(
         codes = jnp.pad(codes, ((0, 0), (0, 0), (0, 1)))
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))
-    sort = functools.partial(sorted_items, sets=sets)
-    by_kernel = sort
-    if item_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
-        by_kernel = functools.partial(item_order.sorted_items, columns=len(COLUMNS), sets=sets)
     arrays = schedule.table, schedule.num_live, *listed
-    table, num_live = lax.platform_dependent(*arrays, cuda=by_kernel, default=sort)
+    sort: Callable[..., Any] = item_order.sorted_items.by_platform
+    if not item_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
+        sort = item_order.sorted_items.twin
+    table, num_live = sort(*arrays, columns=len(COLUMNS), sets=sets)
     return TileLists(table=table, num_live=num_live, entries=listed.entries)
-
-
-def sorted_items(
-    table: Array, num_live: Array, entries: Array, num_partial: Array, num_full: Array, *, sets: int
-) -> tuple[Array, Array]:
-    """item_order.sorted_items by XLA, where there is no kernel."""
-    tiles, heads = table.shape[0], entries.shape[0] // table.shape[0]
-    by_set = lambda x: jnp.swapaxes(x.reshape(tiles, sets, -1), 0, 1).reshape(sets, -1)
-    nums = num_partial + num_full
-    lens = by_set(nums)
-    is_live = jnp.arange(tiles, dtype=jnp.int32)[:, None] < num_live[0]
-    is_live = by_set(jnp.broadcast_to(is_live, (tiles, heads)))
-    # The longest first, in every other set last, so that lengths change little from one item to the next.
-    number = jnp.arange(sets, dtype=jnp.int32)[:, None]
-    keys = jnp.where((sets - 1 - number) % 2 == 0, -lens, lens)
-    per_set = num_live[0] * (heads // sets)
-    rows = sorted_places(jnp.where(is_live, keys, entries.shape[1] + 1)) + number * per_set
-    rows = jnp.where(is_live, rows, tiles * heads)
-    rows = jnp.swapaxes(rows.reshape(sets, tiles, -1), 0, 1).reshape(tiles * heads)
-    lists = jnp.arange(tiles * heads, dtype=jnp.int32)
-    of_tile = jnp.repeat(table[:, : len(COLUMNS)], heads, axis=0)
-    columns = jnp.stack([lists % heads, lists, entries[:, 0], nums, num_partial], axis=-1)
-    items = jnp.concatenate([of_tile, columns], axis=-1)
-    items = jnp.pad(items, ((0, 0), (0, TABLE_WIDTH - items.shape[-1])))
-    return jnp.zeros_like(items).at[rows].set(items, mode="drop"), num_live * heads

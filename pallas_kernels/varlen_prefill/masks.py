@@ -7,15 +7,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.shared.lanes import array_of, f32, i32, lane_row_and_pair, numbers, ptx, times
+from pallas_kernels.ptx.masked import WORD, has_bits, masked_by_bits
 
-TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
-WORD = 32  # bits
 
 
 # What a row sees of a tile of keys, as bits, one int32 each row: bit i of word w is that of key 32 w + i.
@@ -101,40 +97,8 @@ class PairTile:
 
     def has_bits(self, words: Words) -> Any:
         """Whether a pair's bit is set: Bool, of the tile's shape."""
-        if not self.interpret:
-            return self.masked(plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), TILE), words) == 0
-        columns = self.columns().astype(jnp.int32)
-        bits = jnp.zeros(self.shape, jnp.int32)
-        for nth, word in enumerate(words):
-            place = jnp.clip(columns - nth * WORD, 0, WORD - 1)
-            mine = lax.shift_right_logical(self.wide(word), place) & 1
-            bits = jnp.where(lax.div(columns, jnp.int32(WORD)) == nth, mine, bits)
-        return bits != 0
+        return has_bits(words, shape=self.shape, is_interpreted=bool(self.interpret))
 
     def masked(self, s: Any, words: Words) -> Any:
         """The scores of pairs whose bits are set, -inf for the others."""
-        if self.interpret:
-            return jnp.where(self.has_bits(words), s, -jnp.inf)
-
-        # A thread has two neighbours of each eight columns: which bits these are it knows but for one shift.
-        @plgpu.inline_mgpu(
-            arg_types=(TILE, *[ROW] * len(words)),
-            return_type=plgpu.ShapeDtypeStruct(self.shape, s.dtype, layout=TILE),
-        )
-        def select(_: Any, s: Any, *words: Any) -> Any:
-            _, pair = lane_row_and_pair()
-            rows_of = lambda word: [utils.bitcast(row, i32()) for row in word.registers.flat]
-            shifted = [[arith.shrui(row, times(pair, 2)) for row in rows_of(word)] for word in words]
-
-            def one(x: Any, row: Any, bit: int) -> Any:
-                test = f"and.b32 t, $2, {1 << bit:#x}; setp.ne.u32 p, t, 0;"
-                code = f"{{ .reg .pred p; .reg .b32 t; {test} selp.f32 $0, $1, 0fFF800000, p; }}"
-                return ptx(code, x, row, of=f32())
-
-            columns = [
-                [one(x, shifted[8 * nth // WORD][i // 2], 8 * nth % WORD + i % 2) for i, x in enumerate(four)]
-                for nth, four in enumerate(numbers(s))
-            ]
-            return array_of(columns, TILE.to_mgpu())
-
-        return select(s, *words)
+        return masked_by_bits(s, words, is_interpreted=bool(self.interpret))

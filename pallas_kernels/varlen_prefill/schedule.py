@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
 
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
@@ -154,17 +155,6 @@ def _longest_first(
     if len(table) > COMPARED_TWICE:
         places = jax.lax.optimization_barrier(places)
     return jnp.zeros_like(table).at[places].set(table)
-
-
-def sorted_places(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:
-    """Where each list stands when those of its set are sorted by their keys, ties in order.
-
-    Every pair is compared, which XLA does in one small kernel; its sort takes several, each of them longer.
-    """
-    number = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    mine, other = keys[:, :, None], keys[:, None, :]
-    is_before = (other < mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))
-    return is_before.sum(axis=-1, dtype=jnp.int32)
 
 
 def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx import votes
 from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill import votes
 from pallas_kernels.varlen_prefill.bias import LOG2E, factor_of
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, f32
 
@@ -79,7 +79,7 @@ def policy_of(spec: PrefillSpec) -> TopPolicy:
     if spec.has_alibi and not rises_little:
         return LargestScore(spec)
     room = BIASED_ROOM if spec.has_alibi else ROOM[spec.dtype]
-    return (KeptTopsWithoutVotes if spec.is_interpreted else KeptTops)(spec, room)
+    return KeptTops(spec, room)
 
 
 class NoTop:
@@ -141,8 +141,15 @@ class LargestScore(NoTop):
         return tuple(x * wide(shrink, x) for x in sums)
 
 
-class KeptTopsWithoutVotes(LargestScore):
-    """A top stays until one of the row's scores reaches it; then one is chosen `room` above the largest."""
+class KeptTops(LargestScore):
+    """A top stays until one of the row's scores reaches it; then one is chosen `room` above the largest.
+
+    Looked at only by warps of which a row needs it.
+    """
+
+    def __init__(self, spec: PrefillSpec, room: float = 0.0):
+        super().__init__(spec, room)
+        self.is_interpreted = spec.is_interpreted
 
     def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
         """See TopPolicy."""
@@ -150,12 +157,11 @@ class KeptTopsWithoutVotes(LargestScore):
 
     def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
         """See TopPolicy."""
-        return Exponents(*self.with_new(self.less(s, row_term, mask, top), top))
-
-    def less(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Tile:
-        """Scores less the tops."""
         base = above_infinity(top) if row_term is None else above_infinity(top) - row_term
-        return mask(s * self.factor - wide(base, s))
+        y = mask(s * self.factor - wide(base, s))
+        is_due = votes.is_due(y, top, is_interpreted=self.is_interpreted)
+        y, top, shrink = lax.cond(is_due, self.with_new, lambda y, top: (y, top, top), y, top)
+        return Exponents(y, top, shrink, is_due)
 
     def with_new(self, y: Tile, top: Rows) -> tuple[Tile, Rows, Rows]:
         """Scores less a new top for rows that need one, the tops, by what sums from before shrink.
@@ -168,20 +174,11 @@ class KeptTopsWithoutVotes(LargestScore):
         new_base = above_infinity(new_top)
         return y - wide(new_base - base, y), new_top, jnp.exp2(top - new_base)
 
-
-class KeptTops(KeptTopsWithoutVotes):
-    """The same, looked at only by warps of which a row needs it."""
-
-    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
-        """See TopPolicy."""
-        y = self.less(s, row_term, mask, top)
-        is_due = votes.is_due(y, top)
-        y, top, shrink = lax.cond(is_due, self.with_new, lambda y, top: (y, top, top), y, top)
-        return Exponents(y, top, shrink, is_due)
-
     def answer(self, is_due: Scalar | None, sums: Tile) -> Scalar | None:
         """See TopPolicy."""
-        return is_due if is_due is None else votes.after_sums(is_due, sums)
+        if is_due is None:
+            return None
+        return votes.after_sums(is_due, sums, is_interpreted=self.is_interpreted)
 
     def no_answer(self) -> Scalar | None:
         """See TopPolicy."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jattn.implementations.mosaic_gpu import tile_lists
-from pallas_kernels.paged_decode import kernel as decode_kernel
 from pallas_kernels.paged_decode import merge
+from pallas_kernels.paged_decode.segments import Span
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import entry as prefill_entry
@@ -47,37 +47,34 @@ def key_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], Non
 
 # ------------------------------------------------------------------------------------- paged_decode
 def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(segment, shape, reqs)` of every segment that loader and warpgroups walk over."""
-    right = decode_kernel.walk
+    """`change(segment, shape, reqs)` of every segment that producer and consumer walk over."""
+    right = Span.segment
 
-    def walk(refs, tiles, shape, score, slot, head_tile, visit, **how):
-        reqs = refs[0].shape[0]
-        wrong = lambda segment, state: visit(
-            dataclasses.replace(segment, **change(segment, shape, reqs)), state
-        )
-        return right(refs, tiles, shape, score, slot, head_tile, wrong, **how)
+    def wrong(span, *args, **kwargs):
+        segment = right(span, *args, **kwargs)
+        return dataclasses.replace(segment, **change(segment, span.spec.shape, span.seq_lens.shape[0]))
 
-    return lambda patch: patch.setattr(decode_kernel, "walk", walk)
+    return lambda patch: patch.setattr(Span, "segment", wrong)
 
 
 def fewer_partials(patch: pytest.MonkeyPatch) -> None:
-    right = merge._partials_of
+    right = merge.partials_of
 
     def wrong(*args):
         first, count, first_span = right(*args)
         return first, jnp.where(count > 1, jnp.maximum(count - 1, 2), count), first_span
 
-    patch.setattr(merge, "_partials_of", wrong)
+    patch.setattr(merge, "partials_of", wrong)
 
 
 def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
-    right = merge._partials_of
+    right = merge.partials_of
 
     def wrong(*args):
         first, count, first_span = right(*args)
         return jnp.where(count > 2, first + 1, first), count, first_span
 
-    patch.setattr(merge, "_partials_of", wrong)
+    patch.setattr(merge, "partials_of", wrong)
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill

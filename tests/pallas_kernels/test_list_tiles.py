@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.list_tiles import MAX_PARTS, PART_SHIFT, by_sorting, codes_of, list_tiles
-from pallas_kernels.list_tiles.kernel import kernel
+from pallas_kernels.ptx.list_tiles import list_tiles as kernel
 from tests import aot
 
 # Lists, tiles, parts: words that are not full, 16 bits a tile, warps without a list, lists of one warp.
@@ -59,7 +59,7 @@ def test_sorting_equals_a_loop(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_equals_a_loop(shape):
     masks = drawn(*shape)
-    check(jax.jit(kernel)(codes(*masks)), *masks)
+    check(jax.jit(kernel.on_gpu)(codes(*masks)), *masks)
 
 
 def test_more_tiles_than_are_counted_are_refused():

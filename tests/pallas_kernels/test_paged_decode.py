@@ -1,6 +1,7 @@
 """paged_decode: the contract against the float64 oracle, races, schedules, refusals; the same on a GPU."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import why_not
 from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
-from pallas_kernels.paged_decode.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
+from pallas_kernels.paged_decode.mma_products import MmaProducts
+from pallas_kernels.paged_decode.products import Products
+from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
+from pallas_kernels.ptx.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
@@ -262,6 +266,16 @@ class TestRaces:
         races.check_none_were_found()
 
 
+class TestProducts:
+    @pytest.mark.parametrize("products", [WgmmaProducts, MmaProducts])
+    def test_each_answers_all_that_the_protocol_asks_by_the_same_names(self, products):
+        asked = {name: f for name, f in vars(Products).items() if inspect.isfunction(f) and name[0] != "_"}
+        assert len(asked) == 8
+        for name, method in asked.items():
+            own = vars(products)[name]
+            assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
+
+
 class TestSchedule:
     def schedule(self, lens, tiles, max_kv=None, **score):
         return schedule_for(
@@ -279,7 +293,7 @@ class TestSchedule:
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
-        starts = [narrowed_down(got.unit_ends, got.unit_ends, slot, got.slots) for slot in range(4)]
+        starts = [narrowed_down(got.unit_ends, got.unit_ends, slot, slots=got.slots) for slot in range(4)]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
             (0, 0, 0, 3),
             (4, 2, 4, 5),
@@ -292,7 +306,7 @@ class TestSchedule:
     def test_a_span_begins_in_the_request_that_holds_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
         for slot in range(8):
-            found = narrowed_down(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(slot), 7)
+            found = narrowed_down(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(slot), slots=7)
             row = np.searchsorted(ends, slot * -(-ends[-1] // 7), side="right")
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
@@ -333,7 +347,7 @@ class TestSchedule:
         find = plgpu.kernel(body, out_type=shape, grid=(slots + 1,), grid_names=("slot",))
         found = SpanStart(*find(ends, values).T)
         for slot in range(slots + 1):
-            want = narrowed_down(ends, values, jnp.int32(slot), slots)
+            want = narrowed_down(ends, values, jnp.int32(slot), slots=slots)
             assert int(found.row[slot]) == int(want.row)
             if want.row < reqs:
                 assert [int(x[slot]) for x in found] == [int(x) for x in want]

@@ -14,11 +14,13 @@ from jattn import masks
 from jattn.implementations.layers import regions_of
 from jattn.implementations.mosaic_gpu import block_lists, score_of, sparse_tiles, tile_lists
 from pallas_kernels.list_tiles import PART_SHIFT, codes_of
+from pallas_kernels.ptx import item_order
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import Schedule, Tiles, item_order, make_lists, varlen_prefill
+from pallas_kernels.shared.sorted_places import sorted_places
+from pallas_kernels.varlen_prefill import Schedule, Tiles, make_lists, varlen_prefill
 from pallas_kernels.varlen_prefill import tiles as tiles_module
-from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists, sorted_items
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, make_schedule, sorted_places
+from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, make_schedule
 from tests import aot, contract, races
 from tests.contract import FACTORS
 from tests.covering import covering_array
@@ -306,9 +308,9 @@ def lists_of_any_lengths(tiles, heads, max_len, num_live):
 def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_live, sets):
     arrays = lists_of_any_lengths(tiles, heads, max_len, num_live)
     assert item_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
-    run = functools.partial(item_order.sorted_items, columns=len(COLUMNS), sets=sets)
-    table, count = jax.jit(run)(*arrays)
-    want, want_count = jax.jit(functools.partial(sorted_items, sets=sets))(*arrays)
+    static = {"columns": len(COLUMNS), "sets": sets}
+    table, count = jax.jit(functools.partial(item_order.sorted_items.on_gpu, **static))(*arrays)
+    want, want_count = jax.jit(functools.partial(item_order.sorted_items.twin, **static))(*arrays)
     np.testing.assert_array_equal(count, want_count)
     live = slice(0, num_live * heads), slice(0, len(COLUMNS) + len(ITEM_COLUMNS))
     np.testing.assert_array_equal(table[live], want[live])

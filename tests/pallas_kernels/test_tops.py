@@ -26,7 +26,7 @@ def spec_of(*, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, int
     [
         ({}, tops.KeptTops, 80.0),
         ({"dtype": "float16"}, tops.KeptTops, 4.0),
-        ({"interpret": plgpu.InterpretGPUParams()}, tops.KeptTopsWithoutVotes, 80.0),
+        ({"interpret": plgpu.InterpretGPUParams()}, tops.KeptTops, 80.0),
         ({"has_alibi": True}, tops.KeptTops, 100.0),
         ({"has_alibi": True, "dtype": "float16"}, tops.LargestScore, 0.0),
         ({"has_alibi": True, "tile_kv": 128}, tops.LargestScore, 0.0),
@@ -55,8 +55,8 @@ class TestSums:
             (tops.NoTop, False),  # a bias may be large: a kernel with one has tops
             (tops.LargestScore, False),
             (tops.LargestScore, True),
-            (tops.KeptTopsWithoutVotes, False),
-            (tops.KeptTopsWithoutVotes, True),
+            (tops.KeptTops, False),
+            (tops.KeptTops, True),
         ],
     )
     def test_are_those_of_the_softmax(self, policy, has_row_term):
@@ -68,15 +68,15 @@ class TestSums:
         tiles_of_s = tiles_of_s + rise.astype(np.float32)[:, None, None]
         is_seen = np.ones((4, 64, 64), bool)
         is_seen[0, :7] = False
-        room = () if policy is not tops.KeptTopsWithoutVotes else (8.0,)
-        policy = policy(spec_of(), *room)
+        room = () if policy is not tops.KeptTops else (8.0,)
+        policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *room)
         top, total = policy.start(), jnp.zeros((64, 64), jnp.float32)
         for nth, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             mask = lambda s, seen=seen: jnp.where(seen, s, -jnp.inf)
             step = policy.next if nth else policy.first
-            y, top, shrink, _ = step(jnp.asarray(s), term, mask, top)
+            y, top, shrink, is_due = step(jnp.asarray(s), term, mask, top)
             if nth:
-                (total,) = policy.shrunk(shrink, None, (total,))
+                (total,) = policy.shrunk(shrink, is_due, (total,))
             total = total + jnp.exp2(y)
         s = np.where(is_seen, tiles_of_s.astype(np.float64) * LOG2E, -np.inf)
         if has_row_term:

@@ -12,7 +12,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_PARTS, codes_of, list_tiles
 from pallas_kernels.paged_decode import BlockList
-from pallas_kernels.paged_decode.entry import LIST_BLOCK_SIZES
+from pallas_kernels.paged_decode.call import LIST_BLOCK_SIZES
 
 
 def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | str:

@@ -4,6 +4,19 @@ Scores become integers of the same order. Those between the smallest and the lar
 equal bins; the bin that the last wanted one lies in becomes the range of the next round. After three rounds
 at most a bin is one number, or all of it is wanted. Then each thread knows which of its blocks are chosen,
 and writes them to where the counts of those before it say.
+
+    a thread of 1,024                                     all of them
+    ---------------------------------------------------   ----------------------------------------
+    its scores <---------------------- global memory
+    as integers of the same order, in registers
+    smallest and largest <------------------------------>  shared memory: the first range
+    up to three rounds:
+      counts its scores in the range -------------------->  shared memory: 2,048 bins
+      sums over the bins above its two <----------------->  shuffles, a total a warp
+      whose bin has the last wanted one ----------------->  the next range
+    which blocks of its own reach the least score
+    sum over the threads before it <-------------------->  shuffles, a total a warp
+    its blocks ----------------------> global memory
 """
 
 from collections.abc import Iterator
@@ -12,7 +25,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.shared.thread_block import THREADS, WARPS, run_program, sum_before, wait_for_all
+from pallas_kernels.ptx.list_tiles import by_sorting
+from pallas_kernels.ptx.programs import THREADS, WARPS, run_program, sum_before, wait_for_all
+from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.tile_codes import codes_of
 
 MAX_LEN = 16 * THREADS  # of a list: it stays in registers
 LOG_BINS = 11  # two bins a thread
@@ -25,7 +41,23 @@ WORDS = FOUND + 4
 LOWEST, INFINITY = 0x007FFFFF, 0xFF800000  # those of -inf and inf
 
 
-def run(
+def _by_sorting(
+    scores: Array, seq_lens: Array, *, block_size: int, num_selected: int, num_recent: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    max_blocks = scores.shape[2]
+    num_blocks = (seq_lens + (block_size - 1)) // block_size
+    number = jnp.arange(max_blocks, dtype=jnp.int32)[None, None, :]
+    end = num_blocks[:, None, None]
+    is_recent, is_live = number >= end - num_recent, number < end
+    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
+    least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
+    chosen = (scores >= least[..., None]) & is_live
+    listed = by_sorting(codes_of(chosen, chosen).reshape(-1, max_blocks))
+    return least, listed.entries.reshape(scores.shape), listed.num_full.reshape(least.shape)
+
+
+@with_twin(_by_sorting)
+def best_blocks(
     scores: Float32[Array, "reqs kv_heads max_blocks"],
     seq_lens: Int32[Array, " reqs"],
     *,
@@ -33,7 +65,7 @@ def run(
     num_selected: int,
     num_recent: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Least score, ids and counts of best_blocks."""
+    """BestBlocks' least score, ids and counts; arguments as block_scores.best_blocks'."""
     reqs, heads, max_blocks = scores.shape
     scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -max_blocks % VECTOR)))
     padded = scores.shape[2]

@@ -8,7 +8,9 @@ pairs, 7 us for 8 sets of 1,028 items and 186 us for 8,196, and put rows in thei
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.shared.thread_block import THREADS, WARPS, run_program, sum_before, wait_for_all
+from pallas_kernels.ptx.programs import THREADS, WARPS, run_program, sum_before, wait_for_all
+from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.sorted_places import sorted_places
 
 MAX_ITEMS = 2**16 - 1  # of a set: counts have 16 bits
 MAX_LEN = 2800  # of a list: the counts of all lengths fit shared memory
@@ -22,6 +24,38 @@ def has_kernel(*, items: int, max_len: int) -> bool:
     return items <= MAX_ITEMS and max_len <= MAX_LEN
 
 
+def _by_comparing(
+    table: jax.Array,
+    num_live: jax.Array,
+    entries: jax.Array,
+    num_partial: jax.Array,
+    num_full: jax.Array,
+    *,
+    columns: int,
+    sets: int,
+) -> tuple[jax.Array, jax.Array]:
+    tiles, heads = table.shape[0], entries.shape[0] // table.shape[0]
+    by_set = lambda x: jnp.swapaxes(x.reshape(tiles, sets, -1), 0, 1).reshape(sets, -1)
+    nums = num_partial + num_full
+    lens = by_set(nums)
+    is_live = jnp.arange(tiles, dtype=jnp.int32)[:, None] < num_live[0]
+    is_live = by_set(jnp.broadcast_to(is_live, (tiles, heads)))
+    # The longest first, in every other set last, so that lengths change little from one item to the next.
+    number = jnp.arange(sets, dtype=jnp.int32)[:, None]
+    keys = jnp.where((sets - 1 - number) % 2 == 0, -lens, lens)
+    per_set = num_live[0] * (heads // sets)
+    rows = sorted_places(jnp.where(is_live, keys, entries.shape[1] + 1)) + number * per_set
+    rows = jnp.where(is_live, rows, tiles * heads)
+    rows = jnp.swapaxes(rows.reshape(sets, tiles, -1), 0, 1).reshape(tiles * heads)
+    lists = jnp.arange(tiles * heads, dtype=jnp.int32)
+    of_tile = jnp.repeat(table[:, :columns], heads, axis=0)
+    of_item = jnp.stack([lists % heads, lists, entries[:, 0], nums, num_partial], axis=-1)
+    items = jnp.concatenate([of_tile, of_item], axis=-1)
+    items = jnp.pad(items, ((0, 0), (0, table.shape[1] - items.shape[-1])))
+    return jnp.zeros_like(items).at[rows].set(items, mode="drop"), num_live * heads
+
+
+@with_twin(_by_comparing)
 def sorted_items(
     table: jax.Array,
     num_live: jax.Array,

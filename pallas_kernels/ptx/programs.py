@@ -9,14 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.lanes import address
+from pallas_kernels.ptx import fragments, lanes
+from pallas_kernels.ptx.assumptions import SCALAR
 
 WARPGROUPS = 8
 THREADS = 128 * WARPGROUPS
 WARPS = THREADS // 32
+# JAX's own are 0 for a thread block and 1 + n for warpgroup n; a test reads them in what it compiles.
+BARRIER = WARPGROUPS + 1
 
 
 def run_program(
@@ -29,7 +32,7 @@ def run_program(
     grid: tuple[int, ...] = (1,),
     warpgroups: int = WARPGROUPS,
 ) -> Any:
-    """What a PTX program stores. It has no interpreted form.
+    """What a PTX program stores.
 
     Args:
         code: What a thread does. Its operands, from $0 on: the addresses of the arrays, those of the results,
@@ -44,15 +47,12 @@ def run_program(
     axes = [f"axis{n}" for n in range(len(grid))]
 
     def body(*refs: Any) -> None:
-        scalar = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[scalar] * len(grid)), return_type=())
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[SCALAR] * len(grid)), return_type=())
         def run(_: Any, *args: Any) -> None:
             *in_global, shared = args[: len(refs)]
-            pointers = [*map(utils.memref_ptr, in_global), address(shared)]
-            numbers = [x.registers.item() for x in args[len(refs) :]]
-            operands = *pointers, *numbers, utils.thread_idx()
-            utils.inline_ptx(code, *operands, has_side_effects=True, convergent=True)
+            pointers = [*map(lanes.pointer, in_global), lanes.address(shared)]
+            numbers = map(fragments.scalar, args[len(refs) :])
+            lanes.run(code, *pointers, *numbers, mgpu.thread_idx(), convergent=True)
 
         run(*refs, *map(lax.axis_index, axes))
 
@@ -70,8 +70,8 @@ def run_program(
 
 
 def wait_for_all() -> Iterator[str]:
-    """All threads wait for each other; warpgroups' own barriers have the numbers up to WARPGROUPS."""
-    yield f"bar.sync {WARPGROUPS + 1}, {THREADS};"
+    """All threads wait for each other."""
+    yield f"bar.sync {BARRIER}, {THREADS};"
 
 
 def sum_before(memory: str, totals: int) -> Iterator[str]:

@@ -4,9 +4,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.shared.thread_block import THREADS, WARPS, run_program, sum_before
+from pallas_kernels.ptx.programs import THREADS, WARPS, run_program, sum_before
+from pallas_kernels.ptx.twins import with_twin
 
 
+def _by_xla(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[Array, " rows"]:
+    units = jax.lax.div(counts * listed + (unit - 1), jnp.full_like(counts, unit))
+    return jnp.cumsum(jnp.maximum(units, 1), dtype=jnp.int32)
+
+
+@with_twin(_by_xla)
 def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[Array, " rows"]:
     """One past each row's last unit; a row has one at least. XLA's cumulative sum takes two kernels, 3.5 us.
 
@@ -15,17 +22,9 @@ def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32
         listed: Static: keys of such a block.
         unit: Static: keys of a unit.
     """
-
-    def by_xla(counts: jax.Array) -> jax.Array:
-        units = jax.lax.div(counts * listed + (unit - 1), jnp.full_like(counts, unit))
-        return jnp.cumsum(jnp.maximum(units, 1), dtype=jnp.int32)
-
-    def by_kernel(counts: jax.Array) -> jax.Array:
-        code = program(rows=counts.shape[0], listed=listed, unit=unit)
-        like_counts = jax.ShapeDtypeStruct(counts.shape, jnp.int32)
-        return run_program(code, (counts,), name="unit_ends", out_type=(like_counts,), words=WARPS)[0]
-
-    return jax.lax.platform_dependent(counts, cuda=by_kernel, default=by_xla)
+    code = program(rows=counts.shape[0], listed=listed, unit=unit)
+    like_counts = jax.ShapeDtypeStruct(counts.shape, jnp.int32)
+    return run_program(code, (counts,), name="unit_ends", out_type=(like_counts,), words=WARPS)[0]
 
 
 def program(*, rows: int, listed: int, unit: int) -> str:

@@ -8,12 +8,15 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.paged_decode.schedule import span_units
-from pallas_kernels.shared import lanes
+from pallas_kernels.ptx import fragments, lanes
+from pallas_kernels.ptx.assumptions import SCALAR
+from pallas_kernels.ptx.twins import with_twin
 
 MOST_AT_ONCE = 512  # rows; of more a lane would hold too many
 WAYS = 16  # rows looked at together where they are narrowed down
@@ -33,6 +36,11 @@ class SpanStart(NamedTuple):
     value: Any  # the row's of `values_g`
 
 
+def span_units(total: Any, slots: int) -> Any:
+    """Units of a span; at least 1."""
+    return jnp.maximum(lax.div(total + (slots - 1), jnp.int32(slots)), 1)
+
+
 def span_start(ends_g: Any, values_g: Any, slot: Any, *, slots: int, is_interpreted: bool) -> SpanStart:
     """Where span `slot` begins.
 
@@ -43,15 +51,11 @@ def span_start(ends_g: Any, values_g: Any, slot: Any, *, slots: int, is_interpre
         slots: Number of spans.
         is_interpreted: Without lanes.
     """
-    if is_interpreted or ends_g.shape[0] > MOST_AT_ONCE:
-        return narrowed_down(ends_g, values_g, slot, slots)
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
-    types = plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT
-    run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
-    return SpanStart(*run(functools.partial(compared_at_once, slots=slots))(ends_g, values_g, slot))
+    is_narrowed = is_interpreted or ends_g.shape[0] > MOST_AT_ONCE
+    return compared_at_once(ends_g, values_g, slot, slots=slots, is_interpreted=is_narrowed)
 
 
-def narrowed_down(ends_g: Any, values_g: Any, slot: Any, slots: int) -> SpanStart:
+def narrowed_down(ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> SpanStart:
     """A few of all rows, then a few of those in between, and so on."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
@@ -74,9 +78,20 @@ def narrowed_down(ends_g: Any, values_g: Any, slot: Any, slots: int) -> SpanStar
     return SpanStart(total, span, unit, row, rows_before(unit + span), start, ends_g[at], values_g[at])
 
 
-def compared_at_once(_: Any, ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> Any:
+@with_twin(narrowed_down)
+def compared_at_once(ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> SpanStart:
+    """See span_start; for up to MOST_AT_ONCE rows."""
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
+    types = plgpu.RefType(), plgpu.RefType(), SCALAR
+    run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
+    return SpanStart(*run(functools.partial(_compared_at_once, slots=slots))(ends_g, values_g, slot))
+
+
+def _compared_at_once(
+    _: Any, ends_g: ir.Value, values_g: ir.Value, slot: mgpu.FragmentedArray, *, slots: int
+) -> tuple[mgpu.FragmentedArray, ...]:
     """The same by the lanes of a warp."""
-    rows = ends_g.type.shape[0]
+    rows = ir.MemRefType(ends_g.type).shape[0]
     lane, _ = lanes.lane_and_warp()
     # The last lanes load the last row once more.
     at = [arith.minsi(lanes.add(lane, first), lanes.const(rows - 1)) for first in range(0, rows, 32)]
@@ -84,7 +99,7 @@ def compared_at_once(_: Any, ends_g: Any, values_g: Any, slot: Any, *, slots: in
     total = lanes.shuffled(ends[-1], "idx", lanes.const(31))
     span = arith.divui(lanes.add(total, slots - 1), lanes.const(slots))
     span = arith.maxsi(span, lanes.const(1))
-    unit = arith.muli(slot.registers.item(), span)
+    unit = arith.muli(fragments.scalar(slot), span)
 
     compared = lambda how, a, b: arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
     pick = lambda where, x, other: arith.select(where, x, lanes.const(other))
@@ -103,4 +118,4 @@ def compared_at_once(_: Any, ends_g: Any, values_g: Any, slot: Any, *, slots: in
     found = [pick(compared("eq", x, end), value, 0) for x, value in zip(ends, values, strict=True)]
     value = lanes.reduced(most(found), "max")
     results = total, span, unit, rows_before(unit), rows_before(lanes.add(unit, span)), start, end, value
-    return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in results)
+    return tuple(map(fragments.as_scalar, results))

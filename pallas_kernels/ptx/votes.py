@@ -1,23 +1,28 @@
 """Questions about tiles in registers that each warp answers for itself: scalars that differ between warps.
 
-A warp may branch by its answer as long as the branch holds nothing that the warpgroup does together.
+A warp may branch by its answer as long as the branch holds nothing that the warpgroup does together. A twin
+answers for all warps at once, with yes where one would say so: who is told yes may find nothing to do.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
-from pallas_kernels.shared.lanes import i32, i64, ptx
+from pallas_kernels.ptx import fragments, lanes
+from pallas_kernels.ptx.assumptions import ROW, ROW_LAYOUT, SCALAR, TILE, TILE_LAYOUT, require_layout
+from pallas_kernels.ptx.twins import with_twin
 
-TILE = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-SCALAR = plgpu.Layout.WG_SPLAT(())
 ANSWER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
+def _is_due(y: Any, top: Any) -> Any:
+    return jnp.any(y >= 0) | jnp.any(top == -jnp.inf)
+
+
+@with_twin(_is_due)
 def is_due(y: Any, top: Any) -> Any:
     """Whether the warp's part of y has a value that is not negative, or that of top one of -inf.
 
@@ -29,20 +34,22 @@ def is_due(y: Any, top: Any) -> Any:
     """
 
     @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=ANSWER)
-    def ask(_: Any, y: Any, top: Any) -> Any:
-        pairs = [utils.bitcast(pair, i64()) for pair in y.registers.flat]
+    def ask(_: Any, y: mgpu.FragmentedArray, top: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        require_layout(top.layout, ROW_LAYOUT)
+        pairs = _pairs(y)
         both = "".join(f"and.b64 s, s, ${n}; " for n in range(2, len(pairs) + 1))
         lowest = " ".join(f"setp.eq.or.b32 p, ${len(pairs) + 1 + n}, 0xff800000, p;" for n in range(2))
         return _vote(
             f".reg .b64 s; .reg .b32 a, b; mov.b64 s, $1; {both}"
             f"mov.b64 {{a, b}}, s; and.b32 a, a, b; setp.ge.s32 p, a, 0; {lowest}",
             *pairs,
-            *(utils.bitcast(row, i32()) for row in top.registers.flat),
+            *(lanes.bits(row, lanes.i32()) for row in top.registers.flat),
         )
 
     return ask(y, top) != 0
 
 
+@with_twin(lambda answer, sums: answer)
 def after_sums(answer: Any, sums: Any) -> Any:
     """The answer, by a vote that looks at sums of probabilities, of which none is negative.
 
@@ -50,20 +57,26 @@ def after_sums(answer: Any, sums: Any) -> Any:
     """
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, TILE), return_type=ANSWER)
-    def ask(_: Any, answer: Any, sums: Any) -> Any:
-        pairs = [utils.bitcast(pair, i64()) for pair in sums.registers.flat]
+    def ask(_: Any, answer: mgpu.FragmentedArray, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         least = "".join(f"mov.b64 {{a, b}}, ${n}; min.f32 a, a, b; min.f32 c, c, a; " for n in range(2, 4))
+        pairs = _pairs(sums)
         return _vote(
             f".reg .f32 a, b, c; mov.f32 c, 0f00000000; {least}"
             "setp.lt.f32 p, c, 0f00000000; setp.ne.or.s32 p, $1, 0, p;",
-            answer.registers.item(),
+            fragments.scalar(answer),
             *pairs,
         )
 
     return ask(answer.astype(jnp.int32), sums) != 0
 
 
-def _vote(code: str, *operands: Any) -> Any:
+def _pairs(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """Two neighbours at once, in 64 bits."""
+    require_layout(array.layout, TILE_LAYOUT)
+    return [lanes.bits(pair, lanes.i64()) for pair in array.registers.flat]
+
+
+def _vote(code: str, *operands: ir.Value) -> mgpu.FragmentedArray:
     """Whether p, which `code` sets, is true in some lane."""
     text = f"{{ .reg .pred p; {code} vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }}"
-    return mgpu.FragmentedArray.splat(ptx(text, *operands, touches_memory=True), (), is_signed=True)
+    return fragments.as_scalar(lanes.ptx(text, *operands, touches_memory=True))

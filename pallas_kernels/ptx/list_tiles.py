@@ -1,6 +1,16 @@
 """A warp or four make a list: each lane counts its share of the codes, then writes it to where counts say.
 
 XLA took five kernels and a cumulative sum for the same: 20 us of a decode step, 2.4 ms of a prompt of 128k.
+
+    a lane of a list's warp                               the others
+    ---------------------------------------------------   ----------------------------------------
+    its words of the codes <---------- global memory
+    how many tiles it sees, in part and whole
+    sum over the lanes before it <--------------------->  shuffles, no memory
+    four warps: sum over the warps before it <--------->  shared memory, one barrier (bar.sync 1)
+    lane 0: the list's counts -------> global memory
+    for each word that is not 0:
+      the tiles in it ---------------> global memory, those in part from the back, those whole behind them
 """
 
 from collections.abc import Iterator
@@ -9,15 +19,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
-from pallas_kernels.list_tiles.codes import FIRST_PART, PART_SHIFT, SEEN, WHOLE, Lists
-from pallas_kernels.shared.thread_block import run_program
+from pallas_kernels.ptx.programs import run_program
+from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.tile_codes import FIRST_PART, PART_SHIFT, SEEN, WHOLE, Lists
 
 LANES, WARPS = 32, 4
 WORD_BYTES = 4
 MANY_LISTS = 2048  # from here on a warp a list keeps the GPU busy; fewer have four warps each
 
 
-def kernel(codes: UInt[Array, "lists tiles"]) -> Lists:
+def by_sorting(codes: UInt[Array, "lists tiles"]) -> Lists:
+    """Lists; behind them zeros."""
+    tiles = codes.shape[1]
+    code, number = codes.astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32)[None, :]
+    is_seen, is_whole = (code >> SEEN) & 1 != 0, (code >> WHOLE) & 1 != 0
+    place = jnp.where(is_seen, jnp.where(is_whole, number, -1 - number), tiles)
+    entries = jnp.where(is_seen, number + (code >> FIRST_PART << PART_SHIFT), 0)
+    _, entries = jax.lax.sort((place, entries), num_keys=1)
+    count = lambda which: which.sum(axis=1, dtype=jnp.int32)
+    return Lists(entries, count(is_seen & ~is_whole), count(is_seen & is_whole))
+
+
+@with_twin(by_sorting)
+def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
     """Lists; behind them garbage."""
     lists, tiles = codes.shape
     warps = 1 if lists >= MANY_LISTS else WARPS

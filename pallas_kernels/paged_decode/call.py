@@ -1,0 +1,188 @@
+"""A call of paged_decode: whether it may be, its static sizes, and the kernel's inputs made of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.list_tiles import MAX_PARTS
+from pallas_kernels.paged_decode.query_rows import heads_to_rows, to_rows
+from pallas_kernels.paged_decode.refs import CacheRefs, Inputs, ListRefs
+from pallas_kernels.paged_decode.schedule import BlockList, Schedule, schedule_for
+from pallas_kernels.paged_decode.spec import DecodeSpec, Shape
+from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import sizes_of
+from pallas_kernels.shared.score import Score
+from pallas_kernels.support import why_not_decode
+
+LIST_BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Arguments of paged_decode, which tells what they are."""
+
+    query: jax.Array
+    k_cache: jax.Array
+    v_cache: jax.Array
+    block_table: jax.Array
+    seq_lens: jax.Array
+    layout: str
+    decode_query_len: int
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    sinks: jax.Array | None
+    alibi_slopes: jax.Array | None
+    block_list: BlockList | None
+    list_block_size: int | None
+    lists_tell_heads: bool
+
+    def check(self) -> None:
+        """Raises what paged_decode raises."""
+        self._check_shapes()
+        self._check_lists()
+        q_heads, kv_heads = self.query.shape[1], self.sizes[2]
+        require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+        reason = why_not_decode(
+            dtype=self.query.dtype,
+            k_dtype=self.k_cache.dtype,
+            v_dtype=self.v_cache.dtype,
+            head_dim=self.query.shape[2],
+            block_size=self.sizes[1],
+            group=self.group,
+            decode_query_len=self.decode_query_len,
+            has_token_scales=(
+                self.k_scale is not None and self.k_scale.ndim == 3,
+                self.v_scale is not None and self.v_scale.ndim == 3,
+            ),
+        )
+        if reason is not None:
+            raise unsupported("paged_decode", reason, "Use another implementation")
+
+    def _check_shapes(self) -> None:
+        require_one_of("layout", self.layout, ("NHD", "HND"))
+        cache, (_, q_heads, head_dim), (reqs,) = self.k_cache.shape, self.query.shape, self.seq_lens.shape
+        require(len(cache) == 4, "k_cache", "have 4 axes", cache)
+        blocks, block_size, kv_heads, _ = self.sizes
+        expected = reqs * self.decode_query_len, q_heads, cache[3]
+        require_shape("query", self.query.shape, expected, "tokens, q_heads")
+        require_shape("v_cache", self.v_cache.shape, cache, "as k_cache")
+        require_positive(decode_query_len=self.decode_query_len, kv_heads=kv_heads, q_heads=q_heads)
+        scale_shapes = ((), (kv_heads,), (blocks, kv_heads, block_size))
+        for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
+        if self.k_scale is not None:
+            require_one_of("k_scale's shape", self.k_scale.shape, scale_shapes)
+        if self.v_scale is not None:
+            require_one_of("v_scale's shape", self.v_scale.shape, (*scale_shapes, (kv_heads, head_dim)))
+        max_blocks = self.block_table.shape[1]
+        require_shape("block_table", self.block_table.shape, (reqs, max_blocks), "reqs, max_blocks")
+
+    def _check_lists(self) -> None:
+        size, lists, tell_heads = self.list_block_size, self.block_list, self.lists_tell_heads
+        if lists is None:
+            require(size is None, "list_block_size", "be None without block_list", size)
+            require(not tell_heads, "lists_tell_heads", "be False without block_list", tell_heads)
+            return
+        expected = self.seq_lens.shape[0], self.sizes[2]
+        require_shape("block_list.ids", lists.ids.shape, (*expected, lists.ids.shape[2]), "reqs, kv_heads")
+        require_shape("block_list.counts", lists.counts.shape, expected, "reqs, kv_heads")
+        require_one_of("list_block_size", size, LIST_BLOCK_SIZES)
+        rule = f"have at most {MAX_PARTS} of a kv head where lists tell them apart"
+        require(not tell_heads or self.group <= MAX_PARTS, "q_heads", rule, self.group)
+
+    def check_schedule(self, schedule: Schedule, tiles: Tiles) -> None:
+        """Raises where a schedule is another call's, as far as shapes and static facts tell."""
+        scheduled = self.seq_lens.shape[0] * (1 if self.block_list is None else self.sizes[2])
+        ends = schedule.unit_ends.shape
+        require_shape("schedule.unit_ends", ends, (scheduled,), "requests, or their kv heads")
+        require(schedule.unit == tiles.unit, "schedule", f"have units of {tiles.unit} keys", schedule.unit)
+
+    def make_schedule(self, score: Score, tiles: Tiles) -> Schedule:
+        """Its own."""
+        return schedule_for(
+            self.seq_lens,
+            score=score,
+            tiles=tiles,
+            kv_heads=self.sizes[2],
+            group=self.group,
+            decode_query_len=self.decode_query_len,
+            block_list=self.block_list,
+            list_block_size=self.list_block_size,
+            max_kv=self.block_table.shape[1] * self.sizes[1],
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Blocks, block_size, kv_heads and head_dim."""
+        return sizes_of(self.k_cache, is_hnd=self.layout == "HND")
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.query.shape[1] // self.sizes[2]
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a kv head."""
+        return self.group * self.decode_query_len
+
+    def shape(self, tiles: Tiles) -> Shape:
+        """Static sizes."""
+        _, block_size, kv_heads, head_dim = self.sizes
+        itemsize = min(cache.dtype.itemsize for cache in (self.k_cache, self.v_cache))
+        rows, tile_q, row_tiles = self.rows, tiles.row_tile(self.rows), tiles.row_tiles(self.rows)
+        needs_padding = row_tiles > 1 or (rows > 8 and rows % 8 != 0)
+        return Shape(
+            kv_heads=kv_heads,
+            row_tiles=row_tiles,
+            rows=tile_q if needs_padding else rows,
+            group=self.group,
+            query_len=self.decode_query_len,
+            block_size=block_size,
+            is_hnd=self.layout == "HND",
+            cut=head_cut(head_dim, itemsize=itemsize),
+            tile_q=tile_q,
+            list_block_size=self.list_block_size,
+            lists_tell_heads=self.lists_tell_heads,
+        )
+
+    def inputs(self, spec: DecodeSpec, unit_ends: jax.Array) -> Inputs:
+        """The kernel's."""
+        shape, lists = spec.shape, ListRefs(None, None)
+        query = to_rows(self.query, shape)
+        if self.block_list is not None:  # a kv head of a request is a request of its own
+            rows = self.seq_lens.shape[0] * shape.kv_heads
+            query = query.reshape(rows, shape.row_tiles, *query.shape[2:])
+            lists = ListRefs(self.block_list.ids.reshape(rows, -1), self.block_list.counts.reshape(-1))
+        cache = CacheRefs(
+            k=spec.cache_cut.cut_cache(self.k_cache),
+            v=spec.cache_cut.cut_cache(self.v_cache),
+            block_table=self.block_table,
+            seq_lens=self.seq_lens,
+            k_scale=cut_scale(self.k_scale, spec),
+            v_scale=cut_scale(self.v_scale, spec),
+        )
+        return Inputs(
+            query=shape.cut.split(query),
+            cache=cache,
+            unit_ends=unit_ends,
+            slopes=heads_to_rows(self.alibi_slopes, shape),
+            sinks=heads_to_rows(self.sinks, shape),
+            lists=lists,
+        )
+
+
+def cut_scale(scale: jax.Array | None, spec: DecodeSpec) -> jax.Array | None:
+    """A scale as CacheRefs has it."""
+    if scale is None or scale.ndim == 1:
+        return scale
+    if scale.ndim == 3:
+        return spec.cache_cut.cut_scales(scale)
+    if scale.ndim == 0:
+        return scale.reshape(1)
+    cut = spec.shape.cut
+    scale = scale.reshape(spec.shape.kv_heads, cut.chunks, cut.chunk)
+    return jnp.pad(scale, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))

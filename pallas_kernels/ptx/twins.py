@@ -1,0 +1,49 @@
+"""One mechanism for code that only a GPU runs: it comes with a twin, the same function in plain jnp."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneCode:
+    """A function of a kernel, or a kernel, twice: in PTX and as its twin; their arguments are the same.
+
+    Attributes:
+        on_gpu: Builds the code.
+        twin: What it does, in plain jnp. References may be jax.Ref, too.
+        reads_smem: Interpreted, a fence follows: jax 0.12 looks for one between a read and TMA's next write
+            into the same memory. On the device no fence of the two proxies stands there, though PTX's memory
+            model has one for any two accesses: a stage is released by mbarrier.arrive, after which no earlier
+            read comes, and a read that is done cannot see a later write. CUTLASS's pipelines release their
+            stages the same way.
+    """
+
+    on_gpu: Callable[..., Any]
+    twin: Callable[..., Any]
+    reads_smem: bool = False
+
+    def __call__(self, *args: Any, is_interpreted: bool, **static: Any) -> Any:
+        """Inside a kernel."""
+        if not is_interpreted:
+            return self.on_gpu(*args, **static)
+        result = self.twin(*args, **static)
+        if self.reads_smem:
+            plgpu.commit_smem()
+        return result
+
+    def by_platform(self, *arrays: jax.Array, **static: Any) -> Any:
+        """A kernel: the GPU's where a program is compiled for one, elsewhere the twin."""
+        on_gpu, twin = (functools.partial(way, **static) for way in (self.on_gpu, self.twin))
+        return jax.lax.platform_dependent(*arrays, cuda=on_gpu, default=twin)
+
+
+def with_twin(
+    twin: Callable[..., Any], *, reads_smem: bool = False
+) -> Callable[[Callable[..., Any]], LaneCode]:
+    """A decorator for the function that builds the code."""
+    return lambda on_gpu: LaneCode(on_gpu, twin, reads_smem)

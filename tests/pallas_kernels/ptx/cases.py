@@ -1,0 +1,342 @@
+"""Each piece of per-lane code in a kernel of its own, and its twin on the same arrays."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ptx import masked, partial_results, prefetch, signs, span_start, stores, votes
+from pallas_kernels.ptx.assumptions import BY_THREAD, ROW, THREADS, TILE
+from pallas_kernels.ptx.warp_products import key_products, value_products, warp_largest
+from pallas_kernels.ptx.warp_queries import WARPS, WarpTile, query_fragments
+from pallas_kernels.ptx.warp_results import store_results
+from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.store import store_unoptimized
+
+f32 = jnp.float32
+
+
+class Case(NamedTuple):
+    """Code and twin of the same arrays; both give a tuple of arrays."""
+
+    arrays: tuple[Any, ...]
+    on_gpu: Callable[..., tuple[Any, ...]]
+    twin: Callable[..., tuple[Any, ...]]
+    codes: tuple[Any, ...]  # that it runs
+    tolerance: float = 0.0
+
+
+def kernel(
+    body: Any, *outs: Any, scratch: tuple[Any, ...] = (), grid: int = 1
+) -> Callable[..., tuple[Any, ...]]:
+    """One warpgroup a thread block, of which `body` gets inputs, outputs and scratch."""
+    out_type = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs)
+    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, grid=(grid,), grid_names=("slot",))
+
+
+def load(ref: Any, layout: Any = TILE) -> Any:
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def stored(x: np.ndarray, dtype: Any) -> jax.Array:
+    """Numbers as a cache has them."""
+    if jnp.dtype(dtype) == jnp.int8:
+        return jnp.asarray(np.clip(np.round(x * 40), -128, 127), jnp.int8)
+    return jnp.asarray(x, f32).astype(dtype)
+
+
+def tile_of(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> WarpTile:
+    cut = head_cut(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
+    return WarpTile(tile_q, cut, jnp.dtype(dtype), jnp.dtype(cache_dtype), jnp.dtype(cache_dtype))
+
+
+def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
+    """Scores in the end: an operand in registers is nobody else's to read."""
+    tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
+    cut = tile.cut
+    q = jnp.asarray(drawn(cut.chunks, tile_q, cut.width) * 30, dtype)
+    k = stored(drawn(cut.chunks, 64, cut.width, seed=1), cache_dtype)
+
+    def body(q_g, k_g, s_g, factor_g, q_s, k_s, loaded):
+        plgpu.copy_gmem_to_smem(q_g, q_s, loaded)
+        plgpu.copy_gmem_to_smem(k_g, k_s, loaded)
+        plgpu.barrier_wait(loaded)
+        operand, factor = query_fragments.on_gpu(q_s, tile=tile)
+        store_unoptimized(s_g, key_products.on_gpu(k_s, operand, tile=tile))
+        store_unoptimized(factor_g, factor)
+
+    def twin(q, k):
+        operand, factor = query_fragments.twin(jax.new_ref(q), tile=tile)
+        return key_products.twin(jax.new_ref(k), operand, tile=tile), factor
+
+    scratch = (
+        swizzled_smem(q.shape, q.dtype),
+        swizzled_smem(k.shape, k.dtype, width=cut.width),
+        plgpu.Barrier(num_arrivals=2),
+    )
+    run = kernel(body, (tile.shape, f32), (tile.shape, f32), scratch=scratch)
+    return Case((q, k), run, twin, (query_fragments, key_products), 1e-4)
+
+
+def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int) -> Case:
+    """Results in shared memory in the end: which column an accumulator has is theirs alone to know."""
+    tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
+    cut, dim = tile.cut, tile.cut.padded_dim
+    v = stored(drawn(cut.chunks, 64, cut.width), cache_dtype)
+    p = jnp.asarray(np.abs(drawn(64, tile_q, seed=1)))
+    top = jnp.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
+    firsts = np.arange(64 // piece, dtype=np.int32) * (piece + 100)
+    ends = jnp.asarray([5, firsts[-1] + piece - 3, *firsts], jnp.int32)
+    out = WARPS, dim + 2, tile_q
+
+    def results(code: str, v_s: Any, p: Any, top: Any, merge_s: Any, ends: list[Any], accs: Any) -> None:
+        for _ in range(2):  # what was there counts, too
+            accs = getattr(value_products, code)(v_s, p, accs, *ends[:2], ends[2:], piece=piece, tile=tile)
+        getattr(store_results, code)(merge_s, accs, top, p, tile=tile)
+
+    def body(v_g, p_g, top_g, ends_g, out_g, v_s, merge_s, loaded):
+        plgpu.copy_gmem_to_smem(v_g, v_s, loaded)
+        plgpu.barrier_wait(loaded)
+        accs = [plgpu.layout_cast(jnp.zeros(tile.shape, f32), TILE)] * tile.num_accs
+        ends_here = [ends_g[i] for i in range(len(ends))]
+        results("on_gpu", v_s, load(p_g), load(top_g), merge_s, ends_here, accs)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(merge_s, out_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    def twin(v, p, top, ends_here):
+        merge_s = jax.new_ref(jnp.full(out, jnp.nan, f32))
+        accs = [jnp.zeros(tile.shape, f32)] * tile.num_accs
+        results("twin", jax.new_ref(v), p, top, merge_s, list(ends_here), accs)
+        return (merge_s[...],)
+
+    scratch = swizzled_smem(v.shape, v.dtype, width=cut.width), plgpu.SMEM(out, f32), plgpu.Barrier()
+    run = kernel(body, (out, f32), scratch=scratch)
+    return Case((v, p, top, ends), run, twin, (value_products, store_results), 1e-4)
+
+
+def largest() -> Case:
+    tile = tile_of(24, 64, jnp.bfloat16, jnp.bfloat16)
+
+    def body(x_g, out_g):
+        store_unoptimized(out_g, warp_largest.on_gpu(load(x_g), tile=tile))
+
+    twin = lambda x: (warp_largest.twin(x, tile=tile),)
+    return Case((jnp.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), twin, (warp_largest,))
+
+
+def votes_of(y: np.ndarray, top: np.ndarray, answer: bool) -> Case:
+    """Warps answer for themselves, rows of 16: the twin says what one of them does."""
+
+    def body(y_g, top_g, due_g, after_g):
+        spread = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.int32), (64,), []), ROW)
+        due = votes.is_due.on_gpu(load(y_g), load(top_g, ROW))
+        after = votes.after_sums.on_gpu(jnp.bool_(answer), jnp.abs(load(y_g))[:, :8])
+        store_unoptimized(due_g, spread(due))
+        store_unoptimized(after_g, spread(after))
+
+    def twin(y, top):
+        return votes.is_due.twin(y, top), votes.after_sums.twin(jnp.bool_(answer), jnp.abs(y)[:, :8])
+
+    ran = kernel(body, ((64,), jnp.int32), ((64,), jnp.int32))
+    of_any = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
+    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, twin, (votes.is_due, votes.after_sums))
+
+
+def masked_scores() -> Case:
+    s = jnp.asarray(drawn(64, 64))
+    words = jnp.asarray(np.random.default_rng(1).integers(-(2**31), 2**31, (2, 64)), jnp.int32)
+
+    def body(s_g, words_g, out_g, bits_g):
+        both = tuple(load(words_g.at[w], ROW) for w in range(2))
+        store_unoptimized(out_g, masked.masked_by_bits.on_gpu(load(s_g), both))
+        ones = plgpu.layout_cast(jnp.ones((64, 64), f32), TILE)
+        store_unoptimized(bits_g, jnp.where(masked.has_bits.on_gpu(both, shape=(64, 64)), ones, ones * 0.0))
+
+    def twin(s, words):
+        both = tuple(words)
+        return masked.masked_by_bits.twin(s, both), masked.has_bits.twin(both, shape=(64, 64)).astype(f32)
+
+    run = kernel(body, ((64, 64), f32), ((64, 64), f32))
+    return Case((s, words), run, twin, (masked.masked_by_bits, masked.has_bits))
+
+
+def rows_out(rows: int, columns: int, acc: tuple[int, int], dtype: Any) -> Case:
+    def body(acc_g, out_g):
+        stores.store_transposed.on_gpu(out_g, load(acc_g))
+
+    def twin(acc):
+        out = jax.new_ref(jnp.zeros((rows, columns), dtype))
+        stores.store_transposed.twin(out, acc)
+        return (out[...],)
+
+    run = kernel(body, ((rows, columns), dtype))
+    return Case((jnp.asarray(drawn(*acc)),), run, twin, (stores.store_transposed,))
+
+
+def heads_out(kv_heads: int) -> Case:
+    shape = kv_heads, 64 // kv_heads
+
+    def body(x_g, out_g):
+        stores.store_heads.on_gpu(out_g, load(x_g, ROW))
+
+    def twin(x):
+        out = jax.new_ref(jnp.zeros(shape, f32))
+        stores.store_heads.twin(out, x)
+        return (out[...],)
+
+    return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), twin, (stores.store_heads,))
+
+
+def split(rows: int, columns: int, dtype: Any) -> Case:
+    x = jnp.asarray(drawn(rows, columns), dtype)
+
+    def body(x_g, out_g, x_s, loaded):
+        plgpu.copy_gmem_to_smem(x_g, x_s.at[0], loaded)
+        plgpu.barrier_wait(loaded)
+        signs.split_signs.on_gpu(x_s)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(x_s, out_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    def twin(x):
+        both = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
+        signs.split_signs.twin(both)
+        return (both[...],)
+
+    scratch = swizzled_smem((2, rows, columns), dtype), plgpu.Barrier()
+    run = kernel(body, ((2, rows, columns), dtype), scratch=scratch)
+    return Case((x,), run, twin, (signs.split_signs,))
+
+
+def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
+    """Loads of three partial results, and the sums of those there are, stored."""
+    cut, at_once = head_cut(head_dim), 3
+    share = partial_results.Share(
+        tile_q=tile_q, rows=rows, cut=cut, columns=columns, head_tiles=2, at_once=at_once
+    )
+    parts = cut.padded_dim // columns
+    o = jnp.asarray(drawn(4, 2, cut.padded_dim, tile_q))
+    top, total = (jnp.asarray(drawn(4, 2, tile_q, seed=seed)) for seed in (1, 2))
+    lefts = jnp.asarray([left], jnp.int32)
+    out = (rows, cut.chunks, cut.chunk) if cut.is_padded else (rows, head_dim)
+    found = parts, at_once + at_once + 1, THREADS
+
+    def one(code: str, refs: Any, left: Any, part: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
+        get = lambda piece: functools.partial(getattr(getattr(partial_results, piece), code), share=share)
+        tops, totals, accs = get("partials")(refs, 1, left, 1, part)
+        query = get("of_queries")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
+        for i, x in enumerate([*tops, *totals, query]):
+            write(part, i, x)
+        sums = [functools.reduce(jnp.add, of_column) for of_column in zip(*accs, strict=True)]
+        get("store")(out_ref, lse_ref, sums, query, part)
+
+    def body(o_g, top_g, total_g, left_g, found_g, out_g, lse_g):
+        def write(part: Any, i: int, x: Any) -> None:
+            store_unoptimized(found_g.at[part, i], plgpu.layout_cast(x, BY_THREAD))
+
+        part = lax.axis_index("slot")
+        one("on_gpu", (o_g, top_g, total_g), left_g[0], part, write, out_g, lse_g)
+
+    def twin(o, top, total, left):
+        refs = tuple(map(jax.new_ref, (o, top, total)))
+        found_ref, out_ref, lse_ref = (
+            jax.new_ref(jnp.zeros(*x)) for x in ((found, f32), (out, jnp.bfloat16), ((tile_q,), f32))
+        )
+
+        def write(part: Any, i: int, x: Any) -> None:
+            found_ref[part, i] = x
+
+        for part in range(parts):
+            one("twin", refs, left[0], part, write, out_ref, lse_ref)
+        return found_ref[...], out_ref[...], lse_ref[...]
+
+    outs = (found, f32), (out, jnp.bfloat16), ((tile_q,), f32)
+    codes = partial_results.partials, partial_results.of_queries, partial_results.store
+    return Case((o, top, total, lefts), kernel(body, *outs, grid=parts), twin, codes)
+
+
+def start_of_spans(reqs: int) -> Case:
+    """Of a span past the last row only the first fields mean something."""
+    ends = jnp.asarray(np.random.default_rng(reqs).integers(1, 20, reqs).cumsum(), jnp.int32)
+    values, slots = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
+    num = len(span_start.SpanStart._fields)
+
+    def body(ends_g, values_g, found_g):
+        slot = lax.axis_index("slot")
+        found = span_start.compared_at_once.on_gpu(ends_g, values_g, slot, slots=slots)
+        for i, x in enumerate(found):
+            found_g[slot, i] = x
+
+    def twin(ends, values):
+        refs = jax.new_ref(ends), jax.new_ref(values)
+        spans = [
+            span_start.compared_at_once.twin(*refs, jnp.int32(slot), slots=slots) for slot in range(slots)
+        ]
+        return (jnp.asarray([list(span) for span in spans]),)
+
+    run = kernel(body, ((slots, num), jnp.int32), grid=slots)
+    return Case((ends, values), run, twin, (span_start.compared_at_once,))
+
+
+def sent_for() -> Case:
+    """Nothing of it shows but that it is harmless."""
+
+    def body(x_g, out_g):
+        prefetch.prefetch.on_gpu(x_g, jnp.int32(700))
+        store_unoptimized(out_g, load(x_g))
+
+    def twin(x):
+        prefetch.prefetch.twin(x, 700)
+        return (x,)
+
+    x = jnp.asarray(drawn(64, 64))
+    return Case((x,), kernel(body, (x.shape, f32)), twin, (prefetch.prefetch,))
+
+
+def all_cases() -> dict[str, Case]:
+    bf16, f16 = jnp.bfloat16, jnp.float16
+    found = {
+        f"{name}-{tile_q}-{dim}-{jnp.dtype(dtype)}-{jnp.dtype(cache)}": make(tile_q, dim, dtype, cache)
+        for tile_q, dim, dtype, cache in (
+            (8, 128, bf16, bf16), (16, 64, f16, f16), (8, 80, bf16, bf16), (8, 256, bf16, jnp.int8),
+            (16, 128, bf16, jnp.float8_e4m3fn), (8, 64, f16, jnp.float8_e5m2), (24, 96, bf16, jnp.int8),
+        )
+        for name, make in (
+            ("scores", scores),
+            ("values", functools.partial(values, piece=16 if dim == 64 else 64)),
+        )
+        if name == "scores" or dim < 256
+    }  # fmt: skip
+    quiet, top = -np.abs(drawn(64, 128)) - 0.1, np.zeros(64, np.float32)
+    due, lowest = quiet.copy(), top.copy()
+    due[37, 101], lowest[60] = 0.0, -np.inf
+    return found | {
+        "largest": largest(),
+        "votes-quiet": votes_of(quiet, top, answer=False),
+        "votes-due": votes_of(due, top, answer=True),
+        "votes-lowest": votes_of(quiet, lowest, answer=False),
+        "masked": masked_scores(),
+        "rows-4-of-8": rows_out(4, 128, (128, 8), bf16),
+        "rows-24": rows_out(24, 40, (64, 24), f16),
+        "heads-8": heads_out(8),
+        "heads-64": heads_out(64),
+        "signs": split(16, 128, bf16),
+        "signs-f16": split(40, 64, f16),
+        "merged-8": merged(8, 4, 128, 64, left=2),
+        "merged-24": merged(24, 24, 80, 64, left=3),
+        "prefetch": sent_for(),
+        "spans-1": start_of_spans(1),
+        "spans-33": start_of_spans(33),
+        "spans-512": start_of_spans(512),
+    }

@@ -1,0 +1,68 @@
+"""Query rows and keys of decode's tiles: which query a row is, and which key."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_decode.query_rows import from_rows, heads_to_rows, to_rows
+from pallas_kernels.paged_decode.softmax import LOG2E
+from pallas_kernels.paged_decode.spec import Shape
+from pallas_kernels.paged_decode.tile_keys import TileKeys
+from pallas_kernels.shared.head_dims import head_cut
+
+
+def shape_of(*, kv_heads=2, group=3, query_len=1, row_tiles=1, rows=None, tile_q=8):
+    rows = group * query_len if rows is None else rows
+    return Shape(
+        kv_heads=kv_heads,
+        row_tiles=row_tiles,
+        rows=rows,
+        group=group,
+        query_len=query_len,
+        block_size=16,
+        is_hnd=False,
+        cut=head_cut(64),
+        tile_q=tile_q,
+        list_block_size=None,
+    )
+
+
+SHAPES = [
+    shape_of(),
+    shape_of(query_len=2),
+    shape_of(group=9, rows=16, tile_q=16),  # of odd size: padded
+    shape_of(group=7, query_len=3, row_tiles=3, rows=8),  # 21 rows in tiles of 8
+]
+
+
+class TestQueryRows:
+    @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "speculative", "padded", "tiled"])
+    def test_all_come_back_where_they_were(self, shape):
+        tokens, q_heads = 3 * shape.query_len, shape.kv_heads * shape.group
+        x = jnp.arange(tokens * q_heads * 64, dtype=jnp.float32).reshape(tokens, q_heads, 64)
+        rows = to_rows(x, shape)
+        assert rows.shape == (3, shape.kv_heads * shape.row_tiles, shape.rows, 64)
+        np.testing.assert_array_equal(from_rows(rows, shape), x)
+
+    def test_a_kv_heads_rows_are_together_the_first_tokens_heads_first(self):
+        x = jnp.asarray([[0, 1, 2, 3], [10, 11, 12, 13]])  # tokens of one request by query heads
+        rows = to_rows(x, shape_of(group=2, query_len=2))
+        np.testing.assert_array_equal(rows, [[[0, 1, 10, 11], [2, 3, 12, 13]]])
+
+    def test_a_heads_number_stands_in_each_of_its_rows_and_rows_past_the_last_have_none(self):
+        got = heads_to_rows(jnp.asarray([1.0, 2.0]), shape_of(kv_heads=1, group=2, query_len=2))
+        np.testing.assert_allclose(got, [[LOG2E, 2 * LOG2E, LOG2E, 2 * LOG2E, 0, 0, 0, 0]])
+        assert heads_to_rows(None, shape_of()) is None
+
+
+class TestTileKeys:
+    keys = TileKeys(firsts=(jnp.int32(32), jnp.int32(96)), heads=(jnp.int32(1), jnp.int32(2)), piece=2)
+    rows = jnp.arange(4)
+
+    def test_a_row_has_the_key_of_its_piece(self):
+        np.testing.assert_array_equal(self.keys.of_rows(self.rows), [32, 33, 96, 97])
+        np.testing.assert_array_equal(self.keys.heads_of(self.rows), [1, 1, 2, 2])
+
+    @pytest.mark.parametrize(("low", "high", "is_out"), [(32, 98, False), (33, 98, True), (32, 97, True)])
+    def test_they_reach_out_of_a_range_by_their_first_or_last(self, low, high, is_out):
+        assert bool(self.keys.reach_out(jnp.int32(low), jnp.int32(high))) == is_out
