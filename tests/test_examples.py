@@ -1,5 +1,6 @@
 """The examples run, and what they print is true."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -73,20 +74,37 @@ def test_training_and_serving_compute_the_same_scores(trained):
 
 def test_train_and_generate_prints_the_text(capsys, monkeypatch):
     monkeypatch.setattr(train_and_generate, "train", lambda model, text, steps: 0.5)
+    monkeypatch.setattr(train_and_generate, "generate", lambda model, prompt, count: prompt + b"!" * count)
     train_and_generate.main()
-    assert "loss after training: 0.500\nhow much wood" in capsys.readouterr().out
+    assert capsys.readouterr().out == "loss after training: 0.500\nhow much wood" + "!" * 57 + "\n"
 
 
-@pytest.mark.parametrize(
-    "example", [serve_with_graphs, serve_with_loop], ids=lambda example: example.__name__
-)
-def test_a_loop_of_ones_own_makes_what_the_engine_makes(example):
-    model = one_layer_model()
-    prompts = [[65 + i] * (3 * i + 1) for i in range(6)]
-    engine = jattn.serving.Engine(model, num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
-    wanted = [result.token_ids for result in engine.generate(prompts, max_tokens=20)]
-    made = example.serve(model, prompts, max_tokens=20)
-    assert [tokens[len(prompt) :] for tokens, prompt in zip(made, prompts, strict=True)] == wanted
+PROMPTS = [[65 + i] * (3 * i + 1) for i in range(6)]
+of_loop = pytest.mark.parametrize("example", [serve_with_graphs, serve_with_loop], ids=lambda e: e.__name__)
+
+
+@pytest.fixture(scope="module")
+def made_by_the_engine():
+    """What the engine makes of PROMPTS."""
+    engine = jattn.serving.Engine(one_layer_model(), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
+    return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=20)]
+
+
+@of_loop
+def test_a_loop_of_ones_own_makes_what_the_engine_makes(example, made_by_the_engine):
+    made = example.serve(one_layer_model(), PROMPTS, max_tokens=20)
+    new = [tokens[len(prompt) :] for tokens, prompt in zip(made, PROMPTS, strict=True)]
+    assert new == made_by_the_engine
+
+
+@of_loop
+def test_a_loop_of_ones_own_ends_a_text_where_the_model_does(example, made_by_the_engine):
+    model, (first, second) = one_layer_model(), made_by_the_engine[:2]
+    stop = first[0]  # which the prompt's own step makes
+    model.config = dataclasses.replace(model.config, eos_token_ids=(stop,))
+    made = example.serve(model, PROMPTS[:2], max_tokens=20)
+    assert made[0] == [*PROMPTS[0], stop]
+    assert made[1] == PROMPTS[1] + second[: [*second, stop].index(stop) + 1]
 
 
 def test_a_prompt_that_no_step_of_the_loop_holds_is_an_error():
@@ -94,13 +112,12 @@ def test_a_prompt_that_no_step_of_the_loop_holds_is_an_error():
         serve_with_graphs.serve(one_layer_model(), [[65] * 65], max_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "example", [serve_with_graphs, serve_with_loop], ids=lambda example: example.__name__
-)
+@of_loop
 def test_a_loop_s_texts_are_printed(example, model_dir, capsys, monkeypatch):
     monkeypatch.setattr(example, "TINY_MODEL", model_dir)
+    monkeypatch.setattr(example, "serve", lambda model, prompts, max_tokens: prompts)
     example.main()
-    assert capsys.readouterr().out.startswith("---\ndef add(a, b):\n")
+    assert capsys.readouterr().out.startswith("---\ndef add(a, b):\n\n---\nimport os\nimport \n")
 
 
 def test_the_study_tells_bits_and_density_of_every_mask(capsys, monkeypatch):
