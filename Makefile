@@ -15,7 +15,7 @@ PLUGIN_WHEELS = $(foreach wheel,jax-cuda13-plugin jax-cuda13-pjrt,$(if $(filter 
 # Each worker takes half of the tests in their order, so that what a module makes is made once; then it helps the other.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-kernels test-all test-wheel test-gpu test-latest lint clean help
+.PHONY: demo test test-kernels test-all test-wheel test-gpu bench test-latest lint clean help
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -51,6 +51,9 @@ test-wheel: $(STAMP)  ## build wheel and sdist, and use them as somebody would w
 
 test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the time goes into compiling, so JOBS=14 helps
 	$(PYTHON) -m benchmarks gpu-tests --jobs $(JOBS) $(if $(COMMIT),--commit $(COMMIT))
+
+bench:  ## on a machine with an NVIDIA GPU whose python3 has jax: every suite, one after the other, rows to benchmarks/results
+	for suite in decode prefill sparse write graphs quantization; do $(PYTHON) -m benchmarks $$suite || exit 1; done
 
 test-latest:  ## `make test test-kernels` on the newest jax that is allowed
 	$(MAKE) test test-kernels VENV=$(LATEST) JAX=latest

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+from benchmarks.recorded import RESULTS
 
 
 def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 15) -> tuple[Any, dict[str, Any]]:

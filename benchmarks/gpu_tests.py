@@ -13,8 +13,10 @@ import time
 import xml.etree.ElementTree
 from typing import Any
 
-from benchmarks.table import GPU_TESTS, RESULTS, ROOT
+from benchmarks.recorded import RESULTS
 
+ROOT = pathlib.Path(__file__).parents[1]
+GPU_TESTS = "gpu-tests.jsonl"
 NAME_DEVICE = "import jax; print(jax.devices()[0].device_kind)"
 # Each worker takes what GPU memory it needs, not most of it.
 ENVIRONMENT = {"JATTN_TEST_GPU": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

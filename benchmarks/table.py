@@ -1,15 +1,24 @@
-"""Tables of the README, and of CONTRIBUTING, made from the raw rows: `python -m benchmarks table`."""
+"""The pages' tables and pictures, made from the raw rows: `python -m benchmarks table`."""
 
 import argparse
-import json
 import pathlib
 import re
 from typing import Any
 
+from benchmarks import bars
+from benchmarks.recorded import rows_of
+
 ROOT = pathlib.Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
-GPU_TESTS = "gpu-tests.jsonl"
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "benchmarks.md")
+IMAGES = "docs/images"  # from the README, the page that shows them
+MARKER = r"(<!-- ([^:\n]+): (\S+)(?: beside (\S+))? -->\n).*?(<!-- end -->)"
+PICTURES = {
+    "decode picture": (
+        bars.decode_panels,
+        "Decode, one new token a request: bytes of the cache read a second",
+    ),
+    "prefill picture": (bars.prefill_panels, "Prefill, causal, 16 bits: operations a second"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Writes every table into its page, between its markers."""
+    """Writes every table into its page, between its markers, and draws the pictures that pages show."""
     for page in PAGES:
-        page.write_text(filled(page.read_text()))
+        text = page.read_text()
+        page.write_text(filled(text))
+        for path, drawing in pictures(text).items():
+            (ROOT / path).write_text(drawing)
 
 
 def filled(text: str) -> str:
@@ -35,20 +47,38 @@ def filled(text: str) -> str:
         "quantization": quantization_table,
         "GPU tests": gpu_tests_line,
     }
-    pattern = r"(<!-- ([^:\n]+): (\S+)(?: beside (\S+))? -->\n).*?(<!-- end -->)"
 
     def made(match: re.Match[str]) -> str:
         start, name, *files, end = match.groups()
+        if name in PICTURES:
+            return start + picture(name, *files) + end
         return start + makers[name](*(file for file in files if file)) + end
 
-    return re.sub(pattern, made, text, flags=re.DOTALL)
+    return re.sub(MARKER, made, text, flags=re.DOTALL)
+
+
+def pictures(text: str) -> dict[str, str]:
+    """Path -> SVG of each picture that a page shows."""
+    found = re.findall(MARKER, text, flags=re.DOTALL)
+    return {
+        f"{IMAGES}/{name.split()[0]}.svg": bars.svg(PICTURES[name][0](file, beside))
+        for _, name, file, beside, _ in found
+        if name in PICTURES
+    }
+
+
+def picture(name: str, file: str, beside: str) -> str:
+    """The lines that show a picture: the image, and what it is of."""
+    panels, what = PICTURES[name]
+    line = bars.caption(what, file, panels(file, beside))
+    return f"![{what}]({IMAGES}/{name.split()[0]}.svg)\n\n{line}"
 
 
 def decode_table(file: str, beside: str) -> str:
     """Rows of one run against its read ceiling and FlashAttention-3 of the same run; none is left out."""
-    ceiling, *rows = _rows(file)
+    ceiling, *rows = rows_of(file)
     rows = [row for row in rows if row.get("quantization", "none") == "none"]
-    peers = {row["workload"]: row["us"] for row in _rows(beside) if row.get("peer") == "fa3_page16"}
+    peers = {row["workload"]: row["us"] for row in rows_of(beside) if row.get("peer") == "fa3_page16"}
     speed = ceiling["gb_per_s"]
     lines = [
         f"{ceiling['gpu']}, jax {ceiling['jax']}, read ceiling {speed:.0f} GB/s.",
@@ -67,9 +97,9 @@ def decode_table(file: str, beside: str) -> str:
 
 def eight_bit_table(file: str, beside: str) -> str:
     """Rows over 8-bit caches of one run, beside its rows over 16 bits and FlashAttention-3 in fp8."""
-    ceiling, *rows = _rows(file)
+    ceiling, *rows = rows_of(file)
     wide = {row["name"]: row["us"] for row in rows if row["quantization"] == "none"}
-    peers = {row["workload"]: row["us"] for row in _rows(beside) if row.get("peer") == "fa3_fp8_page16"}
+    peers = {row["workload"]: row["us"] for row in rows_of(beside) if row.get("peer") == "fa3_fp8_page16"}
     lines = [
         "| case | cache | us | GB/s | of the read ceiling | bf16 / ours | FA3 fp8, us | ours / FA3 fp8 |",
         "|---|---|---|---|---|---|---|---|",
@@ -87,9 +117,9 @@ def eight_bit_table(file: str, beside: str) -> str:
 
 def prefill_table(file: str, beside: str) -> str:
     """Rows of one run against the peers of the same run; none is left out."""
-    rows = _rows(file)
-    peers = {(row["workload"], row["peer"]): row["us"] for row in _rows(beside) if "us" in row}
-    (ceiling,) = [row["value"] for row in _rows(beside) if row.get("ceiling") == "bf16_matmul_TFLOPs"]
+    rows = rows_of(file)
+    peers = {(row["workload"], row["peer"]): row["us"] for row in rows_of(beside) if "us" in row}
+    (ceiling,) = [row["value"] for row in rows_of(beside) if row.get("ceiling") == "bf16_matmul_TFLOPs"]
     lines = [
         f"TFLOP/s, {rows[0]['gpu']}, jax {rows[0]['jax']}; a matmul reached {ceiling:.0f}.",
         "",
@@ -122,7 +152,7 @@ def prefill_table(file: str, beside: str) -> str:
 def sparse_table(file: str) -> str:
     """Rows of one run, each against the dense rows before it; none is left out."""
     key = lambda row, name: (name, *(row.get(field) for field in ("cache", "page", "wanted")))
-    rows = {key(row, row["name"]): row for row in _rows(file) if "density" in row}
+    rows = {key(row, row["name"]): row for row in rows_of(file) if "density" in row}
     first, *_ = rows.values()
     lines = [
         f"{first['gpu']}, jax {first['jax']}.",
@@ -156,12 +186,12 @@ def _reads_more(row: dict[str, Any]) -> bool:
 def sparse_peers_table(file: str, beside: str) -> str:
     """The rows of one run that vLLM's block-sparse kernels were timed on, too, in the same run."""
     key = lambda row: (row["name"], row.get("cache", "none"))
-    ours = {key(row): row for row in _rows(file)}
+    ours = {key(row): row for row in rows_of(file)}
     lines = [
         "| case | cache | vLLM, us | ours, us | vLLM / ours | planned, us | vLLM / ours |",
         "|---|---|---|---|---|---|---|",
     ]
-    for peer in _rows(beside):
+    for peer in rows_of(beside):
         name, cache = key(peer)
         planned = ours.get((f"planned_{name}", cache))
         cells = [name, cache.replace("none", "bf16"), f"{peer['us']:.0f}"]
@@ -173,7 +203,7 @@ def sparse_peers_table(file: str, beside: str) -> str:
 
 def graphs_table(file: str) -> str:
     """Steps of models against the sum of their kernels; an engine's rows have no such sum, and no place."""
-    rows = [row for row in _rows(file) if "kernel_sum_us" in row]
+    rows = [row for row in rows_of(file) if "kernel_sum_us" in row]
     lines = [
         f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
         "",
@@ -190,7 +220,7 @@ def graphs_table(file: str) -> str:
 
 def write_table(file: str) -> str:
     """Writes of one run, a row for each layout and number of tokens, the 16-bit write first."""
-    rows = _rows(file)
+    rows = rows_of(file)
     formats = list(dict.fromkeys(row["quantization"] for row in rows))
     lines = [
         f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
@@ -211,7 +241,7 @@ def write_table(file: str) -> str:
 
 def quantization_table(file: str) -> str:
     """Rows of one run, the 16-bit cache first."""
-    rows = _rows(file)
+    rows = rows_of(file)
     exact, count = rows[0], rows[0]["num_bytes"]
     lines = [
         f"{count} bytes of Python, jax {exact['jax']} on a {exact['gpu'].upper()}.",
@@ -235,7 +265,7 @@ def quantization_table(file: str) -> str:
 
 def gpu_tests_line(file: str) -> str:
     """What the last run of all tests marked gpu came to."""
-    rows = _rows(file)
+    rows = rows_of(file)
     if not rows:
         return "No run of the GPU tests is recorded yet.\n"
     row = rows[-1]
@@ -246,7 +276,3 @@ def gpu_tests_line(file: str) -> str:
         f"GPU tests, last run {row['date']} at commit {commit} on an {row['gpu']} ({versions}):\n"
         f"{row['passed']} passed, {row['failed']} failed{skipped}, in {row['seconds']} s.\n"
     )
-
-
-def _rows(file: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]

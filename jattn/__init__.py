@@ -24,6 +24,7 @@ from jattn.metadata.transitions import advance, pad_to_bucket, update_block_tabl
 from jattn.models.scales import CalibrationWarning
 from jattn.module import PagedAttention
 from jattn.planning import KernelFallbackWarning, Plan, plan
+from jattn.requests import pack_tokens, row_indices
 from jattn.spec import AttentionSpec
 
 __all__ = [  # noqa: RUF022  (the flow's order)
@@ -36,6 +37,8 @@ __all__ = [  # noqa: RUF022  (the flow's order)
     "build_cross_attention_metadata",
     "check_batch",
     "BatchMetadata",
+    "pack_tokens",
+    "row_indices",
     # Metadata -> the next step's, on the device.
     "advance",
     "pad_to_bucket",

@@ -1,13 +1,25 @@
 """The examples run, and what they print is true."""
 
+import dataclasses
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import jattn
-from examples import decode_one_step, demo, flax_layer, serve_a_batch
+from examples import (
+    decode_one_step,
+    demo,
+    serve_a_batch,
+    serve_with_graphs,
+    serve_with_loop,
+    sparsity_study,
+    train_and_generate,
+)
 from tests.in_place import check_in_place
 from tests.serving.tiny import one_layer_model
 
@@ -36,10 +48,89 @@ def test_decode_one_step_writes_into_the_cache_it_is_given():
     check_in_place(decode_one_step.step, decode_one_step.CACHE_SPEC, lambda cache: (cache, metadata, *rows))
 
 
-def test_flax_layer_steps_to_what_it_computes_at_once(capsys):
-    flax_layer.main()
-    (difference,) = re.findall(r"at most (\S+)\n", capsys.readouterr().out)
-    assert float(difference) < 1e-5
+@pytest.fixture(scope="module")
+def trained():
+    """A model that knows its text, and its last loss."""
+    model = train_and_generate.Model(nnx.Rngs(0))
+    with jax.numpy_dtype_promotion("standard"):  # optax's
+        return model, train_and_generate.train(model, train_and_generate.TEXT, steps=100)
+
+
+def test_what_flax_trained_generates_its_text_from_a_paged_cache(trained):
+    model, loss = trained
+    assert loss < 0.1
+    count = len(train_and_generate.TEXT) - len(train_and_generate.PROMPT)
+    assert train_and_generate.generate(model, train_and_generate.PROMPT, count) == train_and_generate.TEXT
+
+
+def test_training_and_serving_compute_the_same_scores(trained):
+    model, _ = trained
+    text = jnp.arange(97, 97 + 40, dtype=jnp.int32)  # longer than the window
+    caches = [jattn.PagedCache.create(train_and_generate.CACHE_SPEC) for _ in model.layers]
+    metadata = jattn.build_batch_metadata([40], [40], [[5, 2, 7]], block_size=train_and_generate.BLOCK_SIZE)
+    served, _ = model.step(text, caches, metadata)
+    np.testing.assert_allclose(served[0], model(text[None])[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_train_and_generate_prints_the_text(capsys, monkeypatch):
+    monkeypatch.setattr(train_and_generate, "train", lambda model, text, steps: 0.5)
+    monkeypatch.setattr(train_and_generate, "generate", lambda model, prompt, count: prompt + b"!" * count)
+    train_and_generate.main()
+    assert capsys.readouterr().out == "loss after training: 0.500\nhow much wood" + "!" * 57 + "\n"
+
+
+PROMPTS = [[65 + i] * (3 * i + 1) for i in range(6)]
+of_loop = pytest.mark.parametrize("example", [serve_with_graphs, serve_with_loop], ids=lambda e: e.__name__)
+
+
+@pytest.fixture(scope="module")
+def made_by_the_engine():
+    """What the engine makes of PROMPTS."""
+    engine = jattn.serving.Engine(one_layer_model(), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
+    return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=20)]
+
+
+@of_loop
+def test_a_loop_of_ones_own_makes_what_the_engine_makes(example, made_by_the_engine):
+    made = example.serve(one_layer_model(), PROMPTS, max_tokens=20)
+    new = [tokens[len(prompt) :] for tokens, prompt in zip(made, PROMPTS, strict=True)]
+    assert new == made_by_the_engine
+
+
+@of_loop
+def test_a_loop_of_ones_own_ends_a_text_where_the_model_does(example, made_by_the_engine):
+    model, (first, second) = one_layer_model(), made_by_the_engine[:2]
+    stop = first[0]  # which the prompt's own step makes
+    model.config = dataclasses.replace(model.config, eos_token_ids=(stop,))
+    made = example.serve(model, PROMPTS[:2], max_tokens=20)
+    assert made[0] == [*PROMPTS[0], stop]
+    assert made[1] == PROMPTS[1] + second[: [*second, stop].index(stop) + 1]
+
+
+def test_a_prompt_that_no_step_of_the_loop_holds_is_an_error():
+    with pytest.raises(ValueError, match="prompts must have at most 64 tokens, got 65"):
+        serve_with_graphs.serve(one_layer_model(), [[65] * 65], max_tokens=1)
+
+
+@of_loop
+def test_a_loop_s_texts_are_printed(example, model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(example, "TINY_MODEL", model_dir)
+    monkeypatch.setattr(example, "serve", lambda model, prompts, max_tokens: prompts)
+    example.main()
+    assert capsys.readouterr().out.startswith("---\ndef add(a, b):\n\n---\nimport os\nimport \n")
+
+
+def test_the_study_tells_bits_and_density_of_every_mask(capsys, monkeypatch):
+    masks = {name: mask for name, mask in sparsity_study.MASKS.items() if "64" in name or name == "dense"}
+    del masks["heads 0, 2 dense, others 4 + 64"]
+    monkeypatch.setattr(sparsity_study, "MASKS", masks)
+    sparsity_study.main()
+    rows = re.findall(r"^(.+?)  +density (\S+)  (\S+) bits per byte$", capsys.readouterr().out, re.MULTILINE)
+    density, bits = ({name: float(row[i]) for name, *row in rows} for i in (0, 1))
+    assert [*density] == [*sparsity_study.MASKS]
+    assert density["dense"] == 1
+    assert bits["dense"] < min(value for name, value in bits.items() if name != "dense")
+    assert 0 < density["window of 64"] < density["first 4 + window of 64"] < 0.3
 
 
 @pytest.mark.kernels
@@ -97,7 +188,7 @@ def test_the_demos_screen_redraws_over_itself_and_ends_in_full(capsys, monkeypat
     )
 
 
-@pytest.mark.parametrize("name", ["decode_one_step", "serve_a_batch", "flax_layer"])
+@pytest.mark.parametrize("name", ["decode_one_step", "serve_a_batch", "sparsity_study"])
 def test_an_example_is_at_most_40_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu_tests, table
+from benchmarks import gpu_tests, recorded, table
 
 TESTS = """
 import pytest
@@ -42,7 +42,7 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text(CONFIG)
     monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_tests, "RESULTS", tmp_path)
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(recorded, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_tests, "NAME_DEVICE", "print('NVIDIA H200')")
     return tmp_path
 

@@ -2,7 +2,7 @@
 
 python -m examples.sparsity --out DIR
 
-Needs jattn[models,plot] and optax. Held-out text: the Python library's, as `examples.train_tiny` splits it.
+Needs jattn[models,plot] and optax. Held-out text: the Python library's (examples.python_sources).
 """
 
 import argparse
@@ -11,10 +11,10 @@ import sysconfig
 
 import numpy as np
 
+from examples.python_sources import line_starts, read_sources
 from examples.sparsity import pictures
 from examples.sparsity.measure import Result, measure
 from examples.sparsity.patterns import PATTERNS
-from examples.train_tiny import line_starts, read_sources
 from jattn.models import load
 
 MODEL = pathlib.Path(__file__).parents[1] / "tiny_model"

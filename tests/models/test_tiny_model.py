@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import train_tiny
+from examples import python_sources, train_tiny
 from examples.demo import TINY_MODEL
 from jattn.models import Decoder, DecoderConfig, load
 
@@ -124,12 +124,12 @@ def test_it_is_tiny(model):
     assert count <= 2_000_000
     assert (TINY_MODEL / "model.safetensors").stat().st_size <= 4_000_000
     assert model.dtype == jnp.bfloat16
-    assert model.max_len == train_tiny.CONTEXT == 2048
+    assert model.max_len == python_sources.CONTEXT == 2048
     assert f"| parameters | {count:,} |" in (TINY_MODEL / "README.md").read_text()
 
 
 def test_its_files_are_those_of_the_training_script(model):
-    assert model.tokenizer.to_str() == train_tiny.byte_tokenizer().to_str()
+    assert model.tokenizer.to_str() == python_sources.byte_tokenizer().to_str()
     config = json.loads((TINY_MODEL / "config.json").read_text())
     assert {key: config.get(key) for key in train_tiny.HF_CONFIG if key != "dtype"} == {
         key: value for key, value in train_tiny.HF_CONFIG.items() if key != "dtype"
@@ -147,8 +147,8 @@ def test_it_has_learnt_python(model):
     """Untrained it would need 8 bits a byte, with the snippet's own byte frequencies 4.4; xz needs 3.4."""
     graph, params = nnx.split(model)
     bits = jax.jit(lambda params, windows: train_tiny.bits(nnx.merge(graph, params), windows))
-    found = bits(params, snippet_windows(train_tiny.CONTEXT))
-    assert found.shape == (1, train_tiny.CONTEXT)
+    found = bits(params, snippet_windows(python_sources.CONTEXT))
+    assert found.shape == (1, python_sources.CONTEXT)
     assert float(found.mean()) < 1.2
 
 
@@ -167,7 +167,7 @@ def test_training_computes_the_bits_that_the_model_needs():
 
 
 def test_windows_begin_where_lines_do(monkeypatch):
-    monkeypatch.setattr(train_tiny, "CONTEXT", 3)
-    ends = np.array([10, train_tiny.END_OF_TEXT])
+    monkeypatch.setattr(python_sources, "CONTEXT", 3)
+    ends = np.array([10, python_sources.END_OF_TEXT])
     stream = np.array([65, ends[0], 66, 66, ends[1], 67, ends[0], 68, 68, 68, ends[0], 69])
-    assert train_tiny.line_starts(stream).tolist() == [2, 5, 7]
+    assert python_sources.line_starts(stream).tolist() == [2, 5, 7]

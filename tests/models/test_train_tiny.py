@@ -1,4 +1,6 @@
-"""The parts of examples/train_tiny.py that need no GPU."""
+"""The parts of examples/train_tiny.py that need no GPU, and the sources that it reads."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +10,16 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import train_tiny
-from jattn.models import Decoder, DecoderConfig, save
+from examples import python_sources, train_tiny
+from jattn.models import Decoder, DecoderConfig, load, save
 
 
 @given(st.text().filter(lambda text: "<|endoftext|>" not in text))
 def test_ids_are_the_bytes_of_the_text(text):
-    tokenizer = train_tiny.byte_tokenizer()
+    tokenizer = python_sources.byte_tokenizer()
     ids = tokenizer.encode(text).ids
     assert ids == list(text.encode())
-    assert tokenizer.decode([*ids, train_tiny.END_OF_TEXT]) == text
+    assert tokenizer.decode([*ids, python_sources.END_OF_TEXT]) == text
 
 
 def test_held_out_files_are_not_trained_on(tmp_path):
@@ -25,7 +27,7 @@ def test_held_out_files_are_not_trained_on(tmp_path):
     (tmp_path / "encodings" / "table.py").write_text("left out")
     for i in range(30):
         (tmp_path / f"file{i:02}.py").write_bytes(bytes([i]))
-    train, held_out = train_tiny.read_sources(tmp_path)
+    train, held_out = python_sources.read_sources(tmp_path)
     assert held_out.tolist() == [10, 256]
     assert train.tolist() == [token for i in range(30) if i != 10 for token in (i, 256)]
 
@@ -40,7 +42,7 @@ def test_the_rate_rises_and_falls():
 
 def test_an_untrained_model_needs_eight_bits_a_byte(tmp_path, monkeypatch):
     """257 equal chances are log2(257) bits a token; windows and padding must not change that."""
-    monkeypatch.setattr(train_tiny, "CONTEXT", 8)
+    monkeypatch.setattr(python_sources, "CONTEXT", 8)
     config = DecoderConfig.from_hf(train_tiny.HF_CONFIG | {"num_hidden_layers": 1})
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     model.embed_tokens.embedding[...] = jnp.zeros((257, 192))
@@ -53,3 +55,24 @@ def test_parameters_fit_two_millions():
     config = DecoderConfig.from_hf(train_tiny.HF_CONFIG)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) <= 2_000_000
+
+
+def test_a_short_training_saves_a_model_that_needs_fewer_bits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(python_sources, "CONTEXT", 32)
+    monkeypatch.setitem(train_tiny.HF_CONFIG, "num_hidden_layers", 1)
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(20):
+        (data / f"{i:02}.py").write_text("def add(a, b):\n    return a + b\n" * 4)
+    arguments = ["--steps", "50", "--batch-tokens", "64", "--data", str(data), "--out", str(tmp_path / "out")]
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn's and optax's
+        train_tiny.main(arguments)
+    (bits,) = re.findall(r"held-out bits per byte: (\S+)\n", capsys.readouterr().out)
+    assert float(bits) < 5
+    assert load(tmp_path / "out", progress=False).tokenizer.decode([100, 101]) == "de"
+
+
+def test_half_a_chunk_of_steps_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_tiny.main(["--steps", "30", "--out", str(tmp_path)])
+    assert "--steps must be a positive multiple of 25, got 30" in capsys.readouterr().err
