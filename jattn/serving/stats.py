@@ -22,6 +22,9 @@ class Histogram:
         """Starts empty; bounds ascend."""
         self.bounds, self._counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
 
+    def __repr__(self) -> str:
+        return f"{self.count} in {self.sum:.3g} s"
+
     def add(self, seconds: float) -> None:
         """Counts one."""
         self._counts[bisect.bisect_left(self.bounds, seconds)] += 1
@@ -49,8 +52,8 @@ class EngineStats:
         num_compiles: Executables compiled, one a bucket.
         num_preemptions: Times that a request lost its blocks to an older one and was computed again.
         num_blocks: Cache blocks that requests can have.
-        num_used_blocks: Blocks that they have now.
         peak_blocks: Most of them in use at once.
+        num_used_blocks: Those in use now.
         num_prefix_tokens: Tokens that requests came with (again, where they were preempted).
         num_prefix_hit_tokens: Those of them that others had computed.
         num_generated_tokens: Tokens handed out.
@@ -64,8 +67,8 @@ class EngineStats:
     num_compiles: int
     num_preemptions: int
     num_blocks: int
-    num_used_blocks: int
     peak_blocks: int
+    num_used_blocks: int
     num_prefix_tokens: int
     num_prefix_hit_tokens: int
     num_generated_tokens: int
