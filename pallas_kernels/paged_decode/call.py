@@ -22,7 +22,29 @@ LIST_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of paged_decode, which tells what they are."""
+    """Arguments of paged_decode.
+
+    Attributes:
+        query: `decode_query_len` tokens of each request, one request after the other.
+        k_cache: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim].
+            Keys and values that no query sees may be anything, and so may their scales. 8 bits, or as query.
+        v_cache: As k_cache; may be of another dtype.
+        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
+            that no query sees are never used.
+        seq_lens: Keys of each request, at most those that the table has room for. 0 marks a padding row.
+        layout: "NHD" or "HND".
+        decode_query_len: Tokens of each request, 1 to 8.
+        k_scale: key = stored * k_scale: [], [kv_heads], or of 8-bit keys per token and head [blocks,
+            kv_heads, block_size], so that a block's scales are one copy; None = 1.
+        v_scale: The same for values, or per channel [kv_heads, head_dim].
+        sinks: One more score of each head, without a value.
+        alibi_slopes: Slope of each head.
+        block_list: The sparse blocks to visit, all queries of a request the same; the score's mask holds
+            inside them. None = all keys.
+        list_block_size: Keys of a sparse block.
+        lists_tell_heads: Bit PART_SHIFT + g of an id says whether query head g of the group sees the block;
+            else all do.
+    """
 
     query: jax.Array
     k_cache: jax.Array

@@ -39,25 +39,20 @@ def paged_decode(
 
     Args:
         query: `decode_query_len` tokens of each request, one request after the other.
-        k_cache: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim].
-            Keys and values that no query sees may be anything, and so may their scales. 8 bits, or as query.
+        k_cache: Paged keys; Call tells how they lie, and what scales and lists are.
         v_cache: As k_cache; may be of another dtype.
-        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
-            that no query sees are never used.
+        block_table: Blocks of each request.
         seq_lens: Keys of each request, at most those that the table has room for. 0 marks a padding row.
         score: Static: scale, mask, soft cap.
         layout: Static: "NHD" or "HND".
         decode_query_len: Static: tokens of each request, 1 to 8.
-        k_scale: key = stored * k_scale: [], [kv_heads], or of 8-bit keys per token and head [blocks,
-            kv_heads, block_size], so that a block's scales are one copy; None = 1.
-        v_scale: The same for values, or per channel [kv_heads, head_dim].
+        k_scale: key = stored * k_scale; None = 1.
+        v_scale: The same for values.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
-        block_list: The sparse blocks to visit, all queries of a request the same; the score's mask holds
-            inside them. None = all keys.
-        list_block_size: Static: keys of a sparse block.
-        lists_tell_heads: Static: bit PART_SHIFT + g of an id says whether query head g of the group sees the
-            block; else all do.
+        block_list: The sparse blocks to visit; None = all keys. For it and the next two see Call.
+        list_block_size: Static.
+        lists_tell_heads: Static.
         schedule: schedule_for's for the same seq_lens, score, tiles and list; made here when None.
         tiles: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
@@ -76,12 +71,20 @@ def paged_decode(
         alibi_slopes=alibi_slopes, block_list=block_list, list_block_size=list_block_size,
         lists_tell_heads=lists_tell_heads,
     )  # fmt: skip
+    return attend_call(call, score=score, schedule=schedule, tiles=tiles, interpret=interpret)
+
+
+def attend_call(
+    call: Call, *, score: Score, schedule: Schedule | None, tiles: Tiles | None, interpret: Interpret
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
+    """Checks a call, chooses what it leaves open, and runs both kernels; see paged_decode."""
+    query, k_cache, v_cache = call.query, call.k_cache, call.v_cache
     call.check()
-    if 0 in (*k_cache.shape, *block_table.shape):
+    if 0 in (*k_cache.shape, *call.block_table.shape):
         return jnp.zeros_like(query), jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32)
     if tiles is None:
         kv_dtypes = k_cache.dtype, v_cache.dtype
-        has_lists = block_list is not None
+        has_lists = call.block_list is not None
         tiles = default_tiles(query.shape[2], rows=call.rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
     schedule = call.make_schedule(score, tiles) if schedule is None else schedule
     call.check_schedule(schedule, tiles)
