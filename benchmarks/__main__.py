@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import decode, gpu_tests, graphs, prefill, quantization, sparse, table, tune, write
+from benchmarks import decode, engine, gpu_tests, graphs, prefill, quantization, sparse, table, tune, write
 
 SUITES = {
     "decode": decode,
@@ -10,6 +10,7 @@ SUITES = {
     "sparse": sparse,
     "tune": tune,
     "graphs": graphs,
+    "engine": engine,
     "quantization": quantization,
     "gpu-tests": gpu_tests,
     "table": table,

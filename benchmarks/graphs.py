@@ -23,6 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 import jattn
 from benchmarks.device_time import Rows
+from benchmarks.random_decoder import random_decoder
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.layers import RMSNorm
@@ -50,7 +51,7 @@ CONTEXT, BLOCK_SIZE, LOOP_STEPS, ROUNDS = 1024, 16, 64, 20
 PROMPT, ENGINE_STEPS = 64, 128
 MODELS = {
     "tiny": lambda: jattn.models.load(TINY, progress=False),
-    "llama8b": lambda: random_llama(),
+    "llama8b": lambda: random_decoder(LLAMA_8B),
 }
 MEASURES = ("graphs", "loop", "engine")
 SUITES = ("nothing", "chain", *(f"{measure}_{model}" for model in MODELS for measure in MEASURES))
@@ -176,22 +177,6 @@ def measure_chain(rows: Rows, batches: list[int], trace: str | None) -> None:
 
 def _call_chain(executable: Any, leaves: Any, metadata: Any, x: Any, caches: Any) -> tuple[Any, Any]:
     return executable(leaves, caches, metadata, x)
-
-
-def random_llama() -> Decoder:
-    """Llama 3 8B with random weights."""
-    config = DecoderConfig.from_hf(LLAMA_8B)
-    graphdef, shapes = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
-    )
-    draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    weights = [
-        jnp.ones(leaf.shape, leaf.dtype) if leaf.ndim == 1 else draw(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, weights))
 
 
 def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:

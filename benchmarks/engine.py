@@ -1,0 +1,148 @@
+"""The engine on an 8B-wide Qwen3 with random weights: start, decode steps, prefill, nano-vllm's workload.
+
+Tokens are checked first: the log-probabilities that the engine reports must be those of a step by XLA alone.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jattn
+from benchmarks.device_time import Rows
+from benchmarks.random_decoder import random_decoder
+from jattn.serving import Engine, SamplingParams
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+ROWS = (8, 64, 256)  # of decode buckets, and the last also beside prompts
+PROMPT_TOKENS = 8192
+DECODES = ((1, 1024), (8, 1024), (64, 4096), (256, 1024))
+WARM = SamplingParams(temperature=0.6, ignore_eos=True)
+TOLERANCE = 0.1  # of a log-probability: logits of 16-bit hidden states, in another order of sums
+CASES = ("start", "decode", "prefill", "nano")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `python -m benchmarks engine` takes."""
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument("--cache-dir", help="where executables are kept from one run to the next")
+    parser.add_argument("--out", help="folder of the rows")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Every case on one engine; nothing but the start is measured before the tokens are right."""
+    rows, cases = Rows("engine", arguments.out), arguments.cases or CASES
+    model = random_decoder(QWEN3_8B)
+    jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+    start = time.perf_counter()
+    engine = engine_of(model, arguments.cache_dir)
+    engine.precompile(progress=False)
+    taken = {"s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
+    error = logprob_error(engine, model)
+    if error > TOLERANCE:
+        raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
+    checked = {"logprob_error": error}
+    if "start" in cases:
+        rows.add(name="start", cache_dir=arguments.cache_dir is not None, **taken, **checked)
+    if "decode" in cases:
+        for batch, context in DECODES:
+            rows.add(name=f"decode_{batch}x{context}", **decode_step(engine, batch, context), **checked)
+    if "prefill" in cases:
+        prompts = drawn_prompts(16, 4096, seed=1)
+        seconds = timed(lambda: engine.generate(prompts, WARM, max_tokens=1))
+        rows.add(name="prefill_16x4096", s=seconds, tokens_per_s=16 * 4096 / seconds, **checked)
+    for run in (1, 2) if "nano" in cases else ():
+        rows.add(name="nano_bench", run=run, **nano_bench(engine), **checked)
+
+
+def engine_of(model: Any, cache_dir: str | None) -> Engine:
+    """As nano-vllm is run: 256 requests at most; no prefixes kept, whose hits would be measured."""
+    bucket = lambda **sizes: jattn.Bucket(max_blocks=512, **sizes)
+    mixed = bucket(max_decodes=ROWS[-1], max_prefills=ROWS[-1], max_prefill_tokens=PROMPT_TOKENS)
+    return Engine(
+        model,
+        num_blocks=24_000,
+        max_num_seqs=ROWS[-1],
+        max_num_batched_tokens=PROMPT_TOKENS,
+        buckets=[*(bucket(max_decodes=rows) for rows in ROWS), mixed],
+        enable_prefix_caching=False,
+        cache_dir=cache_dir,
+    )
+
+
+def logprob_error(engine: Engine, model: Any) -> float:
+    """The largest difference of a log-probability from that of one step without a cache, by XLA."""
+    prompts = drawn_prompts(3, 200, seed=2)
+    asked = SamplingParams(max_tokens=8, logprobs=5, ignore_eos=True)
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def logprobs(state: Any, ids: jax.Array, metadata: Any) -> jax.Array:
+        merged = nnx.merge(graphdef, state)
+        hidden, _ = merged(ids, None, metadata, plan=by_xla(merged, metadata))
+        return jax.nn.log_softmax(merged.logits(hidden))
+
+    worst = 0.0
+    for prompt, result in zip(prompts, engine.generate(prompts, asked), strict=True):
+        ids = [*prompt, *result.token_ids]
+        table = logprobs(state, jnp.asarray(ids), jattn.build_batch_metadata([len(ids)], [len(ids)], None))
+        for place, got in enumerate(result.logprobs or (), len(prompt) - 1):
+            worst = max(worst, *(abs(one.logprob - float(table[place, token])) for token, one in got.items()))
+    return worst
+
+
+def by_xla(model: Any, metadata: jattn.BatchMetadata) -> jattn.Plan:
+    """The plan of a step that no kernel of ours has a part in."""
+    specs = [layer.self_attn.spec for layer in model.layers]
+    return jattn.plan(metadata, specs, None, implementation="xla", query_dtype=model.dtype)
+
+
+def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
+    """Milliseconds of a step: the difference of long and short completions, as the peer's is measured."""
+    few, many = 8, 136
+    prompts = drawn_prompts(batch, context, seed=0)
+    run = lambda count: timed(lambda: engine.generate(prompts, WARM, max_tokens=count))
+    run(2)
+    short, long = (min(run(count) for _ in range(2)) for count in (few, many))
+    return {"step_ms": 1e3 * (long - short) / (many - few)}
+
+
+def nano_bench(engine: Engine) -> dict[str, Any]:
+    """256 requests of 100 to 1,024 tokens in and out, all at once: nano-vllm's bench.py."""
+    draw = random.Random(0)
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    counts = [draw.randint(100, 1024) for _ in range(256)]
+    seconds = timed(lambda: engine.generate(prompts, WARM, max_tokens=counts))
+    return {"s": seconds, "tokens_per_s": sum(counts) / seconds}
+
+
+def drawn_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(1, 9999, (count, length)).tolist()
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
