@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -130,7 +131,8 @@ def _sums(
         key = jnp.where(rows >= i * piece, rows + (first - i * piece), key)
     is_seen = (key >= low) & (key < high)
     v = jnp.where(is_seen[:, None], v_s[...].astype(f32), 0.0).reshape(-1, WARPS, KEYS, tile.cut.width)
-    p = p.astype(tile.value_operand).astype(f32).reshape(WARPS, KEYS, -1)
+    kind = jnp.finfo(tile.value_operand)  # XLA drops a cast there and back
+    p = lax.reduce_precision(p, kind.nexp, kind.nmant).reshape(WARPS, KEYS, -1)
     new = jnp.einsum("cwkd,wkq->cdwq", v, p).reshape(tile.num_accs, KEYS, WARPS, -1)
     return tuple(acc + x.swapaxes(0, 1).reshape(tile.shape) for acc, x in zip(accs, new, strict=True))
 

@@ -283,9 +283,15 @@ def start_of_spans(reqs: int) -> Case:
         spans = [
             span_start.compared_at_once.twin(*refs, jnp.int32(slot), slots=slots) for slot in range(slots)
         ]
-        return (jnp.asarray([list(span) for span in spans]),)
+        return (meant(jnp.asarray([list(span) for span in spans])),)
 
-    run = kernel(body, ((slots, num), jnp.int32), grid=slots)
+    def meant(found):
+        is_past = found[:, span_start.SpanStart._fields.index("row")] >= reqs
+        means_nothing = is_past[:, None] & (jnp.arange(num) >= span_start.SpanStart._fields.index("start"))
+        return jnp.where(means_nothing, 0, found)
+
+    made = kernel(body, ((slots, num), jnp.int32), grid=slots)
+    run = lambda *arrays: tuple(map(meant, made(*arrays)))
     return Case((ends, values), run, twin, (span_start.compared_at_once,))
 
 
