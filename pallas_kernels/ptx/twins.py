@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -47,3 +49,9 @@ def with_twin(
 ) -> Callable[[Callable[..., Any]], LaneCode]:
     """A decorator for the function that builds the code."""
     return lambda on_gpu: LaneCode(on_gpu, twin, reads_smem)
+
+
+def rounded_to(x: Any, dtype: Any) -> Any:
+    """f32 numbers rounded to 16 bits and still f32: a cast there and back XLA would drop."""
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)

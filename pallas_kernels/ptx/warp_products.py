@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -27,7 +26,7 @@ from pallas_kernels.ptx.tensor_core import (
     transposed,
     widen,
 )
-from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.ptx.twins import rounded_to, with_twin
 from pallas_kernels.ptx.warp_queries import KEYS, WARPS, WarpTile, ref_type, right_layout
 from pallas_kernels.shared.dequant import swizzle_of
 
@@ -131,8 +130,7 @@ def _sums(
         key = jnp.where(rows >= i * piece, rows + (first - i * piece), key)
     is_seen = (key >= low) & (key < high)
     v = jnp.where(is_seen[:, None], v_s[...].astype(f32), 0.0).reshape(-1, WARPS, KEYS, tile.cut.width)
-    kind = jnp.finfo(tile.value_operand)  # XLA drops a cast there and back
-    p = lax.reduce_precision(p, kind.nexp, kind.nmant).reshape(WARPS, KEYS, -1)
+    p = rounded_to(p, tile.value_operand).reshape(WARPS, KEYS, -1)
     new = jnp.einsum("cwkd,wkq->cdwq", v, p).reshape(tile.num_accs, KEYS, WARPS, -1)
     return tuple(acc + x.swapaxes(0, 1).reshape(tile.shape) for acc, x in zip(accs, new, strict=True))
 

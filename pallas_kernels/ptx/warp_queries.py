@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import RIGHT_LAYOUT, TILE, require_layout, require_tiles
 from pallas_kernels.ptx.tensor_core import rounded
-from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.ptx.twins import rounded_to, with_twin
 from pallas_kernels.shared.dequant import swizzle_transforms
 from pallas_kernels.shared.head_dims import HeadCut
 
@@ -86,7 +86,7 @@ def _scaled_by_powers(q_s: Any, *, tile: WarpTile) -> tuple[Any, Any]:
         return q, jnp.ones(tile.shape, f32)
     largest = jnp.abs(q).max(axis=(0, 2))
     exponent = jnp.clip(jnp.floor(jnp.log2(jnp.maximum(largest, 2.0**-116))) - QUERY_BITS, -126, 126)
-    q = (q * jnp.exp2(-exponent)[None, :, None]).astype(tile.key_operand).astype(f32)
+    q = rounded_to(q * jnp.exp2(-exponent)[None, :, None], tile.key_operand)
     return q, jnp.broadcast_to(jnp.exp2(exponent)[None], tile.shape)
 
 

@@ -287,7 +287,9 @@ def start_of_spans(reqs: int) -> Case:
 
     def meant(found):
         is_past = found[:, span_start.SpanStart._fields.index("row")] >= reqs
-        means_nothing = is_past[:, None] & (jnp.arange(num) >= span_start.SpanStart._fields.index("start"))
+        means_nothing = is_past[:, None] & (
+            jnp.arange(num)[None] >= span_start.SpanStart._fields.index("start")
+        )
         return jnp.where(means_nothing, 0, found)
 
     made = kernel(body, ((slots, num), jnp.int32), grid=slots)
