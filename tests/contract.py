@@ -143,7 +143,12 @@ class AttentionContract:
         )
         return jax.jit(run)(**arrays, **modifiers)
 
-    @pytest.mark.parametrize("case", CASES, ids=case_id)
+    # One of six with the fast tests, all with `make test-kernels`.
+    @pytest.mark.parametrize(
+        "case",
+        [pytest.param(c, marks=pytest.mark.kernels if i % 6 else ()) for i, c in enumerate(CASES)],
+        ids=case_id,
+    )
     def test_equals_float64_whatever_meets_whatever(self, case):
         problem = Problem(case)
         problem.check(*self.attend(problem))

@@ -61,6 +61,7 @@ def test_the_largest_key_and_value_of_the_prompts_just_fit(measured, options, of
                 np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("quantization", ["fp8_e4m3", "int8_static_v"])
 def test_an_engine_serves_with_the_models_scales(quantization):
     model = make()

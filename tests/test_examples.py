@@ -120,6 +120,7 @@ def test_a_loop_s_texts_are_printed(example, model_dir, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("---\ndef add(a, b):\n\n---\nimport os\nimport \n")
 
 
+@pytest.mark.kernels
 def test_the_study_tells_bits_and_density_of_every_mask(capsys, monkeypatch):
     masks = {name: mask for name, mask in sparsity_study.MASKS.items() if "64" in name or name == "dense"}
     del masks["heads 0, 2 dense, others 4 + 64"]

@@ -53,6 +53,7 @@ def run(commit=None):
     return exit.value.code
 
 
+@pytest.mark.kernels
 def test_a_row_counts_the_tests_of_all_workers(tree, capsys):
     assert run(commit="abc") == 1
     (row,) = map(json.loads, (tree / "gpu-tests.jsonl").read_text().splitlines())
@@ -65,6 +66,7 @@ def test_a_row_counts_the_tests_of_all_workers(tree, capsys):
     assert "\n5 passed, 2 failed, 1 skipped, in " in line
 
 
+@pytest.mark.kernels
 def test_a_run_without_tests_leaves_no_row(tree):
     (tree / "test_it.py").write_text("")
     assert run() == 5

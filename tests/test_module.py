@@ -46,7 +46,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("rope", "window") else pytest.mark.kernels) for name in OPTIONS],
+)
 def test_chunks_and_decode_through_the_cache_equal_the_whole_prompt_without_one(name):
     """Two requests of 7 and 5 tokens: at once without a cache, and in three paged steps."""
     attention = layer(**OPTIONS[name])

@@ -110,6 +110,7 @@ def exact(model):
     return run(model, Setting(quantization=None))
 
 
+@pytest.mark.kernels
 class TestTinyModel:
     """Bounds: about twice what `python -m benchmarks quantization` finds, which has the larger sample."""
 

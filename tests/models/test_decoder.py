@@ -65,6 +65,7 @@ def test_a_step_compiles_once_per_bucket():
     assert len(traces) == 1
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["qwen3_biases", "gemma2_default_layers"])
 def test_trains_under_vmap(name):
     graph, params = nnx.split(make("reference", DecoderConfig.from_hf(CONFIGS[name] | TINY)))

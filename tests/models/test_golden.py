@@ -59,7 +59,14 @@ def golden_of(name):
     return Golden(name)
 
 
-@pytest.fixture(params=["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2"])
+# The fast tests have one plain family and one with everything.
+@pytest.fixture(
+    params=[
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.kernels) for name in ("llama3", "mistral", "qwen2", "qwen3")),
+        "gemma2",
+    ]
+)
 def golden(request):
     return golden_of(request.param)
 

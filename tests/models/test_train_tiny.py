@@ -57,6 +57,7 @@ def test_parameters_fit_two_millions():
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) <= 2_000_000
 
 
+@pytest.mark.kernels
 def test_a_short_training_saves_a_model_that_needs_fewer_bits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(python_sources, "CONTEXT", 32)
     monkeypatch.setitem(train_tiny.HF_CONFIG, "num_hidden_layers", 1)

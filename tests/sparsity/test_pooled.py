@@ -120,6 +120,7 @@ def test_what_no_request_owns_may_be_nan(way):
         np.testing.assert_array_equal(np.asarray(spoiled.blocks)[padded_row][:, *lengths], want)
 
 
+@pytest.mark.kernels
 def test_attention_over_what_was_chosen_reads_nothing_else():
     query, cache, metadata = problem()
     tokens, spoiled, padded = poisoned(query, cache, metadata)

@@ -61,6 +61,7 @@ def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
         np.testing.assert_array_equal(partial, some & ~every)
 
 
+@pytest.mark.kernels
 @settings(max_examples=15)
 @given(rules.compositions(rules.WHOLE | rules.vertical_slash()), lengths, sizes)
 def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(ruled, lens, size):
