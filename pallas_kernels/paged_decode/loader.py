@@ -1,7 +1,6 @@
 """The producer of the decode kernel: one warp that fills shared memory by TMA, a copy a block and chunk."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_scales
 from pallas_kernels.paged_decode.segments import Segment, Span
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
-from pallas_kernels.ptx.prefetch import prefetch
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.tma import padded_slice
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
@@ -57,11 +55,6 @@ class Loader:
 
     def load_span(self) -> None:
         """All segments, one after the other."""
-        # The part of the block table that is needed first, while the span is being looked for. Guessed: right
-        # where requests fill their rows, and elsewhere the page's translation is there at least.
-        table_g = self.inputs.cache.block_table
-        guess = self.span.slot * (math.prod(table_g.shape) // self.spec.slots)
-        prefetch(table_g, guess, is_interpreted=self.spec.is_interpreted)
 
         def visit(segment: Segment, step: Scalar, nth: Scalar) -> None:
             num_tiles = jnp.where(segment.is_live, segment.num_tiles, 0)

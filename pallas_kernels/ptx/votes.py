@@ -49,27 +49,6 @@ def is_due(y: Any, top: Any) -> Any:
     return ask(y, top) != 0
 
 
-@with_twin(lambda answer, sums: answer)
-def after_sums(answer: Any, sums: Any) -> Any:
-    """The answer, by a vote that looks at sums of probabilities, of which none is negative.
-
-    Else ptxas makes the sums where they are used: behind the wait for P V, which they should fill.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(SCALAR, TILE), return_type=ANSWER)
-    def ask(_: Any, answer: mgpu.FragmentedArray, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        least = "".join(f"mov.b64 {{a, b}}, ${n}; min.f32 a, a, b; min.f32 c, c, a; " for n in range(2, 4))
-        pairs = _pairs(sums)
-        return _vote(
-            f".reg .f32 a, b, c; mov.f32 c, 0f00000000; {least}"
-            "setp.lt.f32 p, c, 0f00000000; setp.ne.or.s32 p, $1, 0, p;",
-            fragments.scalar(answer),
-            *pairs,
-        )
-
-    return ask(answer.astype(jnp.int32), sums) != 0
-
-
 def _pairs(array: mgpu.FragmentedArray) -> list[ir.Value]:
     """Two neighbours at once, in 64 bits."""
     require_layout(array.layout, TILE_LAYOUT)

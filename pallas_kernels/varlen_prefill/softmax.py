@@ -69,7 +69,7 @@ class Softmax:
         """What a later tile brings to rows with tops from before."""
         y, top, shrink, is_due = self.policy.next(s, row_term, mask, top)
         p, sums = probabilities(y)
-        return Step(p, sums, top, shrink, self.policy.answer(is_due, sums))
+        return Step(p, sums, top, shrink, is_due)
 
     def empty_step(self, top: Rows) -> Step:
         """A Step for accumulators to hold until there is one."""

@@ -59,9 +59,6 @@ class TopPolicy(Protocol):
     def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
         """Of a later tile."""
 
-    def answer(self, is_due: Scalar | None, sums: Tile) -> Scalar | None:
-        """Exponents.is_due, once the sums of probabilities are known."""
-
     def no_answer(self) -> Scalar | None:
         """A False where is_due is a Scalar."""
 
@@ -99,10 +96,6 @@ class NoTop:
     def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
         """See TopPolicy."""
         return Exponents(mask(s * self.factor), top, top)
-
-    def answer(self, is_due: Scalar | None, sums: Tile) -> Scalar | None:
-        """See TopPolicy."""
-        return is_due
 
     def no_answer(self) -> Scalar | None:
         """See TopPolicy."""
@@ -173,12 +166,6 @@ class KeptTops(LargestScore):
         new_top = jnp.where(is_due, tile_top + base + self.room, top)
         new_base = above_infinity(new_top)
         return y - wide(new_base - base, y), new_top, jnp.exp2(top - new_base)
-
-    def answer(self, is_due: Scalar | None, sums: Tile) -> Scalar | None:
-        """See TopPolicy."""
-        if is_due is None:
-            return None
-        return votes.after_sums(is_due, sums, is_interpreted=self.is_interpreted)
 
     def no_answer(self) -> Scalar | None:
         """See TopPolicy."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import masked, partial_results, prefetch, signs, span_start, stores, votes
+from pallas_kernels.ptx import masked, partial_results, signs, span_start, stores, votes
 from pallas_kernels.ptx.assumptions import BY_THREAD, ROW, THREADS, TILE
 from pallas_kernels.ptx.warp_products import key_products, value_products, warp_largest
 from pallas_kernels.ptx.warp_queries import WARPS, WarpTile, query_fragments
@@ -135,22 +135,20 @@ def largest() -> Case:
     return Case((jnp.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), twin, (warp_largest,))
 
 
-def votes_of(y: np.ndarray, top: np.ndarray, answer: bool) -> Case:
+def votes_of(y: np.ndarray, top: np.ndarray) -> Case:
     """Warps answer for themselves, rows of 16: the twin says what one of them does."""
 
-    def body(y_g, top_g, due_g, after_g):
+    def body(y_g, top_g, due_g):
         spread = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.int32), (64,), []), ROW)
         due = votes.is_due.on_gpu(load(y_g), load(top_g, ROW))
-        after = votes.after_sums.on_gpu(jnp.bool_(answer), jnp.abs(load(y_g))[:, :8])
         store_unoptimized(due_g, spread(due))
-        store_unoptimized(after_g, spread(after))
 
     def twin(y, top):
-        return votes.is_due.twin(y, top), votes.after_sums.twin(jnp.bool_(answer), jnp.abs(y)[:, :8])
+        return (votes.is_due.twin(y, top),)
 
-    ran = kernel(body, ((64,), jnp.int32), ((64,), jnp.int32))
+    ran = kernel(body, ((64,), jnp.int32))
     of_any = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
-    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, twin, (votes.is_due, votes.after_sums))
+    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, twin, (votes.is_due,))
 
 
 def masked_scores() -> Case:
@@ -297,21 +295,6 @@ def start_of_spans(reqs: int) -> Case:
     return Case((ends, values), run, twin, (span_start.compared_at_once,))
 
 
-def sent_for() -> Case:
-    """Nothing of it shows but that it is harmless."""
-
-    def body(x_g, out_g):
-        prefetch.prefetch.on_gpu(x_g, jnp.int32(700))
-        store_unoptimized(out_g, load(x_g))
-
-    def twin(x):
-        prefetch.prefetch.twin(x, 700)
-        return (x,)
-
-    x = jnp.asarray(drawn(64, 64))
-    return Case((x,), kernel(body, (x.shape, f32)), twin, (prefetch.prefetch,))
-
-
 def all_cases() -> dict[str, Case]:
     bf16, f16 = jnp.bfloat16, jnp.float16
     found = {
@@ -331,9 +314,9 @@ def all_cases() -> dict[str, Case]:
     due[37, 101], lowest[60] = 0.0, -np.inf
     return found | {
         "largest": largest(),
-        "votes-quiet": votes_of(quiet, top, answer=False),
-        "votes-due": votes_of(due, top, answer=True),
-        "votes-lowest": votes_of(quiet, lowest, answer=False),
+        "votes-quiet": votes_of(quiet, top),
+        "votes-due": votes_of(due, top),
+        "votes-lowest": votes_of(quiet, lowest),
         "masked": masked_scores(),
         "rows-4-of-8": rows_out(4, 128, (128, 8), bf16),
         "rows-24": rows_out(24, 40, (64, 24), f16),
@@ -343,7 +326,6 @@ def all_cases() -> dict[str, Case]:
         "signs-f16": split(40, 64, f16),
         "merged-8": merged(8, 4, 128, 64, left=2),
         "merged-24": merged(24, 24, 80, 64, left=3),
-        "prefetch": sent_for(),
         "spans-1": start_of_spans(1),
         "spans-33": start_of_spans(33),
         "spans-512": start_of_spans(512),
