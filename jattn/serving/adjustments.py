@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32
 
+from jattn.serving.sampler import in_rows
 from jattn.serving.sampling_params import SamplingParams
 
 
@@ -74,7 +75,7 @@ def build_adjustments(
     if not any(one.is_needed for one in requests):
         return None
     table = lambda lists: _table(lists, rows, num_rows, vocab_size)
-    column = lambda values, off, dtype: _column(values, rows, np.full(num_rows, off, dtype))
+    column = lambda values, off, dtype: in_rows(values, rows, np.full(num_rows, off, dtype))
     params = [one.params for one in requests]
     biased = [dict(one.logit_bias or {}) for one in params]
     bias_ids = table([list(bias) for bias in biased])
@@ -126,8 +127,3 @@ def _table(lists: Sequence[Sequence[int]], rows: np.ndarray, num_rows: int, pad:
     for row, values in zip(rows, lists, strict=True):
         table[row, : len(values)] = values
     return table
-
-
-def _column(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
-    padded[rows] = values
-    return padded

@@ -83,10 +83,10 @@ class EngineCore:
         generation.num_pending -= 1
         generation.append(new.token_id, new.logprobs)
         self.num_generated += 1
-        *_, latest = times = generation.times
+        times = generation.times
         if len(times) == 1:
-            self.first_times.add(latest)
+            self.first_times.add(times[0])
         else:
-            self.times.add(latest - times[-2])
+            self.times.add(times[-1] - times[-2])
         if generation.finish_reason is not None:
             self.drop([new.request_id])

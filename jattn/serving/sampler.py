@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def build_sampling_metadata(
         require(
             one.is_greedy or one.seed is not None, f"params[{r}]", "have a seed to sample (with_seed())", one
         )
-    column = lambda values, dtype, off: _column(values, rows, np.full(num_rows, off, dtype))
+    column = lambda values, dtype, off: in_rows(values, rows, np.full(num_rows, off, dtype))
     arrays = {
         "temperature": column([one.temperature for one in params], np.float32, 0),
         "top_k": column([min(max(one.top_k or 0, 0), 2**31 - 1) for one in params], np.int32, 0),
@@ -76,7 +77,8 @@ def build_sampling_metadata(
     return SamplingMetadata(**jax.device_put(arrays), draws=bool(drawn), cuts=cuts)
 
 
-def _column(values: list, rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
+def in_rows(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
+    """The values in their rows of `padded`, which is changed."""
     padded[rows] = values
     return padded
 

@@ -176,10 +176,12 @@ class Scheduler:
                 self._copies[request.request_id] = copies
             chunks.append((request, count))
             budget, index = budget - count, index + 1
-        while budget > 0 and len(chunks) == len(self._running) and self._can_admit():
+        while budget > 0 and len(chunks) == len(self._running):
+            found = self._admissible()
+            if found is None:
+                break
             request = self._waiting.popleft()
             self._running.append(request)
-            found = self._found(request)
             request.num_computed = len(found) * self.block_manager.block_size
             request.num_published = len(found)
             self.num_prefix_tokens += request.num_tokens
@@ -256,13 +258,14 @@ class Scheduler:
         self.block_manager.free(request.request_id)
         self._copies.pop(request.request_id, None)
 
-    def _can_admit(self) -> bool:
-        """Whether the blocks for all tokens of the oldest waiting request are free."""
+    def _admissible(self) -> tuple[int, ...] | None:
+        """What the oldest waiting request shares; None while blocks for the rest of it are not free."""
         if not self._waiting or len(self._running) == self.max_num_seqs:
-            return False
+            return None
         manager, request = self.block_manager, self._waiting[0]
         found = self._found(request)
-        return manager.blocks_for(request.num_tokens) - len(found) <= manager.num_free_without(found)
+        fits = manager.blocks_for(request.num_tokens) - len(found) <= manager.num_free_without(found)
+        return found if fits else None
 
     def _found(self, request: _Progress) -> tuple[int, ...]:
         """Full blocks of a request's beginning that others have computed; its last token is always new."""
