@@ -1,0 +1,72 @@
+"""Drafts by prompt lookup: what followed when a request's last tokens stood there before."""
+
+import numpy as np
+from jaxtyping import Int
+
+from pallas_kernels.checks import require, require_int, require_positive
+
+
+class NgramProposer:
+    """Drafts what followed the longest n-gram that a request's tokens end with, where it first stood.
+
+    Source: vLLM V1 `NgramProposer`.
+    """
+
+    def __init__(self, *, prompt_lookup_min: int = 3, prompt_lookup_max: int = 5) -> None:
+        """Holds no state of requests.
+
+        Args:
+            prompt_lookup_min: Shortest n-gram that counts. Short ones match by chance, and a draft that is
+                rejected costs time.
+            prompt_lookup_max: Longest n-gram that is looked for.
+
+        Raises:
+            ValueError: They are no positive ints, or the shortest is longer than the longest.
+        """
+        sizes = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
+        require_int(**sizes)
+        require_positive(**sizes)
+        rule = f"be at most prompt_lookup_max ({prompt_lookup_max})"
+        require(prompt_lookup_min <= prompt_lookup_max, "prompt_lookup_min", rule, prompt_lookup_min)
+        self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
+
+    def propose(self, token_ids: Int[np.ndarray, " tokens"], num_tokens: int) -> list[int]:
+        """At most `num_tokens` drafts of what comes next; none where nothing matches.
+
+        One comparison of all tokens with the last; only where that agrees is the token before looked at.
+
+        Args:
+            token_ids: Of the request, prompt and generated.
+            num_tokens: Most drafts.
+        """
+        last = len(token_ids) - 1
+        ends = (
+            np.flatnonzero(token_ids[: max(last, 0)] == token_ids[-1]) if last > 0 else np.zeros(0, np.intp)
+        )
+        length, longest = 1, ends  # where n-grams end that agree so far; the longest that counts
+        while longest.size and length < self.prompt_lookup_max:
+            longest = longest[longest >= length]
+            longest = longest[token_ids[longest - length] == token_ids[last - length]]
+            if longest.size:
+                ends, length = longest, length + 1
+        if not ends.size or length < self.prompt_lookup_min:
+            return []
+        first = int(ends[0]) + 1
+        return token_ids[first : first + num_tokens].tolist()
+
+
+class TokenBuffer:
+    """A growing list of tokens as one array, so that looking at them copies none."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._ids, self._count = np.zeros(256, np.int32), 0
+
+    def caught_up(self, token_ids: list[int]) -> Int[np.ndarray, " tokens"]:
+        """All of `token_ids`, which begin with those of the last time."""
+        count = len(token_ids)
+        if count > len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(max(count, len(self._ids)), np.int32)])
+        self._ids[self._count : count] = token_ids[self._count :]
+        self._count = count
+        return self._ids[:count]
