@@ -3,6 +3,7 @@
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine import Engine
 from jattn.serving.logprobs import Logprob
+from jattn.serving.ngram_proposer import NgramProposer
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, RequestOutput, StreamedToken
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduler import Scheduler, Step
@@ -16,6 +17,7 @@ __all__ = [
     "GenerationMetrics",
     "GenerationResult",
     "Logprob",
+    "NgramProposer",
     "RequestOutput",
     "SamplingParams",
     "Scheduler",

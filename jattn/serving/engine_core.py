@@ -2,25 +2,28 @@
 
 The host prepares a step while the device runs the last, and learns one step late that a request has stopped;
 the token made in between is dropped, and the request's blocks may be given away at once, since the device
-takes steps in order.
+takes steps in order. A step with drafts is read before the next one is scheduled, which begins behind those
+drafts that stay.
 """
 
 import itertools
 from collections.abc import Sequence
 
 from jattn.serving.generation import Generation
+from jattn.serving.outputs import Logprobs
 from jattn.serving.prompts import Request
 from jattn.serving.runner import NewTokens, Runner
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.scheduler import Scheduler, Step
+from jattn.serving.speculation import Speculation
 from jattn.serving.stats import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
 
 
 class EngineCore:
     """Generations under way, by numbers of its own: the scheduler's request ids."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        """Starts with nothing under way."""
-        self._scheduler, self._runner = scheduler, runner
+    def __init__(self, scheduler: Scheduler, runner: Runner, speculation: Speculation | None = None) -> None:
+        """Starts with nothing under way; no speculation = no drafts."""
+        self._scheduler, self._runner, self._speculation = scheduler, runner, speculation
         self._generations: dict[int, Generation] = {}  # unfinished ones
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
@@ -47,25 +50,49 @@ class EngineCore:
         """Forgets those of them that are unfinished; what is on its way for them will not be read."""
         for number in numbers:
             generation = self._generations.pop(number, None)
-            if generation is not None and generation.num_asked_for < generation.max_tokens:
+            if generation is not None and number in self._scheduler:
                 self._scheduler.abort(number)
 
     def run_step(self) -> None:
         """Starts a step of whatever is scheduled, whoever's it is, and reads the one before."""
-        self._read(keep=1)  # more are left where a reading was interrupted
+        # More are left where a reading was interrupted.
+        self._read(keep=0 if self._runner.is_verifying else 1)
         if self._runner.have_weights_changed():
             self._scheduler.forget_prefixes()
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(self._num_draft_tokens())
         if step is not None:
-            generations = [self._generations[number] for number in step.request_ids]
-            self._runner.start(step, generations)
-            ended = []  # no step more, whatever its tokens are
-            for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
-                one.num_pending += samples
-                if samples and one.num_asked_for == one.max_tokens:
-                    ended.append(number)
-            self._scheduler.complete(step, ended)
-        self._read(keep=0 if step is None else 1)
+            self._start(step)
+        self._read(keep=0 if step is None or step.num_draft_tokens else 1)
+
+    def _start(self, step: Step) -> None:
+        generations = [self._generations[number] for number in step.request_ids]
+        for number in step.preempted:
+            self._generations[number].drafting.num_read = 0
+        self._runner.start(step, generations)
+        ended = []  # no step more, whatever its tokens are
+        for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
+            one.num_pending += samples
+            if samples and one.num_asked_for == one.max_tokens:
+                ended.append(number)
+        self._scheduler.complete(step, ended)
+
+    def _num_draft_tokens(self) -> int:
+        """Drafts for each row of the next step; waits for the rows' tokens where drafts promise to pay."""
+        speculation = self._speculation
+        if speculation is None or not self._scheduler.can_draft(speculation.num_tokens):
+            return 0
+        if not speculation.proposes(self._running()):
+            return 0
+        if self._runner.num_in_flight:
+            promising = [one for one in self._running() if one.drafting.num_drafted]
+            self._read(keep=0)
+            if not speculation.proposes(self._running()):
+                speculation.note_none([one for one in promising if not one.drafting.num_drafted])
+                return 0
+        return speculation.num_tokens
+
+    def _running(self) -> list[Generation]:
+        return [self._generations[number] for number in self._scheduler.running]
 
     def _read(self, *, keep: int) -> None:
         """Hands out the tokens of all steps but the newest ones; waits for them."""
@@ -78,15 +105,25 @@ class EngineCore:
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
         if new.prompt_start == len(generation.prompt_logprobs):  # else known, from before a preemption
             generation.prompt_logprobs += new.prompt_logprobs
-        if new.token_id is None:
+        if not new.token_ids:
             return
+        num_accepted = len(new.token_ids) - 1
+        if self._speculation is not None and new.is_verified:
+            self._speculation.note(generation, num_accepted)
+        if num_accepted and new.request_id in self._scheduler:
+            self._scheduler.accept(new.request_id, num_accepted)
         generation.num_pending -= 1
-        generation.append(new.token_id, new.logprobs)
+        for token_id, logprobs in zip(new.token_ids, new.logprobs, strict=True):
+            self._append(generation, token_id, logprobs)
+            if generation.finish_reason is not None:  # what was accepted behind it is nobody's
+                self.drop([new.request_id])
+                break
+
+    def _append(self, generation: Generation, token_id: int, logprobs: Logprobs | None) -> None:
+        generation.append(token_id, logprobs)
         self.num_generated += 1
         times = generation.times
         if len(times) == 1:
             self.first_times.add(times[0])
         else:
             self.times.add(times[-1] - times[-2])
-        if generation.finish_reason is not None:
-            self.drop([new.request_id])

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from typing import NamedTuple
 
+from jattn.serving.drafting import Drafting
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class Generation:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_pending: int = 0
+    drafting: Drafting = dataclasses.field(default_factory=Drafting)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
     unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)

@@ -1,12 +1,20 @@
 """Drafts by prompt lookup: what followed when a request's last tokens stood there before."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from jaxtyping import Int
 
+from jattn.bucket import Bucket
+from jattn.serving.generation import Generation
+from jattn.serving.proposer import Proposer
+from jattn.serving.sampler import SamplingMetadata
+from jattn.serving.scheduler import Step
 from pallas_kernels.checks import require, require_int, require_positive
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts what followed the longest n-gram that a request's tokens end with, where it first stood.
 
     Source: vLLM V1 `NgramProposer`.
@@ -54,19 +62,23 @@ class NgramProposer:
         first = int(ends[0]) + 1
         return token_ids[first : first + num_tokens].tolist()
 
+    def look(self, generation: Generation, num_tokens: int) -> int:
+        """As `Proposer.look`; keeps the drafts in the generation."""
+        drafting = generation.drafting
+        drafting.drafts = self.propose(drafting.tokens.caught_up(generation.token_ids), num_tokens)
+        return len(drafting.drafts)
 
-class TokenBuffer:
-    """A growing list of tokens as one array, so that looking at them copies none."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._ids, self._count = np.zeros(256, np.int32), 0
-
-    def caught_up(self, token_ids: list[int]) -> Int[np.ndarray, " tokens"]:
-        """All of `token_ids`, which begin with those of the last time."""
-        count = len(token_ids)
-        if count > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros(max(count, len(self._ids)), np.int32)])
-        self._ids[self._count : count] = token_ids[self._count :]
-        self._count = count
-        return self._ids[:count]
+    def token_ids(
+        self,
+        step: Step,
+        generations: Sequence[Generation],
+        bucket: Bucket,
+        sampling: SamplingMetadata,
+        num_generated: Any,
+    ) -> Any:
+        """As `Proposer.token_ids`, in numpy."""
+        ids = np.zeros((bucket.max_decodes, bucket.decode_query_len), np.int32)
+        for row, one in enumerate(generations):
+            drafts = one.drafting.drafts[: one.drafting.num_drafted]
+            ids[row, : 1 + len(drafts)] = [one.token_ids[-1], *drafts]
+        return ids.reshape(-1)

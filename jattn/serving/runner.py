@@ -24,11 +24,13 @@ from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
 from jattn.serving.outputs import Logprobs
+from jattn.serving.rejection_sampler import Verified, rejection_sample
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduler import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
+from jattn.serving.speculation import Speculation
 from jattn.serving.step import Sampled, StepTokens, make_step, next_tokens, with_implementation
 from jattn.serving.step_inputs import PromptPart, StepSampling, prompt_parts, step_adjustments, step_tokens
 from jattn.serving.weights import Weights
@@ -39,17 +41,19 @@ class NewTokens(NamedTuple):
 
     Attributes:
         request_id: Whose.
-        token_id: Its next token; None where the row made none.
-        logprobs: Of it, where asked for.
+        token_ids: Its next tokens: none where the row made none, several where drafts of it stay.
+        logprobs: Of each of them; None where not asked for.
         prompt_logprobs: Of the tokens of the prompt from position prompt_start on, where asked for.
         prompt_start: Position of the first of them.
+        is_verified: The step had drafts.
     """
 
     request_id: int
-    token_id: int | None
-    logprobs: Logprobs | None
+    token_ids: list[int]
+    logprobs: list[Logprobs | None]
     prompt_logprobs: list[Logprobs]
     prompt_start: int
+    is_verified: bool
 
 
 class _InFlight(NamedTuple):
@@ -57,7 +61,7 @@ class _InFlight(NamedTuple):
 
     step: Step
     rows: np.ndarray  # of its requests
-    sampled: Sampled
+    sampled: Sampled | Verified
     num_logprobs: list[int | None]  # that each request asked for
     prompt: list[PromptPart]
     prompt_logprobs: TokenLogprobs | None
@@ -76,12 +80,15 @@ class Runner:
         implementation: str | Sequence[str] | None,
         checks_batches: bool,
         cache: dict[str, Any],
+        speculation: Speculation | None = None,
     ) -> None:
         """Makes the caches; compiles nothing yet. Arguments as `Engine` has them."""
         self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
         self.weights = Weights(model)
         self._graphdef = nnx.graphdef(with_implementation(model, implementation))
-        self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks)
+        self._proposer = None if speculation is None else speculation.proposer
+        num_drafts = 0 if speculation is None else speculation.num_tokens
+        self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks, num_drafts)
         self._leaves = self.graphs.leaves_of(self.weights.state)
         self._caches = model.create_caches(num_blocks, block_size=self.block_size, **cache)
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
@@ -96,6 +103,16 @@ class Runner:
     def num_in_flight(self) -> int:
         """Steps started and not read."""
         return len(self._in_flight)
+
+    @property
+    def num_compiles(self) -> int:
+        """Executables compiled, one a bucket, a draft model's too."""
+        return self.graphs.num_compiles + (0 if self._proposer is None else self._proposer.num_compiles)
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether the last step started has drafts, and is not read."""
+        return bool(self._in_flight) and self._in_flight[-1].step.num_draft_tokens > 0
 
     def have_weights_changed(self) -> bool:
         """Whether the next step's weights are others than at the last look, however they were changed."""
@@ -121,16 +138,22 @@ class Runner:
             inputs=inputs,
             progress=progress,
         )
+        if self._proposer is not None:
+            self._proposer.precompile(progress=progress)
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
-        for rows in {bucket.max_reqs for bucket in self.graphs.buckets}:
-            logits = jnp.zeros((rows, self._vocab_size))
+        for rows, query_len in {(bucket.max_reqs, bucket.decode_query_len) for bucket in self.graphs.buckets}:
+            logits = jnp.zeros((rows * query_len, self._vocab_size))
+            ids, num_generated = np.zeros(rows * query_len, np.int32), np.zeros(rows, np.int32)
             for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
                 sampling = build_sampling_metadata([params], num_rows=rows)
-                self._next_tokens(logits, sampling, np.zeros(rows, np.int32))
+                self._sampled(logits, ids, sampling, num_generated)
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
-        bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
+        # Named where there are buckets of several: a prompt of 1 + k tokens would look like a row with drafts.
+        query_len = None if self._proposer is None else 1 + step.num_draft_tokens
+        num_blocks = max(map(len, step.block_tables))
+        bucket = self.graphs.choose(step.query_lens, num_blocks=num_blocks, decode_query_len=query_len)
         metadata = build_batch_metadata(
             step.query_lens,
             step.seq_lens,
@@ -143,16 +166,26 @@ class Runner:
             check_batch(metadata, self._cache_spec)
         rows = row_indices(np.asarray(step.query_lens), bucket)
         before = self._rows_before()
-        tokens = step_tokens(step, generations, bucket, before, self._last_tokens)
         sampling, num_generated = self._sampling.of(step, generations, bucket, rows)
         sizes = {"num_rows": bucket.max_reqs, "vocab_size": self._vocab_size}
         adjustments = step_adjustments(step, generations, rows, before, self._last_tokens, **sizes)
         if step.block_copies:
-            self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
+            pairs = padded_pairs(step.block_copies)
+            self._caches = copy_blocks(self._caches, pairs)
+            if self._proposer is not None:
+                self._proposer.copy_blocks(pairs)
+        if step.num_draft_tokens and self._proposer is not None:
+            drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
+            on_host: Any = np.full(bucket.max_tokens, -1, np.int32)
+            tokens = StepTokens(drafted, on_host, self._last_tokens)
+        else:
+            tokens = step_tokens(step, generations, bucket, before, self._last_tokens)
         outputs, self._caches = self.graphs(self.weights.state, self._caches, metadata, tokens)
         wanted = [generation.sampling_params.logprobs for generation in generations]
-        sampled = self._next_tokens(outputs.logits, sampling, num_generated, adjustments, _most(wanted))
-        self._last_tokens = sampled.tokens
+        drawn_by = (sampling, num_generated, adjustments, _most(wanted))
+        sampled = self._sampled(outputs.logits, tokens.ids, *drawn_by)
+        if isinstance(sampled, Sampled):
+            self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
         parts = prompt_parts(step, generations, bucket)
         of_prompts = self._prompt_logprobs(parts, outputs.hidden, bucket)
         for array in jax.tree.leaves((sampled, of_prompts)):
@@ -163,23 +196,28 @@ class Runner:
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
         step, rows, sampled, wanted, parts, of_prompts = self._in_flight[0]
-        token_ids = jax.device_get(sampled.tokens)[rows].tolist()
+        token_ids, firsts = _read_tokens(sampled, rows)
         logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
         places = None if of_prompts is None else fetched(of_prompts)
         self._in_flight.popleft()
         by_request = {part.request_id: part for part in parts}
-        each = zip(step.request_ids, token_ids, step.samples, rows.tolist(), wanted, strict=True)
-        for request_id, token_id, samples, row, num in each:
+        each = zip(step.request_ids, token_ids, step.samples, firsts, wanted, strict=True)
+        for request_id, ids, samples, first, num in each:
             part = by_request.get(request_id)
+            new = ids if samples else []
             yield NewTokens(
                 request_id,
-                token_id if samples else None,
-                logprobs.at(row, token_id, num) if logprobs and samples and num is not None else None,
+                new,
+                [
+                    logprobs.at(first + i, token, num) if logprobs and num is not None else None
+                    for i, token in enumerate(new)
+                ],
                 [
                     places.at(part.place + i, token, part.num)
                     for i, token in enumerate(part.token_ids)
                 ] if places and part else [],
                 part.start if part else 0,
+                isinstance(sampled, Verified),
             )  # fmt: skip
 
     # --------------------------------------------------------------------------------------- inside
@@ -191,14 +229,19 @@ class Runner:
             for request_id, row in zip(flying.step.request_ids, flying.rows.tolist(), strict=True)
         }
 
-    def _next_tokens(
+    def _sampled(
         self,
         logits: jax.Array,
+        token_ids: Any,
         sampling: SamplingMetadata,
         num_generated: Any,
         adjustments: Adjustments | None = None,
         num_logprobs: int | None = None,
-    ) -> Sampled:
+    ) -> Sampled | Verified:
+        """The next token of each row; where rows have drafts, all that they come by."""
+        if logits.shape[0] > len(num_generated):
+            drawn_by = (sampling, num_generated, adjustments)
+            return rejection_sample(logits, token_ids, *drawn_by, num_logprobs=num_logprobs)
         static = {"max_rows": self._max_rows, "num_logprobs": num_logprobs}
         return next_tokens(logits, sampling, num_generated, adjustments, **static)
 
@@ -213,6 +256,15 @@ class Runner:
         num = _most([part.num for part in parts])
         assert num is not None
         return prompt_logprobs(self._graphdef, self.weights.state, hidden, next_ids, num=num)
+
+
+def _read_tokens(sampled: Sampled | Verified, rows: np.ndarray) -> tuple[list[list[int]], list[int]]:
+    """New tokens of each row, and at which place the first of them stands; waits for them."""
+    if isinstance(sampled, Sampled):
+        return jax.device_get(sampled.tokens)[rows, None].tolist(), rows.tolist()
+    tokens, num_accepted = jax.device_get((sampled.tokens, sampled.num_accepted))
+    ids = [tokens[row, : 1 + num_accepted[row]].tolist() for row in rows]
+    return ids, (rows * tokens.shape[1]).tolist()
 
 
 def _most(wanted: Sequence[int | None]) -> int | None:

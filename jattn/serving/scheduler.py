@@ -21,8 +21,9 @@ class Step:
         block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`): rows that
             would write into a block that others share have one of their own now.
         samples: Whether the row's last token is the last one that its request has: its logits make the next.
-        num_decodes: Leading rows with exactly one new token and context before it.
+        num_decodes: Leading rows with exactly one new token (and its drafts) and context before it.
         preempted: Requests that lost their blocks to make room; they wait to be computed again.
+        num_draft_tokens: Drafts of each row behind its new token; `query_lens` and `seq_lens` count them.
     """
 
     request_ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class Step:
     samples: tuple[bool, ...]
     num_decodes: int
     preempted: tuple[int, ...]
+    num_draft_tokens: int = 0
 
     @property
     def num_prefills(self) -> int:
@@ -156,17 +158,43 @@ class Scheduler:
         self._waiting.append(_Progress(request_id, num_prompt_tokens, hashes))
         self._known.add(request_id)
 
-    def schedule(self) -> Step | None:
+    def __contains__(self, request_id: int) -> bool:
+        """Whether a request waits or runs."""
+        return request_id in self._known
+
+    @property
+    def running(self) -> list[int]:
+        """Requests that have blocks, in order of arrival."""
+        return [request.request_id for request in self._running]
+
+    def can_draft(self, num_draft_tokens: int) -> bool:
+        """Whether the next step can have so many drafts a row: all decode, and nobody pays with blocks."""
+        manager, rows = self.block_manager, self._running
+        if any(request.num_new != 1 or not request.num_computed for request in rows):
+            return False
+        count = 1 + num_draft_tokens
+        if not rows or count * len(rows) > self.max_num_batched_tokens:
+            return False
+        missing = [request.num_computed + count - manager.num_tokens(request.request_id) for request in rows]
+        pairs = zip(rows, missing, strict=True)
+        blocks = sum(manager.blocks_to_append(request.request_id, max(n, 0)) for request, n in pairs)
+        return blocks <= manager.num_free and self._admissible() is None
+
+    def schedule(self, num_draft_tokens: int = 0) -> Step | None:
         """The next step, its blocks allocated; None if there is nothing to run.
 
         Follow it with `complete` once it is on its way; without, the same rows are scheduled again.
+
+        Args:
+            num_draft_tokens: Drafts for each row, where `can_draft`; else the step is one without drafts.
         """
+        drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
         chunks: list[tuple[_Progress, int]] = []
         preempted: list[int] = []
         budget, index = self.max_num_batched_tokens, 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            count = min(request.num_new, budget)
+            count = min(request.num_new + drafts, budget)
             missing = request.num_computed + count - self.block_manager.num_tokens(request.request_id)
             missing = max(missing, 0)  # less than count where the last step was never completed
             preempted += self._make_room(request, missing)
@@ -176,7 +204,7 @@ class Scheduler:
                 self._copies[request.request_id] = copies
             chunks.append((request, count))
             budget, index = budget - count, index + 1
-        while budget > 0 and len(chunks) == len(self._running):
+        while not drafts and budget > 0 and len(chunks) == len(self._running):
             found = self._admissible()
             if found is None:
                 break
@@ -190,12 +218,13 @@ class Scheduler:
             self.block_manager.allocate(request.request_id, request.num_computed + count, found)
             chunks.append((request, count))
             budget -= count
-        return self._step(chunks, preempted) if chunks else None
+        return self._step(chunks, preempted, drafts) if chunks else None
 
     def complete(self, step: Step, finished: Collection[int] = ()) -> None:
         """Notes that a step runs: each row that samples has one more token, unless it is finished.
 
-        The token need not be known yet; a request that turns out to have ended is aborted.
+        The token need not be known yet; a request that turns out to have ended is aborted. Of drafts none is
+        taken to stay: `accept` says which do.
 
         Args:
             step: From `schedule`.
@@ -208,12 +237,25 @@ class Scheduler:
         require(set(finished) <= sampled, "finished", f"be among {sorted(sampled)}", sorted(finished))
         by_id = {request.request_id: request for request in self._running}
         for request_id, count in zip(step.request_ids, step.query_lens, strict=True):
-            by_id[request_id].num_computed += count
+            by_id[request_id].num_computed += count - step.num_draft_tokens
             by_id[request_id].num_tokens += request_id in sampled
             self._publish(by_id[request_id])  # the device takes steps in order: who reads comes later
             self._copies.pop(request_id, None)
         for request_id in finished:
             self.abort(request_id)
+
+    def accept(self, request_id: int, num_draft_tokens: int) -> None:
+        """Notes that so many drafts of a request's last step stay, before any other step is scheduled.
+
+        The blocks that the others took stay for the tokens to come.
+
+        Raises:
+            ValueError: No such request.
+        """
+        require(request_id in self._known, "request_id", "wait or run", request_id)
+        (request,) = (one for one in self._running if one.request_id == request_id)
+        request.num_computed += num_draft_tokens
+        request.num_tokens += num_draft_tokens
 
     def abort(self, request_id: int) -> None:
         """Drops a request, wherever it is, and frees its blocks.
@@ -283,8 +325,8 @@ class Scheduler:
             self.block_manager.publish(request.request_id, index, request.hashes[index])
         request.num_published = num_full
 
-    def _step(self, chunks: list[tuple[_Progress, int]], preempted: list[int]) -> Step:
-        is_decode = [count == 1 and request.num_computed > 0 for request, count in chunks]
+    def _step(self, chunks: list[tuple[_Progress, int]], preempted: list[int], drafts: int) -> Step:
+        is_decode = [count == 1 + drafts and request.num_computed > 0 for request, count in chunks]
         # Stable. Decodes are older than prompts, but a prompt's last token alone is laid out as a decode.
         rows = sorted(range(len(chunks)), key=lambda row: not is_decode[row])
         ordered = [chunks[row] for row in rows]
@@ -296,7 +338,8 @@ class Scheduler:
             block_copies=tuple(
                 pair for request, _ in ordered for pair in self._copies.get(request.request_id, ())
             ),
-            samples=tuple(request.num_new == count for request, count in ordered),
+            samples=tuple(request.num_new + drafts == count for request, count in ordered),
             num_decodes=sum(is_decode),
             preempted=tuple(preempted),
+            num_draft_tokens=drafts,
         )

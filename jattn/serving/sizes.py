@@ -9,6 +9,7 @@ from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
 from jattn.serving.prompts import require_list_of_ints
 from jattn.serving.served_model import ServedModel
+from jattn.serving.speculation import draft_buckets
 from pallas_kernels.checks import require, require_int, require_positive
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
@@ -79,8 +80,17 @@ class StepLimits(NamedTuple):
     def _blocks_of_longest(self, model: ServedModel) -> int:
         return -(-self.longest(model) // self.block_size)
 
+    def max_blocks(self, model: ServedModel, num_blocks: int) -> int:
+        """Blocks that one request can have, of so many in all."""
+        return min(self._blocks_of_longest(model), num_blocks - 1)
+
     def num_blocks_for(
-        self, model: ServedModel, num_blocks: int | None, cache_bytes: int | None, cache: dict[str, Any]
+        self,
+        model: ServedModel,
+        num_blocks: int | None,
+        cache_bytes: int | None,
+        cache: dict[str, Any],
+        draft: ServedModel | None = None,
     ) -> int:
         """Blocks of each layer's cache.
 
@@ -89,6 +99,7 @@ class StepLimits(NamedTuple):
             num_blocks: So many; None = as cache_bytes says.
             cache_bytes: Memory for all layers; None = enough, where there is enough.
             cache: What else `ServedModel.cache_specs` takes.
+            draft: A model whose caches, of as many blocks, share the memory.
 
         Raises:
             ValueError: Both are given, or not even two blocks fit.
@@ -96,19 +107,27 @@ class StepLimits(NamedTuple):
         if num_blocks is not None:
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
             return num_blocks
-        specs = model.cache_specs(1, block_size=self.block_size, **cache)
+        specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
+        if draft is not None:
+            plain: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
+            specs += draft.cache_specs(1, block_size=self.block_size, **plain)
         most = self._blocks_of_longest(model) * self.max_num_seqs + 1
         return num_blocks_in(cache_bytes, sum(spec.bytes_per_block for spec in specs), most=most)
 
     def graphs(
-        self, model: ServedModel, step: GraphStep, buckets: Sequence[Bucket] | None, num_blocks: int
+        self,
+        model: ServedModel,
+        step: GraphStep,
+        buckets: Sequence[Bucket] | None,
+        num_blocks: int,
+        num_draft_tokens: int = 0,
     ) -> DecodeGraphs:
-        """The executables of a step, for the buckets given or a handful.
+        """The executables of a step, for the buckets given or a handful, and those of steps with drafts.
 
         Raises:
             ValueError: No bucket fits the largest step.
         """
-        max_blocks = min(self._blocks_of_longest(model), num_blocks - 1)
+        max_blocks = self.max_blocks(model, num_blocks)
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
@@ -116,6 +135,8 @@ class StepLimits(NamedTuple):
             rows = max(self.max_num_seqs, 2)
             buckets = default_buckets(rows, max_blocks=max_blocks, prefill_tokens=chunks)
             buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
+        if num_draft_tokens:
+            buckets = (*buckets, *draft_buckets(self.max_num_seqs, num_draft_tokens, max_blocks))
         graphs = DecodeGraphs(step, buckets)
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,

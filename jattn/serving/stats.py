@@ -57,6 +57,9 @@ class EngineStats:
         num_prefix_tokens: Tokens that requests came with (again, where they were preempted).
         num_prefix_hit_tokens: Those of them that others had computed.
         num_generated_tokens: Tokens handed out.
+        num_drafts: How often a request was drafted for.
+        num_draft_tokens: Tokens drafted.
+        num_accepted_tokens: Those of them that the model would have picked.
         time_to_first_token: Seconds from a request's arrival.
         inter_token_latency: Seconds between two of its tokens.
     """
@@ -72,8 +75,16 @@ class EngineStats:
     num_prefix_tokens: int
     num_prefix_hit_tokens: int
     num_generated_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     time_to_first_token: Histogram
     inter_token_latency: Histogram
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted; 0 where none was drafted."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def cache_usage(self) -> float:

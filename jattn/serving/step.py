@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.graphs import GraphStep
 from jattn.implementations.choice import asked_for, first_able
+from jattn.metadata.batch import BatchMetadata
 from jattn.module import PagedAttention
 from jattn.serving.adjustments import Adjustments, adjusted
 from jattn.serving.logprobs import TokenLogprobs, logprobs_of
@@ -36,11 +37,11 @@ class StepOutputs(NamedTuple):
     """What a step makes besides its caches.
 
     Attributes:
-        logits: Of each row's last token.
+        logits: Of each row's last token; of all tokens of decode rows that have drafts.
         hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
     """
 
-    logits: Float32[Array, "reqs vocab"]
+    logits: Float32[Array, "places vocab"]
     hidden: Float[Array, "tokens hidden"]
 
 
@@ -68,9 +69,19 @@ def make_step(graphdef: Any) -> GraphStep:
         shared = model.plan(metadata, caches)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[metadata.last_token_indices]), hidden), caches
+        return StepOutputs(model.logits(hidden[_places(metadata)]), hidden), caches
 
     return step
+
+
+def _places(metadata: BatchMetadata) -> Int32[Array, " places"]:
+    """The tokens whose logits are wanted."""
+    bucket, last = metadata.bucket, metadata.last_token_indices
+    if bucket.decode_query_len == 1:
+        return last
+    return jnp.concatenate(
+        [jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32), last[bucket.max_decodes :]]
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))

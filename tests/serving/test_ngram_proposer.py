@@ -5,7 +5,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jattn.serving.ngram_proposer import NgramProposer, TokenBuffer
+from jattn.serving.drafting import TokenBuffer
+from jattn.serving.ngram_proposer import NgramProposer
 
 
 def by_loop(ids, shortest, longest, count):
