@@ -85,8 +85,8 @@ class DraftModel(Proposer):
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Any:
-        """As `Proposer.token_ids`, on the device."""
+    ) -> Int32[Array, " tokens"]:
+        """As `Proposer.token_ids`."""
         self._catch_up(step, generations)
         lens = [len(one.token_ids) for one in generations]
         bucket = dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS)
@@ -94,6 +94,7 @@ class DraftModel(Proposer):
         ids: Any = pack_tokens([one.token_ids[-FIRST_TOKENS:] for one in generations], bucket)
         drawn_by = replace(sampling, draws=True, cuts=False), np.asarray(num_generated, np.int32)
         weights = self._weights.state
+        token_ids: Array
         token_ids, self._caches = self._drafters(weights, self._caches, metadata, ids, *drawn_by)
         for one in generations:
             if one.drafting.num_drafted:
@@ -104,7 +105,7 @@ class DraftModel(Proposer):
         """As `Proposer.copy_blocks`."""
         self._caches = copy_blocks(self._caches, pairs)
 
-    def precompile(self, *, progress: bool) -> None:
+    def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Proposer.precompile`."""
         drawn = SamplingParams(temperature=1.0, seed=0)
         ints = lambda count: jax.ShapeDtypeStruct((count,), jnp.int32)
@@ -113,7 +114,7 @@ class DraftModel(Proposer):
             sampling = jax.eval_shape(lambda: build_sampling_metadata([drawn], num_rows=bucket.max_reqs))
             return [ints(bucket.max_tokens), sampling, ints(bucket.max_reqs)]
 
-        how: dict[str, Any] = {"block_size": self._block_size, "progress": progress}
+        how: dict[str, Any] = {"block_size": self._block_size, "progress": progress, "wait": wait}
         weights = self._weights.refresh()
         self._readers.precompile(weights, self._caches, inputs=lambda b: [ints(b.max_tokens)], **how)
         self._drafters.precompile(weights, self._caches, inputs=inputs, **how)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int, Int32
 
 from jattn.bucket import Bucket
 from jattn.serving.generation import Generation
@@ -75,10 +76,10 @@ class NgramProposer(Proposer):
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Any:
-        """As `Proposer.token_ids`, in numpy."""
+    ) -> Int32[Array, " tokens"]:
+        """As `Proposer.token_ids`."""
         ids = np.zeros((bucket.max_decodes, bucket.decode_query_len), np.int32)
         for row, one in enumerate(generations):
             drafts = one.drafting.drafts[: one.drafting.num_drafted]
             ids[row, : 1 + len(drafts)] = [one.token_ids[-1], *drafts]
-        return ids.reshape(-1)
+        return jax.device_put(ids.reshape(-1))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtyping import Array, Int32
+
 from jattn.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata
@@ -28,8 +30,8 @@ class Proposer:
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Any:
-        """A step's tokens, `[max_decodes * (1 + k)]`: each row's last one and its drafts.
+    ) -> Int32[Array, " tokens"]:
+        """A step's tokens, `1 + k` a row of the bucket: its last one and its drafts.
 
         Args:
             step: All rows with k drafts.
@@ -43,5 +45,5 @@ class Proposer:
     def copy_blocks(self, pairs: Any) -> None:
         """Copies cache blocks, `(source, target)` pairs, as the engine does in its own caches."""
 
-    def precompile(self, *, progress: bool) -> None:
-        """Compiles all that drafting runs."""
+    def precompile(self, *, progress: bool, wait: bool) -> None:
+        """Compiles all that drafting runs; as `DecodeGraphs.precompile`."""

@@ -5,7 +5,9 @@ prepares a step while the device runs the last.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +20,6 @@ from jattn.bucket import Bucket
 from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
-from jattn.requests import row_indices
 from jattn.serving.adjustments import Adjustments
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
@@ -31,7 +32,14 @@ from jattn.serving.scheduler import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
-from jattn.serving.step import Sampled, StepTokens, make_step, next_tokens, with_implementation
+from jattn.serving.step import (
+    Sampled,
+    StepTokens,
+    make_step,
+    next_tokens,
+    sampler_rows,
+    with_implementation,
+)
 from jattn.serving.step_inputs import PromptPart, StepSampling, prompt_parts, step_adjustments, step_tokens
 from jattn.serving.weights import Weights
 
@@ -60,7 +68,6 @@ class _InFlight(NamedTuple):
     """A step whose tokens the host has not read."""
 
     step: Step
-    rows: np.ndarray  # of its requests
     sampled: Sampled | Verified
     num_logprobs: list[int | None]  # that each request asked for
     prompt: list[PromptPart]
@@ -95,7 +102,8 @@ class Runner:
         self._checks_batches = checks_batches
         self.num_steps = 0
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._max_rows = max(bucket.max_reqs for bucket in self.graphs.buckets)
+        self._max_num_seqs = limits.max_num_seqs
+        self._max_rows = max(map(self._rows_of, self.graphs.buckets))
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         self._sampling = StepSampling()
 
@@ -124,12 +132,14 @@ class Runner:
         model = nnx.merge(self._graphdef, self.weights.refresh())
         return explain(model, self._caches, self.graphs.buckets, self.block_size)
 
-    def precompile(self, *, progress: bool) -> None:
+    def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Engine.precompile`."""
+        whole: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
         def inputs(bucket: Bucket) -> list[StepTokens]:
-            shapes = (bucket.max_tokens,), (bucket.max_tokens,), (self._max_rows,)
-            return [StepTokens._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
+            tokens = whole(bucket.max_tokens)
+            places = self._rows_of(bucket) * bucket.decode_query_len
+            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places))]
 
         self.graphs.precompile(
             self.weights.refresh(),
@@ -137,20 +147,30 @@ class Runner:
             block_size=self.block_size,
             inputs=inputs,
             progress=progress,
+            wait=wait,
         )
         if self._proposer is not None:
-            self._proposer.precompile(progress=progress)
+            self._proposer.precompile(progress=progress, wait=wait)
+        sizes = lambda bucket: (self._rows_of(bucket), bucket.decode_query_len)
+        needed = {sizes(bucket) for bucket in self.graphs.executables}
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        compiling = [pool.submit(self._compile_samplers, *size) for size in needed]
+        for size in {sizes(bucket) for bucket in self.graphs.buckets} - needed:
+            pool.submit(self._compile_samplers, *size)
+        for done in compiling:
+            done.result()
+        pool.shutdown(wait=wait)
+
+    def _compile_samplers(self, rows: int, query_len: int) -> None:
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
-        for rows, query_len in {(bucket.max_reqs, bucket.decode_query_len) for bucket in self.graphs.buckets}:
-            logits = jnp.zeros((rows * query_len, self._vocab_size))
-            ids, num_generated = np.zeros(rows * query_len, np.int32), np.zeros(rows, np.int32)
-            for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
-                sampling = build_sampling_metadata([params], num_rows=rows)
-                self._sampled(logits, ids, sampling, num_generated)
+        logits, ids = jnp.zeros((rows * query_len, self._vocab_size)), jnp.zeros(rows * query_len, jnp.int32)
+        for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
+            sampling = build_sampling_metadata([params], rows)
+            self._sampled(logits, ids, sampling, np.zeros(rows, np.int32))
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
-        # Named where there are buckets of several: a prompt of 1 + k tokens would look like a row with drafts.
+        # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
         num_blocks = max(map(len, step.block_tables))
         bucket = self.graphs.choose(step.query_lens, num_blocks=num_blocks, decode_query_len=query_len)
@@ -164,11 +184,10 @@ class Runner:
         )
         if self._checks_batches:
             check_batch(metadata, self._cache_spec)
-        rows = row_indices(np.asarray(step.query_lens), bucket)
-        before = self._rows_before()
-        sampling, num_generated = self._sampling.of(step, generations, bucket, rows)
-        sizes = {"num_rows": bucket.max_reqs, "vocab_size": self._vocab_size}
-        adjustments = step_adjustments(step, generations, rows, before, self._last_tokens, **sizes)
+        rows, before, last = self._rows_of(bucket), self._rows_before(), self._last_tokens
+        sampling, num_generated = self._sampling.of(step, generations, rows)
+        sizes = {"num_rows": rows, "vocab_size": self._vocab_size}
+        adjustments = step_adjustments(step, generations, before, last, **sizes)
         if step.block_copies:
             pairs = padded_pairs(step.block_copies)
             self._caches = copy_blocks(self._caches, pairs)
@@ -176,10 +195,10 @@ class Runner:
                 self._proposer.copy_blocks(pairs)
         if step.num_draft_tokens and self._proposer is not None:
             drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
-            on_host: Any = np.full(bucket.max_tokens, -1, np.int32)
-            tokens = StepTokens(drafted, on_host, self._last_tokens)
+            places: Any = np.arange(bucket.max_tokens, dtype=np.int32)
+            tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
         else:
-            tokens = step_tokens(step, generations, bucket, before, self._last_tokens)
+            tokens = step_tokens(step, generations, bucket, before, last, rows)
         outputs, self._caches = self.graphs(self.weights.state, self._caches, metadata, tokens)
         wanted = [generation.sampling_params.logprobs for generation in generations]
         drawn_by = (sampling, num_generated, adjustments, _most(wanted))
@@ -190,26 +209,26 @@ class Runner:
         of_prompts = self._prompt_logprobs(parts, outputs.hidden, bucket)
         for array in jax.tree.leaves((sampled, of_prompts)):
             array.copy_to_host_async()
-        self._in_flight.append(_InFlight(step, rows, sampled, wanted, parts, of_prompts))
+        self._in_flight.append(_InFlight(step, sampled, wanted, parts, of_prompts))
         self.num_steps += 1
 
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
-        step, rows, sampled, wanted, parts, of_prompts = self._in_flight[0]
-        token_ids, firsts = _read_tokens(sampled, rows)
+        step, sampled, wanted, parts, of_prompts = self._in_flight[0]
+        token_ids, query_len = _read_tokens(sampled, len(step.request_ids))
         logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
         places = None if of_prompts is None else fetched(of_prompts)
         self._in_flight.popleft()
         by_request = {part.request_id: part for part in parts}
-        each = zip(step.request_ids, token_ids, step.samples, firsts, wanted, strict=True)
-        for request_id, ids, samples, first, num in each:
+        each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
+        for row, (request_id, ids, samples, num) in enumerate(each):
             part = by_request.get(request_id)
             new = ids if samples else []
             yield NewTokens(
                 request_id,
                 new,
                 [
-                    logprobs.at(first + i, token, num) if logprobs and num is not None else None
+                    logprobs.at(row * query_len + i, token, num) if logprobs and num is not None else None
                     for i, token in enumerate(new)
                 ],
                 [
@@ -222,12 +241,18 @@ class Runner:
 
     # --------------------------------------------------------------------------------------- inside
     def _rows_before(self) -> dict[int, int]:
-        """Of each request in the step in flight, if there is one, its row."""
+        """Of each request in the step in flight, if there is one, its row of the sampler."""
         return {
             request_id: row
             for flying in self._in_flight
-            for request_id, row in zip(flying.step.request_ids, flying.rows.tolist(), strict=True)
+            for row, request_id in enumerate(flying.step.request_ids)
         }
+
+    def _rows_of(self, bucket: Bucket) -> int:
+        """Rows of the sampler: of steps with drafts those of the step, else all requests."""
+        if bucket.decode_query_len > 1:
+            return bucket.max_decodes
+        return sampler_rows(bucket, self._max_num_seqs)
 
     def _sampled(
         self,
@@ -258,13 +283,12 @@ class Runner:
         return prompt_logprobs(self._graphdef, self.weights.state, hidden, next_ids, num=num)
 
 
-def _read_tokens(sampled: Sampled | Verified, rows: np.ndarray) -> tuple[list[list[int]], list[int]]:
-    """New tokens of each row, and at which place the first of them stands; waits for them."""
+def _read_tokens(sampled: Sampled | Verified, num_rows: int) -> tuple[list[list[int]], int]:
+    """New tokens of each row, and how many places a row has; waits for them."""
     if isinstance(sampled, Sampled):
-        return jax.device_get(sampled.tokens)[rows, None].tolist(), rows.tolist()
+        return jax.device_get(sampled.tokens)[:num_rows, None].tolist(), 1
     tokens, num_accepted = jax.device_get((sampled.tokens, sampled.num_accepted))
-    ids = [tokens[row, : 1 + num_accepted[row]].tolist() for row in rows]
-    return ids, (rows * tokens.shape[1]).tolist()
+    return [tokens[row, : 1 + num_accepted[row]].tolist() for row in range(num_rows)], tokens.shape[1]
 
 
 def _most(wanted: Sequence[int | None]) -> int | None:

@@ -42,9 +42,8 @@ class Speculation:
         if any(self._length(one) + self.num_tokens > self._max_model_len for one in generations):
             return False
         awake = [one for one in generations if one.drafting.sleeps_until <= self._length(one)]
-        if not self._pays(
-            len(generations), math.fsum(one.drafting.expected(self._most(one)) for one in awake)
-        ):
+        best = math.fsum(one.drafting.expected(self._most(one)) for one in awake)
+        if not self._pays(len(generations), best):
             return False  # not even if all of them had as many drafts as can be
         for one in generations:
             one.drafting.num_drafted = 0

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from jattn.bucket import Bucket
 from jattn.graphs import GraphStep
 from jattn.implementations.choice import asked_for, first_able
-from jattn.metadata.batch import BatchMetadata
 from jattn.module import PagedAttention
 from jattn.serving.adjustments import Adjustments, adjusted
 from jattn.serving.logprobs import TokenLogprobs, logprobs_of
@@ -24,20 +24,23 @@ class StepTokens(NamedTuple):
 
     Attributes:
         ids: Tokens as the host knows them.
-        rows: Row of the step before whose new token stands here; -1 where `ids` has it.
+        rows: The sampler's row in the step before whose new token stands here; -1 where `ids` has it.
         last: New tokens of the step before, by its rows.
+        ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
+            the sampler. The rest of these rows are padding. In a step with drafts all tokens, place by place.
     """
 
     ids: Int32[Array, " tokens"]
     rows: Int32[Array, " tokens"]
     last: Int32[Array, " max_rows"]
+    ends: Int32[Array, " places"]
 
 
 class StepOutputs(NamedTuple):
     """What a step makes besides its caches.
 
     Attributes:
-        logits: Of each row's last token; of all tokens of decode rows that have drafts.
+        logits: Of the tokens that StepTokens.ends names.
         hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
     """
 
@@ -49,7 +52,7 @@ class Sampled(NamedTuple):
     """The next token of each row.
 
     Attributes:
-        tokens: Padded to the rows of the largest bucket: they feed a step of any bucket.
+        tokens: Padded to the most rows of the sampler: they feed a step of any bucket.
         logprobs: Of the rows, where somebody asked for them.
     """
 
@@ -69,19 +72,9 @@ def make_step(graphdef: Any) -> GraphStep:
         shared = model.plan(metadata, caches)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[_places(metadata)]), hidden), caches
+        return StepOutputs(model.logits(hidden[tokens.ends]), hidden), caches
 
     return step
-
-
-def _places(metadata: BatchMetadata) -> Int32[Array, " places"]:
-    """The tokens whose logits are wanted."""
-    bucket, last = metadata.bucket, metadata.last_token_indices
-    if bucket.decode_query_len == 1:
-        return last
-    return jnp.concatenate(
-        [jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32), last[bucket.max_decodes :]]
-    )
 
 
 @functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))
@@ -103,7 +96,7 @@ def next_tokens(
         sampling: Of the rows.
         num_generated: As in `sample`.
         adjustments: What rows ask of the logits first; None = nothing.
-        max_rows: Rows of the largest bucket. Static.
+        max_rows: The most rows of the sampler. Static.
         num_logprobs: How many of the likeliest tokens to report; None = no log-probabilities. Static.
     """
     logits = logits.astype(jnp.float32)
@@ -111,6 +104,16 @@ def next_tokens(
     tokens = sample(wanted, sampling, num_generated)
     logprobs = None if num_logprobs is None else logprobs_of(logits, tokens, num_logprobs)
     return Sampled(jnp.pad(tokens, (0, max_rows - tokens.shape[0])), logprobs)
+
+
+def sampler_rows(bucket: Bucket, max_num_seqs: int) -> int:
+    """Rows of the sampler behind a bucket: all requests of it; a power of two or one and a half of one.
+
+    So few sizes that the samplers of all buckets compile in seconds.
+    """
+    rows = min(bucket.max_reqs, max_num_seqs)
+    power = 1 << (rows - 1).bit_length()
+    return 3 * power // 4 if power > 2 and 3 * power // 4 >= rows else power
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:
