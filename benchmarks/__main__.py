@@ -2,7 +2,19 @@
 
 import argparse
 
-from benchmarks import decode, engine, gpu_tests, graphs, prefill, quantization, sparse, table, tune, write
+from benchmarks import (
+    decode,
+    drafts,
+    engine,
+    gpu_tests,
+    graphs,
+    prefill,
+    quantization,
+    sparse,
+    table,
+    tune,
+    write,
+)
 
 SUITES = {
     "decode": decode,
@@ -11,6 +23,7 @@ SUITES = {
     "tune": tune,
     "graphs": graphs,
     "engine": engine,
+    "drafts": drafts,
     "quantization": quantization,
     "gpu-tests": gpu_tests,
     "table": table,
