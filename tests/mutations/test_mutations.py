@@ -14,7 +14,7 @@ from pallas_kernels.paged_decode import merge
 from pallas_kernels.paged_decode.segments import Span
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import entry as prefill_entry
+from pallas_kernels.varlen_prefill import call as prefill_call
 from pallas_kernels.varlen_prefill import items
 from tests.mutations import kernels
 
@@ -105,8 +105,8 @@ def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_entry.Shape
-    patch.setattr(prefill_entry, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
+    right = prefill_call.Shape
+    patch.setattr(prefill_call, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
 
 
 # -------------------------------------------------------------------------------------------- lists
