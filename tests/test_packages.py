@@ -48,6 +48,24 @@ def test_no_package_imports_another_s_private_names():
     assert taken == []
 
 
+def test_a_kernel_s_package_exports_what_is_taken_of_it():
+    users = [path for folder in ("jattn", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    taken = [
+        (str(path.relative_to(ROOT)), node.module, [alias.name for alias in node.names])
+        for path in users
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pallas_kernels.")
+        if (ROOT / room_of(node.module).replace(".", "/")).is_dir() and node.module != room_of(node.module)
+    ]
+    assert taken == []
+
+
+def test_masks_are_named_in_one_package():
+    imported = {name for _, name in imports("jattn.sparsity")}
+    assert not imported & set(jattn.masks.__all__)
+    assert all(getattr(jattn.sparsity, name) is getattr(jattn.masks, name) for name in jattn.masks.__all__)
+
+
 def test_no_package_leans_on_one_that_leans_on_it():
     graph = {}
     for module in set(MODULES) - {"jattn"}:

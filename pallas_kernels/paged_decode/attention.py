@@ -64,7 +64,7 @@ class Attention:
 
     def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, span: Span):
         self.inputs, self.smem, self.pipeline, self.span, self.spec = inputs, smem, pipeline, span, span.spec
-        make_products = MmaProducts if self.spec.tiles.by_warp else WgmmaProducts
+        make_products = MmaProducts if self.spec.sizes.by_warp else WgmmaProducts
         self.products: Products = make_products(smem, pipeline, self.spec)
         self.mask = Mask(self.spec, span.head_tile)
         self.store = Store(outputs, inputs.sinks, span.head_tile, self.spec)
@@ -101,7 +101,7 @@ class Attention:
 
     def attend_tile(self, query: SegmentQuery, tile_index: Scalar, state: TileState) -> TileState:
         """Takes one tile of keys into a segment's attention: scores, softmax, values."""
-        segment, stage = query.segment, lax.rem(state.step, jnp.int32(self.spec.tiles.stages))
+        segment, stage = query.segment, lax.rem(state.step, jnp.int32(self.spec.sizes.stages))
         keys = keys_of(segment, tile_index, state.entries, self.spec)
         entries = entries_of(segment, tile_index + 1, self.inputs.lists.ids, self.spec)
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
-from pallas_kernels.list_tiles import MAX_PARTS
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
 from pallas_kernels.varlen_prefill.bias import LOG2E
-from pallas_kernels.varlen_prefill.lists import TileLists, num_parts
+from pallas_kernels.varlen_prefill.lists import TileLists, num_query_blocks
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, ScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import (
@@ -24,8 +24,8 @@ from pallas_kernels.varlen_prefill.schedule import (
     make_schedule,
     max_tiles,
 )
+from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
-from pallas_kernels.varlen_prefill.tiles import Tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Call:
         lists: make_lists' for the call's schedule: each head's tiles of keys. Of a listed tile, values must
             be finite from the first key that some query of the request sees by the score's numbers to the
             request's last, even where the mask hides them; the others may be anything.
-        block_q: Queries of a block of queries, where the parts that the lists tell apart are needed: queries
+        block_q: Queries of a block of queries, where the lists tell these apart: queries
             of one block see a tile's keys alike, but for what `score` and `mask` hide.
         mask: What queries see in tiles that are listed as seen in part; static but for its arrays. Only with
             lists.
@@ -100,22 +100,22 @@ class Call:
         num_axes = 3 if self.block_table is None else 4
         require(self.key.ndim == num_axes, "key", f"have {num_axes} axes", self.key.shape)
 
-    def check_lists(self, tiles: Tiles) -> None:
+    def check_lists(self, sizes: KernelSizes) -> None:
         """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
         has_lists = self.lists is not None
         require(
             has_lists or (self.mask is None and self.block_q is None), "lists", "be given with a mask", None
         )
         if self.block_q is not None:
-            parts = num_parts(tiles.tile_q, self.block_q)
-            rule = f"cut {tiles.tile_q} queries into {MAX_PARTS} at most"
-            require(parts <= MAX_PARTS, "block_q", rule, self.block_q)
+            touched = num_query_blocks(sizes.tile_q, self.block_q)
+            rule = f"cut {sizes.tile_q} queries into {MAX_QUERY_BLOCKS} at most"
+            require(touched <= MAX_QUERY_BLOCKS, "block_q", rule, self.block_q)
 
-    def check_schedule(self, schedule: Schedule, tiles: Tiles) -> None:
+    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
-        rows = max_tiles(num_tokens, reqs, tiles.tile_q)
-        what = f"{num_tokens} tokens of {reqs} requests in tiles of {tiles.tile_q}"
+        rows = max_tiles(num_tokens, reqs, sizes.tile_q)
+        what = f"{num_tokens} tokens of {reqs} requests in tiles of {sizes.tile_q}"
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), what)
         if lists is not None:
@@ -123,7 +123,7 @@ class Call:
             require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
             require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), what)
 
-    def make_schedule(self, score: Score, tiles: Tiles) -> Schedule:
+    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
         """Its own."""
         seq_lens = self.seq_lens
         if self.block_table is not None and self.block_size is not None:  # no table is read behind its end
@@ -135,7 +135,7 @@ class Call:
             self.kv_start_loc,
             num_tokens=self.query.shape[0],
             score=score,
-            tiles=tiles,
+            sizes=sizes,
         )
 
     @property
@@ -164,20 +164,20 @@ class Call:
             kv_tokens = min(kv_tokens, math.prod(self.block_table.shape)) * self.block_size
         return 4 * kv_tokens * self.key.shape[-1]
 
-    def shape(self, schedule: Schedule, tiles: Tiles) -> Shape:
+    def shape(self, schedule: Schedule, sizes: KernelSizes) -> Shape:
         """Static sizes."""
         (_, q_heads, head_dim), rows = self.query.shape, schedule.table.shape[0]
         cut, in_cache = head_cut(head_dim), None
         if self.block_size is not None:
             is_hnd = self.layout == "HND"
-            in_cache = CacheCut(block_size=self.block_size, tile_kv=tiles.tile_kv, is_hnd=is_hnd, head=cut)
+            in_cache = CacheCut(block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=cut)
         return Shape(
             q_heads=q_heads,
             group=q_heads // self.kv_heads,
             cut=cut,
             in_cache=in_cache,
             heads_at_once=heads_at_once(
-                q_heads, self.kv_heads, kv_bytes=self.kv_bytes, rows=rows, tiles=tiles
+                q_heads, self.kv_heads, kv_bytes=self.kv_bytes, rows=rows, sizes=sizes
             ),
             block_q=self.block_q,
         )

@@ -10,8 +10,8 @@ from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.schedule import Schedule
+from pallas_kernels.varlen_prefill.sizes import KernelSizes, default_sizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
-from pallas_kernels.varlen_prefill.tiles import Tiles, default_tiles
 
 
 def varlen_prefill(
@@ -31,7 +31,7 @@ def varlen_prefill(
     lists: TileLists | None = None,
     block_q: int | None = None,
     mask: KernelMask | None = None,
-    tiles: Tiles | None = None,
+    sizes: KernelSizes | None = None,
     return_lse: bool = False,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -49,11 +49,11 @@ def varlen_prefill(
         layout: Static: "NHD" or "HND"; of a paged cache.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
-        schedule: make_schedule's for the same lengths and tiles; made here when None.
+        schedule: make_schedule's for the same lengths and sizes; made here when None.
         lists: The tiles of keys to visit; None = all. For it and the next two see Call.
         block_q: Static.
         mask: Static but for its arrays.
-        tiles: Static. Chosen from the shapes when None.
+        sizes: Static. Chosen from the shapes when None.
         return_lse: Static: whether the log-sum-exp is wanted.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -70,7 +70,7 @@ def varlen_prefill(
         kv_start_loc=kv_start_loc, block_table=block_table, layout=layout, sinks=sinks,
         alibi_slopes=alibi_slopes, lists=lists, block_q=block_q, mask=mask,
     )  # fmt: skip
-    return attend_call(call, schedule, score=score, tiles=tiles, return_lse=return_lse, interpret=interpret)
+    return attend_call(call, schedule, score=score, sizes=sizes, return_lse=return_lse, interpret=interpret)
 
 
 def attend_call(
@@ -78,22 +78,22 @@ def attend_call(
     schedule: Schedule | None,
     *,
     score: Score,
-    tiles: Tiles | None,
+    sizes: KernelSizes | None,
     return_lse: bool,
     interpret: Interpret,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_prefill."""
     call.check()
     num_tokens, q_heads, head_dim = call.query.shape
-    tiles = default_tiles(head_dim, has_lists=call.lists is not None) if tiles is None else tiles
-    call.check_lists(tiles)
+    sizes = default_sizes(head_dim, has_lists=call.lists is not None) if sizes is None else sizes
+    call.check_lists(sizes)
     if call.is_empty:
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(call.query), lse if return_lse else None
-    schedule = call.make_schedule(score, tiles) if schedule is None else schedule
-    call.check_schedule(schedule, tiles)
+    schedule = call.make_schedule(score, sizes) if schedule is None else schedule
+    call.check_schedule(schedule, sizes)
     spec = PrefillSpec(
-        shape=call.shape(schedule, tiles), score=score, tiles=tiles, dtype=call.query.dtype, mask=call.mask,
+        shape=call.shape(schedule, sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
         interpret=interpret,
     )  # fmt: skip

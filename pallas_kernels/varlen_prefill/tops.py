@@ -72,7 +72,7 @@ def policy_of(spec: PrefillSpec) -> TopPolicy:
     is_small = soft_cap is not None and soft_cap * LOG2E <= ROOM[spec.dtype]
     if is_small and not spec.has_alibi:
         return NoTop(spec)
-    rises_little = spec.dtype == jnp.bfloat16 and spec.tiles.tile_kv <= BIASED_KEYS
+    rises_little = spec.dtype == jnp.bfloat16 and spec.sizes.tile_kv <= BIASED_KEYS
     if spec.has_alibi and not rises_little:
         return LargestScore(spec)
     room = BIASED_ROOM if spec.has_alibi else ROOM[spec.dtype]

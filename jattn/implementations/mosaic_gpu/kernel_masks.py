@@ -13,9 +13,7 @@ from jaxtyping import Array, Bool, Int32
 from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Pairs, Prefix, VerticalSlash, Window
 from jattn.masks.base import leaves, quotient, remainder
 from jattn.masks.blocks import blocks_of_tile
-from pallas_kernels.varlen_prefill import KernelMask, PairTile
-from pallas_kernels.varlen_prefill.masks import WORD, Words
-from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS
+from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
 MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
