@@ -96,3 +96,15 @@ def test_no_module_has_the_name_of_a_public_function():
     assert {"plan", "attend", "calibrate", "schedule"} <= functions
     names = {info.name.split(".")[-1] for info in pkgutil.walk_packages(jattn.__path__, "jattn.")}
     assert sorted(names & functions) == []
+
+
+def test_a_number_of_the_kernels_is_defined_once():
+    """Names for what JAX has, as layouts, may be short in each room."""
+    places = {}
+    for module in (name for name in MODULES if name.startswith("pallas_kernels")):
+        for node in ast.parse(MODULES[module].read_text()).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.Call() as value):
+                    if not ast.unparse(value).startswith(("plgpu.", "jnp.")):
+                        places.setdefault((name, ast.unparse(value)), []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

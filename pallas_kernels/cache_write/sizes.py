@@ -3,8 +3,8 @@
 import dataclasses
 
 from pallas_kernels.checks import require_positive
+from pallas_kernels.shared.gpu import NUM_SMS
 
-NUM_SMS = 132  # H100 SXM, H200
 SHARED_MEMORY = 96 * 1024  # bytes a thread block may take, so that two fit an SM
 
 

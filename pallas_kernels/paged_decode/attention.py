@@ -14,10 +14,11 @@ from pallas_kernels.paged_decode.mma_products import MmaProducts
 from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.paged_decode.segments import Segment, Span
-from pallas_kernels.paged_decode.softmax import LOG2E, online_softmax
+from pallas_kernels.paged_decode.softmax import online_softmax
 from pallas_kernels.paged_decode.store import Store
 from pallas_kernels.paged_decode.tile_keys import TileKeys, entries_of, keys_of
 from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Scalar, Tile
 
 W = plgpu.Layout.WGMMA

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int32, UInt
 
 SEEN, WHOLE, FIRST_QUERY_BLOCK = 0, 1, 2  # bits of a code
 QUERY_BLOCK_SHIFT = 20  # an entry: the tile's number below, above it one bit for each block of queries
-MAX_QUERY_BLOCKS = 10
+MAX_QUERY_BLOCKS = 10  # that the bits of an entry tell apart
 MAX_TILES = 2**16 - 1  # of a list
 
 

@@ -11,8 +11,8 @@ from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_prefill
-from pallas_kernels.varlen_prefill.bias import LOG2E
 from pallas_kernels.varlen_prefill.lists import TileLists, num_query_blocks
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, ScheduleRefs

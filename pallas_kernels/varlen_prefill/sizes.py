@@ -3,9 +3,9 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
 
-NUM_SMS = 132  # H100 SXM, H200
 WARPGROUP_ROWS = 64  # the tensor core's M
 SHARED_MEMORY = 221 * 1024  # bytes a thread block may have, less columns, barriers and reductions
 

@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import votes
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.bias import LOG2E, factor_of
+from pallas_kernels.varlen_prefill.bias import factor_of
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, f32
 
 # A row's top lies so many powers of two above its largest score when it is chosen, and serves until a score

@@ -7,8 +7,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.varlen_prefill import memory, tops
-from pallas_kernels.varlen_prefill.bias import LOG2E
 from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
