@@ -80,7 +80,7 @@ def best_blocks(
         num_recent=num_recent,
     )
 
-    return run_program(
+    least, ids, counts = run_program(
         program(shape),
         (scores, seq_lens),
         name="best_blocks",
@@ -92,6 +92,7 @@ def best_blocks(
         words=WORDS,
         grid=(reqs * heads,),
     )
+    return least, ids, counts
 
 
 class Shape(NamedTuple):

@@ -95,7 +95,7 @@ def sorted_items(
         writers=max(CTAS // sets, 1),
     )
 
-    return run_program(
+    items, num_items = run_program(
         program(shape),
         (table, num_live, entries, num_partial, num_full),
         name="sorted_items",
@@ -103,6 +103,7 @@ def sorted_items(
         words=shape.totals // 4 + WARPS,
         grid=(sets, shape.writers),
     )
+    return items, num_items
 
 
 class Shape(NamedTuple):
