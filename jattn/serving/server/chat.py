@@ -65,12 +65,17 @@ async def create_chat_completion(request: Request) -> Response:
     refuse(body, SERVED)
     prompt = chat_tokens(service, body)
     num = _num_logprobs(body)
-    given = {body.max_tokens, body.max_completion_tokens} - {None}
-    require(
-        len(given) < 2, "max_tokens", "be max_completion_tokens where both are given", sorted(given, key=str)
-    )
-    params = sampling_params(body, service.default_sampling, max_tokens=next(iter(given), None), logprobs=num)
+    params = sampling_params(body, service.default_sampling, max_tokens=_max_tokens(body), logprobs=num)
     return await Job(service, body, [prompt], params, ChatShape(service.token_texts, num)).answer(request)
+
+
+def _max_tokens(body: ChatCompletionBody) -> int | None:
+    newer = body.max_completion_tokens
+    if newer is None:
+        return body.max_tokens
+    is_same = body.max_tokens in (None, newer)
+    require(is_same, "max_tokens", f"be max_completion_tokens ({newer}) or nothing", body.max_tokens)
+    return newer
 
 
 def _num_logprobs(body: ChatCompletionBody) -> int | None:

@@ -83,8 +83,10 @@ async def respond(request: Request, error: Exception) -> Response:
 def _of_validation(error: pydantic.ValidationError) -> ApiError:
     """The first thing that is wrong; of a union's members the one that came furthest."""
     first = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or re.fullmatch(r"\w+", part)]
-    param = str(first["loc"][0]) if path else None
+    # Names of parameters and places in lists; pydantic has the types that it tried in between.
+    path = [str(part) for part in first["loc"] if re.fullmatch(r"[a-z_]+|\d+", str(part))]
+    path = [part for part in path if part not in ("str", "int", "float", "bool")]
+    param = path[0] if path else None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {'.'.join(path)}", param)
     if first["type"] == "json_invalid":

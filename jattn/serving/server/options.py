@@ -17,7 +17,7 @@ class ServerOptions:
         host: Where to listen.
         port: Likewise; 0 = one that is free.
         api_keys: Bearer keys, one of which a client must have; none = anybody may ask.
-        max_queue: Completions that may wait for a place in a step; more are turned away (429).
+        max_queue: Completions that may wait, besides those that a step can hold; more are turned away (429).
         max_body_bytes: Of a request.
         body_seconds: Within which a request's body must have come.
         drain_seconds: How long requests may go on when the server is told to stop.

@@ -76,9 +76,9 @@ class Service:
         """
         if not self.is_ready:
             raise ApiError(503, "the model is being made ready")
-        free = max(self.engine.engine.scheduler.max_num_seqs - self.num_open, 0)
-        if self.num_waiting() + count - free > self.options.max_queue:
-            told = f"{self.num_waiting()} completions wait, and no more than {self.options.max_queue} may"
+        num_queued = max(self.num_open - self.engine.engine.scheduler.max_num_seqs, 0)
+        if self.num_open + count > self.engine.engine.scheduler.max_num_seqs + self.options.max_queue:
+            told = f"{num_queued} completions wait, and no more than {self.options.max_queue} may"
             raise ApiError(429, told)
         self.num_open += count
         try:
