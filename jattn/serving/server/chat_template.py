@@ -12,6 +12,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from pallas_kernels.checks import require
+
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,7 +38,7 @@ class ChatTemplate:
         """Compiles it.
 
         Raises:
-            jinja2.TemplateSyntaxError: It is none.
+            ValueError: It is none.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
@@ -44,7 +46,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            require(
+                False, "chat_template", "be a Jinja2 template", f"in line {error.lineno}: {error.message}"
+            )
         self._special_tokens = dict(special_tokens or {})
 
     def render(

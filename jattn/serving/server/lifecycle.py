@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncGenerator, Generator
 from types import FrameType
@@ -28,8 +29,7 @@ class Server(uvicorn.Server):
         """Listens nowhere yet.
 
         Raises:
-            ValueError: The model has no tokenizer.
-            jinja2.TemplateSyntaxError: The chat template is none.
+            ValueError: The model has no tokenizer, or the chat template is none.
         """
         self.service = Service(AsyncEngine(engine), options)
         self.failure: Exception | None = None  # of the preparations
@@ -75,31 +75,34 @@ class Server(uvicorn.Server):
     async def _prepare(self) -> None:
         """Compiles, while /health says that it is not done."""
         try:
-            await self.service.engine.call(lambda engine: engine.precompile())
+            await self.service.engine.call(lambda engine: engine.precompile(progress=sys.stderr.isatty()))
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:
             self.failure, self.should_exit = error, True
 
 
-def serve(engine: Engine, options: ServerOptions) -> None:
-    """Serves until it is told to stop.
+def serve(engine: Engine, options: ServerOptions, sock: socket.socket) -> None:
+    """Serves on a socket until it is told to stop.
 
     Raises:
-        OSError: The port is taken.
+        ValueError: The model has no tokenizer, or the chat template is none.
         Exception: What compiling failed with.
     """
     server = Server(engine, options)
-    with _listening(options) as sock:
-        host, port = sock.getsockname()[:2]
-        told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
-        print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
-        server.run(sockets=[sock])
+    host, port = sock.getsockname()[:2]
+    told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
+    print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
+    server.run(sockets=[sock])
     if server.failure is not None:
         raise server.failure
 
 
-def _listening(options: ServerOptions) -> socket.socket:
-    """A socket of the port, taken before anything is told."""
+def listening(options: ServerOptions) -> socket.socket:
+    """A socket of the port: taken before weights are loaded, which takes long.
+
+    Raises:
+        OSError: The port is taken, or the host not of this machine.
+    """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     return socket.create_server((options.host, options.port), family=family)

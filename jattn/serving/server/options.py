@@ -38,6 +38,8 @@ class ServerOptions:
         require(len(self.served_model_names) > 0, "served_model_names", "have one name", ())
         require(0 <= self.port < 2**16, "port", "be in [0, 65536)", self.port)
         require(all(self.api_keys), "api_keys", "hold no empty key", repr(self.api_keys))
+        template = self.chat_template
+        require(template is None or template.is_file(), "chat_template", "be a file", template)
         require_positive(max_body_bytes=self.max_body_bytes, body_seconds=self.body_seconds)
         for name in ("max_queue", "drain_seconds"):
             require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
