@@ -13,7 +13,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.engine_core import EngineCore
-from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
     GREEDY,
     Prompt,
@@ -113,6 +113,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_steps=self._runner.num_steps,
+            num_failed_steps=self._core.num_failed_steps,
             num_compiles=self.graphs.num_compiles,
             num_preemptions=scheduler.num_preemptions,
             num_blocks=manager.capacity,
@@ -188,14 +189,16 @@ class Engine:
 
         Returns:
             What is new of the requests of `add_request`, one entry a completion, in order of arrival. Empty
-            where nothing came yet: the first step's tokens are read when the second has begun.
+            where nothing came yet: the first step's tokens are read when the second has begun. A step that
+            fails ends every request with its error; those to come are served.
         """
         if self._core.has_work():
-            self._core.run_step()
+            with contextlib.suppress(Exception):  # every request under way has it
+                self._core.run_step()
         outputs: list[RequestOutput] = []
         for request_id, (request, _) in list(self._open.items()):
             for index, generation in enumerate(request.generations):
-                if generation.unread:
+                if generation.has_news:
                     outputs.append(generation.output(request_id, index))
             if all(generation.finish_reason is not None for generation in request.generations):
                 del self._open[request_id]
@@ -244,6 +247,7 @@ class Engine:
             ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
                 vocabulary, longer than the longest context or than the cache; or an argument is of another
                 kind. Nothing has started then.
+            RequestError: A prompt could not be finished; a step's own error where that failed.
         """
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
@@ -306,11 +310,17 @@ class Engine:
                         while generation.unread:
                             new = generation.unread.popleft()
                             yield StreamedToken(index, new.token_id, new.text)
+                        if generation.error is not None:
+                            raise _request_error(index, generation.error) from generation.error
                 if not self._core.are_under_way(ids):
                     return
                 self._core.run_step()
         finally:
             self._core.drop(ids)
+
+
+def _request_error(index: int, error: Exception) -> RequestError:
+    return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")
 
 
 def _require_one_each(requests: Sequence[Request], where: str) -> None:

@@ -7,6 +7,7 @@ prepares a step while the device runs the last.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -90,7 +91,10 @@ class Runner:
         self._graphdef = nnx.graphdef(with_implementation(model, implementation))
         self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks)
         self._leaves = self.graphs.leaves_of(self.weights.state)
-        self._caches = model.create_caches(num_blocks, block_size=self.block_size, **cache)
+        self._new_caches = functools.partial(
+            model.create_caches, num_blocks, block_size=self.block_size, **cache
+        )
+        self._caches: Any = self._new_caches()
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
         self._checks_batches = checks_batches
         self.num_steps = 0
@@ -104,6 +108,13 @@ class Runner:
     def num_in_flight(self) -> int:
         """Steps started and not read."""
         return len(self._in_flight)
+
+    def reset(self) -> None:
+        """Makes new caches and forgets the steps in flight: what a failed call was given is gone."""
+        self._in_flight.clear()
+        self._caches = None  # before there is memory for others
+        self._caches = self._new_caches()
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
 
     def have_weights_changed(self) -> bool:
         """Whether the next step's weights are others than at the last look, however they were changed."""

@@ -230,6 +230,11 @@ class Scheduler:
                 return
         self._waiting = collections.deque(r for r in self._waiting if r.request_id != request_id)
 
+    def abort_all(self) -> None:
+        """Drops every request."""
+        for request_id in list(self._known):
+            self.abort(request_id)
+
     def forget_prefixes(self) -> None:
         """Nothing that is cached now will be found by requests to come: the weights have changed."""
         self.block_manager.unpublish_all()
