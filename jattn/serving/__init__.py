@@ -5,7 +5,8 @@ from jattn.serving.engine import Engine
 from jattn.serving.logprobs import Logprob
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, RequestOutput, StreamedToken
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Scheduler, Step
+from jattn.serving.scheduled_step import Step
+from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.stats import EngineStats
 

@@ -120,6 +120,7 @@ class Engine:
             peak_blocks=manager.peak_used,
             num_prefix_tokens=scheduler.num_prefix_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_forked_tokens=scheduler.num_forked_tokens,
             num_generated_tokens=self._core.num_generated,
             time_to_first_token=self._core.first_times,
             inter_token_latency=self._core.times,

@@ -26,7 +26,7 @@ from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
 from jattn.serving.outputs import Logprobs
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
 from jattn.serving.step import Sampled, StepTokens, make_step, next_tokens, with_implementation

@@ -41,11 +41,14 @@ class Pool:
         self.memory, self.tokens, self.known, self.hashes, self.left = {}, {}, {}, {}, {}
         self.weights, self.unread, self.num_done = 0, [], 0
         self.made_by = {}  # request -> the weights that were in force when its oldest keys were made
+        self.parents, self.begun = {}, {}  # of completions, whose keys may be as old as their first sibling's
 
-    def add(self, request, tokens, max_tokens):
+    def add(self, request, tokens, max_tokens, *, parent=None, is_found=True):
         self.tokens[request], self.left[request] = list(tokens), max_tokens
         self.hashes[request] = BlockHashes(BLOCK_SIZE, tokens)
-        self.scheduler.add(request, len(tokens), max_tokens, self.hashes[request])
+        hashes = self.hashes[request] if is_found else None
+        self.parents[request] = request if parent is None else parent
+        self.scheduler.add(request, len(tokens), max_tokens, hashes, parent_id=parent)
 
     def slot(self, table, position):
         return table[position // BLOCK_SIZE], position % BLOCK_SIZE
@@ -63,7 +66,8 @@ class Pool:
         rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
         for request, count, length, table in rows:
             tokens = self.tokens[request]
-            self.made_by.setdefault(request, self.weights)
+            begun = self.begun.setdefault(self.parents[request], self.weights)
+            self.made_by.setdefault(request, self.weights if self.parents[request] == request else begun)
             for position in range(length - count, length):
                 self.memory[self.slot(table, position)] = (*tokens[: position + 1], "by", self.weights)
         finished, unread = [], []
