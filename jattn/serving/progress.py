@@ -18,6 +18,7 @@ class Progress:
         num_tokens: Tokens that it has, prompt and generated.
         hashes: Of them, as far as the host knows them; None = it shares nothing.
         num_computed: How many of them are cached.
+        room: How many its blocks hold, none of which it shares from num_computed on; 0 = to be asked.
         num_published: Full blocks of them that others can find.
         is_stale: Some are of old weights.
         completions: Requests of the same prompt that wait for this one to compute it.
@@ -29,6 +30,7 @@ class Progress:
     num_tokens: int
     hashes: BlockHashes | None
     num_computed: int = 0
+    room: int = 0
     num_published: int = 0
     is_stale: bool = False
     completions: list["Progress"] = dataclasses.field(default_factory=list)

@@ -130,7 +130,7 @@ class Runner:
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
-        bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
+        bucket = self.graphs.choose(step.query_lens, num_blocks=step.block_tables.shape[1])
         metadata = build_batch_metadata(
             step.query_lens,
             step.seq_lens,

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import numpy as np
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
     """What runs next: one row per request, decode rows before prefill rows, each in order of arrival.
 
@@ -11,7 +13,8 @@ class Step:
         request_ids: The request of each row.
         query_lens: New tokens of each row.
         seq_lens: Tokens of each row once it has run, the new ones included.
-        block_tables: Blocks of each row, enough for seq_lens.
+        block_tables: Blocks of each row, enough for seq_lens, and null blocks behind; and where the tokens of
+            one will not be read again. int32 [rows, blocks of the longest]; the step's own.
         block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`): rows that
             would write into a block that others share have one of their own now.
         samples: Whether the row's last token is the last one that its request has: its logits make the next.
@@ -22,7 +25,7 @@ class Step:
     request_ids: tuple[int, ...]
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
-    block_tables: tuple[tuple[int, ...], ...]
+    block_tables: np.ndarray
     block_copies: tuple[tuple[int, int], ...]
     samples: tuple[bool, ...]
     num_decodes: int

@@ -4,9 +4,11 @@ import bisect
 import itertools
 from collections.abc import Collection
 
+from jattn.serving.allocator import Allocator
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.progress import Progress, by_arrival
+from jattn.serving.reach import Reach
 from jattn.serving.scheduled_step import Step
 from pallas_kernels.checks import require, require_positive
 
@@ -23,12 +25,19 @@ class Scheduler:
     Then they share its blocks: each computes the prompt's last token itself, in a block of its own. Those
     that wait with shared blocks lose them like one that runs.
 
+    What no layer of the model will see again is given up, so that a request may be longer than the cache.
+
     Source: vLLM V1 `Scheduler.schedule`; differs in that the latest request, short of a block, waits with
     what it has, where vLLM preempts it.
     """
 
     def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 512
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        reach: Reach | None = None,
     ) -> None:
         """Starts without requests.
 
@@ -36,6 +45,7 @@ class Scheduler:
             block_manager: Whose blocks; nobody else may take from it.
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step, all requests together.
+            reach: How far back the model looks; None = to the beginning.
 
         Raises:
             ValueError: A limit is not positive.
@@ -44,14 +54,14 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
-        self.num_forked_tokens = 0
+        self.num_forked_tokens = self._num_forks = 0
+        self._blocks = Allocator(block_manager, max_num_batched_tokens, reach)
         # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
         self._waiting: list[Progress] = []
         self._forked: list[Progress] = []  # these wait, too, with what they share
         self._running: list[Progress] = []
         self._known: dict[int, Progress] = {}
         self._new_arrivals = itertools.count()
-        self._copies: dict[int, list[tuple[int, int]]] = {}  # of each request, until its step has run
 
     @property
     def num_unfinished(self) -> int:
@@ -70,8 +80,8 @@ class Scheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit the cache."""
-        return self.block_manager.capacity * self.block_manager.block_size
+        """Tokens that a request may have: those that fit the cache; any number where it gives old ones up."""
+        return self._blocks.longest
 
     def add(
         self,
@@ -119,20 +129,21 @@ class Scheduler:
 
         Follow it with `complete` once it is on its way; without, the same rows are scheduled again.
         """
+        if self._num_forks != self.block_manager.num_forks:
+            self._num_forks = self.block_manager.num_forks
+            for request in self._running:  # what one was to write into may be shared now
+                request.room = 0
         chunks: list[tuple[Progress, int]] = []
         preempted: list[int] = []
-        budget, index = self.max_num_batched_tokens, 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
-            count = min(request.num_new, budget)
-            missing = request.num_computed + count - self.block_manager.num_tokens(request.request_id)
-            missing = max(missing, 0)  # less than count where the last step was never completed
-            preempted += self._make_room(request, missing)
-            if self.block_manager.blocks_to_append(request.request_id, missing) > self.block_manager.num_free:
-                break  # the latest of all: it waits, with the blocks it has
-            self._append(request, missing)
+        budget = self.max_num_batched_tokens
+        for request in self._running:  # the latest may leave it meanwhile
+            count = min(request.num_tokens - request.num_computed, budget)
+            if request.num_computed + count > request.room:
+                count = self._extended(request, count, preempted)
+            if count == 0:
+                break
             chunks.append((request, count))
-            budget, index = budget - count, index + 1
+            budget -= count
         if len(chunks) == len(self._running):
             chunks += self._admit(budget)
         return self._step(chunks, preempted) if chunks else None
@@ -149,16 +160,18 @@ class Scheduler:
         Raises:
             ValueError: A finished request has no row that samples.
         """
-        sampled = {r for r, samples in zip(step.request_ids, step.samples, strict=True) if samples}
-        require(set(finished) <= sampled, "finished", f"be among {sorted(sampled)}", sorted(finished))
-        for request_id, count in zip(step.request_ids, step.query_lens, strict=True):
+        sampled = set(itertools.compress(step.request_ids, step.samples))
+        require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
+        size = self.block_manager.block_size
+        for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
             request = self._known[request_id]
             request.num_computed += count
-            request.num_tokens += request_id in sampled
-            self._publish(request)  # the device takes steps in order: who reads comes later
-            self._copies.pop(request_id, None)
+            request.num_tokens += samples
+            if request.num_computed >= (request.num_published + 1) * size:
+                self._blocks.publish(request)  # the device takes steps in order: who reads comes later
             if request.completions and request.num_computed >= request.num_shared:
                 self._fork(request)
+        self._blocks.copies.clear()
         for request_id in finished:
             self.abort(request_id)
 
@@ -179,7 +192,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
                 if queue is not self._waiting:
-                    self._free(request)
+                    self._blocks.free(request)
 
     def forget_prefixes(self) -> None:
         """Nothing that is cached now will be found by requests to come: the weights have changed."""
@@ -207,8 +220,7 @@ class Scheduler:
             if parent.num_shared == 0:
                 bisect.insort(self._waiting, request, key=by_arrival)
                 continue
-            self.block_manager.fork(parent.request_id, request.request_id, parent.num_shared)
-            request.num_computed, request.is_stale = parent.num_shared, parent.is_stale
+            self._blocks.fork(parent, request)
             self.num_forked_tokens += parent.num_shared
             bisect.insort(self._forked, request, key=by_arrival)
         parent.completions = []
@@ -221,32 +233,31 @@ class Scheduler:
             request.parent = heir
         bisect.insort(self._waiting, heir, key=by_arrival)
 
-    def _append(self, request: Progress, count: int) -> None:
-        """Gives a request blocks for `count` more tokens; copies are in its steps until one has run."""
-        if copies := self.block_manager.append(request.request_id, count):
-            self._copies[request.request_id] = copies
+    def _extended(self, request: Progress, count: int, preempted: list[int]) -> int:
+        """Finds room for the next `count` tokens of a running request, or for as many as fit the cache.
 
-    def _make_room(self, request: Progress, count: int) -> list[int]:
-        """Takes the latest requests' blocks until `request` can have `count` more tokens or is the latest."""
+        Returns:
+            How many have it; 0 = none: it is the latest of all and waits, with the blocks it has.
+        """
+        count = self._blocks.fitting(request, count)
+        end = request.num_computed + count
+        preempted += self._make_room(request, end)
+        return count if self._blocks.extend(request, end) else 0
+
+    def _make_room(self, request: Progress, end: int) -> list[int]:
+        """Takes the latest requests' blocks until `request` can have its tokens or is the latest."""
         preempted = []
-        manager = self.block_manager
-        while manager.blocks_to_append(request.request_id, count) > manager.num_free:
+        while self._blocks.num_missing(request, end) > 0:
             queue = max((self._running, self._forked), key=lambda queue: queue[-1].arrival if queue else -1)
             if queue[-1] is request:
                 break
             victim = queue.pop()
-            self._free(victim)
-            victim.num_computed, victim.is_stale = 0, False
+            self._blocks.free(victim)
+            victim.num_computed, victim.room, victim.is_stale = 0, 0, False
             bisect.insort(self._waiting, victim, key=by_arrival)
             self.num_preemptions += 1
             preempted.append(victim.request_id)
         return preempted
-
-    def _free(self, request: Progress) -> None:
-        """Gives a request's blocks back; nothing is copied onto them any more."""
-        self._publish(request)
-        self.block_manager.free(request.request_id)
-        self._copies.pop(request.request_id, None)
 
     def _admit(self, budget: int) -> list[tuple[Progress, int]]:
         """Those that may begin with what is left of the budget, oldest first, and how many tokens of each."""
@@ -257,67 +268,32 @@ class Scheduler:
                 break
             queue = min(queues, key=lambda queue: queue[0].arrival)
             request = queue[0]
-            begins = self._continues if queue is self._forked else self._begins
-            count = begins(request, budget)
+            is_new = queue is self._waiting
+            count = self._blocks.begin(request, budget) if is_new else self._blocks.go_on(request, budget)
             if count == 0:
                 break
             del queue[0]
+            if is_new:
+                self.num_prefix_tokens += request.num_tokens
+                self.num_prefix_hit_tokens += request.num_computed
             bisect.insort(self._running, request, key=by_arrival)
             chunks.append((request, count))
             budget -= count
         return chunks
 
-    def _continues(self, request: Progress, budget: int) -> int:
-        """How many tokens a forked request runs; 0 while blocks for all of them are not free."""
-        manager = self.block_manager
-        if manager.blocks_to_append(request.request_id, request.num_new) > manager.num_free:
-            return 0
-        count = min(request.num_new, budget)
-        self._append(request, count)
-        return count
-
-    def _begins(self, request: Progress, budget: int) -> int:
-        """How many tokens a waiting request begins with; 0 while blocks for all of it are not free."""
-        manager, found = self.block_manager, self._found(request)
-        if manager.blocks_for(request.num_tokens) - len(found) > manager.num_free_without(found):
-            return 0
-        request.num_computed = len(found) * manager.block_size
-        request.num_published = len(found)
-        self.num_prefix_tokens += request.num_tokens
-        self.num_prefix_hit_tokens += request.num_computed
-        count = min(request.num_new, budget)
-        manager.allocate(request.request_id, request.num_computed + count, found)
-        return count
-
-    def _found(self, request: Progress) -> tuple[int, ...]:
-        """Full blocks of a request's beginning that others have computed; its last token is always new."""
-        if request.hashes is None:
-            return ()
-        most = (request.num_tokens - 1) // self.block_manager.block_size
-        return self.block_manager.find(request.hashes[:most])
-
-    def _publish(self, request: Progress) -> None:
-        """Lets others find the blocks that are computed and whose tokens the host knows."""
-        if request.hashes is None or request.is_stale:
-            return
-        num_full = min(request.num_computed // self.block_manager.block_size, len(request.hashes))
-        for index in range(request.num_published, num_full):
-            self.block_manager.publish(request.request_id, index, request.hashes[index])
-        request.num_published = num_full
-
     def _step(self, chunks: list[tuple[Progress, int]], preempted: list[int]) -> Step:
         is_decode = [count == 1 and request.num_computed > 0 for request, count in chunks]
-        rows = sorted(range(len(chunks)), key=lambda row: (not is_decode[row], chunks[row][0].arrival))
-        ordered = [chunks[row] for row in rows]
+        if not all(is_decode):
+            order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
+            chunks = [chunks[i] for i in order]
+        request_ids = tuple([request.request_id for request, _ in chunks])
         return Step(
-            request_ids=tuple(request.request_id for request, _ in ordered),
-            query_lens=tuple(count for _, count in ordered),
-            seq_lens=tuple(request.num_computed + count for request, count in ordered),
-            block_tables=tuple(self.block_manager.block_table(request.request_id) for request, _ in ordered),
-            block_copies=tuple(
-                pair for request, _ in ordered for pair in self._copies.get(request.request_id, ())
-            ),
-            samples=tuple(request.num_new == count for request, count in ordered),
+            request_ids=request_ids,
+            query_lens=tuple([count for _, count in chunks]),
+            seq_lens=tuple([request.num_computed + count for request, count in chunks]),
+            block_tables=self.block_manager.block_tables(request_ids),
+            block_copies=self._blocks.copies_of(request_ids),
+            samples=tuple([request.num_tokens - request.num_computed == count for request, count in chunks]),
             num_decodes=sum(is_decode),
             preempted=tuple(preempted),
         )
