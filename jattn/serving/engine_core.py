@@ -41,9 +41,15 @@ class EngineCore:
         """Puts all generations of requests in the queue; their numbers."""
         generations = [generation for request in requests for generation in request.generations]
         numbers = list(itertools.islice(self._new_numbers, len(generations)))
-        for number, one in zip(numbers, generations, strict=True):
-            self._generations[number] = one
-            self._scheduler.add(number, one.num_prompt_tokens, one.max_tokens, one.hashes)
+        self._generations.update(zip(numbers, generations, strict=True))
+        new = iter(numbers)
+        for request in requests:
+            parent = None  # the first completion, which computes the prompt for all
+            for one in request.generations:
+                number = next(new)
+                sizes = one.num_prompt_tokens, one.max_tokens
+                self._scheduler.add(number, *sizes, one.hashes, parent_id=parent)
+                parent = number if parent is None else parent
         return numbers
 
     def drop(self, numbers: Sequence[int]) -> None:

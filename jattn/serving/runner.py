@@ -28,7 +28,7 @@ from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
 from jattn.serving.outputs import Logprobs
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
 from jattn.serving.step import (
@@ -159,7 +159,7 @@ class Runner:
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
-        bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
+        bucket = self.graphs.choose(step.query_lens, num_blocks=step.block_tables.shape[1])
         metadata = build_batch_metadata(
             step.query_lens,
             step.seq_lens,

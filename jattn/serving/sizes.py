@@ -7,7 +7,10 @@ import jax
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
+from jattn.serving.block_manager import BlockManager
 from jattn.serving.prompts import require_list_of_ints
+from jattn.serving.reach import reach_of
+from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from pallas_kernels.checks import require, require_int, require_positive
 
@@ -79,6 +82,13 @@ class StepLimits(NamedTuple):
     def _blocks_of_longest(self, model: ServedModel) -> int:
         return -(-self.longest(model) // self.block_size)
 
+    def _blocks_at_once(self, model: ServedModel) -> int:
+        """Blocks that the longest request has need of at once."""
+        longest, reach = self._blocks_of_longest(model), reach_of(model)
+        if reach is None:
+            return longest
+        return min(longest, reach.blocks_at_once(self.max_num_batched_tokens, self.block_size))
+
     def num_blocks_for(
         self, model: ServedModel, num_blocks: int | None, cache_bytes: int | None, cache: dict[str, Any]
     ) -> int:
@@ -97,8 +107,17 @@ class StepLimits(NamedTuple):
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
             return num_blocks
         specs = model.cache_specs(1, block_size=self.block_size, **cache)
-        most = self._blocks_of_longest(model) * self.max_num_seqs + 1
+        most = self._blocks_at_once(model) * self.max_num_seqs + 1
         return num_blocks_in(cache_bytes, sum(spec.bytes_per_block for spec in specs), most=most)
+
+    def scheduler(self, model: ServedModel, num_blocks: int) -> Scheduler:
+        """A scheduler of a model's requests, over so many blocks.
+
+        Raises:
+            ValueError: There would be no block to hand out.
+        """
+        sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        return Scheduler(BlockManager(num_blocks, self.block_size), **sizes, reach=reach_of(model))
 
     def graphs(
         self, model: ServedModel, step: GraphStep, buckets: Sequence[Bucket] | None, num_blocks: int
@@ -108,7 +127,10 @@ class StepLimits(NamedTuple):
         Raises:
             ValueError: No bucket fits the largest step.
         """
-        max_blocks = min(self._blocks_of_longest(model), num_blocks - 1)
+        max_blocks, capacity = self._blocks_of_longest(model), num_blocks - 1
+        reach = reach_of(model)
+        if reach is None or not reach.fits(capacity * self.block_size, self.block_size):
+            max_blocks = min(max_blocks, capacity)
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
