@@ -15,6 +15,7 @@ from jattn.serving.served_model import ServedModel
 from pallas_kernels.checks import require, require_int, require_positive
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
+NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
 SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
 
 
@@ -24,6 +25,18 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
     while sizes[-1] >= 64:
         sizes.append(sizes[-1] // 4)
     return sizes
+
+
+def table_widths(max_blocks: int) -> list[int]:
+    """Columns of block tables: enough for the longest request, and eighths of that down to NARROW_TABLE.
+
+    A step sends its table to the device, rows x columns, and what a request might have decides what serves
+    it: neither should be of 131,072 tokens where 2,000 are there.
+    """
+    widths = [max_blocks]
+    while widths[-1] > NARROW_TABLE:
+        widths.append(max(widths[-1] // 8, NARROW_TABLE))
+    return widths
 
 
 def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -> int:
@@ -136,8 +149,12 @@ class StepLimits(NamedTuple):
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
             # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
             rows = max(self.max_num_seqs, 2)
-            buckets = default_buckets(rows, max_blocks=max_blocks, prefill_tokens=chunks)
-            buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
+            buckets = [
+                bucket
+                for width in table_widths(max_blocks)
+                for bucket in default_buckets(rows, max_blocks=width, prefill_tokens=chunks)
+                if bucket.max_tokens > 1
+            ]
         graphs = DecodeGraphs(step, buckets)
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,
