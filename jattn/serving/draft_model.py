@@ -1,6 +1,7 @@
 """Drafts by a small model: its own caches, over the blocks that the requests have."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata, sample
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.step import with_implementation
 from jattn.serving.weights import Weights
@@ -63,7 +64,8 @@ class DraftModel(Proposer):
         self._weights, self._block_size = Weights(model), block_size
         graphdef = nnx.graphdef(with_implementation(model, implementation))
         cache: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
-        self._caches = model.create_caches(num_blocks, block_size=block_size, **cache)
+        self._new_caches = functools.partial(model.create_caches, num_blocks, block_size=block_size, **cache)
+        self._caches: Any = self._new_caches()
         self._largest = prompt_buckets[-1]
         self._readers = DecodeGraphs(make_reading_step(graphdef), prompt_buckets)
         rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
@@ -105,6 +107,11 @@ class DraftModel(Proposer):
         """As `Proposer.copy_blocks`."""
         self._caches = copy_blocks(self._caches, pairs)
 
+    def reset(self) -> None:
+        """As `Proposer.reset`."""
+        self._caches = None  # before there is memory for others
+        self._caches = self._new_caches()
+
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Proposer.precompile`."""
         drawn = SamplingParams(temperature=1.0, seed=0)
@@ -136,8 +143,8 @@ class DraftModel(Proposer):
             ids = [one.token_ids[first : first + count] for _, one, first, count in parts]
             lens = [count for *_, count in parts]
             ends = [first + count for *_, first, count in parts]
-            tables = [step.block_tables[row] for row, *_ in parts]
-            bucket = self._readers.choose(lens, num_blocks=max(map(len, tables)))
+            tables = step.block_tables[[row for row, *_ in parts]]
+            bucket = self._readers.choose(lens, num_blocks=tables.shape[1])
             metadata = self._metadata(lens, ends, tables, bucket)
             packed: Any = pack_tokens(ids, bucket)
             _, self._caches = self._readers(self._weights.state, self._caches, metadata, packed)

@@ -10,10 +10,9 @@ from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
-from jattn.serving.block_manager import BlockManager
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.engine_core import EngineCore
-from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
     GREEDY,
     Prompt,
@@ -24,7 +23,6 @@ from jattn.serving.prompts import (
 )
 from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculative import Drafter, as_drafter, speculation_of
@@ -81,7 +79,7 @@ class Engine:
             num_speculative_tokens: Drafts of a request in a step.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
-            cache_dir: Where JAX keeps this process's executables for the next. None = as it is configured.
+            cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
             check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
@@ -105,11 +103,7 @@ class Engine:
         """Who schedules, drafts and runs; `how` is for all that have caches of their own."""
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
         self.max_model_len = limits.longest(self.model)
-        self.scheduler = Scheduler(
-            BlockManager(how["num_blocks"], self.block_size),
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        )
+        self.scheduler = limits.scheduler(self.model, how["num_blocks"])
         self._speculation = speculation_of(drafter, self.model, limits, **how)
         self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
         self._core = EngineCore(self.scheduler, self._runner, self._speculation)
@@ -129,6 +123,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_steps=self._runner.num_steps,
+            num_failed_steps=self._core.num_failed_steps,
             num_compiles=self._runner.num_compiles,
             num_preemptions=scheduler.num_preemptions,
             num_blocks=manager.capacity,
@@ -136,6 +131,7 @@ class Engine:
             peak_blocks=manager.peak_used,
             num_prefix_tokens=scheduler.num_prefix_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_forked_tokens=scheduler.num_forked_tokens,
             num_generated_tokens=self._core.num_generated,
             num_drafts=0 if drafts is None else drafts.num_drafts,
             num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
@@ -207,14 +203,16 @@ class Engine:
 
         Returns:
             What is new of the requests of `add_request`, one entry a completion, in order of arrival. Empty
-            where nothing came yet: the first step's tokens are read when the second has begun.
+            where nothing came yet: the first step's tokens are read when the second has begun. A step that
+            fails ends every request with its error; those to come are served.
         """
         if self._core.has_work():
-            self._core.run_step()
+            with contextlib.suppress(Exception):  # every request under way has it
+                self._core.run_step()
         outputs: list[RequestOutput] = []
         for request_id, (request, _) in list(self._open.items()):
             for index, generation in enumerate(request.generations):
-                if generation.unread:
+                if generation.has_news:
                     outputs.append(generation.output(request_id, index))
             if all(generation.finish_reason is not None for generation in request.generations):
                 del self._open[request_id]
@@ -263,6 +261,7 @@ class Engine:
             ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
                 vocabulary, longer than the longest context or than the cache; or an argument is of another
                 kind. Nothing has started then.
+            RequestError: A prompt could not be finished; a step's own error where that failed.
         """
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
@@ -325,11 +324,17 @@ class Engine:
                         while generation.unread:
                             new = generation.unread.popleft()
                             yield StreamedToken(index, new.token_id, new.text)
+                        if generation.error is not None:
+                            raise _request_error(index, generation.error) from generation.error
                 if not self._core.are_under_way(ids):
                     return
                 self._core.run_step()
         finally:
             self._core.drop(ids)
+
+
+def _request_error(index: int, error: Exception) -> RequestError:
+    return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")
 
 
 def _require_one_each(requests: Sequence[Request], where: str) -> None:

@@ -4,6 +4,9 @@ The host prepares a step while the device runs the last, and learns one step lat
 the token made in between is dropped, and the request's blocks may be given away at once, since the device
 takes steps in order. A step with drafts is read before the next one is scheduled, which begins behind those
 drafts that stay.
+
+A step that fails takes its caches with it, which it was given to write into, and with them the keys of every
+request: all end with the error, and the next ones find new caches.
 """
 
 import itertools
@@ -13,7 +16,8 @@ from jattn.serving.generation import Generation
 from jattn.serving.outputs import Logprobs
 from jattn.serving.prompts import Request
 from jattn.serving.runner import NewTokens, Runner
-from jattn.serving.scheduler import Scheduler, Step
+from jattn.serving.scheduled_step import Step
+from jattn.serving.scheduler import Scheduler
 from jattn.serving.speculation import Speculation
 from jattn.serving.stats import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
 
@@ -27,7 +31,7 @@ class EngineCore:
         self._generations: dict[int, Generation] = {}  # unfinished ones
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
-        self.num_generated = 0
+        self.num_generated = self.num_failed_steps = 0
 
     def has_work(self) -> bool:
         """Whether something is under way, or a step in flight."""
@@ -41,9 +45,15 @@ class EngineCore:
         """Puts all generations of requests in the queue; their numbers."""
         generations = [generation for request in requests for generation in request.generations]
         numbers = list(itertools.islice(self._new_numbers, len(generations)))
-        for number, one in zip(numbers, generations, strict=True):
-            self._generations[number] = one
-            self._scheduler.add(number, one.num_prompt_tokens, one.max_tokens, one.hashes)
+        self._generations.update(zip(numbers, generations, strict=True))
+        new = iter(numbers)
+        for request in requests:
+            parent = None  # the first completion, which computes the prompt for all
+            for one in request.generations:
+                number = next(new)
+                sizes = one.num_prompt_tokens, one.max_tokens
+                self._scheduler.add(number, *sizes, one.hashes, parent_id=parent)
+                parent = number if parent is None else parent
         return numbers
 
     def drop(self, numbers: Sequence[int]) -> None:
@@ -54,7 +64,18 @@ class EngineCore:
                 self._scheduler.abort(number)
 
     def run_step(self) -> None:
-        """Starts a step of whatever is scheduled, whoever's it is, and reads the one before."""
+        """Starts a step of whatever is scheduled, whoever's it is, and reads the one before.
+
+        Raises:
+            Exception: What the step failed with; it has ended all that was under way.
+        """
+        try:
+            self._run_step()
+        except Exception as error:
+            self._fail_all(error)
+            raise
+
+    def _run_step(self) -> None:
         # More are left where a reading was interrupted.
         self._read(keep=0 if self._runner.is_verifying else 1)
         if self._runner.have_weights_changed():
@@ -94,13 +115,27 @@ class EngineCore:
     def _running(self) -> list[Generation]:
         return [self._generations[number] for number in self._scheduler.running]
 
+    def _fail_all(self, error: Exception) -> None:
+        self.num_failed_steps += 1
+        for generation in self._generations.values():
+            generation.fail(error)
+        self._generations.clear()
+        self._scheduler.abort_all()
+        self._scheduler.forget_prefixes()
+        self._runner.reset()
+
     def _read(self, *, keep: int) -> None:
         """Hands out the tokens of all steps but the newest ones; waits for them."""
         while self._runner.num_in_flight > keep:
             for new in self._runner.read():
                 generation = self._generations.get(new.request_id)
                 if generation is not None:  # else stopped a step ago, or nobody wants it now
-                    self._hand_out(new, generation)
+                    try:
+                        self._hand_out(new, generation)
+                    except Exception as error:  # of its text, say; the others' tokens are as good as before
+                        generation.fail(error)
+                    if generation.finish_reason is not None:
+                        self.drop([new.request_id])
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
         if new.prompt_start == len(generation.prompt_logprobs):  # else known, from before a preemption

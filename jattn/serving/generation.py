@@ -37,6 +37,7 @@ class Generation:
     hashes: BlockHashes | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
     num_pending: int = 0
     drafting: Drafting = dataclasses.field(default_factory=Drafting)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
@@ -49,6 +50,7 @@ class Generation:
         params = self.sampling_params
         self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
+        self._is_told = False  # that it has failed
 
     @property
     def num_generated(self) -> int:
@@ -59,6 +61,15 @@ class Generation:
     def num_asked_for(self) -> int:
         """New tokens so far, and those that are on their way."""
         return self.num_generated + self.num_pending
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that `output` has not told."""
+        return bool(self.unread) or (self.error is not None and not self._is_told)
+
+    def fail(self, error: Exception) -> None:
+        """Ends it where it is."""
+        self.finish_reason, self.error = "error", error
 
     def append(self, token_id: int, logprobs: Logprobs | None = None) -> None:
         """Takes the next token, and finishes where it is the last one."""
@@ -99,6 +110,8 @@ class Generation:
         """What nobody has been given yet, as completion number `index` of a request."""
         new = list(self.unread)
         self.unread.clear()
+        self._is_told = self.error is not None
+        params, is_first = self.sampling_params, self.num_generated == len(new)
         return RequestOutput(
             request_id=request_id,
             index=index,
@@ -107,8 +120,12 @@ class Generation:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None
-            if self.sampling_params.logprobs is None
+            if params.logprobs is None
             else [token.logprobs for token in new if token.logprobs is not None],
+            prompt_logprobs=None
+            if params.prompt_logprobs is None or not is_first
+            else list(self.prompt_logprobs),
+            error=self.error,
         )
 
     def result(self, *, has_prompt_logprobs: bool = False) -> GenerationResult:

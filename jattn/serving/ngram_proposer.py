@@ -11,7 +11,7 @@ from jattn.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer
 from jattn.serving.sampler import SamplingMetadata
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from pallas_kernels.checks import require, require_int, require_positive
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 from jattn.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 
 
 class Proposer:
@@ -44,6 +44,9 @@ class Proposer:
 
     def copy_blocks(self, pairs: Any) -> None:
         """Copies cache blocks, `(source, target)` pairs, as the engine does in its own caches."""
+
+    def reset(self) -> None:
+        """Makes new caches, where a failed call may have been given the old ones."""
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """Compiles all that drafting runs; as `DecodeGraphs.precompile`."""

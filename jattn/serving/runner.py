@@ -7,6 +7,7 @@ prepares a step while the device runs the last.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from jattn.serving.outputs import Logprobs
 from jattn.serving.rejection_sampler import Verified, rejection_sample
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
@@ -97,7 +98,10 @@ class Runner:
         num_drafts = 0 if speculation is None else speculation.num_tokens
         self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks, num_drafts)
         self._leaves = self.graphs.leaves_of(self.weights.state)
-        self._caches = model.create_caches(num_blocks, block_size=self.block_size, **cache)
+        self._new_caches = functools.partial(
+            model.create_caches, num_blocks, block_size=self.block_size, **cache
+        )
+        self._caches: Any = self._new_caches()
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
         self._checks_batches = checks_batches
         self.num_steps = 0
@@ -121,6 +125,15 @@ class Runner:
     def is_verifying(self) -> bool:
         """Whether the last step started has drafts, and is not read."""
         return bool(self._in_flight) and self._in_flight[-1].step.num_draft_tokens > 0
+
+    def reset(self) -> None:
+        """Makes new caches and forgets the steps in flight: what a failed call was given is gone."""
+        self._in_flight.clear()
+        self._caches = None  # before there is memory for others
+        self._caches = self._new_caches()
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
+        if self._proposer is not None:
+            self._proposer.reset()
 
     def have_weights_changed(self) -> bool:
         """Whether the next step's weights are others than at the last look, however they were changed."""
@@ -172,7 +185,7 @@ class Runner:
         """Starts a step of these generations, one a row; waits for nothing."""
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
-        num_blocks = max(map(len, step.block_tables))
+        num_blocks = step.block_tables.shape[1]
         bucket = self.graphs.choose(step.query_lens, num_blocks=num_blocks, decode_query_len=query_len)
         metadata = build_batch_metadata(
             step.query_lens,

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jattn.bucket import Bucket
 from jattn.serving.draft_model import DraftModel
 from jattn.serving.ngram_proposer import NgramProposer
 from jattn.serving.served_model import MEMBERS, ServedModel, as_served
-from jattn.serving.sizes import StepLimits, prefill_sizes
-from jattn.serving.speculation import Speculation, draft_buckets
+from jattn.serving.sizes import StepLimits
+from jattn.serving.speculation import Speculation
 from pallas_kernels.checks import require, require_int, require_positive
 
 NGRAM = "ngram"
@@ -93,17 +92,11 @@ def speculation_of(
         return Speculation(lookup, num_tokens, max_model_len=longest)
     if draft is None:
         return None
-    max_blocks = limits.max_blocks(model, num_blocks)
-    most = limits.max_num_seqs
-    reading = [
-        Bucket(max_prefills=min(most, size), max_prefill_tokens=size, max_blocks=max_blocks)
-        for size in sorted(prefill_sizes(limits.max_num_batched_tokens))
-    ]
     proposer = DraftModel(
         draft,
         num_tokens,
-        draft_buckets(most, num_tokens, max_blocks),
-        reading,
+        limits.draft_buckets(model, num_blocks, num_tokens),
+        limits.reading_buckets(model, num_blocks),
         num_blocks=num_blocks,
         block_size=limits.block_size,
         implementation=implementation,

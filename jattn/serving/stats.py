@@ -49,6 +49,7 @@ class EngineStats:
         num_running: Requests that have blocks.
         num_waiting: Requests that wait for some.
         num_steps: Steps run.
+        num_failed_steps: Steps that failed, and took all requests with them that were open.
         num_compiles: Executables compiled, one a bucket.
         num_preemptions: Times that a request lost its blocks to an older one and was computed again.
         num_blocks: Cache blocks that requests can have.
@@ -56,6 +57,7 @@ class EngineStats:
         num_used_blocks: Those in use now.
         num_prefix_tokens: Tokens that requests came with (again, where they were preempted).
         num_prefix_hit_tokens: Those of them that others had computed.
+        num_forked_tokens: Tokens of prompts that completions took over from the first one of theirs.
         num_generated_tokens: Tokens handed out.
         num_drafts: How often a request was drafted for.
         num_draft_tokens: Tokens drafted.
@@ -67,6 +69,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_steps: int
+    num_failed_steps: int
     num_compiles: int
     num_preemptions: int
     num_blocks: int
@@ -74,6 +77,7 @@ class EngineStats:
     num_used_blocks: int
     num_prefix_tokens: int
     num_prefix_hit_tokens: int
+    num_forked_tokens: int
     num_generated_tokens: int
     num_drafts: int
     num_draft_tokens: int

@@ -11,7 +11,7 @@ from jattn.requests import pack_tokens, token_starts
 from jattn.serving.adjustments import Adjusted, Adjustments, build_adjustments
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.step import StepTokens
 
 

@@ -17,12 +17,12 @@ from tests.serving.tiny import BYTES, one_layer_model
 MODEL = one_layer_model()
 
 
-def engine_of(num_blocks=65, budget=64, max_num_seqs=4, model=MODEL, **options):
+def engine_of(num_blocks=65, budget=64, max_num_seqs=4, model=MODEL, max_blocks=None, **options):
     bucket = Bucket(
         max_decodes=max_num_seqs,
         max_prefills=max_num_seqs,
         max_prefill_tokens=budget,
-        max_blocks=num_blocks - 1,
+        max_blocks=num_blocks - 1 if max_blocks is None else max_blocks,
     )
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "buckets": [bucket]}
     return Engine(model, num_blocks=num_blocks, block_size=8, check_batches=True, **sizes, **options)
@@ -185,6 +185,14 @@ class TestLogprobs:
                 for other, (logprob, rank) in got.items():
                     assert abs(logprob - want[other]) < 1e-4
                     assert rank == (want > want[other]).sum() + 1
+
+    def test_of_a_prompt_may_be_its_own_tokens_alone(self, engine, forward):
+        (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        first, *others = result.prompt_logprobs
+        assert first is None
+        for token, place, want in zip([2, 3], others, forward([1, 2, 3]), strict=False):
+            assert list(place) == [token]
+            assert abs(place[token].logprob - want[token]) < 1e-4
 
     @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (65, 5), (8, 7)])
     def test_of_prompts_are_the_models_own_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
