@@ -48,9 +48,13 @@ class CascadeSteps:
             return 0
         length = num_common_prefix_blocks(step.block_tables, min(step.seq_lens) - 1, self._block_size)
         length *= self._block_size
-        if length and (self._always or self._pays(length, rows)):
-            return length
-        return 0
+        is_worth_it = length > 0 and (self._always or self._pays(length, rows))
+        return length if is_worth_it and self._is_ready(rows, step.block_tables.shape[1]) else 0
+
+    def _is_ready(self, num_decodes: int, num_blocks: int) -> bool:
+        """False while the executable is one of those that are compiled behind what runs."""
+        bucket = self.graphs.choose(num_decodes=num_decodes, num_blocks=num_blocks)
+        return bucket in self.graphs.executables or not self.graphs.are_coming
 
     def _pays(self, length: int, rows: int) -> bool:
         heads = self._spec.num_q_heads, self._spec.num_kv_heads

@@ -172,6 +172,7 @@ class Runner:
                 inputs=functools.partial(inputs, prefix),
                 progress=progress,
                 wait=wait,
+                serves_all=graphs is self.graphs,
             )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)

@@ -149,6 +149,13 @@ class TestPays:
         assert steps.prefix_len(step_of(7, 512)) == 0
         assert steps.prefix_len(step_of(257, 512)) == 0
 
+    def test_not_while_the_executable_is_compiled_behind(self, steps, monkeypatch):
+        monkeypatch.setattr(type(steps.graphs), "are_coming", True)
+        assert steps.prefix_len(step_of(64, 512)) == 0
+        bucket = steps.graphs.buckets[0]
+        monkeypatch.setattr(type(steps.graphs), "executables", {bucket: None})
+        assert steps.prefix_len(step_of(64, 512)) == 8192
+
     def test_not_beside_prompts_or_drafts(self, steps):
         assert steps.prefix_len(step_of(64, 512, num_decodes=63)) == 0
         assert steps.prefix_len(step_of(64, 512, num_draft_tokens=2)) == 0
