@@ -75,7 +75,9 @@ class Server(uvicorn.Server):
     async def _prepare(self) -> None:
         """Compiles, while /health says that it is not done."""
         try:
-            await self.service.engine.call(lambda engine: engine.precompile(progress=sys.stderr.isatty()))
+            await self.service.engine.call(
+                lambda engine: engine.precompile(progress=sys.stderr.isatty(), wait=False)
+            )
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:
