@@ -196,10 +196,12 @@ class Engine:
                 self._core.run_step()
         outputs: list[RequestOutput] = []
         for request_id, (request, _) in list(self._open.items()):
+            has_ended = False
             for index, generation in enumerate(request.generations):
                 if generation.has_news:
                     outputs.append(generation.output(request_id, index))
-            if all(generation.finish_reason is not None for generation in request.generations):
+                    has_ended |= generation.finish_reason is not None
+            if has_ended and request.is_finished:
                 del self._open[request_id]
         return outputs
 

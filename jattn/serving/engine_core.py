@@ -110,8 +110,8 @@ class EngineCore:
                         self.drop([new.request_id])
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
-        if new.prompt_start == len(generation.prompt_logprobs):  # else known, from before a preemption
-            generation.prompt_logprobs += new.prompt_logprobs
+        if new.prompt_logprobs and new.prompt_start == len(generation.prompt_logprobs):
+            generation.prompt_logprobs += new.prompt_logprobs  # else known, from before a preemption
         if new.token_id is None:
             return
         generation.num_pending -= 1
