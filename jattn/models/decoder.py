@@ -114,7 +114,8 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded first, as in transformers
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
-            x, cache = layer(x, None if caches is None else caches[i], metadata, positions, plan)
+            cache = None if caches is None else caches[i]
+            x, cache = layer(x, cache, metadata, positions, plan)
             written.append(cache)
         return self.norm(x), None if caches is None else tuple(written)
 

@@ -130,9 +130,15 @@ class Engine:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""
         return self._runner.explain()
 
-    def precompile(self, *, progress: bool = True) -> None:
-        """Compiles every bucket now, not when a step first needs it. `progress` shows a bar."""
-        self._runner.precompile(progress=progress)
+    def precompile(self, *, progress: bool = True, wait: bool = True) -> None:
+        """Compiles the buckets now, not when a step first needs one.
+
+        Args:
+            progress: Shows a bar.
+            wait: False = returns when every step has a bucket that fits; the rest compile in threads behind,
+                and a step takes the smallest that is ready (`graphs.wait()` waits for them).
+        """
+        self._runner.precompile(progress=progress, wait=wait)
 
     def update_weights(self, state: Any) -> None:
         """Puts new weights in the place of the model's: the next step runs them, and nothing compiles.
