@@ -15,6 +15,7 @@ from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduler import Scheduler, Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.stats import EngineStats
+from jattn.serving.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "AsyncEngine",
@@ -31,4 +32,5 @@ __all__ = [
     "ServedModel",
     "Step",
     "StreamedToken",
+    "StructuredOutputsParams",
 ]

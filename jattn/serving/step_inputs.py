@@ -81,7 +81,7 @@ def step_adjustments(
 
     `sizes` are build_adjustments' num_rows and vocab_size.
     """
-    if not any(generation.sampling_params.is_adjusted for generation in generations):
+    if not any(one.sampling_params.is_adjusted or one.mask is not None for one in generations):
         return None
     requests = [
         Adjusted(
@@ -90,6 +90,7 @@ def step_adjustments(
             output_ids=one.token_ids[one.num_prompt_tokens :],
             end_ids=tuple(one.stop_ids),
             pending_row=row_before[request_id] if one.num_pending else -1,
+            allowed=None if one.mask is None else one.mask.allowed(),
         )
         for request_id, one in zip(step.request_ids, generations, strict=True)
     ]
