@@ -1,6 +1,7 @@
 """The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,6 +27,7 @@ from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.stats import EngineStats
+from jattn.serving.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
 
@@ -102,6 +104,12 @@ class Engine:
     def graphs(self) -> DecodeGraphs:
         """The executables."""
         return self._runner.graphs
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The forms that texts have been given, compiled for the model's vocabulary."""
+        config = self.model.config
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     @property
     def stats(self) -> EngineStats:
@@ -288,7 +296,8 @@ class Engine:
             shares_prefixes=self._shares_prefixes,
         )
         eos_ids = frozenset(self.model.config.eos_token_ids)
-        return {"eos_ids": eos_ids, "tokenizer": self.tokenizer, "limits": limits}
+        how = {"tokenizer": self.tokenizer, "limits": limits, "grammars": self.grammars}
+        return {"eos_ids": eos_ids, **how}
 
     def _checked(
         self,

@@ -72,7 +72,9 @@ class EngineCore:
             raise
 
     def _run_step(self) -> None:
-        self._read(keep=1)  # more are left where a reading was interrupted
+        # More are left where a reading was interrupted; none may be where a token decides what the next is.
+        waits = any(generation.needs_last_token for generation in self._generations.values())
+        self._read(keep=0 if waits else 1)
         if self._runner.have_weights_changed():
             self._scheduler.forget_prefixes()
         step = self._scheduler.schedule()

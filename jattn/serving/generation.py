@@ -10,6 +10,7 @@ import numpy as np
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.structured_outputs import TokenMask
 from jattn.serving.text import StopFilter, TextStream
 from jattn.serving.token_buffer import TokenBuffer
 
@@ -37,6 +38,7 @@ class Generation:
     eos_ids: frozenset[int]
     text: TextStream
     hashes: BlockHashes | None = None
+    mask: TokenMask | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -61,6 +63,11 @@ class Generation:
     def num_generated(self) -> int:
         """New tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token cannot be asked for: what it may be depends on one that is on its way."""
+        return self.mask is not None and self.num_pending > 0
 
     @property
     def num_asked_for(self) -> int:
@@ -92,6 +99,8 @@ class Generation:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         num_generated = len(self.token_ids) - self.num_prompt_tokens
+        if self.mask is not None:
+            self.mask.accept(token_id)
         may_stop = num_generated >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"
@@ -101,8 +110,9 @@ class Generation:
             piece = self.text.append(token_id) if self._has_text else ""
             if piece:
                 piece = self._passed(piece, may_stop=may_stop)
-            if self.finish_reason is None and num_generated == self.max_tokens:
-                self.finish_reason = "length"
+            is_whole = self.mask is not None and self.mask.is_done
+            if self.finish_reason is None and (is_whole or num_generated == self.max_tokens):
+                self.finish_reason = "stop" if is_whole else "length"
                 piece += self._ended(self.text.flush())
         self.unread.append(NewToken(token_id, piece, logprobs))
 
