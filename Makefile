@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	  { echo "jattn needs Python >= 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q -e '.[models,plot,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
+	$(BIN)/pip install -q -e '.[models,plot,serve,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
 	@touch $@
 
 $(PLUGIN_STAMP): $(STAMP)

@@ -81,15 +81,17 @@ def attend_windows(
     layer: jattn.PagedAttention, x: Float[Array, "tokens hidden"], num_windows: int, attention: Attention
 ) -> Float[Array, "tokens hidden"]:
     """A layer's attention within each of the equally long windows that follow each other in x."""
-    heads = lambda y: y.reshape(len(x), -1, layer.spec.head_dim)
     cut = lambda y: y.reshape(num_windows, -1, *y.shape[1:])
     positions = jnp.tile(jnp.arange(len(x) // num_windows), num_windows)
     rope = layer.rope
+    query, key, value = layer.project(x)
     assert rope is not None  # a Llama's
+    assert key is not None
+    assert value is not None
     out = jax.nn.dot_product_attention(
-        cut(rope(heads(layer.q_proj(x)), positions)),
-        cut(rope(heads(layer.k_proj(x)), positions)),
-        cut(heads(layer.v_proj(x))),
+        cut(rope(query, positions)),
+        cut(rope(key, positions)),
+        cut(value),
         scale=layer.spec.softmax_scale,
         is_causal=True,
         implementation=attention,

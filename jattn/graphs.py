@@ -1,24 +1,22 @@
 """Decode graphs: one executable for each bucket, compiled ahead of time, in the place of CUDA graphs."""
 
-import concurrent.futures
-import contextlib
 import functools
-import importlib
-import importlib.util
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jattn.bucket import Bucket
+from jattn.executables import Executables, Lower, bar
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
 from jattn.metadata.buckets import default_capture_sizes
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
 from pallas_kernels.checks import require, require_positive
+
+WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds
 
 type GraphStep = Callable[..., tuple[Any, Any]]
 
@@ -53,19 +51,17 @@ class DecodeGraphs:
         self.buckets = tuple(ordered)
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=0, donate_argnums=2)
         self._leaves: Leaves | None = None  # of the last step's parameters
-        self._executables: dict[Bucket, jax.stages.Compiled] = {}
-        self._lock = threading.Lock()
-        self._num_compiles = 0
+        self._executables = Executables()
 
     @property
     def num_compiles(self) -> int:
         """Executables compiled so far."""
-        return self._num_compiles
+        return len(self._executables.ready)
 
     @property
     def executables(self) -> dict[Bucket, jax.stages.Compiled]:
         """What is compiled: to look at its memory_analysis() or as_text()."""
-        return dict(self._executables)
+        return dict(self._executables.ready)
 
     def __call__(self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any) -> tuple[Any, Any]:
         """Runs the step; compiles it first where its bucket was not precompiled.
@@ -80,18 +76,14 @@ class DecodeGraphs:
         is_metadata = isinstance(metadata, BatchMetadata)
         require(is_metadata, "metadata", "be a BatchMetadata", type(metadata).__name__)
         bucket, leaves = metadata.bucket, self.leaves_of(params)
-        if bucket not in self._executables:
-            require(
-                bucket in self.buckets,
-                "metadata.bucket",
-                f"be one of the buckets {named(self.buckets)}",
-                bucket,
-            )
-            with self._lock:  # two threads that miss the same bucket compile it once
-                if bucket not in self._executables:
-                    lowered = self._step.lower(leaves.structure, leaves.values, caches, metadata, *inputs)
-                    self._keep(bucket, lowered.compile())
-        return self._executables[bucket](leaves.values, caches, metadata, *inputs)
+        executable = self._executables.ready.get(bucket)
+        if executable is None:
+            rule = f"be one of the buckets {named(self.buckets)}"
+            require(bucket in self.buckets, "metadata.bucket", rule, bucket)
+            arguments = leaves.values, caches, metadata, *inputs
+            lower = lambda _: self._step.lower(leaves.structure, *arguments)
+            executable = self._executables.get(bucket, lower)
+        return executable(leaves.values, caches, metadata, *inputs)
 
     def leaves_of(self, params: Any) -> Leaves:
         """The parameters' leaves as they are now; the object of the step before where nothing has changed.
@@ -112,10 +104,6 @@ class DecodeGraphs:
         self._leaves = leaves
         return leaves
 
-    def _keep(self, bucket: Bucket, executable: jax.stages.Compiled) -> None:
-        self._executables[bucket] = executable
-        self._num_compiles += 1
-
     def precompile(
         self,
         params: Any,
@@ -124,6 +112,7 @@ class DecodeGraphs:
         block_size: int,
         inputs: Callable[[Bucket], Sequence[Any]] = lambda bucket: (),
         progress: bool = True,
+        wait: bool = True,
     ) -> None:
         """Compiles the buckets that are not compiled yet, in parallel.
 
@@ -136,23 +125,32 @@ class DecodeGraphs:
             block_size: Tokens of a cache block.
             inputs: The step's other arguments for a bucket, as ShapeDtypeStructs.
             progress: Show a bar, if tqdm is installed.
+            wait: False = return when every batch has some bucket that fits it; the rest are traced and
+                compiled in threads behind (`wait` below waits for them), out of reach of context managers.
         """
-        with self._lock:
-            missing = [bucket for bucket in self.buckets if bucket not in self._executables]
-            leaves = self.leaves_of(params)
-            with (
-                _bar(len(missing), progress) as move_bar,
-                concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
-            ):
-                compiling = {}
-                for bucket in missing:
-                    metadata = abstract_metadata(bucket, block_size)
-                    arguments = leaves.values, caches, metadata, *inputs(bucket)
-                    lowered = self._step.lower(leaves.structure, *arguments)
-                    compiling[pool.submit(lowered.compile)] = bucket
-                for done in concurrent.futures.as_completed(compiling):
-                    self._keep(compiling[done], done.result())
-                    move_bar()
+        missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
+        lower = self._lower_with(params, caches, block_size, inputs)
+        first = missing if wait else [one for one in missing if not _is_covered(one, missing)]
+        with bar(len(first), progress) as moved:
+            self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, moved=moved)
+        if rest := sorted(set(missing) - set(first), key=_usefulness):
+            self._executables.compile_behind(rest, lower, progress=progress)
+
+    def wait(self) -> None:
+        """Returns when nothing is being compiled behind; raises what went wrong there, if something did."""
+        self._executables.wait()
+
+    def _lower_with(
+        self, params: Any, caches: Any, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
+    ) -> Lower:
+        """Lowers a bucket for arguments such as these; later, when these may have been donated."""
+        leaves = self.leaves_of(params)
+        structure, given = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
+
+        def lower(bucket: Bucket) -> jax.stages.Lowered:
+            return self._step.lower(structure, *given, abstract_metadata(bucket, block_size), *inputs(bucket))
+
+        return lower
 
     def choose(
         self,
@@ -164,6 +162,10 @@ class DecodeGraphs:
         num_blocks: int = 0,
     ) -> Bucket:
         """The smallest bucket that fits a batch: fewest tokens, then fewest rows, then fewest block columns.
+
+        While buckets are being compiled behind, the smallest that is ready. Else one that is up to 4 times as
+        large and ready is taken before another is compiled. A batch of decodes alone takes no bucket with a
+        prefill region where there is another.
 
         Decodes beyond a bucket's decode rows count as prefills there, as in build_batch_metadata.
 
@@ -177,14 +179,29 @@ class DecodeGraphs:
         Raises:
             ValueError: The batch is larger than every bucket; the message lists them.
         """
+        counts = num_decodes, num_prefills, num_prefill_tokens
+        counted = {}  # by decode_query_len, which most buckets have in common
+        fitting = []
         for bucket in self.buckets:
-            counts = (num_decodes, num_prefills, num_prefill_tokens)
             if query_lens is not None:
-                counts = _counts(query_lens, bucket.decode_query_len)
+                if bucket.decode_query_len not in counted:
+                    counted[bucket.decode_query_len] = _counts(query_lens, bucket.decode_query_len)
+                counts = counted[bucket.decode_query_len]
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
-                return bucket
-        batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
-        raise ValueError(f"the batch must fit one of the buckets {named(self.buckets)}, got {batch}.")
+                fitting.append(bucket)
+        if not fitting:
+            batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
+            raise ValueError(f"the batch must fit one of the buckets {named(self.buckets)}, got {batch}.")
+        return self._ready_one(fitting)
+
+    def _ready_one(self, fitting: Sequence[Bucket]) -> Bucket:
+        """The first, or a compiled one behind it that is good enough."""
+        best, ready = fitting[0], self._executables.ready
+        if best in ready:
+            return best
+        most = float("inf") if self._executables.are_coming else WASTE * best.max_tokens
+        alike = (one for one in fitting if _is_mixed(one) == _is_mixed(best) and one.max_tokens <= most)
+        return next((one for one in alike if one in ready), best)
 
 
 def default_buckets(
@@ -234,6 +251,39 @@ def _size(bucket: Bucket) -> tuple[int, int, int]:
     return bucket.max_tokens, bucket.max_reqs, _max_blocks(bucket)
 
 
+def _is_mixed(bucket: Bucket) -> bool:
+    return bucket.max_prefill_tokens > 0
+
+
+def _is_covered(one: Bucket, by: Iterable[Bucket]) -> bool:
+    """Whether another bucket of its kind takes all that this one takes."""
+    sizes = lambda bucket: (
+        bucket.max_decodes,
+        bucket.max_prefills,
+        bucket.max_prefill_tokens,
+        _max_blocks(bucket),
+    )
+    return any(
+        other != one
+        and (_is_mixed(other), other.decode_query_len) == (_is_mixed(one), one.decode_query_len)
+        and all(most >= size for most, size in zip(sizes(other), sizes(one), strict=True))
+        for other in by
+    )
+
+
+def _usefulness(bucket: Bucket) -> tuple[bool, int]:
+    """What to compile first: powers of two, from above: they are near to everything."""
+    return bucket.max_decodes & (bucket.max_decodes - 1) != 0, -bucket.max_tokens
+
+
+def _abstract(leaf: Any) -> Any:
+    """An array's shape, dtype and place, without the array."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    sharding = leaf.sharding if leaf.committed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
 def _max_blocks(bucket: Bucket) -> int:
     require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
     assert bucket.max_blocks is not None
@@ -259,15 +309,3 @@ def named(buckets: Iterable[Bucket]) -> str:
     """Each as decodes+prefills/prefill tokens x block columns."""
     sizes = (f"{b.max_decodes}+{b.max_prefills}/{b.max_prefill_tokens}x{b.max_blocks}" for b in buckets)
     return f"(decodes+prefills/prefill_tokens x max_blocks) {', '.join(sizes)}"
-
-
-@contextlib.contextmanager
-def _bar(total: int, is_shown: bool) -> Iterator[Callable[[], Any]]:
-    """A tqdm bar as the function that moves it on by one; nothing where there is no tqdm."""
-    if not (is_shown and total and importlib.util.find_spec("tqdm")):
-        yield lambda: None
-        return
-    with importlib.import_module("tqdm").tqdm(
-        total=total, desc="Compiling decode graphs", unit="bucket"
-    ) as bar:
-        yield bar.update

@@ -43,6 +43,7 @@ class PagedAttention(nnx.Module):
         has_sinks: bool = False,
         alibi_slopes: Sequence[float] | None = None,
         shares_kv: bool = False,
+        fuses_qkv: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: str | None = None,
@@ -63,30 +64,41 @@ class PagedAttention(nnx.Module):
             alibi_slopes: Slope per query head.
             shares_kv: The layer reads the keys and values that another layer wrote (give it that layer's
                 cache); it has no key and value projections and writes nothing.
+            fuses_qkv: One parameter `qkv_proj` [hidden, kv_heads, group + 2, head_dim] instead of q_proj,
+                k_proj and v_proj: of each kv head, its query heads, key and value. One matrix product.
             dtype: Of the computation; None = as parameters and input promote.
             param_dtype: Of the parameters.
             precision: Of the projections' products; None = jax's default, which on a GPU rounds f32 to TF32.
             implementation: As in `attend`.
 
         Raises:
-            ValueError: spec is none, hidden_size no positive int, or alibi_slopes is not one per query head.
+            ValueError: spec is none, hidden_size no positive int, alibi_slopes not one per query head, or a
+                layer without a key projection is to fuse it.
         """
         _check_made_of(hidden_size, spec, alibi_slopes)
-        self.spec = spec
+        require(not (fuses_qkv and shares_kv), "fuses_qkv", "be False with shares_kv", fuses_qkv)
+        self.hidden_size, self.spec = hidden_size, spec
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
         self.shares_kv = shares_kv
         is_list = not isinstance(implementation, str | None)
         self.implementation = tuple(implementation or ()) if is_list else implementation
-        q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         types: Any = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
-        linear = lambda inputs, outputs, bias: nnx.Linear(inputs, outputs, use_bias=bias, rngs=rngs, **types)
-        self.q_proj = linear(hidden_size, q_width, use_bias)
-        if not shares_kv:
-            self.k_proj = linear(hidden_size, kv_width, use_bias)
-            self.v_proj = linear(hidden_size, kv_width, use_bias)
-        self.o_proj = linear(q_width, hidden_size, use_out_bias)
+        self._make_input_projections(fuses_qkv, types | {"use_bias": use_bias, "rngs": rngs})
+        q_width = spec.num_q_heads * spec.head_dim
+        self.o_proj = nnx.Linear(q_width, hidden_size, use_bias=use_out_bias, rngs=rngs, **types)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None
+
+    def _make_input_projections(self, fuses_qkv: bool, how: dict[str, Any]) -> None:
+        spec = self.spec
+        if fuses_qkv:
+            widths = (spec.num_kv_heads, spec.q_heads_per_kv_head + 2, spec.head_dim)
+            self.qkv_proj = nnx.LinearGeneral(self.hidden_size, widths, **how)
+            return
+        linear = lambda heads: nnx.Linear(self.hidden_size, heads * spec.head_dim, **how)
+        self.q_proj = linear(spec.num_q_heads)
+        if not self.shares_kv:
+            self.k_proj, self.v_proj = linear(spec.num_kv_heads), linear(spec.num_kv_heads)
 
     def __call__(
         self,
@@ -113,14 +125,14 @@ class PagedAttention(nnx.Module):
                 layer that shares keys and values got no cache.
         """
         self._check(x, cache, metadata, positions, plan)
-        query = self._heads(self.q_proj(x), self.spec.num_q_heads, self.q_norm, positions)
+        query, key, value = self.project(x)
+        query = self._turned(query, self.q_norm, positions)
         kv: PagedCache | PackedKV
-        if self.shares_kv:
+        if key is None or value is None:
             assert cache is not None
             kv = cache
         else:
-            key = self._heads(self.k_proj(x), self.spec.num_kv_heads, self.k_norm, positions)
-            value = self.v_proj(x).reshape(x.shape[0], self.spec.num_kv_heads, self.spec.head_dim)
+            key = self._turned(key, self.k_norm, positions)
             if cache is None:
                 kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts)
             else:
@@ -137,6 +149,20 @@ class PagedAttention(nnx.Module):
         )
         return self.o_proj(out.reshape(x.shape[0], -1)), cache
 
+    def project(self, x: Float[Array, "tokens hidden"]) -> tuple[Array, Array | None, Array | None]:
+        """Queries, keys and values [tokens, heads, head_dim], neither normalised nor turned.
+
+        Keys and values are None where the layer shares another's.
+        """
+        if hasattr(self, "qkv_proj"):
+            qkv = self.qkv_proj(x)
+            query = qkv[:, :, :-2].reshape(x.shape[0], -1, self.spec.head_dim)
+            return query, qkv[:, :, -2], qkv[:, :, -1]
+        heads = lambda y: y.reshape(x.shape[0], -1, self.spec.head_dim)
+        if self.shares_kv:
+            return heads(self.q_proj(x)), None, None
+        return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+
     def _check(self, x: Array, cache: Any, metadata: Any, positions: Array, plan: Any) -> None:
         kinds = (
             ("metadata", metadata, BatchMetadata, "a BatchMetadata (jattn.build_batch_metadata)"),
@@ -145,15 +171,12 @@ class PagedAttention(nnx.Module):
         )
         for name, value, kind, rule in kinds:
             require(isinstance(value, kind), name, f"be {rule}", type(value).__name__)
-        tokens, width = metadata.bucket.max_tokens, self.q_proj.in_features
+        tokens, width = metadata.bucket.max_tokens, self.hidden_size
         meaning = "the metadata's tokens, hidden_size; a batch of texts lies in one axis of tokens"
         require_shape("x", jnp.shape(x), (tokens, width), meaning)
         require_shape("positions", jnp.shape(positions), (tokens,), "the metadata's tokens")
         require(cache is not None or not self.shares_kv, "cache", "be given to a layer with shares_kv", None)
 
-    def _heads(
-        self, projected: Array, num_heads: int, norm: Callable[[Array], Array] | None, positions: Array
-    ) -> Array:
-        x = projected.reshape(projected.shape[0], num_heads, self.spec.head_dim)
+    def _turned(self, x: Array, norm: Callable[[Array], Array] | None, positions: Array) -> Array:
         x = x if norm is None else norm(x)
         return x if self.rope is None else self.rope(x, positions)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import importlib.util
+import threading
 import time
 
 import hypothesis
@@ -180,6 +181,81 @@ class TestCompiles:
         other = [jattn.PagedCache(k=c.k[:-1], v=c.v[:-1]) for c in new_caches()]
         with pytest.raises(TypeError, match=r"float32\[23,4,1,8\]"):
             compiled_graphs(PARAMS, other, metadata, tokens)
+
+
+class TestCompilingBehind:
+    SIZES = tuple(Bucket(max_decodes=rows, max_blocks=MAX_BLOCKS) for rows in (1, 2, 4))
+    MIXED = tuple(
+        Bucket(max_decodes=rows, max_prefills=2, max_prefill_tokens=8, max_blocks=MAX_BLOCKS)
+        for rows in (0, 4)
+    )
+
+    def gated(self, gate):
+        """A step whose buckets of fewer than 4 rows are not traced before the gate opens."""
+
+        def run(params, caches, metadata):
+            if metadata.bucket.max_decodes < 4:
+                assert gate.wait(60)
+            return first_element(params, caches, metadata)
+
+        return DecodeGraphs(run, buckets=[*self.SIZES, *self.MIXED])
+
+    def precompile(self, graphs):
+        caches = new_caches()
+        graphs.precompile(jnp.int32(1), caches, block_size=BLOCK_SIZE, progress=False, wait=False)
+        return caches
+
+    def test_begins_with_those_that_take_every_batch_and_goes_on_to_all(self):
+        gate = threading.Event()
+        graphs = self.gated(gate)
+        caches = self.precompile(graphs)
+        assert set(graphs.executables) == {self.SIZES[-1], self.MIXED[-1]}
+        one = graphs.choose([1])
+        assert one == self.SIZES[-1]  # the smallest that is ready, of decodes alone
+        assert graphs.choose([3]) == self.MIXED[-1]
+        out, caches = graphs(jnp.int32(1), caches, batch([[3]], [7], [[5, 6]], one)[0])  # and caches move on
+        assert int(out) == 8
+        gate.set()
+        graphs.wait()
+        assert set(graphs.executables) == set(graphs.buckets)
+        assert graphs.num_compiles == 5
+        assert graphs.choose([1]) == self.SIZES[0]
+
+    def test_what_a_caller_needs_meanwhile_is_compiled_once(self):
+        gate = threading.Event()
+        graphs = self.gated(gate)
+        caches = self.precompile(graphs)
+        gate.set()
+        out, _ = graphs(jnp.int32(1), caches, batch([[3]], [7], [[5, 6]], self.SIZES[0])[0])
+        graphs.wait()
+        assert int(out) == 8
+        assert graphs.num_compiles == 5
+
+    def test_an_error_behind_is_raised_by_wait_and_may_be_mended(self):
+        bad = [True]
+
+        def run(params, caches, metadata):
+            if metadata.bucket.max_decodes < 4 and bad:
+                raise RuntimeError("not yet")
+            return first_element(params, caches, metadata)
+
+        graphs = DecodeGraphs(run, buckets=self.SIZES)
+        self.precompile(graphs)
+        with pytest.raises(RuntimeError, match="not yet"):
+            graphs.wait()
+        assert set(graphs.executables) == {self.SIZES[-1]}
+        bad.clear()
+        self.precompile(graphs)
+        graphs.wait()
+        assert graphs.num_compiles == 3
+
+    def test_without_it_a_ready_bucket_up_to_four_times_as_large_is_taken(self):
+        sizes = [Bucket(max_decodes=rows, max_blocks=MAX_BLOCKS) for rows in (1, 2, 4, 8)]
+        graphs = DecodeGraphs(first_element, buckets=sizes)
+        assert graphs.choose([1]) == sizes[0]
+        graphs(jnp.int32(1), new_caches(), batch([[3]], [7], [[5, 6]], sizes[-1])[0])
+        assert graphs.choose([1]) == sizes[0]
+        assert graphs.choose([1, 1]) == sizes[-1]
 
 
 class TestRuns:

@@ -12,8 +12,10 @@ import jattn
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(p for folder in ("jattn", "pallas_kernels") for p in (ROOT / folder).rglob("*.py"))
-# Packages that a file may import only inside a function, because they are extras.
+# Packages that a file may import only inside a function, because they are extras; the server's files are one.
 EXTRAS = {"safetensors", "tokenizers", "tqdm", "matplotlib", "optax", "pytest", "hypothesis"}
+SERVER = ROOT / "jattn" / "serving" / "server"
+SERVE = {"jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml"}
 
 
 def imports(path, *, top_level_only=False):
@@ -33,6 +35,10 @@ def test_a_file_imports_only_what_stands_below_it(path):
     assert not roots & {"examples", "benchmarks", "tests", "torch", "__future__"}
     assert not any(name.startswith(("jax._src", "jaxlib")) for name in names)
     assert not {n.split(".")[0] for n in imports(path, top_level_only=True)} & EXTRAS
+    if SERVER not in path.parents:
+        top = set(imports(path, top_level_only=True))
+        assert not {name.split(".")[0] for name in top} & SERVE
+        assert not any(name.startswith("jattn.serving.server") for name in top)
     if "pallas_kernels" in path.parts:
         assert not roots & {"jattn", "flax"}
     if path.name == "reference.py" and "pallas_kernels" in path.parts:

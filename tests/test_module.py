@@ -92,6 +92,29 @@ def test_norm_modules_are_parameters_of_the_layer():
     assert {"q_norm/scale", "q_proj/kernel", "k_proj/kernel", "v_proj/kernel", "o_proj/kernel"} == paths
 
 
+class TestFusedProjections:
+    @pytest.mark.parametrize("use_bias", [False, True])
+    def test_attend_as_those_apart(self, use_bias):
+        apart, fused = (layer(use_bias=use_bias, fuses_qkv=fuses) for fuses in (False, True))
+        assert {name for name in ("q_proj", "k_proj", "v_proj") if hasattr(fused, name)} == set()
+        for leaf in ("kernel", "bias") if use_bias else ("kernel",):
+            parts = []
+            for projection in (apart.q_proj, apart.k_proj, apart.v_proj):
+                values = jax.random.normal(jax.random.key(len(parts)), getattr(projection, leaf).shape)
+                getattr(projection, leaf)[...] = values
+                parts.append(values.reshape(*values.shape[:-1], 2, -1, 8))  # kv heads, heads of each
+            getattr(fused.qkv_proj, leaf)[...] = jnp.concatenate(parts, axis=-2)
+        fused.o_proj = apart.o_proj
+        metadata = step([7, 5], [7, 5])
+        want, _ = apart(hidden(12), None, metadata, metadata.positions)
+        out, _ = fused(hidden(12), None, metadata, metadata.positions)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+    def test_of_a_layer_without_a_key_projection_are_refused(self):
+        with pytest.raises(ValueError, match=r"fuses_qkv must be False with shares_kv, got True\."):
+            layer(fuses_qkv=True, shares_kv=True)
+
+
 class TestSharedKeysAndValues:
     def test_the_layer_reads_what_another_wrote_and_writes_nothing(self):
         writer, reader = layer(), layer(seed=0, shares_kv=True)

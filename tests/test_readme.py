@@ -12,7 +12,7 @@ import jattn
 from benchmarks import bars
 from benchmarks.__main__ import SUITES
 from benchmarks.table import PAGES, PICTURES, filled, pictures
-from jattn.serving.cli import _parser
+from jattn.serving.cli import build_parser
 from tests.in_place import check_in_place
 from tests.readme import Block, blocks, examples, run, run_all
 
@@ -74,7 +74,7 @@ def test_every_other_block_is_of_commands_that_exist_or_a_drawing(page):
             if first == "make":
                 assert f"\n{words[0]}:" in makefile, line
             elif first == "jattn":
-                _parser().parse_args(words)
+                build_parser().parse_args(words)
             else:
                 assert [first, *words[:2]] == ["python", "-m", "benchmarks"], line
                 assert words[2] in SUITES, line

@@ -112,9 +112,8 @@ def run_window(
 def heads_of(attention: Any, x: Float[Array, "tokens hidden"]) -> tuple[Array, Array, Array]:
     """Queries, keys (both turned) and values of a layer: [tokens, heads, head_dim]."""
     positions = jnp.arange(x.shape[0], dtype=jnp.int32)
-    heads = lambda y: y.reshape(x.shape[0], -1, attention.spec.head_dim)
-    turned = lambda project: attention.rope(heads(project(x)), positions)
-    return turned(attention.q_proj), turned(attention.k_proj), heads(attention.v_proj(x))
+    query, key, value = attention.project(x)
+    return attention.rope(query, positions), attention.rope(key, positions), value
 
 
 def timed(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
@@ -40,6 +41,7 @@ class DecoderLayer(nnx.Module):
             k_norm=norm(config.head_dim) if config.has_qk_norm else None,
             use_bias=config.attention_bias,
             use_out_bias=config.attention_out_bias,
+            fuses_qkv=True,
             param_dtype=dtype,
             precision=matmul_precision(dtype),
             implementation=implementation,
@@ -56,6 +58,7 @@ class DecoderLayer(nnx.Module):
         if config.is_gemma:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
+    @jax.jit  # traced and lowered once for all layers of a kind, whatever weights they hold
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,20 +59,17 @@ class MLP(nnx.Module):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        """Makes the three projections; `hidden_act` is a key of ACTIVATIONS."""
-        linear = functools.partial(
-            nnx.Linear, use_bias=use_bias, param_dtype=dtype, precision=matmul_precision(dtype), rngs=rngs
-        )
+        """Makes the projections, gate and up as one; `hidden_act` is a key of ACTIVATIONS."""
+        how: Any = {"use_bias": use_bias, "param_dtype": dtype, "precision": matmul_precision(dtype)}
         self.hidden_act = hidden_act
-        self.gate_proj = linear(hidden_size, intermediate_size)
-        self.up_proj = linear(hidden_size, intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
+        self.gate_up_proj = nnx.LinearGeneral(hidden_size, (2, intermediate_size), rngs=rngs, **how)
+        self.down_proj = nnx.Linear(intermediate_size, hidden_size, rngs=rngs, **how)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """The layer's output, in x.dtype; the activation is computed in f32."""
-        gate = self.gate_proj(x)
+        gate, up = jnp.moveaxis(self.gate_up_proj(x), 1, 0)
         gate = ACTIVATIONS[self.hidden_act](gate.astype(jnp.float32)).astype(gate.dtype)
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(gate * up)
 
 
 def matmul_precision(dtype: DTypeLike) -> str | None:

@@ -22,6 +22,8 @@ from jattn.models.checkpoint import (
 )
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
+from jattn.models.generation_config import FILE, GenerationConfig
+from jattn.models.hf_tensors import from_hf, hf_shapes, to_hf
 from jattn.models.scales import KVScales, is_scale
 
 
@@ -50,6 +52,7 @@ def load_shapes(
         files = open_tensors(directory, stack)
         model = _shapes(config, files, dtype, implementation)
         model.kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
+    model.generation_config = GenerationConfig.read(directory)
     return model
 
 
@@ -97,34 +100,34 @@ def load(
         ImportError: safetensors, tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
-    config = read_config(directory)
+    config, generation_config = read_config(directory), GenerationConfig.read(directory)
     with contextlib.ExitStack() as stack:
         files = open_tensors(directory, stack)
         graph, state = nnx.split(_shapes(config, files, dtype, implementation))
         flat = dict(nnx.to_flat_state(state))
-        paths = {hf_name(path): path for path in flat}
-        shapes = {name: _hf_shape(path, flat[path].shape) for name, path in paths.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path, value in flat.items():
+            shapes |= hf_shapes(path, value.shape)
         kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
         files = {name: file for name, file in files.items() if not is_scale(name)}
         check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
-        bar = optional_module("tqdm").tqdm(paths.items(), f"Loading {directory.name}", disable=not progress)
-        for name, path in bar:
-            tensor = files[name].get_tensor(name)
-            tensor = tensor.T if path[-1] == "kernel" else tensor
-            flat[path] = flat[path].replace(
-                jnp.array(tensor.astype(flat[path].dtype))
-            )  # never the file's memory
+        bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
+        of_name = lambda name: files[name].get_tensor(name)
+        for path, value in bar:
+            array = from_hf(path, value.shape, of_name)
+            flat[path] = value.replace(jnp.array(array.astype(value.dtype)))  # never the file's memory
     model = nnx.merge(graph, nnx.from_flat_state(flat))
-    model.kv_scales = kv_scales
+    model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return model
 
 
 def save(model: Decoder, directory: str | pathlib.Path) -> None:
-    """Writes what `load` and transformers read: config.json, model.safetensors, tokenizer.json if it has one.
+    """Writes what `load` and transformers read, a Hugging Face folder.
 
-    Every bit of the parameters is kept.
+    config.json and model.safetensors; tokenizer.json and generation_config.json where it has something for
+    them. Every bit of the parameters is kept.
 
     Raises:
         ImportError: safetensors is missing.
@@ -133,13 +136,14 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        array = np.asarray(jax.device_get(value[...]))
-        tensors[hf_name(path)] = np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
+        parts = to_hf(path, np.asarray(jax.device_get(value[...])))
+        tensors |= {name: np.ascontiguousarray(part) for name, part in parts.items()}
     optional_module("safetensors.numpy").save_file(
         tensors, directory / "model.safetensors", metadata={"format": "pt"}
     )
     hf = model.config.to_hf() | {"torch_dtype": str(model.dtype)}
     (directory / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+    model.generation_config.write(directory)
     if model.tokenizer is not None:
         model.tokenizer.save(str(directory / "tokenizer.json"))
 
@@ -154,7 +158,7 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
     """
     directory = pathlib.Path(directory)
     hf = read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
+    generation = directory / FILE
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
         hf = hf if eos is None else hf | {"eos_token_id": eos}
@@ -170,16 +174,3 @@ def _read_tokenizer(path: pathlib.Path) -> Any:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # all that the package raises is a bare Exception
         raise ValueError(f"{path} must be a tokenizer of the tokenizers package, got {error}.") from error
-
-
-def hf_name(path: tuple[Any, ...]) -> str:
-    """Hugging Face's name of the parameter at an nnx path."""
-    *modules, leaf = path
-    leaf = {"kernel": "weight", "embedding": "weight"}.get(leaf, leaf)
-    prefix = [] if modules[0] == "lm_head" else ["model"]
-    return ".".join([*prefix, *map(str, modules), leaf])
-
-
-def _hf_shape(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Hugging Face's shape of the parameter at an nnx path: projections are [out, in]."""
-    return shape[::-1] if path[-1] == "kernel" else shape

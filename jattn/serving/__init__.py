@@ -1,9 +1,16 @@
 """Serving: which requests run, where their keys and values are, what the next token is."""
 
+from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine import Engine
 from jattn.serving.logprobs import Logprob
-from jattn.serving.outputs import GenerationMetrics, GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.outputs import (
+    GenerationMetrics,
+    GenerationResult,
+    RequestError,
+    RequestOutput,
+    StreamedToken,
+)
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
@@ -11,12 +18,14 @@ from jattn.serving.served_model import ServedModel
 from jattn.serving.stats import EngineStats
 
 __all__ = [
+    "AsyncEngine",
     "BlockManager",
     "Engine",
     "EngineStats",
     "GenerationMetrics",
     "GenerationResult",
     "Logprob",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "Scheduler",

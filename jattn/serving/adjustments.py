@@ -68,21 +68,22 @@ class Adjusted(NamedTuple):
 
 
 def build_adjustments(
-    requests: Sequence[Adjusted], rows: np.ndarray, last: Array, *, num_rows: int, vocab_size: int
+    requests: Sequence[Adjusted], last: Array, *, num_rows: int, vocab_size: int
 ) -> Adjustments | None:
-    """Puts what each request asks for into its row; None where nobody asks for anything.
+    """Puts what each request asks for into the row of its number; None where nobody asks for anything.
 
     Lists are padded to powers of two: a longer one compiles the sampler anew, a few times in all.
     """
     if not any(one.is_needed for one in requests):
         return None
-    table = lambda lists: _table(lists, rows, num_rows, vocab_size)
+    rows = np.arange(len(requests))
+    table = lambda lists: _table(lists, num_rows, vocab_size)
     column = lambda values, off, dtype: in_rows(values, rows, np.full(num_rows, off, dtype))
     params = [one.params for one in requests]
     biased = [dict(one.logit_bias or {}) for one in params]
     bias_ids = table([list(bias) for bias in biased])
     biases: Any = np.zeros(bias_ids.shape, np.float32)
-    for row, bias in zip(rows, biased, strict=True):
+    for row, bias in enumerate(biased):
         biases[row, : len(bias)] = list(bias.values())
     penalised = [one if one.params.has_penalties else None for one in requests]
     return Adjustments(
@@ -122,11 +123,11 @@ def adjusted(
     return logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
 
 
-def _table(lists: Sequence[Sequence[int] | np.ndarray], rows: np.ndarray, num_rows: int, pad: int) -> Any:
+def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, pad: int) -> Any:
     """Lists as rows of a table whose width is a power of two."""
     longest = max(map(len, lists), default=0)
     table = np.full((num_rows, 1 << max(longest - 1, 0).bit_length()), pad, np.int32)
-    for row, values in zip(rows.tolist(), lists, strict=True):
+    for row, values in enumerate(lists):
         if len(values):
             table[row, : len(values)] = values
     return table

@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.compilation_cache import keep_executables_in
+from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
-from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
-    GREEDY,
     Prompt,
     PromptLimits,
     Request,
@@ -82,12 +82,12 @@ class Engine:
             NotImplementedError: This machine does not have the implementation.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        step_sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        limits = StepLimits(block_size, **step_sizes, max_model_len=max_model_len)
+        limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
         limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
         self.model = as_served(model)
+        self._default_params = default_params(self.model)
         self.tokenizer, self.block_size = self.model.tokenizer, block_size
         self.max_model_len, self._shares_prefixes = limits.longest(self.model), enable_prefix_caching
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
@@ -97,6 +97,14 @@ class Engine:
         self._runner = Runner(self.model, limits, num_blocks=num_blocks, buckets=buckets, cache=cache, **how)
         self._core = EngineCore(self.scheduler, self._runner)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What requests get that say nothing: 16 tokens, greedily, unless the checkpoint asks for sampling.
+
+        Then they are its generation_config.json's. `SamplingParams()` is greedy all the same.
+        """
+        return self._default_params
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -111,6 +119,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_steps=self._runner.num_steps,
+            num_failed_steps=self._core.num_failed_steps,
             num_compiles=self.graphs.num_compiles,
             num_preemptions=scheduler.num_preemptions,
             num_blocks=manager.capacity,
@@ -128,9 +137,15 @@ class Engine:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""
         return self._runner.explain()
 
-    def precompile(self, *, progress: bool = True) -> None:
-        """Compiles every bucket now, not when a step first needs it. `progress` shows a bar."""
-        self._runner.precompile(progress=progress)
+    def precompile(self, *, progress: bool = True, wait: bool = True) -> None:
+        """Compiles the buckets now, not when a step first needs one.
+
+        Args:
+            progress: Shows a bar.
+            wait: False = returns when every step has a bucket that fits; the rest compile in threads behind,
+                and a step takes the smallest that is ready (`graphs.wait()` waits for them).
+        """
+        self._runner.precompile(progress=progress, wait=wait)
 
     def update_weights(self, state: Any) -> None:
         """Puts new weights in the place of the model's: the next step runs them, and nothing compiles.
@@ -155,7 +170,7 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            params: How its tokens are picked, and where it ends; None = 16 tokens, greedily.
+            params: How its tokens are picked, and where it ends; None = default_sampling_params.
             request_id: What to call it; None = a number that is free.
 
         Returns:
@@ -167,7 +182,7 @@ class Engine:
         require_type("request_id", request_id, (int, str, type(None)), "or None, for a free number")
         require(request_id not in self._open, "request_id", "be new", repr(request_id))
         self._runner.weights.refresh()
-        params = GREEDY if params is None else params
+        params = self.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
         request = build_request("prompt", prompt, params, **self._served())
         ids = self._core.admit([request])
@@ -181,15 +196,17 @@ class Engine:
 
         Returns:
             What is new of the requests of `add_request`, one entry a completion, in order of arrival. Empty
-            where nothing came yet: the first step's tokens are read when the second has begun.
+            where nothing came yet: the first step's tokens are read when the second has begun. A step that
+            fails ends every request with its error; those to come are served.
         """
         if self._core.has_work():
-            self._core.run_step()
+            with contextlib.suppress(Exception):  # every request under way has it
+                self._core.run_step()
         outputs: list[RequestOutput] = []
         for request_id, (request, _) in list(self._open.items()):
             has_ended = False
             for index, generation in enumerate(request.generations):
-                if generation.unread:
+                if generation.has_news:
                     outputs.append(generation.output(request_id, index))
                     has_ended |= generation.finish_reason is not None
             if has_ended and request.is_finished:
@@ -225,7 +242,8 @@ class Engine:
 
         Args:
             prompts: Text or token ids, mixed as you like.
-            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
+            sampling_params: How tokens are picked, for all prompts or for each; None = as
+                default_sampling_params say.
             max_tokens: Most new tokens, for all prompts or for each; None = as sampling_params say (16). The
                 longest context may end a prompt earlier.
             stop_ids: Token ids that end a prompt, besides the model's eos and those of sampling_params.
@@ -239,6 +257,7 @@ class Engine:
             ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
                 vocabulary, longer than the longest context or than the cache; or an argument is of another
                 kind. Nothing has started then.
+            RequestError: A prompt could not be finished; a step's own error where that failed.
         """
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
@@ -290,6 +309,7 @@ class Engine:
     ) -> list[Request]:
         self._runner.weights.refresh()
         ends: dict[str, Any] = {"stop_ids": stop_ids, "ignore_eos": ignore_eos}
+        sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
         return build_requests(prompts, max_tokens, sampling_params, **ends, **self._served())
 
     def _stream(self, requests: list[Request]) -> Generator[StreamedToken]:
@@ -301,11 +321,17 @@ class Engine:
                         while generation.unread:
                             new = generation.unread.popleft()
                             yield StreamedToken(index, new.token_id, new.text)
+                        if generation.error is not None:
+                            raise _request_error(index, generation.error) from generation.error
                 if not self._core.are_under_way(ids):
                     return
                 self._core.run_step()
         finally:
             self._core.drop(ids)
+
+
+def _request_error(index: int, error: Exception) -> RequestError:
+    return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")
 
 
 def _require_one_each(requests: Sequence[Request], where: str) -> None:

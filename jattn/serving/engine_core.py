@@ -3,6 +3,9 @@
 The host prepares a step while the device runs the last, and learns one step late that a request has stopped;
 the token made in between is dropped, and the request's blocks may be given away at once, since the device
 takes steps in order.
+
+A step that fails takes its caches with it, which it was given to write into, and with them the keys of every
+request: all end with the error, and the next ones find new caches.
 """
 
 import itertools
@@ -24,7 +27,7 @@ class EngineCore:
         self._generations: dict[int, Generation] = {}  # unfinished ones
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
-        self.num_generated = 0
+        self.num_generated = self.num_failed_steps = 0
 
     def has_work(self) -> bool:
         """Whether something is under way, or a step in flight."""
@@ -57,7 +60,18 @@ class EngineCore:
                 self._scheduler.abort(number)
 
     def run_step(self) -> None:
-        """Starts a step of whatever is scheduled, whoever's it is, and reads the one before."""
+        """Starts a step of whatever is scheduled, whoever's it is, and reads the one before.
+
+        Raises:
+            Exception: What the step failed with; it has ended all that was under way.
+        """
+        try:
+            self._run_step()
+        except Exception as error:
+            self._fail_all(error)
+            raise
+
+    def _run_step(self) -> None:
         self._read(keep=1)  # more are left where a reading was interrupted
         if self._runner.have_weights_changed():
             self._scheduler.forget_prefixes()
@@ -73,13 +87,27 @@ class EngineCore:
             self._scheduler.complete(step, ended)
         self._read(keep=0 if step is None else 1)
 
+    def _fail_all(self, error: Exception) -> None:
+        self.num_failed_steps += 1
+        for generation in self._generations.values():
+            generation.fail(error)
+        self._generations.clear()
+        self._scheduler.abort_all()
+        self._scheduler.forget_prefixes()
+        self._runner.reset()
+
     def _read(self, *, keep: int) -> None:
         """Hands out the tokens of all steps but the newest ones; waits for them."""
         while self._runner.num_in_flight > keep:
             for new in self._runner.read():
                 generation = self._generations.get(new.request_id)
                 if generation is not None:  # else stopped a step ago, or nobody wants it now
-                    self._hand_out(new, generation)
+                    try:
+                        self._hand_out(new, generation)
+                    except Exception as error:  # of its text, say; the others' tokens are as good as before
+                        generation.fail(error)
+                    if generation.finish_reason is not None:
+                        self.drop([new.request_id])
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
         if new.prompt_logprobs and new.prompt_start == len(generation.prompt_logprobs):
@@ -94,5 +122,3 @@ class EngineCore:
             self.first_times.add(times[0])
         else:
             self.times.add(times[-1] - times[-2])
-        if generation.finish_reason is not None:
-            self.drop([new.request_id])

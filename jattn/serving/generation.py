@@ -39,6 +39,7 @@ class Generation:
     hashes: BlockHashes | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
     num_pending: int = 0
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
@@ -54,6 +55,7 @@ class Generation:
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
         self.is_adjusted = params.is_adjusted
         self._ids = TokenBuffer(self.token_ids) if params.has_penalties else None
+        self._is_told = False  # that it has failed
 
     @property
     def num_generated(self) -> int:
@@ -69,6 +71,15 @@ class Generation:
         """Tokens of the prompt, and those generated and read, where penalties want them; else none."""
         ids = np.zeros(0, np.int32) if self._ids is None else self._ids.view
         return ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that `output` has not told."""
+        return bool(self.unread) or (self.error is not None and not self._is_told)
+
+    def fail(self, error: Exception) -> None:
+        """Ends it where it is."""
+        self.finish_reason, self.error = "error", error
 
     def append(self, token_id: int, logprobs: Logprobs | None = None) -> None:
         """Takes the next token, and finishes where it is the last one."""
@@ -113,6 +124,8 @@ class Generation:
     def output(self, request_id: int | str, index: int) -> RequestOutput:
         """What nobody has been given yet, as completion number `index` of a request."""
         new, self.unread = self.unread, collections.deque()
+        self._is_told = self.error is not None
+        params, is_first = self.sampling_params, self.num_generated == len(new)
         return RequestOutput(
             request_id=request_id,
             index=index,
@@ -121,8 +134,12 @@ class Generation:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None
-            if self.sampling_params.logprobs is None
+            if params.logprobs is None
             else [token.logprobs for token in new if token.logprobs is not None],
+            prompt_logprobs=None
+            if params.prompt_logprobs is None or not is_first
+            else list(self.prompt_logprobs),
+            error=self.error,
         )
 
     def result(self, *, has_prompt_logprobs: bool = False) -> GenerationResult:

@@ -86,7 +86,7 @@ def prompt_logprobs(
     ids = jnp.pad(next_ids, (0, padding)).reshape(chunks, size)
     of_chunk = lambda chunk: logprobs_of(model.logits(chunk[0]), chunk[1], num)
     result = jax.lax.map(of_chunk, (hidden, ids))
-    return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[: chunks * size - padding] for x in result))
+    return TokenLogprobs(*(x.reshape(chunks * size, *x.shape[2:])[: chunks * size - padding] for x in result))
 
 
 def fetched(logprobs: TokenLogprobs) -> TokenLogprobs:

@@ -8,6 +8,10 @@ from jattn.serving.logprobs import Logprob
 type Logprobs = dict[int, Logprob]  # of one place: the token that stands there, and the likeliest ones
 
 
+class RequestError(RuntimeError):
+    """A request could not be finished, through no fault of its caller; `__cause__` is what went wrong."""
+
+
 class StreamedToken(NamedTuple):
     """One new token.
 
@@ -35,6 +39,9 @@ class RequestOutput:
         finish_reason: As GenerationResult has it; None = more is to come.
         stop_reason: As GenerationResult has it.
         logprobs: Of each new token, where asked for.
+        prompt_logprobs: Of each token of the prompt, where asked for, with the first new token; None for the
+            first of them.
+        error: What went wrong, where finish_reason is "error".
     """
 
     request_id: int | str
@@ -44,6 +51,8 @@ class RequestOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,7 @@ class GenerationResult:
         text: Their text, without the stop token, and without the stop string unless it was to be kept; empty
             if the model has no tokenizer.
         finish_reason: "stop": a stop token or string came; "length": max_tokens or the model's context is
-            reached; "abort": `Engine.abort`.
+            reached; "abort": `AsyncEngine.abort`; "error": see RequestError.
         stop_reason: The stop string, or the token of stop_token_ids, that ended it; None = none of these.
         metrics: Times.
         logprobs: Of each new token, where asked for.

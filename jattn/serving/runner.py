@@ -5,8 +5,11 @@ prepares a step while the device runs the last.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +22,6 @@ from jattn.bucket import Bucket
 from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
-from jattn.requests import row_indices
 from jattn.serving.adjustments import Adjustments
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
@@ -30,7 +32,14 @@ from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
-from jattn.serving.step import Sampled, StepTokens, make_step, next_tokens, with_implementation
+from jattn.serving.step import (
+    Sampled,
+    StepTokens,
+    make_step,
+    next_tokens,
+    sampler_rows,
+    with_implementation,
+)
 from jattn.serving.step_inputs import PromptPart, StepSampling, prompt_parts, step_adjustments, step_tokens
 from jattn.serving.weights import Weights
 
@@ -57,7 +66,6 @@ class _InFlight(NamedTuple):
     """A step whose tokens the host has not read."""
 
     step: Step
-    rows: np.ndarray  # of its requests
     sampled: Sampled
     num_logprobs: list[int | None]  # that each request asked for
     prompt: list[PromptPart]
@@ -84,12 +92,16 @@ class Runner:
         self._graphdef = nnx.graphdef(with_implementation(model, implementation))
         self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks)
         self._leaves = self.graphs.leaves_of(self.weights.state)
-        self._caches = model.create_caches(num_blocks, block_size=self.block_size, **cache)
+        self._new_caches = functools.partial(
+            model.create_caches, num_blocks, block_size=self.block_size, **cache
+        )
+        self._caches: Any = self._new_caches()
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
         self._checks_batches = checks_batches
         self.num_steps = 0
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._max_rows = max(bucket.max_reqs for bucket in self.graphs.buckets)
+        self._max_num_seqs = limits.max_num_seqs
+        self._max_rows = max(map(self._rows_of, self.graphs.buckets))
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         self._sampling = StepSampling()
 
@@ -97,6 +109,13 @@ class Runner:
     def num_in_flight(self) -> int:
         """Steps started and not read."""
         return len(self._in_flight)
+
+    def reset(self) -> None:
+        """Makes new caches and forgets the steps in flight: what a failed call was given is gone."""
+        self._in_flight.clear()
+        self._caches = None  # before there is memory for others
+        self._caches = self._new_caches()
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
 
     def have_weights_changed(self) -> bool:
         """Whether the next step's weights are others than at the last look, however they were changed."""
@@ -108,12 +127,13 @@ class Runner:
         model = nnx.merge(self._graphdef, self.weights.refresh())
         return explain(model, self._caches, self.graphs.buckets, self.block_size)
 
-    def precompile(self, *, progress: bool) -> None:
+    def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Engine.precompile`."""
+        whole: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
         def inputs(bucket: Bucket) -> list[StepTokens]:
-            shapes = (bucket.max_tokens,), (bucket.max_tokens,), (self._max_rows,)
-            return [StepTokens._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
+            tokens = whole(bucket.max_tokens)
+            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(self._rows_of(bucket)))]
 
         self.graphs.precompile(
             self.weights.refresh(),
@@ -121,13 +141,22 @@ class Runner:
             block_size=self.block_size,
             inputs=inputs,
             progress=progress,
+            wait=wait,
         )
+        needed = {self._rows_of(bucket) for bucket in self.graphs.executables}
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        compiling = [pool.submit(self._compile_samplers, rows) for rows in needed]
+        for rows in {self._rows_of(bucket) for bucket in self.graphs.buckets} - needed:
+            pool.submit(self._compile_samplers, rows)
+        for done in compiling:
+            done.result()
+        pool.shutdown(wait=wait)
+
+    def _compile_samplers(self, rows: int) -> None:
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
-        for rows in {bucket.max_reqs for bucket in self.graphs.buckets}:
-            logits = jnp.zeros((rows, self._vocab_size))
-            for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
-                sampling = build_sampling_metadata([params], num_rows=rows)
-                self._next_tokens(logits, sampling, np.zeros(rows, np.int32))
+        logits = jnp.zeros((rows, self._vocab_size))
+        for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
+            self._next_tokens(logits, build_sampling_metadata([params], rows), np.zeros(rows, np.int32))
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
@@ -143,12 +172,11 @@ class Runner:
         )
         if self._checks_batches:
             check_batch(metadata, self._cache_spec)
-        rows = row_indices(lens, bucket)
-        before = self._rows_before()
-        tokens = step_tokens(step, generations, bucket, before, self._last_tokens)
-        sampling, num_generated = self._sampling.of(step, generations, bucket, rows)
-        sizes = {"num_rows": bucket.max_reqs, "vocab_size": self._vocab_size}
-        adjustments = step_adjustments(step, generations, rows, before, self._last_tokens, **sizes)
+        rows, before, last = self._rows_of(bucket), self._rows_before(), self._last_tokens
+        tokens = step_tokens(step, generations, bucket, before, last, rows)
+        sampling, num_generated = self._sampling.of(step, generations, rows)
+        sizes = {"num_rows": rows, "vocab_size": self._vocab_size}
+        adjustments = step_adjustments(step, generations, before, last, **sizes)
         if step.block_copies:
             self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
         outputs, self._caches = self.graphs(self._leaves, self._caches, metadata, tokens)
@@ -159,13 +187,13 @@ class Runner:
         of_prompts = self._prompt_logprobs(parts, outputs.hidden, bucket)
         for array in jax.tree.leaves((sampled, of_prompts)):
             array.copy_to_host_async()
-        self._in_flight.append(_InFlight(step, rows, sampled, wanted, parts, of_prompts))
+        self._in_flight.append(_InFlight(step, sampled, wanted, parts, of_prompts))
         self.num_steps += 1
 
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
-        step, rows, sampled, wanted, parts, of_prompts = self._in_flight[0]
-        token_ids = jax.device_get(sampled.tokens)[rows].tolist()
+        step, sampled, wanted, parts, of_prompts = self._in_flight[0]
+        token_ids = jax.device_get(sampled.tokens)[: len(step.request_ids)].tolist()
         logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
         places = None if of_prompts is None else fetched(of_prompts)
         self._in_flight.popleft()
@@ -174,8 +202,8 @@ class Runner:
                            itertools.compress(token_ids, step.samples), itertools.repeat(None))  # fmt: skip
             return
         by_request = {part.request_id: part for part in parts}
-        each = zip(step.request_ids, token_ids, step.samples, rows.tolist(), wanted, strict=True)
-        for request_id, token_id, samples, row, num in each:
+        each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
+        for row, (request_id, token_id, samples, num) in enumerate(each):
             part = by_request.get(request_id)
             yield NewTokens(
                 request_id,
@@ -190,12 +218,15 @@ class Runner:
 
     # --------------------------------------------------------------------------------------- inside
     def _rows_before(self) -> dict[int, int]:
-        """Of each request in the step in flight, if there is one, its row."""
+        """Of each request in the step in flight, if there is one, its row of the sampler."""
         return {
             request_id: row
             for flying in self._in_flight
-            for request_id, row in zip(flying.step.request_ids, flying.rows.tolist(), strict=True)
+            for row, request_id in enumerate(flying.step.request_ids)
         }
+
+    def _rows_of(self, bucket: Bucket) -> int:
+        return sampler_rows(bucket, self._max_num_seqs)
 
     def _next_tokens(
         self,

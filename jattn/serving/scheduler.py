@@ -197,6 +197,11 @@ class Scheduler:
                 if queue is not self._waiting:
                     self._blocks.free(request)
 
+    def abort_all(self) -> None:
+        """Drops every request."""
+        for request_id in list(self._known):
+            self.abort(request_id)
+
     def forget_prefixes(self) -> None:
         """Nothing that is cached now will be found by requests to come: the weights have changed."""
         self.block_manager.unpublish_all()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from jattn.bucket import Bucket
 from jattn.graphs import GraphStep
 from jattn.implementations.choice import asked_for, first_able
 from jattn.module import PagedAttention
@@ -23,24 +24,27 @@ class StepTokens(NamedTuple):
 
     Attributes:
         ids: Tokens as the host knows them.
-        rows: Row of the step before whose new token stands here; -1 where `ids` has it.
+        rows: The sampler's row in the step before whose new token stands here; -1 where `ids` has it.
         last: New tokens of the step before, by its rows.
+        ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
+            the sampler. The rest of these rows are padding.
     """
 
     ids: Int32[Array, " tokens"]
     rows: Int32[Array, " tokens"]
     last: Int32[Array, " max_rows"]
+    ends: Int32[Array, " rows"]
 
 
 class StepOutputs(NamedTuple):
     """What a step makes besides its caches.
 
     Attributes:
-        logits: Of each row's last token.
+        logits: Of the tokens that StepTokens.ends names.
         hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
     """
 
-    logits: Float32[Array, "reqs vocab"]
+    logits: Float32[Array, "rows vocab"]
     hidden: Float[Array, "tokens hidden"]
 
 
@@ -48,7 +52,7 @@ class Sampled(NamedTuple):
     """The next token of each row.
 
     Attributes:
-        tokens: Padded to the rows of the largest bucket: they feed a step of any bucket.
+        tokens: Padded to the most rows of the sampler: they feed a step of any bucket.
         logprobs: Of the rows, where somebody asked for them.
     """
 
@@ -68,7 +72,7 @@ def make_step(graphdef: Any) -> GraphStep:
         shared = model.plan(metadata, caches)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[metadata.last_token_indices]), hidden), caches
+        return StepOutputs(model.logits(hidden[tokens.ends]), hidden), caches
 
     return step
 
@@ -92,7 +96,7 @@ def next_tokens(
         sampling: Of the rows.
         num_generated: As in `sample`.
         adjustments: What rows ask of the logits first; None = nothing.
-        max_rows: Rows of the largest bucket. Static.
+        max_rows: The most rows of the sampler. Static.
         num_logprobs: How many of the likeliest tokens to report; None = no log-probabilities. Static.
     """
     logits = logits.astype(jnp.float32)
@@ -100,6 +104,16 @@ def next_tokens(
     tokens = sample(wanted, sampling, num_generated)
     logprobs = None if num_logprobs is None else logprobs_of(logits, tokens, num_logprobs)
     return Sampled(jnp.pad(tokens, (0, max_rows - tokens.shape[0])), logprobs)
+
+
+def sampler_rows(bucket: Bucket, max_num_seqs: int) -> int:
+    """Rows of the sampler behind a bucket: all requests of it; a power of two or one and a half of one.
+
+    So few sizes that the samplers of all buckets compile in seconds.
+    """
+    rows = min(bucket.max_reqs, max_num_seqs)
+    power = 1 << (rows - 1).bit_length()
+    return 3 * power // 4 if power > 2 and 3 * power // 4 >= rows else power
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:

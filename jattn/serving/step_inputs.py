@@ -21,6 +21,7 @@ def step_tokens(
     bucket: Bucket,
     row_before: Mapping[int, int],
     last_tokens: jax.Array,
+    num_rows: int,
 ) -> StepTokens:
     """The tokens of a step, laid out in the bucket; numpy's arrays, but for the last tokens.
 
@@ -28,8 +29,9 @@ def step_tokens(
         step: The step.
         generations: Of its requests.
         bucket: Its bucket.
-        row_before: Row of each request in the step before, where the host has not read its tokens.
+        row_before: The sampler's row of each request in the step before, where the host has not read it.
         last_tokens: Those tokens, on the device.
+        num_rows: Of the sampler.
     """
     lens = np.asarray(step.query_lens)
     starts = token_starts(lens, bucket)
@@ -46,11 +48,13 @@ def step_tokens(
         end = step.seq_lens[row] - 1
         before = generations[row].token_ids[end + 1 - step.query_lens[row] : end]
         token_ids[starts[row] : lasts[row]] = before
-    return StepTokens(token_ids, token_rows, last_tokens)
+    request_ends: Any = np.zeros(num_rows, np.int32)
+    request_ends[: len(lens)] = lasts
+    return StepTokens(token_ids, token_rows, last_tokens, request_ends)
 
 
 class StepSampling:
-    """The sampling parameters of a step, laid out in its rows: made anew where requests or rows changed.
+    """The sampling parameters of a step, one row a request: made anew where the requests changed.
 
     Numpy's arrays, which the compiled functions send sooner than device_put.
     """
@@ -59,22 +63,21 @@ class StepSampling:
         self._last: tuple[tuple[Any, ...], SamplingMetadata] | None = None
 
     def of(
-        self, step: Step, generations: Sequence[Generation], bucket: Bucket, rows: np.ndarray
+        self, step: Step, generations: Sequence[Generation], num_rows: int
     ) -> tuple[SamplingMetadata, Any]:
         """Sampling parameters, and how many tokens each row's request has been given or promised."""
-        num_generated = np.zeros(bucket.max_reqs, np.int32)
-        num_generated[rows] = [generation.num_asked_for for generation in generations]
-        key = (step.request_ids, bucket, rows.tobytes())
+        num_generated = np.zeros(num_rows, np.int32)
+        num_generated[: len(generations)] = [generation.num_asked_for for generation in generations]
+        key = (step.request_ids, num_rows)
         if self._last is None or self._last[0] != key:
             params = [generation.sampling_params for generation in generations]
-            self._last = (key, build_sampling_metadata(params, num_rows=bucket.max_reqs, rows=rows))
+            self._last = (key, build_sampling_metadata(params, num_rows))
         return self._last[1], num_generated
 
 
 def step_adjustments(
     step: Step,
     generations: Sequence[Generation],
-    rows: np.ndarray,
     row_before: Mapping[int, int],
     last_tokens: jax.Array,
     **sizes: int,
@@ -95,7 +98,7 @@ def step_adjustments(
         )
         for request_id, one in zip(step.request_ids, generations, strict=True)
     ]
-    return build_adjustments(requests, rows, last_tokens, **sizes)
+    return build_adjustments(requests, last_tokens, **sizes)
 
 
 class PromptPart(NamedTuple):

@@ -46,7 +46,7 @@ def case(num_layers, family, bucket):
     graphdef, params = nnx.split(model)
     caches = jax.eval_shape(lambda: model.create_caches(1000, block_size=BLOCK_SIZE))
     metadata = abstract_metadata(bucket, BLOCK_SIZE)
-    sizes = bucket.max_tokens, bucket.max_tokens, 16
+    sizes = bucket.max_tokens, bucket.max_tokens, 16, bucket.max_reqs
     tokens = StepTokens(*(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes))
 
     def run(params, caches, metadata, tokens):

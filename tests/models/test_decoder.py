@@ -78,7 +78,7 @@ def test_trains_under_vmap(name):
 
     loss_and_gradient = jax.jit(jax.value_and_grad(loss))
     before, gradient = loss_and_gradient(params)
-    after, _ = loss_and_gradient(jax.tree.map(lambda p, g: p - 0.05 * g, params, gradient))
+    after, _ = loss_and_gradient(jax.tree.map(lambda p, g: p - 0.001 * g, params, gradient))
     assert after < before
     assert all(bool(jnp.isfinite(g).all()) and bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
 

@@ -11,7 +11,7 @@ from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, run
 from jattn.planning import choosing, works
 from jattn.pytree import unchecked
 from jattn.serving import Engine
-from pallas_kernels.paged_decode import Tiles
+from pallas_kernels.paged_decode import KernelSizes
 from tests.serving.tiny import one_layer_model
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def kernel_entry(*_, **__):
 def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
     monkeypatch.setattr(choosing, "support", on_a_gpu)
-    monkeypatch.setattr(choice, "choose_kernel", lambda *_: DecodeKernel(tiles=Tiles()))
+    monkeypatch.setattr(choice, "choose_kernel", lambda *_: DecodeKernel(sizes=KernelSizes()))
     nothing = unchecked(DecodeWork, schedule=None, block_list=None)
     monkeypatch.setattr(works, "decode_work", lambda *_, **__: nothing)
     monkeypatch.setattr(run, "paged_decode", kernel_entry)
@@ -55,5 +55,7 @@ def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
         if pathlib.Path(frame.filename).is_relative_to(ROOT / "jattn")
     ]
     hands = hands[hands.index(HANDS[0]) :]
+    # Compiling comes in between where a bucket is run for the first time: it is handed no table.
+    hands = [hand for hand in hands if hand.split(": ")[0] != "executables.py" and "lambda" not in hand]
     assert hands == HANDS
     assert len(hands) + 1 <= 11  # with the kernel's entry

@@ -7,8 +7,10 @@ import jax
 import pytest
 
 from jattn.models import save
-from jattn.serving import cli, doctor
-from jattn.serving.cli import StreamPrinter, main
+from jattn.serving import doctor
+from jattn.serving.cli import main
+from jattn.serving.commands import options
+from jattn.serving.commands.generate import StreamPrinter
 from jattn.serving.engine import Engine
 from jattn.serving.sampling_params import SamplingParams
 from tests.conftest import GOLDEN
@@ -35,6 +37,10 @@ class Recorded:
     def stats(self):
         return self.engine.stats
 
+    @property
+    def default_sampling_params(self):
+        return self.engine.default_sampling_params
+
 
 @pytest.fixture(scope="module")
 def small_engine():
@@ -44,7 +50,7 @@ def small_engine():
 @pytest.fixture
 def recorded(small_engine, monkeypatch):
     recorded = Recorded(small_engine)
-    monkeypatch.setattr(cli, "Engine", recorded)
+    monkeypatch.setattr(options, "Engine", recorded)
     return recorded
 
 
@@ -56,21 +62,30 @@ class TestGenerate:
         assert main([*MODEL, "--max-tokens", "6", "def f("]) == 0
         (result,) = recorded.results
         assert len(result.token_ids) == 6
-        assert capsys.readouterr().out == f"def f({result.text}\n"
+        assert capsys.readouterr().out == f"> def f(\n{result.text}\n"
         assert recorded.calls[0]["sampling_params"].is_greedy
 
     def test_reads_the_prompt_from_stdin_where_there_is_none(self, recorded, capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO("x = "))
         assert main([*MODEL, "--max-tokens", "2"]) == 0
-        assert capsys.readouterr().out.startswith("x = ")
+        assert capsys.readouterr().out.startswith("> x = \n")
 
     def test_passes_the_sampling_options_on(self, recorded):
-        options = ["--temperature=0.5", "--top-k=7", "--top-p=0.9", "--min-p=0.1", "--seed=3"]
+        options = [
+            "--temperature=0.5",
+            "--top-k=7",
+            "--top-p=0.9",
+            "--min-p=0.1",
+            "--seed=3",
+            "--stop=x",
+            "--stop=yz",
+        ]
         options += ["--implementation=xla", "--quantization=int8_token_head", "--skip-layers=0,-1"]
         options += ["--max-num-seqs=3", "--max-num-batched-tokens=40", "--block-size=8"]
+        options += ["--num-blocks=9", "--max-model-len=99", "--no-enable-prefix-caching"]
         assert main([*MODEL, "--max-tokens", "1", *options, "a"]) == 0
         assert recorded.calls[0]["sampling_params"] == SamplingParams(
-            temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3
+            temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, stop=("x", "yz")
         )
         assert recorded.options == {
             "implementation": "xla",
@@ -79,6 +94,10 @@ class TestGenerate:
             "max_num_seqs": 3,
             "max_num_batched_tokens": 40,
             "block_size": 8,
+            "num_blocks": 9,
+            "max_model_len": 99,
+            "enable_prefix_caching": False,
+            "cache_dir": None,
         }
 
     def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):
@@ -115,7 +134,7 @@ class TestGenerate:
         ]
         assert main(command) == 0
         out, err = capsys.readouterr()
-        assert out.startswith("a")
+        assert out.startswith("> a\n")
         assert err.startswith("jattn: fp8_e4m3 cache: layers 0 have no scales and take 1")
         assert err.count("\n") == 1
         command[command.index("fp8_e4m3")] = "int8_static_v"
@@ -130,12 +149,40 @@ class TestGenerate:
 
 def test_several_prompts_are_printed_in_whole_lines_with_their_numbers():
     out = io.StringIO()
-    printer = StreamPrinter(["a\nb", "c"], out.write)
+    printer = StreamPrinter(["a\nb\n", "c"], out.write)
     for index, text in ((1, "d"), (0, "e\n"), (1, "\nf\ng"), (0, "")):
         printer.on_token(index, 9, text)
-    assert out.getvalue() == "[0] a\n[0] be\n[1] cd\n[1] f\n"
+    assert out.getvalue() == "[0] > a\n[0] > b\n[1] > c\n[0] e\n[1] d\n[1] f\n"
     printer.close()
     assert out.getvalue().endswith("[1] f\n[1] g\n")
+
+
+def test_a_terminal_sees_prompts_dimmed():
+    out = io.StringIO()
+    StreamPrinter(["a"], out.write, has_colours=True)
+    assert out.getvalue() == "\x1b[2m> a\x1b[0m\n"
+
+
+class TestMain:
+    def test_version(self, capsys):
+        with pytest.raises(SystemExit, match="0"):
+            main(["--version"])
+        assert capsys.readouterr().out == f"jattn 0.1.0, jax {jax.__version__}\n"
+
+    def test_dtype_is_the_model_s(self, tmp_path, monkeypatch, recorded):
+        dtypes = []
+        monkeypatch.setattr(Recorded, "__call__", lambda self, model, **_: dtypes.append(model.dtype) or self)
+        save(one_layer_model(), tmp_path)
+        assert main(["generate", "--model", str(tmp_path), "--dtype=float16", "--max-tokens=1", "a"]) == 0
+        assert dtypes == [jax.numpy.float16]
+
+    def test_an_interrupt_is_no_traceback(self, recorded, monkeypatch, capsys):
+        def interrupted(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(recorded, "generate", interrupted)
+        assert main([*MODEL, "a"]) == 130
+        assert capsys.readouterr().err == "\n"
 
 
 class TestDoctor:
@@ -148,7 +195,7 @@ class TestDoctor:
             assert any(line.startswith(feature + "  ") for line in out.splitlines())
 
     def test_of_a_model_every_bucket_has_its_table(self, capsys, monkeypatch):
-        monkeypatch.setattr("jattn.serving.cli.load", None)  # weights are not needed
+        monkeypatch.setattr("jattn.models.loading.load", None)  # weights are not needed
         options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--quantization", "fp8_e4m3"]
         assert main(["doctor", "--model", str(GOLDEN / "hf" / "mistral"), *options]) == 0
         out = capsys.readouterr().out

@@ -453,10 +453,10 @@ class TestWeights:
         engine.update_weights({"embed_tokens": {"embedding": np.asarray(other.embed_tokens.embedding[...])}})
         np.testing.assert_array_equal(model.embed_tokens.embedding[...], other.embed_tokens.embedding[...])
         kernel = engine.update_weights(
-            {"layers": {0: {"mlp": {"up_proj": {"kernel": jnp.zeros((96, 192))}}}}}
+            {"layers": {0: {"mlp": {"gate_up_proj": {"kernel": jnp.zeros((96, 2, 192))}}}}}
         )
         assert kernel is None
-        assert not model.layers[0].mlp.up_proj.kernel[...].any()
+        assert not model.layers[0].mlp.gate_up_proj.kernel[...].any()
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -186,6 +186,14 @@ class TestLogprobs:
                     assert abs(logprob - want[other]) < 1e-4
                     assert rank == (want > want[other]).sum() + 1
 
+    def test_of_a_prompt_may_be_its_own_tokens_alone(self, engine, forward):
+        (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        first, *others = result.prompt_logprobs
+        assert first is None
+        for token, place, want in zip([2, 3], others, forward([1, 2, 3]), strict=False):
+            assert list(place) == [token]
+            assert abs(place[token].logprob - want[token]) < 1e-4
+
     @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (65, 5), (8, 7)])
     def test_of_prompts_are_the_models_own_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
         engine = engine_of(num_blocks, budget)

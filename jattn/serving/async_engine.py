@@ -1,0 +1,131 @@
+"""An engine that many tasks share."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self
+
+from jattn.serving.engine import Engine
+from jattn.serving.engine_thread import EngineThread, Reader
+from jattn.serving.outputs import RequestError, RequestOutput
+from jattn.serving.prompts import Prompt, token_ids_of
+from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.stats import EngineStats
+from pallas_kernels.checks import require_type
+
+LONG_TEXT = 4096  # characters from which on a text's tokens are made in a thread: a millisecond's work
+
+
+class AsyncEngine:
+    """Serves requests of many tasks, of several event loops if need be, over one engine.
+
+    The engine's steps run in a thread of their own, which starts with the first request, so that no reader
+    holds up another. From then on until it is closed, nobody else may use the engine.
+
+        async with AsyncEngine(engine) as async_engine:
+            async for output in async_engine.generate("def fib(n):", SamplingParams(max_tokens=64)):
+                print(output.new_text, end="")
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Starts nothing yet.
+
+        Raises:
+            ValueError: It is no Engine.
+        """
+        require_type("engine", engine, Engine, "jattn.serving.Engine(model)")
+        self.engine = engine
+        self._thread = EngineThread(engine)
+        self._close = weakref.finalize(self, self._thread.close)  # as the process ends, at the latest
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's, between two of its steps or within one."""
+        return self.engine.stats
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: int | str | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Completes a prompt, and yields what each step brings it.
+
+        Whoever stops reading (a task that is cancelled, `aclose()`) drops the request: its blocks are free
+        before the next step.
+
+        Args:
+            prompt: Text or token ids.
+            params: How its tokens are picked, and where it ends; None = the engine's default_sampling_params.
+            request_id: What to call it; None = a number that is free.
+
+        Yields:
+            What is new of a completion. The last one of each has a finish_reason.
+
+        Raises:
+            ValueError: The prompt cannot be served, the name is taken, or the engine is closed.
+            RequestError: It could not be finished: a step failed, or the engine was closed.
+        """
+        params = self.engine.default_sampling_params if params is None else params
+        require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
+        prompt = await self._tokens_of(prompt)
+        reader = Reader(params.n)
+        self._thread.add(reader, prompt, params, request_id)
+        num_unfinished = params.n
+        try:
+            while num_unfinished:
+                news = await reader.news.get()
+                if isinstance(news, Exception):
+                    raise news if isinstance(news, ValueError) else _request_error(reader, news) from news
+                if news.error is not None:
+                    raise _request_error(reader, news.error) from news.error
+                num_unfinished -= news.finish_reason is not None
+                yield news
+        finally:
+            if num_unfinished:
+                self._thread.drop(reader)
+
+    async def abort(self, request_id: int | str) -> None:
+        """Ends a request: its blocks are free, and its reader gets an output whose finish_reason is "abort".
+
+        Raises:
+            ValueError: There is no such request, or it has ended.
+        """
+        await self.call(lambda engine: self._thread.abort(request_id))
+
+    async def update_weights(self, state: Any) -> None:
+        """As `Engine.update_weights`, between two steps."""
+        await self.call(lambda engine: engine.update_weights(state))
+
+    async def call[T](self, function: Callable[[Engine], T]) -> T:
+        """What a function of the engine returns, run in its thread between two steps.
+
+        Raises:
+            ValueError: The engine is closed.
+            Exception: Whatever the function raises.
+        """
+        return await asyncio.wrap_future(self._thread.submit(lambda: function(self.engine)))
+
+    async def aclose(self) -> None:
+        """Ends the thread behind the step that it is in; open requests end with a RequestError."""
+        await asyncio.to_thread(self._close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def _tokens_of(self, prompt: Prompt) -> Prompt:
+        """The prompt's tokens: made here, not where steps wait for them."""
+        if not isinstance(prompt, str):
+            return prompt
+        tokenise = lambda: token_ids_of(
+            "prompt",
+            prompt,
+            tokenizer=self.engine.tokenizer,
+            vocab_size=self.engine.model.config.vocab_size,
+        )
+        return tokenise() if len(prompt) < LONG_TEXT else await asyncio.to_thread(tokenise)
+
+
+def _request_error(reader: Reader, error: Exception) -> RequestError:
+    told = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+    return RequestError(f"request {reader.request_id!r} could not be finished: {told}")

@@ -1,0 +1,1 @@
+"""What `jattn` does for each of its commands."""

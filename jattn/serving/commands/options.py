@@ -1,0 +1,69 @@
+"""Options that several commands share."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
+from jattn.implementations.choice import IMPLEMENTATIONS
+from jattn.models.scales import CalibrationWarning
+from jattn.serving.engine import Engine
+
+DTYPES = ("bfloat16", "float16", "float32")
+ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
+    *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
+)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Those that say how the model runs."""
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and computation [the checkpoint's]")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
+    formats = [*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES]
+    parser.add_argument("--quantization", choices=formats, help="of the cache [none]")
+    parser.add_argument("--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]")
+    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="requests of a step [16]")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="tokens of a step [512]"
+    )
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block [16]")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="of each layer's cache [what fits]")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="the longest context [the model's]")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompts that begin alike are computed once",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Those that say how tokens are picked."""
+    own = "[the checkpoint's, else"
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"0 = greedy {own} 0]")
+    parser.add_argument("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens {own} all]")
+    parser.add_argument("--top-p", type=float, metavar="P", help=f"only the likeliest P {own} 1]")
+    parser.add_argument("--min-p", type=float, metavar="P", help=f"as likely as P x best {own} 0]")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="the text ends before it; may be repeated"
+    )
+
+
+def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
+    """The Engine that the options ask for; what its caches lack is told on stderr."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", CalibrationWarning)
+        model = load(args.model, dtype=args.dtype)
+        engine = Engine(model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
+    for warning in told:
+        print(f"jattn: {warning.message}", file=sys.stderr)
+    return engine
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))

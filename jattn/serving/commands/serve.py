@@ -1,0 +1,99 @@
+"""`jattn serve`: a server with OpenAI's API."""
+
+import argparse
+import functools
+import importlib
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jattn.models import load
+from jattn.serving.commands.options import add_engine_options, make_engine
+from pallas_kernels.checks import require
+
+OPTIONS = ("host", "port", "max_queue", "drain_seconds")  # of ServerOptions, under the same names
+
+
+def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The command's options."""
+    parser = commands.add_parser("serve", help="a server with OpenAI's API (the extra jattn[serve])")
+    parser.set_defaults(run=serve)
+    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--config", metavar="FILE", help="YAML: options by their names; words here go first")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen [127.0.0.1]")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="likewise; 0 = a free one [8000]")
+    parser.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="may be repeated [the folder's]"
+    )
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="may be repeated [none]"
+    )
+    parser.add_argument(
+        "--max-queue", type=int, default=1024, metavar="N", help="completions that may wait [1024]"
+    )
+    parser.add_argument(
+        "--drain-seconds", type=int, default=30, metavar="N", help="to finish in, once told to stop [30]"
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="in the place of the checkpoint's")
+    add_engine_options(parser)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Serves until it is told to stop."""
+    server: Any = _server()
+    folder = pathlib.Path(args.model)
+    options = server.ServerOptions(
+        served_model_names=tuple(args.served_model_name or [folder.resolve().name]),
+        folder=folder,
+        chat_template=args.chat_template and pathlib.Path(args.chat_template),
+        api_keys=tuple(args.api_key),
+        **{name: getattr(args, name) for name in OPTIONS},
+    )
+    loading = functools.partial(load, progress=sys.stderr.isatty())
+    with server.listening(options) as sock:
+        server.serve(make_engine(args, loading), options, sock)
+
+
+def _server() -> Any:
+    try:
+        return importlib.import_module("jattn.serving.server")
+    except ModuleNotFoundError as error:
+        told = f"jattn serve needs {error.name}: pip install 'jattn[serve]'"
+        raise ImportError(told) from error
+
+
+def with_config(argv: Sequence[str]) -> list[str]:
+    """The words of a command, those of its --config file before its own, so that its own count.
+
+    Raises:
+        ValueError: The file holds other things than options.
+        FileNotFoundError: There is no such file.
+        ImportError: There is no YAML to read it with.
+    """
+    if not argv or argv[0] != "serve":
+        return list(argv)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    found, _ = finder.parse_known_args(list(argv))
+    if found.config is None:
+        return list(argv)
+    yaml = importlib.import_module("yaml")
+    values = yaml.safe_load(pathlib.Path(found.config).read_text())
+    require(isinstance(values, dict), "config", "hold options by their names", repr(values))
+    return [
+        argv[0],
+        *(word for name, value in values.items() for word in _words(str(name), value)),
+        *argv[1:],
+    ]
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """An option as one types it."""
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [f"{option}={one}" for one in value]
+    require(isinstance(value, str | int | float), f"config: {name}", "be a value or a list", repr(value))
+    return [f"{option}={value}"]

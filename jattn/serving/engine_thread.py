@@ -1,0 +1,194 @@
+"""The thread that runs an engine: its steps, and between two of them what others ask of it."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jattn.serving.engine import Engine
+from jattn.serving.outputs import RequestError, RequestOutput
+from jattn.serving.prompts import Prompt
+from jattn.serving.sampling_params import SamplingParams
+from pallas_kernels.checks import require
+
+type News = RequestOutput | Exception
+
+
+class Reader:
+    """Where one task finds what its request brings, in the event loop that it runs in.
+
+    What it has not read waits here: a reader that is slow holds nobody up, and at most its own tokens.
+    """
+
+    def __init__(self, num_completions: int) -> None:
+        """For the task that is running. The set of unfinished completions is the engine thread's."""
+        self.loop = asyncio.get_running_loop()
+        self.request_id: int | str | None = None
+        self.unfinished = set(range(num_completions))
+        self.news: asyncio.Queue[News] = asyncio.Queue()
+
+
+class EngineThread:
+    """Owns an engine while it runs: nobody else may call its methods."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Starts with the first task."""
+        self._engine = engine
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._readers: dict[int | str, Reader] = {}  # touched by the thread alone
+        self._lock = threading.Lock()  # of the two below
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    # --------------------------------------------------------------------------------- from any thread
+    def submit[T](self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Runs a function between two steps."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def task() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._put(task)
+        return future
+
+    def add(
+        self, reader: Reader, prompt: Prompt, params: SamplingParams, request_id: int | str | None
+    ) -> None:
+        """Adds a request before the next step; what it brings, an error of its own too, the reader finds."""
+
+        def task() -> None:
+            try:
+                reader.request_id = self._engine.add_request(prompt, params, request_id)
+            except Exception as error:
+                _tell([(reader, error)])
+            else:
+                self._readers[reader.request_id] = reader
+
+        self._put(task)
+
+    def drop(self, reader: Reader) -> None:
+        """Drops a reader's request before the next step, if it is unfinished; the reader hears no more."""
+        with contextlib.suppress(ValueError):  # closed: everything is dropped
+            self._put(lambda: self._drop(reader))
+
+    def abort(self, request_id: int | str) -> None:
+        """Drops a request and tells its reader. To be submitted.
+
+        Raises:
+            ValueError: There is no such request, or it has ended.
+        """
+        reader = self._readers.get(request_id)
+        require(reader is not None, "request_id", "be unfinished", repr(request_id))
+        assert reader is not None
+        ends = [
+            RequestOutput(
+                request_id=request_id, index=index, new_token_ids=[], new_text="", finish_reason="abort"
+            )
+            for index in sorted(reader.unfinished)
+        ]
+        self._drop(reader)
+        _tell((reader, end) for end in ends)
+
+    def close(self) -> None:
+        """Ends the thread behind the step that it is in; open requests end with an error. Waits for it."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            thread = self._thread
+        if thread is not None and is_first:
+            self._tasks.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _put(self, task: Callable[[], object]) -> None:
+        with self._lock:
+            require(not self._is_closed, "async_engine", "be open", "a closed one")
+            if self._thread is None:
+                # A daemon: one that nobody closed must not keep the process from ending.
+                self._thread = threading.Thread(target=self._run, name="jattn engine", daemon=True)
+                self._thread.start()
+            self._tasks.put(task)
+
+    # --------------------------------------------------------------------------------- in the thread
+    def _run(self) -> None:
+        try:
+            while self._run_tasks():
+                if self._engine.has_unfinished_requests():
+                    self._step()
+        finally:
+            self._end_all(RequestError("the engine was closed"))
+
+    def _run_tasks(self) -> bool:
+        """Runs what is there by now, no more: steps must go on. Waits where there is nothing else to do.
+
+        Returns:
+            False when the thread has to end.
+        """
+        count = self._tasks.qsize()
+        if not self._engine.has_unfinished_requests():
+            count = max(count, 1)
+        for _ in range(count):
+            task = self._tasks.get()
+            if task is None:
+                return False
+            task()
+        return True
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._end_all(error)
+            return
+        news: list[tuple[Reader, News]] = []
+        for output in outputs:
+            reader = self._readers.get(output.request_id)
+            if reader is None:  # of one that was added before the thread began
+                continue
+            news.append((reader, output))
+            if output.finish_reason is not None:
+                reader.unfinished.discard(output.index)
+                if not reader.unfinished:
+                    del self._readers[output.request_id]
+        for reader in _tell(news):
+            self._drop(reader)
+
+    def _drop(self, reader: Reader) -> None:
+        if reader.request_id is not None and self._readers.get(reader.request_id) is reader:
+            del self._readers[reader.request_id]
+            self._engine.abort(reader.request_id)
+
+    def _end_all(self, error: Exception) -> None:
+        readers = list(self._readers.values())
+        for reader in readers:
+            self._drop(reader)
+        _tell((reader, error) for reader in readers)
+
+
+def _tell(news: Iterable[tuple[Reader, News]]) -> list[Reader]:
+    """Wakes each event loop once, whatever the number of its readers.
+
+    Returns:
+        Readers whose loop is closed: nobody will read what is theirs.
+    """
+    of_loops: dict[asyncio.AbstractEventLoop, list[tuple[Reader, News]]] = {}
+    for reader, piece in news:
+        of_loops.setdefault(reader.loop, []).append((reader, piece))
+    gone = []
+    for loop, pieces in of_loops.items():
+        try:
+            loop.call_soon_threadsafe(_put_all, pieces)
+        except RuntimeError:  # as asyncio says that it is closed
+            gone += [reader for reader, _ in pieces]
+    return gone
+
+
+def _put_all(pieces: list[tuple[Reader, Any]]) -> None:
+    for reader, piece in pieces:
+        reader.news.put_nowait(piece)

@@ -1,0 +1,194 @@
+"""From the engine's outputs to an answer: at once, or in chunks as they come."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Send
+
+from jattn.serving.outputs import RequestOutput
+from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.server.errors import as_api_error
+from jattn.serving.server.protocol import GenerationBody
+from jattn.serving.server.service import Service
+
+
+@runtime_checkable
+class Shape(Protocol):
+    """What distinguishes the kinds of completions.
+
+    Attributes:
+        prefix: Of an answer's name.
+        whole: What a whole answer calls itself.
+        chunk: What a part of one does.
+    """
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that a stream begins with; None = none."""
+
+    def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
+        """What outputs look like, one of them or all of a completion put together."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request under way.
+
+    Attributes:
+        service: Who serves it.
+        body: What was asked.
+        prompts: Tokens, one list a prompt.
+        params: How they go on.
+        shape: What answers look like.
+    """
+
+    service: Service
+    body: GenerationBody
+    prompts: list[list[int]]
+    params: SamplingParams
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        self._name = f"{self.shape.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._num_generated = 0
+
+    async def answer(self, request: Request) -> Response:
+        """The answer, whole or as a stream; nothing where the client has gone."""
+        outputs = self._outputs()
+        if not self.body.stream:
+            return JSONResponse(await _unless_gone(request, self._whole(outputs)))
+        try:  # what is wrong at once is told by the status
+            first = await _unless_gone(request, anext(outputs))
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return EventStream(self._events(first, outputs))
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        async with contextlib.aclosing(self.service.outputs(self.prompts, self.params)) as outputs:
+            async for index, output in outputs:
+                self._num_generated += len(output.new_token_ids)
+                yield index, output
+
+    async def _whole(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        pieces: list[list[RequestOutput]] = [[] for _ in range(len(self.prompts) * self.params.n)]
+        async with contextlib.aclosing(outputs):
+            async for index, output in outputs:
+                pieces[index].append(output)
+        choices = [self.shape.choice(i, _joined(some), is_chunk=False) for i, some in enumerate(pieces)]
+        return self._envelope(self.shape.whole, choices) | {"usage": self._usage()}
+
+    async def _events(
+        self, first: tuple[int, RequestOutput], outputs: AsyncGenerator[tuple[int, RequestOutput]]
+    ) -> AsyncGenerator[bytes]:
+        async with contextlib.aclosing(outputs):
+            try:
+                for opening in self._openings():
+                    yield self._event([opening])
+                yield self._event([self.shape.choice(*first, is_chunk=True)])
+                async for index, output in outputs:
+                    if output.new_text or output.finish_reason or output.logprobs:
+                        yield self._event([self.shape.choice(index, output, is_chunk=True)])
+                if self._wants("include_usage"):
+                    yield self._event([], usage=self._usage())
+            except Exception as error:
+                yield _line(as_api_error(error).body())
+        yield b"data: [DONE]\n\n"
+
+    def _openings(self) -> Iterator[dict[str, Any]]:
+        for index in range(len(self.prompts) * self.params.n):
+            opening = self.shape.opening(index)
+            if opening is not None:
+                yield opening
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        chunk = self._envelope(self.shape.chunk, choices)
+        if self._wants("continuous_usage_stats"):
+            usage = self._usage()
+        if usage is not None or self._wants("include_usage"):
+            chunk["usage"] = usage
+        return _line(chunk)
+
+    def _wants(self, option: str) -> bool:
+        return self.body.stream_options is not None and getattr(self.body.stream_options, option)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": kind,
+            "created": self._created,
+            "model": self.service.model_name,
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_generated,
+            "total_tokens": num_prompt + self._num_generated,
+        }
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, which end where the client has gone."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends them; closes their source, whatever happens, so that its request is dropped at once."""
+        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().stream_response(send)
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _joined(outputs: list[RequestOutput]) -> RequestOutput:
+    """All of a completion's outputs as one."""
+    logprobs = [one for output in outputs for one in output.logprobs or ()]
+    return dataclasses.replace(
+        outputs[-1],
+        new_token_ids=[i for output in outputs for i in output.new_token_ids],
+        new_text="".join(output.new_text for output in outputs),
+        logprobs=None if outputs[-1].logprobs is None else logprobs,
+        prompt_logprobs=outputs[0].prompt_logprobs,
+    )
+
+
+async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
+    """What the work brings; it is cancelled where the client hangs up.
+
+    Raises:
+        ClientDisconnect: It has.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has hung up. The body has been read: nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,136 @@
+"""The application: which path is whose, who may ask, and what becomes of errors."""
+
+import importlib.metadata
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jattn.serving.server.chat import create_chat_completion
+from jattn.serving.server.completions import create_completion
+from jattn.serving.server.errors import ApiError, respond
+from jattn.serving.server.metrics import exposition
+from jattn.serving.server.service import Service
+from jattn.serving.server.tokens import detokenize, tokenize
+
+OPEN_TO_ALL = ("/health", "/metrics")  # what probes and scrapers ask for; they have no key
+STARTED = int(time.time())
+
+
+class BearerKey:
+    """Lets through who has one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        """In front of an application."""
+        self._app, self._wanted = app, [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_TO_ALL and not self._is_known(scope):
+            error = ApiError(401, "a request must have one of the server's API keys (Authorization: Bearer)")
+            await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return any([secrets.compare_digest(given, wanted) for wanted in self._wanted])
+
+
+def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
+    """The server's paths over a service.
+
+    Args:
+        service: What answers.
+        lifespan: What goes before the first request and behind the last, as Starlette has it.
+    """
+    post = lambda path, handler: Route(path, _quiet(handler), methods=["POST"])
+    keys = service.options.api_keys
+    app = Starlette(
+        routes=[
+            post("/v1/completions", create_completion),
+            post("/v1/chat/completions", create_chat_completion),
+            post("/tokenize", tokenize),
+            post("/detokenize", detokenize),
+            Route("/v1/models", _quiet(models)),
+            Route("/v1/models/{name:path}", _quiet(model)),
+            Route("/health", health),
+            Route("/version", version),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(BearerKey, keys=keys)] if keys else [],
+        exception_handlers={HTTPException: respond},
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+def _quiet(handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
+    """A handler whose errors are answers."""
+
+    async def quietly(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # as nginx has it; nobody reads it
+        except Exception as error:
+            return await respond(request, error)
+
+    return quietly
+
+
+async def models(request: Request) -> Response:
+    """What is served."""
+    service: Service = request.app.state.service
+    names = service.options.served_model_names
+    return JSONResponse({"object": "list", "data": [_described(service, name) for name in names]})
+
+
+async def model(request: Request) -> Response:
+    """One of the names that are served."""
+    service: Service = request.app.state.service
+    name = request.path_params["name"]
+    service.check_model(name)
+    return JSONResponse(_described(service, name))
+
+
+def _described(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "jattn",
+        "root": service.model_name,
+        "parent": None,
+        "max_model_len": service.engine.engine.max_model_len,
+    }
+
+
+async def health(request: Request) -> Response:
+    """200 once everything is compiled, 503 before."""
+    service: Service = request.app.state.service
+    if service.is_ready:
+        return Response()
+    return ApiError(503, "the model is being made ready").response()
+
+
+async def version(request: Request) -> Response:
+    """Of this package."""
+    return JSONResponse({"version": importlib.metadata.version("jattn")})
+
+
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    service: Service = request.app.state.service
+    page = exposition(service.model_name, service.engine.stats, service.counts, service.num_waiting())
+    return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,106 @@
+"""`POST /v1/completions`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jattn.serving.outputs import Logprobs, RequestOutput
+from jattn.serving.server.answers import Job
+from jattn.serving.server.bodies import read
+from jattn.serving.server.protocol import CompletionBody
+from jattn.serving.server.sampling import refuse, sampling_params
+from jattn.serving.server.service import Service
+from jattn.serving.server.token_texts import TokenTexts, finite
+from pallas_kernels.checks import require
+
+
+class TextShape:
+    """Completions of texts."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, texts: TokenTexts, body: CompletionBody, prompts: Sequence[tuple[list[int], str]]):
+        """For prompts as tokens and as text."""
+        self._texts, self._body, self._prompts = texts, body, prompts
+        self._offsets: dict[int, int] = {}  # characters of each completion that are told
+
+    def opening(self, index: int) -> None:
+        """There is none."""
+
+    def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
+        """Text, and what was likely there."""
+        begins = index not in self._offsets
+        self._offsets.setdefault(index, 0)
+        prompt_ids, prompt = self._prompts[index // (self._body.n or 1)]
+        has_text = self._body.max_tokens != 0  # else the prompt's log-probabilities are all that is wanted
+        ids, text = (output.new_token_ids, output.new_text) if has_text else ([], "")
+        logprobs: list[Logprobs | None] = [*(output.logprobs or ())] if has_text else []
+        if self._body.echo and begins:
+            ids, text = [*prompt_ids, *ids], prompt + text
+            logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(index, ids, logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _logprobs(self, index: int, ids: list[int], logprobs: list[Logprobs | None]) -> dict[str, Any]:
+        text = self._texts.text
+        rows = zip(ids, logprobs, strict=True)
+        tokens = [text(token) for token in ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        num = self._body.logprobs
+        return {
+            "tokens": tokens,
+            "token_logprobs": [place and finite(place[token].logprob) for token, place in rows],
+            "top_logprobs": [
+                place and {text(i): finite(one.logprob) for i, one in place.items()} for place in logprobs
+            ]
+            if num
+            else None,
+            "text_offset": offsets,
+        }
+
+
+async def create_completion(request: Request) -> Response:
+    """Completes prompts."""
+    service: Service = request.app.state.service
+    body: CompletionBody = await read(request, CompletionBody)
+    service.check_model(body.model)
+    refuse(body, {"best_of": (1, body.n), "suffix": ("",)})
+    prompts = _prompts(service, body)
+    params = sampling_params(body, service.default_sampling, **_lengths(body))
+    shape = TextShape(service.token_texts, body, prompts)
+    return await Job(service, body, [ids for ids, _ in prompts], params, shape).answer(request)
+
+
+def _lengths(body: CompletionBody) -> dict[str, Any]:
+    """How long, and what is told of each token. Scoring a prompt (echo, no new token) takes one."""
+    scores = body.echo and body.max_tokens == 0
+    return {
+        "max_tokens": 1 if scores else body.max_tokens,
+        "logprobs": body.logprobs,
+        "prompt_logprobs": body.logprobs if body.echo else None,
+    }
+
+
+def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], str]]:
+    """Each prompt as tokens and as text."""
+    prompt: Any = body.prompt
+    require(len(prompt) > 0, "prompt", "hold a token, or a prompt", repr(prompt))
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    found = []
+    for one in prompts:
+        if isinstance(one, str):
+            ids = service.tokenizer.encode(one, add_special_tokens=body.add_special_tokens).ids
+            found.append((ids, one))
+        else:
+            found.append((one, service.text_of("prompt", one) if body.echo else ""))
+    return found

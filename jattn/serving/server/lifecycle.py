@@ -1,0 +1,108 @@
+"""From the first line on the terminal to exit status 0."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Generator
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from jattn.serving.async_engine import AsyncEngine
+from jattn.serving.engine import Engine
+from jattn.serving.server.app import build_app
+from jattn.serving.server.options import ServerOptions
+from jattn.serving.server.service import Service
+
+LOG = logging.getLogger("jattn.server")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but for the end: who is told to stop and has stopped has done as told, and exits with 0."""
+
+    def __init__(self, engine: Engine, options: ServerOptions, *, log_level: str = "info") -> None:
+        """Listens nowhere yet.
+
+        Raises:
+            ValueError: The model has no tokenizer, or the chat template is none.
+        """
+        self.service = Service(AsyncEngine(engine), options)
+        self.failure: Exception | None = None  # of the preparations
+        config = uvicorn.Config(
+            build_app(self.service, self._lifespan),
+            host=options.host,
+            port=options.port,
+            log_level=log_level,
+            lifespan="on",
+            server_header=False,
+            timeout_graceful_shutdown=options.drain_seconds,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """SIGTERM and SIGINT stop the server; a second one does not wait for requests."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of a signal."""
+        self.force_exit, self.should_exit = self.should_exit, True
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
+        preparing = asyncio.create_task(self._prepare())
+        try:
+            yield
+        finally:
+            self.service.is_ready = False
+            await self.service.engine.aclose()
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
+
+    async def _prepare(self) -> None:
+        """Compiles, while /health says that it is not done."""
+        try:
+            await self.service.engine.call(lambda engine: engine.precompile(progress=sys.stderr.isatty()))
+            self.service.is_ready = True
+            LOG.info("ready")
+        except Exception as error:
+            self.failure, self.should_exit = error, True
+
+
+def serve(engine: Engine, options: ServerOptions, sock: socket.socket) -> None:
+    """Serves on a socket until it is told to stop.
+
+    Raises:
+        ValueError: The model has no tokenizer, or the chat template is none.
+        Exception: What compiling failed with.
+    """
+    server = Server(engine, options)
+    host, port = sock.getsockname()[:2]
+    told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
+    print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
+    server.run(sockets=[sock])
+    if server.failure is not None:
+        raise server.failure
+
+
+def listening(options: ServerOptions) -> socket.socket:
+    """A socket of the port: taken before weights are loaded, which takes long.
+
+    Raises:
+        OSError: The port is taken, or the host not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    return socket.create_server((options.host, options.port), family=family)

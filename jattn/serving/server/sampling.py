@@ -1,0 +1,57 @@
+"""From a request's parameters to SamplingParams."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.models.generation_config import GenerationConfig
+from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
+from jattn.serving.server.errors import ApiError
+from jattn.serving.server.protocol import GenerationBody
+from pallas_kernels.checks import require
+
+COPIED = (
+    *("n", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
+    *("ignore_eos", "include_stop_str_in_output"),
+)
+
+
+def default_sampling(folder: pathlib.Path | None) -> dict[str, Any]:
+    """What a request that says nothing gets: the checkpoint's generation_config.json, else temperature 1.
+
+    Source: vLLM `--generation-config auto`.
+    """
+    return {"temperature": 1.0} | (GenerationConfig.read(folder).told() if folder else {})
+
+
+def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+    """What a request asks for; `others` as SamplingParams has them.
+
+    Raises:
+        ValueError: A value is out of its range; the message names it.
+    """
+    asked = {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
+    if body.seed is not None:
+        asked["seed"] = body.seed % NUM_SEEDS
+    if body.logit_bias:
+        asked["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+    return SamplingParams(**{**defaults, **asked, **others})
+
+
+def _token_id(key: str) -> int:
+    require(key.isascii() and key.isdigit(), "logit_bias", "map token ids to numbers", repr(key))
+    return int(key)
+
+
+def refuse(body: GenerationBody, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses what is known and not served: each name may have one of these values, or none at all.
+
+    Raises:
+        ApiError: It has another.
+    """
+    for name, values in allowed.items():
+        value = getattr(body, name)
+        if value is not None and value not in values:
+            told = f"{name}: {value!r} is not served. Leave it out."
+            raise ApiError(422, told, name, "unsupported")

@@ -1,0 +1,146 @@
+"""`jattn serve` as a process: from its first line to its last."""
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jattn.models import save
+from jattn.serving.cli import build_parser, main
+from jattn.serving.commands.serve import with_config
+from tests.conftest import GOLDEN
+from tests.serving.tiny import BYTES, one_layer_model
+
+SIZES = ["--num-blocks=33", "--max-num-seqs=2", "--max-num-batched-tokens=16", "--max-model-len=64"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "small"
+    save(one_layer_model(), folder)
+    BYTES.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Process:
+    """`jattn serve` under way."""
+
+    def __init__(self, *words):
+        command = [sys.executable, "-m", "jattn.serving.cli", "serve", *words]
+        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.first_line = self.popen.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", self.first_line)
+        assert found, self.popen.communicate()
+        self.port = int(found[1])
+
+    def ask(self, method, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body and json.dumps(body))
+            answer = connection.getresponse()
+            data = answer.read()
+            return answer.status, json.loads(data) if data else None
+
+    def end(self, sig):
+        """(exit status, what it wrote on stderr)."""
+        self.popen.send_signal(sig)
+        _, err = self.popen.communicate(timeout=60)
+        return self.popen.returncode, err
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_stop_and_exits_with_0(folder, tmp_path, sig):
+    config = tmp_path / "serve.yaml"
+    config.write_text("port: 0\nmax_queue: 7\nserved-model-name: [given, other]\n")
+    process = Process(f"--model={folder}", f"--config={config}", *SIZES)
+    try:
+        assert process.first_line.startswith("Serving given at http://127.0.0.1:")
+        assert "without an API key" in process.first_line
+        while process.ask("GET", "/health")[0] == 503:
+            assert process.popen.poll() is None
+            time.sleep(0.1)
+        status, answer = process.ask("POST", "/v1/completions", {"prompt": "abc", "max_tokens": 3})
+        assert (status, answer["model"], answer["usage"]["completion_tokens"]) == (200, "given", 3)
+        code, err = process.end(sig)
+    finally:
+        process.popen.kill()
+        process.popen.communicate()
+    assert code == 0
+    assert "Traceback" not in err
+
+
+class TestOptions:
+    def test_those_of_a_file_stand_before_those_typed(self, tmp_path):
+        config = tmp_path / "serve.yaml"
+        config.write_text(
+            "model: DIR\nport: 1\nmax-queue: 3\napi-key: [a, b]\nenable_prefix_caching: false\n"
+        )
+        words = with_config(["serve", "--config", str(config), "--port=2"])
+        args = build_parser().parse_args(words)
+        assert (args.model, args.port, args.max_queue, args.api_key) == ("DIR", 2, 3, ["a", "b"])
+        assert args.enable_prefix_caching is False
+        assert with_config(["generate", "--config"]) == ["generate", "--config"]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("- a", r"config must hold options by their names, got \['a'\]"),
+            ("port: {a: 1}", r"config: port must be a value or a list, got \{'a': 1\}"),
+        ],
+    )
+    def test_a_file_that_holds_none_is_an_error(self, tmp_path, capsys, text, message):
+        config = tmp_path / "serve.yaml"
+        config.write_text(text)
+        assert main(["serve", "--config", str(config)]) == 1
+        assert re.search(message, capsys.readouterr().err)
+
+    def test_a_file_that_is_not_there_is_an_error(self, capsys):
+        assert main(["serve", "--config", "no/such.yaml"]) == 1
+        assert "no/such.yaml" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--port=99999"], r"port must be in \[0, 65536\), got 99999"),
+            (["--api-key="], r"api_keys must hold no empty key, got \(''"),
+            (["--max-queue=-1"], "max_queue must be at least 0, got -1"),
+            (["--drain-seconds=-1"], "drain_seconds must be at least 0, got -1"),
+            (["--model=no/such/folder"], "no/such/folder"),
+            (["--chat-template=no/such.jinja"], "chat_template must be a file, got no/such.jinja"),
+        ],
+    )
+    def test_that_are_wrong_are_one_line(self, folder, capsys, words, message):
+        assert main(["serve", f"--model={folder}", *SIZES, *words]) == 1
+        err = capsys.readouterr().err
+        assert re.search(message, err)
+        assert err.count("\n") == 1
+
+    def test_a_port_that_is_taken_is_one_line(self, folder, capsys):
+
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            assert main(["serve", f"--model={folder}", *SIZES, f"--port={sock.getsockname()[1]}"]) == 1
+        assert "in use" in capsys.readouterr().err
+
+    def test_a_template_that_is_none_is_one_line(self, folder, tmp_path, capsys):
+        template = tmp_path / "template.jinja"
+        template.write_text("a\n{% if %}")
+        assert main(["serve", f"--model={folder}", *SIZES, "--port=0", f"--chat-template={template}"]) == 1
+        err = capsys.readouterr().err
+        assert re.search("chat_template must be a Jinja2 template, got in line 2: Expected", err)
+
+    def test_a_model_without_a_tokenizer_is_one_line(self, capsys):
+        assert main(["serve", f"--model={GOLDEN / 'hf' / 'llama'}", *SIZES, "--port=0"]) == 1
+        assert "model must have a tokenizer (tokenizer.json), got None" in capsys.readouterr().err
+
+    def test_without_the_extra_it_says_what_to_install(self, folder, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "jattn.serving.server", None)
+        assert main(["serve", f"--model={folder}"]) == 1
+        assert "pip install 'jattn[serve]'" in capsys.readouterr().err

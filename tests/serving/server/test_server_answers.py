@@ -1,0 +1,218 @@
+"""Completions and chats as the OpenAI API has them, and equal to what the engine says."""
+
+import json
+
+import pytest
+
+from tests.serving.server.running import running
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server(engine, tmp_path_factory):
+    file = tmp_path_factory.mktemp("template") / "template.jinja"
+    file.write_text(CHATML)
+    with running(engine, served_model_names=("tiny", "alias"), chat_template=file) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(server):
+    yield
+    server.until(lambda: server.is_idle)
+
+
+class TestCompletions:
+    def test_an_answer_has_all_that_openai_s_has(self, server):
+        answer = server.post("/v1/completions", model="tiny", prompt="abc", max_tokens=5, temperature=0)
+        assert answer["object"] == "text_completion"
+        assert answer["model"] == "tiny"
+        assert answer["id"].startswith("cmpl-")
+        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "length"
+        assert (choice["index"], choice["logprobs"]) == (0, None)
+
+    def test_a_stream_brings_the_same_text(self, server):
+        asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+        want = server.post("/v1/completions", **asked)["choices"][0]["text"]
+        events = server.events("/v1/completions", **asked)
+        assert "".join(event["choices"][0]["text"] for event in events) == want
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert len({(event["id"], event["created"]) for event in events}) == 1
+        assert len(events) > 4
+        assert all("usage" not in event for event in events)
+
+    def test_several_prompts_and_completions_are_numbered(self, server):
+        asked = {"prompt": ["abc", "d", "ef"], "n": 2, "max_tokens": 4, "seed": 1, "temperature": 1.0}
+        whole = server.post("/v1/completions", **asked)
+        assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+        assert whole["usage"]["completion_tokens"] == 24
+        alone = server.post("/v1/completions", **asked | {"prompt": "d"})["choices"]
+        assert [choice["text"] for choice in whole["choices"][2:4]] == [one["text"] for one in alone]
+        texts = [""] * 6
+        for event in server.events("/v1/completions", **asked):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+
+    def test_usage_comes_last_where_it_is_asked_for(self, server):
+        asked = {"prompt": "abc", "max_tokens": 3, "stream_options": {"include_usage": True}}
+        *events, last = server.events("/v1/completions", **asked)
+        assert all(event["usage"] is None for event in events)
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+    def test_usage_of_every_chunk(self, server):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = server.events("/v1/completions", prompt="abc", max_tokens=3, stream_options=options)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts)
+        assert counts[-1] == 3
+
+    @pytest.mark.parametrize("streams", [False, True])
+    def test_echo_and_logprobs_tell_of_the_prompt_too(self, server, streams):
+        asked = {"prompt": "abc", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 2}
+        if streams:
+            choices = [event["choices"][0] for event in server.events("/v1/completions", **asked)]
+        else:
+            choices = server.post("/v1/completions", **asked)["choices"]
+        joined = lambda name: [x for choice in choices for x in choice["logprobs"][name]]
+        assert "".join(choice["text"] for choice in choices).startswith("abc")
+        assert joined("tokens")[:3] == ["a", "b", "c"]
+        assert joined("text_offset")[:4] == [0, 1, 2, 3]
+        assert joined("token_logprobs")[0] is None
+        assert joined("top_logprobs")[0] is None
+        assert all(value < 0 for value in joined("token_logprobs")[1:])
+        assert len(joined("tokens")) == len(joined("token_logprobs")) == 5
+
+    def test_a_prompt_alone_can_be_scored(self, server):
+        asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
+        (choice,) = server.post("/v1/completions", **asked)["choices"]
+        assert choice["text"] == "abc"
+        assert len(choice["logprobs"]["token_logprobs"]) == 3
+        assert choice["logprobs"]["top_logprobs"] is None
+
+    def test_stops_and_biases_are_the_engine_s(self, server):
+        asked = {"prompt": "a", "max_tokens": 4, "temperature": 0, "logit_bias": {"65": 100}}
+        text = server.post("/v1/completions", **asked)["choices"][0]["text"]
+        assert (len(text), len(set(text))) == (4, 1)
+        (choice,) = server.post("/v1/completions", **asked, stop=[text[:3]])["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", text[:3])
+        (choice,) = server.post("/v1/completions", **asked, stop_token_ids=[65])["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 65)
+
+    def test_the_server_says_what_the_engine_says(self, server, engine):
+        prompts = ["one", "two words", "three more words"]
+        want = engine.generate(prompts, max_tokens=10)  # its thread waits for work
+        for prompt, result in zip(prompts, want, strict=True):
+            answer = server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=10)
+            assert answer["choices"][0]["text"] == result.text
+
+
+class TestChat:
+    def test_an_answer_has_all_that_openai_s_has(self, server):
+        messages = [{"role": "user", "content": "hi"}]
+        answer = server.post("/v1/chat/completions", messages=messages, max_tokens=5, temperature=0)
+        assert answer["object"] == "chat.completion"
+        (choice,) = answer["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert choice["finish_reason"] == "length"
+        text = "<|user|>hi\n<|assistant|>"
+        assert answer["usage"]["prompt_tokens"] == len(text)
+        plain = server.post("/v1/completions", prompt=text, max_tokens=5, temperature=0)
+        assert choice["message"]["content"] == plain["choices"][0]["text"]
+
+    def test_a_stream_begins_with_the_role_and_brings_the_same_text(self, server):
+        asked = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_completion_tokens": 9}
+        want = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]["content"]
+        first, *events = server.events("/v1/chat/completions", **asked)
+        assert first["object"] == "chat.completion.chunk"
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(event["choices"][0]["delta"]["content"] for event in events) == want
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+    def test_parts_of_text_are_joined(self, server):
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        tokens = server.post("/tokenize", messages=[{"role": "user", "content": parts}])["tokens"]
+        assert server.post("/detokenize", tokens=tokens)["prompt"] == "<|user|>a\nb\n<|assistant|>"
+
+    def test_logprobs_tell_tokens_bytes_and_others(self, server):
+        asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
+        answer = server.post("/v1/chat/completions", **asked, max_tokens=4, temperature=0)
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert len(content) == 4
+        for place in content:
+            assert len(place["top_logprobs"]) == 3
+            best = place["top_logprobs"][0]
+            assert (place["token"], place["bytes"]) == (best["token"], best["bytes"])
+            assert place["logprob"] == pytest.approx(best["logprob"])
+        streamed = server.events("/v1/chat/completions", **asked, max_tokens=4, temperature=0)
+        told = [x for e in streamed for x in (e["choices"][0]["logprobs"] or {"content": []})["content"]]
+        assert [place["bytes"] for place in told] == [place["bytes"] for place in content]
+
+    def test_without_max_tokens_it_goes_on_to_the_context_s_end(self, server):
+        messages = [{"role": "user", "content": "x" * 440}]
+        answer = server.post("/v1/chat/completions", messages=messages)
+        assert answer["usage"]["total_tokens"] == 513  # the last token needs no place
+
+
+class TestOthers:
+    def test_models(self, server):
+        status, _, answer = server.ask("GET", "/v1/models")
+        assert (status, answer["object"]) == (200, "list")
+        assert [one["id"] for one in answer["data"]] == ["tiny", "alias"]
+        assert server.ask("GET", "/v1/models/alias")[2]["max_model_len"] == 512
+        assert server.ask("GET", "/v1/models/other")[0] == 404
+        assert server.post("/v1/completions", model="alias", prompt="a", max_tokens=1)["model"] == "tiny"
+
+    def test_health_and_version(self, server):
+        assert server.ask("GET", "/health")[0] == 200
+        assert server.ask("GET", "/version")[2] == {"version": "0.1.0"}
+
+    def test_tokens_of_a_text_and_back(self, server):
+        answer = server.post("/tokenize", prompt="añ", return_token_strs=True)
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 3
+        assert answer["max_model_len"] == 512
+        assert server.post("/detokenize", tokens=answer["tokens"]) == {"prompt": "añ"}
+
+    def test_metrics_are_vllm_s(self, server):
+        before = samples(server)
+        server.post("/v1/completions", prompt="abcd", max_tokens=3)
+        after = samples(server)
+        grown = lambda name: after[f"vllm:{name}"] - before[f"vllm:{name}"]
+        assert (grown("prompt_tokens_total"), grown("generation_tokens_total")) == (4, 3)
+        assert grown("time_to_first_token_seconds_count") == 1
+        assert grown("inter_token_latency_seconds_count") == 2
+        assert grown("e2e_request_latency_seconds_count") == 1
+        assert grown("request_generation_tokens_sum") == 3
+        assert grown('request_success_total{finished_reason="length"}') == 1
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert after[f"vllm:{name}"] == 0
+        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"):
+            assert f"vllm:{name}" in after
+
+
+def samples(server):
+    """Values by name, and by the reason where there is one."""
+    status, headers, page = server.ask("GET", "/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain")
+    found = {}
+    for line in page.splitlines():
+        if not line.startswith("#"):
+            labels, value = line.rsplit(" ", 1)
+            name, _, rest = labels.partition("{")
+            assert 'model_name="tiny"' in rest
+            reason = rest.partition('finished_reason="')[2].partition('"')[0]
+            found[f'{name}{{finished_reason="{reason}"}}' if reason else name] = float(value)
+    return found
+
+
+def test_json_of_a_stream_is_one_line_an_event(server):
+    raw = server.post("/v1/completions", prompt="abc", max_tokens=20, temperature=1.0, seed=2, stream=True)
+    assert all(json.loads(line[6:]) for line in raw.split("\n\n")[:-2])

@@ -1,0 +1,113 @@
+"""A failure ends whom it concerns, and the engine serves on."""
+
+import jax
+import pytest
+
+from jattn.serving import Engine, RequestError, SamplingParams
+from tests.serving.faults import PoisonedTokenizer, device_fails, reading_fails
+from tests.serving.test_requests import engine_of
+from tests.serving.tiny import BYTES, one_layer_model
+
+LONG = SamplingParams(max_tokens=12)
+FELL = "INTERNAL: the device fell over"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return engine_of()
+
+
+@pytest.fixture(params=[device_fails, reading_fails], ids=["after donation", "when read"])
+def failure(request):
+    return request.param
+
+
+def finished(engine):
+    """All outputs of all steps, each request's put together: token ids, and how it ended."""
+    ids, ends = {}, {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            ids.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason:
+                assert output.request_id not in ends
+                ends[output.request_id] = output.finish_reason, output.error
+    return ids, ends
+
+
+def is_as_new(engine):
+    stats = engine.stats
+    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+class TestAStepThatFails:
+    def test_ends_every_open_request_with_the_error_and_later_ones_are_served(self, engine, failure):
+        prompts = ["abcdefghijkl", "xyz", "the third, which waits", "q", "r"]
+        want = engine.generate(prompts, max_tokens=12)
+        before = engine.stats.num_failed_steps
+        names = [engine.add_request(prompt, LONG) for prompt in prompts]
+        with failure(engine, at=3):
+            _, ends = finished(engine)
+        assert {reason for reason, _ in ends.values()} == {"error"}
+        assert set(ends) == set(names)
+        assert all(FELL in str(error) for _, error in ends.values())
+        assert is_as_new(engine)
+        assert engine.stats.num_failed_steps == before + 1
+        again = engine.generate(prompts, max_tokens=12)
+        assert [result.token_ids for result in again] == [result.token_ids for result in want]
+
+    def test_is_raised_by_generate_and_streams_beside_it_hear_of_it(self, engine, failure):
+        want = engine.generate(["abc", "other"], max_tokens=12)
+        stream = engine.stream(["other"], max_tokens=12)
+        got = [next(stream).token_id]
+        with failure(engine, at=2), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
+            engine.generate(["abc"], max_tokens=12)
+        with pytest.raises(RequestError, match=FELL):
+            got += [token.token_id for token in stream]
+        assert got == want[1].token_ids[: len(got)]
+        assert is_as_new(engine)
+        assert engine.generate(["abc"], max_tokens=12)[0].token_ids == want[0].token_ids
+
+    def test_leaves_no_prefix_to_be_found_that_the_new_caches_lack(self, engine, failure):
+        prompt = list(range(3, 43))
+        (want,) = engine.generate([prompt], max_tokens=4)
+        hits = engine.stats.num_prefix_hit_tokens
+        with failure(engine), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
+            engine.generate(["abc"], max_tokens=4)
+        (result,) = engine.generate([prompt], max_tokens=4)
+        assert result.token_ids == want.token_ids
+        assert engine.stats.num_prefix_hit_tokens == hits
+
+    def test_compiles_nothing_anew(self, engine, failure):
+        engine.generate(["abc"], max_tokens=4)
+        compiles = engine.graphs.num_compiles
+        with failure(engine), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
+            engine.generate(["abc"], max_tokens=4)
+        engine.generate(["abc"], max_tokens=4)
+        assert engine.graphs.num_compiles == compiles
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    """An engine that cannot decode a token of one prompt's completion, and that prompt."""
+    model = one_layer_model()
+    (result,) = Engine(model, num_blocks=33).generate(["abc"], max_tokens=12)
+    model.tokenizer = PoisonedTokenizer(BYTES, result.token_ids[5])
+    return engine_of(model=model)
+
+
+class TestARequestThatFails:
+    def test_ends_alone(self, poisoned):
+        (want,) = poisoned.generate([[7, 8]], max_tokens=5)
+        bad = poisoned.add_request("abc", LONG)
+        good = poisoned.add_request([7, 8], SamplingParams(max_tokens=5))
+        ids, ends = finished(poisoned)
+        assert (ids[good], ends[good]) == (want.token_ids, ("length", None))
+        assert ends[bad][0] == "error"
+        assert "is poisoned" in str(ends[bad][1])
+        assert is_as_new(poisoned)
+        assert poisoned.stats.num_failed_steps == 0
+
+    def test_is_an_error_of_generate_and_frees_all_of_it(self, poisoned):
+        with pytest.raises(RequestError, match="is poisoned"):
+            poisoned.generate(["zz", "abc"], max_tokens=12)
+        assert is_as_new(poisoned)
