@@ -180,10 +180,13 @@ class DecodeGraphs:
             ValueError: The batch is larger than every bucket; the message lists them.
         """
         counts = num_decodes, num_prefills, num_prefill_tokens
+        counted = {}  # by decode_query_len, which most buckets have in common
         fitting = []
         for bucket in self.buckets:
             if query_lens is not None:
-                counts = _counts(query_lens, bucket.decode_query_len)
+                if bucket.decode_query_len not in counted:
+                    counted[bucket.decode_query_len] = _counts(query_lens, bucket.decode_query_len)
+                counts = counted[bucket.decode_query_len]
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 fitting.append(bucket)
         if not fitting:

@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.compilation_cache import keep_executables_in
+from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
-    GREEDY,
     Prompt,
     PromptLimits,
     Request,
@@ -84,12 +84,12 @@ class Engine:
             NotImplementedError: This machine does not have the implementation.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        step_sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        limits = StepLimits(block_size, **step_sizes, max_model_len=max_model_len)
+        limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
         limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
         self.model = as_served(model)
+        self._default_params = default_params(self.model)
         self.tokenizer, self.block_size = self.model.tokenizer, block_size
         self.max_model_len, self._shares_prefixes = limits.longest(self.model), enable_prefix_caching
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
@@ -99,6 +99,14 @@ class Engine:
         self._runner = Runner(self.model, limits, num_blocks=num_blocks, buckets=buckets, cache=cache, **how)
         self._core = EngineCore(self.scheduler, self._runner)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What requests get that say nothing: 16 tokens, greedily, unless the checkpoint asks for sampling.
+
+        Then they are its generation_config.json's. `SamplingParams()` is greedy all the same.
+        """
+        return self._default_params
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -170,7 +178,7 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            params: How its tokens are picked, and where it ends; None = 16 tokens, greedily.
+            params: How its tokens are picked, and where it ends; None = default_sampling_params.
             request_id: What to call it; None = a number that is free.
 
         Returns:
@@ -182,7 +190,7 @@ class Engine:
         require_type("request_id", request_id, (int, str, type(None)), "or None, for a free number")
         require(request_id not in self._open, "request_id", "be new", repr(request_id))
         self._runner.weights.refresh()
-        params = GREEDY if params is None else params
+        params = self.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
         request = build_request("prompt", prompt, params, **self._served())
         ids = self._core.admit([request])
@@ -242,7 +250,8 @@ class Engine:
 
         Args:
             prompts: Text or token ids, mixed as you like.
-            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
+            sampling_params: How tokens are picked, for all prompts or for each; None = as
+                default_sampling_params say.
             max_tokens: Most new tokens, for all prompts or for each; None = as sampling_params say (16). The
                 longest context may end a prompt earlier.
             stop_ids: Token ids that end a prompt, besides the model's eos and those of sampling_params.
@@ -309,6 +318,7 @@ class Engine:
     ) -> list[Request]:
         self._runner.weights.refresh()
         ends: dict[str, Any] = {"stop_ids": stop_ids, "ignore_eos": ignore_eos}
+        sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
         return build_requests(prompts, max_tokens, sampling_params, **ends, **self._served())
 
     def _stream(self, requests: list[Request]) -> Generator[StreamedToken]:

@@ -54,10 +54,10 @@ class Generation:
         self._has_text = self.text.has_tokenizer
         self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
-        self._is_told = False  # that it has failed
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
         self.is_adjusted = params.is_adjusted
         self._ids = TokenBuffer(self.token_ids) if params.has_penalties else None
+        self._is_told = False  # that it has failed
 
     @property
     def num_generated(self) -> int:
