@@ -88,9 +88,13 @@ class DecodeGraphs:
     def leaves_of(self, params: Any) -> Leaves:
         """The parameters' leaves as they are now; the object of the step before where nothing has changed.
 
+        Whoever has looked already may hand these on in the parameters' place: they are taken as they are.
+
         Raises:
             ValueError: They have not the structure of the first ones.
         """
+        if isinstance(params, Leaves):
+            return params
         last = self._leaves
         if last is not None and last.are_those_of(params):
             return last
@@ -189,10 +193,13 @@ class DecodeGraphs:
         lens = sorted({one.decode_query_len for one in self.buckets})
         require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
         counts = num_decodes, num_prefills, num_prefill_tokens
+        counted = {}  # by decode_query_len, which most buckets have in common
         fitting = []
         for bucket in able:
             if query_lens is not None:
-                counts = _counts(query_lens, bucket.decode_query_len)
+                if bucket.decode_query_len not in counted:
+                    counted[bucket.decode_query_len] = _counts(query_lens, bucket.decode_query_len)
+                counts = counted[bucket.decode_query_len]
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 fitting.append(bucket)
         if not fitting:

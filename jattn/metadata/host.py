@@ -104,7 +104,9 @@ def with_columns(
     width = table.ids.shape[1]
     if width >= num_columns:
         return table.ids[:, :num_columns]
-    return np.pad(table.ids, ((0, 0), (0, num_columns - width)))
+    wide = np.zeros((len(table.ids), num_columns), table.ids.dtype)
+    wide[:, :width] = table.ids
+    return wide
 
 
 def int_table(name: str, table: Any) -> Any:

@@ -17,6 +17,7 @@ from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.stats import EngineStats
+from jattn.serving.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "AsyncEngine",
@@ -34,4 +35,5 @@ __all__ = [
     "ServedModel",
     "Step",
     "StreamedToken",
+    "StructuredOutputsParams",
 ]

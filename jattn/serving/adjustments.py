@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 from jattn.serving.sampler import in_rows
 from jattn.serving.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ class Adjustments(NamedTuple):
         repetition: repetition_penalty.
         frequency: frequency_penalty.
         presence: presence_penalty.
+        allowed: Tokens that may come next, as `TokenMask.allowed` has them; None = no row has a mask.
     """
 
     bias_ids: Int32[Array, "reqs biases"]
@@ -39,6 +40,7 @@ class Adjustments(NamedTuple):
     repetition: Float32[Array, " reqs"]
     frequency: Float32[Array, " reqs"]
     presence: Float32[Array, " reqs"]
+    allowed: UInt32[Array, "reqs words"] | None
 
 
 class Adjusted(NamedTuple):
@@ -46,23 +48,27 @@ class Adjusted(NamedTuple):
 
     Attributes:
         params: What it asks for.
-        prompt_ids: Its prompt.
-        output_ids: What it has generated and the host has read.
-        end_ids: Tokens that end it.
+        prompt_ids: Its prompt, where it has penalties.
+        output_ids: What it has generated and the host has read, likewise.
+        end_ids: Tokens that end it, where it has min_tokens.
+        num_generated: How many it has generated and the host has read.
         pending_row: Row of the step before whose token it waits for; -1 = none.
+        allowed: What its mask allows; None = it has none.
     """
 
     params: SamplingParams
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    prompt_ids: Sequence[int] | np.ndarray
+    output_ids: Sequence[int] | np.ndarray
     end_ids: Sequence[int]
+    num_generated: int
     pending_row: int
+    allowed: np.ndarray | None = None
 
     @property
     def is_needed(self) -> bool:
         """False where the logits stay as they are."""
-        bans = len(self.output_ids) < self.params.min_tokens
-        return bool(self.params.has_penalties or self.params.logit_bias or bans)
+        bans = self.num_generated < self.params.min_tokens
+        return bool(self.params.has_penalties or self.params.logit_bias or bans or self.allowed is not None)
 
 
 def build_adjustments(
@@ -87,22 +93,23 @@ def build_adjustments(
     return Adjustments(
         bias_ids=bias_ids,
         biases=biases,
-        end_ids=table([one.end_ids if one.params.min_tokens else () for one in requests]),
+        end_ids=table([one.end_ids for one in requests]),
         min_tokens=column([one.min_tokens for one in params], 0, np.int32),
-        prompt_ids=table([one.prompt_ids if one else () for one in penalised]),
-        output_ids=table([one.output_ids if one else () for one in penalised]),
+        prompt_ids=table([one.prompt_ids for one in requests]),
+        output_ids=table([one.output_ids for one in requests]),
         pending_rows=column([one.pending_row if one else -1 for one in penalised], -1, np.int32),
         last=last,
         repetition=column([one.repetition_penalty for one in params], 1, np.float32),
         frequency=column([one.frequency_penalty for one in params], 0, np.float32),
         presence=column([one.presence_penalty for one in params], 0, np.float32),
+        allowed=_allowed([one.allowed for one in requests], num_rows, vocab_size),
     )
 
 
 def adjusted(
     logits: Float32[Array, "reqs vocab"], by: Adjustments, num_generated: Int[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
-    """Logits with biases and penalties; -inf for what would end a text too soon. Traced.
+    """Logits with biases and penalties; -inf for what would end a text too soon or may not come. Traced.
 
     Source: vLLM V1 `MinTokensLogitsProcessor`, `LogitBiasLogitsProcessor`, `apply_all_penalties`.
     """
@@ -118,13 +125,29 @@ def adjusted(
     factor = by.repetition[:, None]
     logits = jnp.where(is_seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
     logits = logits - by.frequency[:, None] * counts.astype(jnp.float32)
-    return logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
+    logits = logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
+    if by.allowed is None:
+        return logits
+    bits = (by.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+    return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
 
 
-def _table(lists: Sequence[Sequence[int]], num_rows: int, pad: int) -> Any:
+def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int) -> Any:
+    """Masks as rows of a table; rows without one allow everything."""
+    if all(mask is None for mask in masks):
+        return None
+    table = np.full((num_rows, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            table[row] = mask
+    return table
+
+
+def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, pad: int) -> Any:
     """Lists as rows of a table whose width is a power of two."""
     longest = max(map(len, lists), default=0)
     table = np.full((num_rows, 1 << max(longest - 1, 0).bit_length()), pad, np.int32)
     for row, values in enumerate(lists):
-        table[row, : len(values)] = values
+        if len(values):
+            table[row, : len(values)] = values
     return table

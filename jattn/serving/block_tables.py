@@ -19,6 +19,7 @@ class BlockTables:
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(8))
         self._blocks: dict[int, list[int]] = {}  # the same, for those who take them one by one
+        self._lens = np.zeros(8, np.int64)  # of each row
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._row_of
@@ -29,8 +30,8 @@ class BlockTables:
 
     def rows(self, request_ids: Sequence[int]) -> np.ndarray:
         """A copy of some rows, as wide as the longest of them: int32 [reqs, blocks]."""
-        width = max((len(self._blocks[one]) for one in request_ids), default=0)
-        return self._array[[self._row_of[one] for one in request_ids], :width]
+        rows = np.asarray([self._row_of[one] for one in request_ids], np.int64)
+        return self._array[rows, : self._lens[rows].max(initial=0)]
 
     def add(self, request_id: int, blocks: Sequence[int]) -> None:
         """A row for a new request."""
@@ -38,6 +39,7 @@ class BlockTables:
             num_rows = len(self._array)
             self._free_rows = list(range(num_rows, 2 * num_rows))
             self._array = np.pad(self._array, ((0, num_rows), (0, 0)), constant_values=NULL_BLOCK)
+            self._lens = np.pad(self._lens, (0, num_rows))
         self._row_of[request_id], self._blocks[request_id] = self._free_rows.pop(), []
         self.append(request_id, blocks)
 
@@ -50,7 +52,8 @@ class BlockTables:
         if end > width:
             more = max(width, end - width)
             self._array = np.pad(self._array, ((0, 0), (0, more)), constant_values=NULL_BLOCK)
-        self._array[self._row_of[request_id], first:end] = blocks
+        row = self._row_of[request_id]
+        self._array[row, first:end], self._lens[row] = blocks, end
 
     def put(self, request_id: int, index: int, block: int) -> None:
         """Puts another block in the place of one."""
@@ -60,4 +63,5 @@ class BlockTables:
         """A row is free again."""
         row = self._row_of.pop(request_id)
         self._array[row, : len(self._blocks.pop(request_id))] = NULL_BLOCK
+        self._lens[row] = 0
         self._free_rows.append(row)

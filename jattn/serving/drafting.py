@@ -2,28 +2,10 @@
 
 import dataclasses
 
-import numpy as np
-from jaxtyping import Int
+from jattn.serving.token_buffer import TokenBuffer
 
 MAX_SLEEP = 64  # tokens: 1.6 % of them drafted for in vain where nothing is ever accepted
 LEAST_HOPE = 1.0  # drafts accepted that a request is credited with when it tries again
-
-
-class TokenBuffer:
-    """A growing list of tokens as one array, so that looking at them copies none."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._ids, self._count = np.zeros(256, np.int32), 0
-
-    def caught_up(self, token_ids: list[int]) -> Int[np.ndarray, " tokens"]:
-        """All of `token_ids`, which begin with those of the last time."""
-        count = len(token_ids)
-        if count > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros(max(count, len(self._ids)), np.int32)])
-        self._ids[self._count : count] = token_ids[self._count :]
-        self._count = count
-        return self._ids[:count]
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,6 +1,7 @@
 """The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,10 +12,10 @@ from jax.typing import DTypeLike
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.compilation_cache import keep_executables_in
+from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
-    GREEDY,
     Prompt,
     PromptLimits,
     Request,
@@ -27,6 +28,7 @@ from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
+from jattn.serving.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
 
@@ -93,6 +95,7 @@ class Engine:
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
         self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
+        self._default_params = default_params(self.model)
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
@@ -111,9 +114,23 @@ class Engine:
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
 
     @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What requests get that say nothing: 16 tokens, greedily, unless the checkpoint asks for sampling.
+
+        Then they are its generation_config.json's. `SamplingParams()` is greedy all the same.
+        """
+        return self._default_params
+
+    @property
     def graphs(self) -> DecodeGraphs:
         """The executables."""
         return self._runner.graphs
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The forms that texts have been given, compiled for the model's vocabulary."""
+        config = self.model.config
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     @property
     def stats(self) -> EngineStats:
@@ -179,7 +196,7 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            params: How its tokens are picked, and where it ends; None = 16 tokens, greedily.
+            params: How its tokens are picked, and where it ends; None = default_sampling_params.
             request_id: What to call it; None = a number that is free.
 
         Returns:
@@ -191,7 +208,7 @@ class Engine:
         require_type("request_id", request_id, (int, str, type(None)), "or None, for a free number")
         require(request_id not in self._open, "request_id", "be new", repr(request_id))
         self._runner.weights.refresh()
-        params = GREEDY if params is None else params
+        params = self.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
         request = build_request("prompt", prompt, params, **self._served())
         ids = self._core.admit([request])
@@ -213,10 +230,12 @@ class Engine:
                 self._core.run_step()
         outputs: list[RequestOutput] = []
         for request_id, (request, _) in list(self._open.items()):
+            has_ended = False
             for index, generation in enumerate(request.generations):
                 if generation.has_news:
                     outputs.append(generation.output(request_id, index))
-            if all(generation.finish_reason is not None for generation in request.generations):
+                    has_ended |= generation.finish_reason is not None
+            if has_ended and request.is_finished:
                 del self._open[request_id]
         return outputs
 
@@ -249,7 +268,8 @@ class Engine:
 
         Args:
             prompts: Text or token ids, mixed as you like.
-            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
+            sampling_params: How tokens are picked, for all prompts or for each; None = as
+                default_sampling_params say.
             max_tokens: Most new tokens, for all prompts or for each; None = as sampling_params say (16). The
                 longest context may end a prompt earlier.
             stop_ids: Token ids that end a prompt, besides the model's eos and those of sampling_params.
@@ -303,7 +323,8 @@ class Engine:
             shares_prefixes=self._shares_prefixes,
         )
         eos_ids = frozenset(self.model.config.eos_token_ids)
-        return {"eos_ids": eos_ids, "tokenizer": self.tokenizer, "limits": limits}
+        how = {"tokenizer": self.tokenizer, "limits": limits, "grammars": self.grammars}
+        return {"eos_ids": eos_ids, **how}
 
     def _checked(
         self,
@@ -315,6 +336,7 @@ class Engine:
     ) -> list[Request]:
         self._runner.weights.refresh()
         ends: dict[str, Any] = {"stop_ids": stop_ids, "ignore_eos": ignore_eos}
+        sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
         return build_requests(prompts, max_tokens, sampling_params, **ends, **self._served())
 
     def _stream(self, requests: list[Request]) -> Generator[StreamedToken]:

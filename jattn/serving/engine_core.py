@@ -76,8 +76,9 @@ class EngineCore:
             raise
 
     def _run_step(self) -> None:
-        # More are left where a reading was interrupted.
-        self._read(keep=0 if self._runner.is_verifying else 1)
+        # More are left where a reading was interrupted; none may be where a token decides what the next is.
+        waits = self._runner.is_verifying or self._any_needs_its_last_token()
+        self._read(keep=0 if waits else 1)
         if self._runner.have_weights_changed():
             self._scheduler.forget_prefixes()
         step = self._scheduler.schedule(self._num_draft_tokens())
@@ -102,6 +103,8 @@ class EngineCore:
         speculation = self._speculation
         if speculation is None or not self._scheduler.can_draft(speculation.num_tokens):
             return 0
+        if self._any_needs_its_last_token():
+            return 0  # nobody knows what may follow a draft
         if not speculation.proposes(self._running()):
             return 0
         if self._runner.num_in_flight:
@@ -111,6 +114,9 @@ class EngineCore:
                 speculation.note_none([one for one in promising if not one.drafting.num_drafted])
                 return 0
         return speculation.num_tokens
+
+    def _any_needs_its_last_token(self) -> bool:
+        return any([generation.needs_last_token for generation in self._generations.values()])
 
     def _running(self) -> list[Generation]:
         return [self._generations[number] for number in self._scheduler.running]
@@ -138,8 +144,8 @@ class EngineCore:
                         self.drop([new.request_id])
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
-        if new.prompt_start == len(generation.prompt_logprobs):  # else known, from before a preemption
-            generation.prompt_logprobs += new.prompt_logprobs
+        if new.prompt_logprobs and new.prompt_start == len(generation.prompt_logprobs):
+            generation.prompt_logprobs += new.prompt_logprobs  # else known, from before a preemption
         if not new.token_ids:
             return
         num_accepted = len(new.token_ids) - 1
@@ -148,7 +154,8 @@ class EngineCore:
         if num_accepted and new.request_id in self._scheduler:
             self._scheduler.accept(new.request_id, num_accepted)
         generation.num_pending -= 1
-        for token_id, logprobs in zip(new.token_ids, new.logprobs, strict=True):
+        of_each = new.logprobs or [None] * len(new.token_ids)
+        for token_id, logprobs in zip(new.token_ids, of_each, strict=True):
             self._append(generation, token_id, logprobs)
             if generation.finish_reason is not None:  # what was accepted behind it is nobody's
                 self.drop([new.request_id])

@@ -6,7 +6,7 @@ from typing import Optional
 from jattn.serving.prefix_cache import BlockHashes
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Progress:
     """A request of the scheduler.
 
@@ -23,6 +23,8 @@ class Progress:
         is_stale: Some are of old weights.
         completions: Requests of the same prompt that wait for this one to compute it.
         parent: The request that it waits for itself.
+        num_shared: Tokens of its prompt that completions need not compute: not the last, whose logits are
+            each one's own.
     """
 
     request_id: int
@@ -35,11 +37,10 @@ class Progress:
     is_stale: bool = False
     completions: list["Progress"] = dataclasses.field(default_factory=list)
     parent: Optional["Progress"] = None
+    num_shared: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_shared = (
-            self.num_tokens - 1
-        )  # of its prompt: the logits of the last token are each one's own
+        self.num_shared = self.num_tokens - 1
 
     @property
     def num_new(self) -> int:

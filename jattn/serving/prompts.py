@@ -11,12 +11,11 @@ from jattn.serving.generation import Generation
 from jattn.serving.outputs import GenerationResult
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.structured_outputs import Grammars
 from jattn.serving.text import TextStream
 from pallas_kernels.checks import require
 
 type Prompt = str | Sequence[int] | np.ndarray
-
-GREEDY = SamplingParams()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,11 @@ class Request(NamedTuple):
     params: SamplingParams
     generations: list[Generation]
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of them are."""
+        return all([generation.finish_reason is not None for generation in self.generations])
+
     def result(self) -> GenerationResult:
         """What the prompt became, once all are finished."""
         has_prompt = self.params.prompt_logprobs is not None
@@ -56,7 +60,7 @@ class Request(NamedTuple):
 def build_requests(
     prompts: Sequence[Prompt],
     max_tokens: int | Sequence[int] | None,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
     *,
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
@@ -70,7 +74,7 @@ def build_requests(
     require(_is_list(prompts), "prompts", "be a list of prompts", repr(prompts))
     samplers = per_prompt(
         "sampling_params",
-        GREEDY if sampling_params is None else sampling_params,
+        sampling_params,
         len(prompts),
         is_one=lambda params: isinstance(params, SamplingParams),
         kind="SamplingParams (how many tokens is max_tokens=)",
@@ -104,6 +108,7 @@ def build_request(
     eos_ids: frozenset[int],
     tokenizer: Any | None,
     limits: PromptLimits,
+    grammars: Grammars,
 ) -> Request:
     """One prompt's Request; `name` is what errors call it.
 
@@ -130,6 +135,7 @@ def build_request(
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
             text=TextStream(tokenizer),
             hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
+            mask=None if params.structured_outputs is None else grammars.mask(params.structured_outputs),
         )
 
     return Request(params, [generation(params.of_completion(index)) for index in range(params.n)])

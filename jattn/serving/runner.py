@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -52,18 +53,18 @@ class NewTokens(NamedTuple):
     Attributes:
         request_id: Whose.
         token_ids: Its next tokens: none where the row made none, several where drafts of it stay.
-        logprobs: Of each of them; None where not asked for.
+        logprobs: Of each of them, None where not asked for; None = nobody asked.
         prompt_logprobs: Of the tokens of the prompt from position prompt_start on, where asked for.
         prompt_start: Position of the first of them.
         is_verified: The step had drafts.
     """
 
     request_id: int
-    token_ids: list[int]
-    logprobs: list[Logprobs | None]
-    prompt_logprobs: list[Logprobs]
-    prompt_start: int
-    is_verified: bool
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprobs | None] | None = None
+    prompt_logprobs: Sequence[Logprobs] = ()
+    prompt_start: int = 0
+    is_verified: bool = False
 
 
 class _InFlight(NamedTuple):
@@ -196,15 +197,16 @@ class Runner:
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
+        lens = np.asarray(step.query_lens)
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
         prefix_len = 0 if self._cascades is None else self._cascades.prefix_len(step)
         graphs = self._all_graphs[prefix_len > 0]
         num_blocks = step.block_tables.shape[1]
-        bucket = graphs.choose(step.query_lens, num_blocks=num_blocks, decode_query_len=query_len)
+        bucket = graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
         metadata = build_batch_metadata(
-            step.query_lens,
-            step.seq_lens,
+            lens,
+            np.asarray(step.seq_lens),
             step.block_tables,
             block_size=self.block_size,
             bucket=bucket,
@@ -228,7 +230,7 @@ class Runner:
         else:
             tokens = step_tokens(step, generations, bucket, before, last, rows)
         prefix = [np.asarray(prefix_len, np.int32)] if prefix_len else []
-        outputs, self._caches = graphs(self.weights.state, self._caches, metadata, tokens, *prefix)
+        outputs, self._caches = graphs(self._leaves, self._caches, metadata, tokens, *prefix)
         wanted = [generation.sampling_params.logprobs for generation in generations]
         drawn_by = (sampling, num_generated, adjustments, _most(wanted))
         sampled = self._sampled(outputs.logits, tokens.ids, *drawn_by)
@@ -249,6 +251,10 @@ class Runner:
         logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
         places = None if of_prompts is None else fetched(of_prompts)
         self._in_flight.popleft()
+        if logprobs is None and places is None and isinstance(sampled, Sampled):
+            yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),
+                           itertools.compress(token_ids, step.samples))  # fmt: skip
+            return
         by_request = {part.request_id: part for part in parts}
         each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
         for row, (request_id, ids, samples, num) in enumerate(each):

@@ -160,7 +160,9 @@ class Scheduler:
         preempted: list[int] = []
         budget = self.max_num_batched_tokens
         for request in self._running:  # the latest may leave it meanwhile
-            count = min(request.num_tokens - request.num_computed + drafts, budget)
+            count = request.num_tokens - request.num_computed + drafts
+            if count > budget:
+                count = budget
             if request.num_computed + count > request.room:
                 count = self._extended(request, count, preempted)
             if count == 0:
@@ -184,8 +186,9 @@ class Scheduler:
         Raises:
             ValueError: A finished request has no row that samples.
         """
-        sampled = set(itertools.compress(step.request_ids, step.samples))
-        require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
+        if finished:
+            sampled = set(itertools.compress(step.request_ids, step.samples))
+            require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
         size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
             request = self._known[request_id]
