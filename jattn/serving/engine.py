@@ -14,6 +14,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
+from jattn.serving.engine_stats import stats_of
 from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
     Prompt,
@@ -95,7 +96,6 @@ class Engine:
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
         self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
-        self._default_params = default_params(self.model)
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
@@ -105,6 +105,7 @@ class Engine:
     def _make_parts(self, limits: StepLimits, drafter: Drafter, num_blocks: int, **more: Any) -> None:
         """Who schedules, drafts and runs."""
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
+        self._default_params = default_params(self.model)
         self.max_model_len = limits.longest(self.model)
         self.scheduler = limits.scheduler(self.model, num_blocks)
         how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": more.pop("implementation")}
@@ -135,29 +136,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Now, and counts since the engine was made."""
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        drafts = self._speculation
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_steps=self._runner.num_steps,
-            num_cascade_steps=self._runner.num_cascade_steps,
-            num_failed_steps=self._core.num_failed_steps,
-            num_compiles=self._runner.num_compiles,
-            num_preemptions=scheduler.num_preemptions,
-            num_blocks=manager.capacity,
-            num_used_blocks=manager.num_used,
-            peak_blocks=manager.peak_used,
-            num_prefix_tokens=scheduler.num_prefix_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_forked_tokens=scheduler.num_forked_tokens,
-            num_generated_tokens=self._core.num_generated,
-            num_drafts=0 if drafts is None else drafts.num_drafts,
-            num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
-            num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
-            time_to_first_token=self._core.first_times,
-            inter_token_latency=self._core.times,
-        )
+        return stats_of(self._core, self.scheduler, self._runner, self._speculation)
 
     def explain(self) -> str:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""

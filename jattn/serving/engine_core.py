@@ -103,8 +103,6 @@ class EngineCore:
         speculation = self._speculation
         if speculation is None or not self._scheduler.can_draft(speculation.num_tokens):
             return 0
-        if self._any_needs_its_last_token():
-            return 0  # nobody knows what may follow a draft
         if not speculation.proposes(self._running()):
             return 0
         if self._runner.num_in_flight:

@@ -41,7 +41,9 @@ class Speculation:
         """
         if any(self._length(one) + self.num_tokens > self._max_model_len for one in generations):
             return False
-        awake = [one for one in generations if one.drafting.sleeps_until <= self._length(one)]
+        # What may follow a draft in a text of a given form, nobody has told the sampler.
+        free = [one for one in generations if one.mask is None]
+        awake = [one for one in free if one.drafting.sleeps_until <= self._length(one)]
         best = math.fsum(one.drafting.expected(self._most(one)) for one in awake)
         if not self._pays(len(generations), best):
             return False  # not even if all of them had as many drafts as can be
@@ -60,10 +62,9 @@ class Speculation:
             return
         self.num_drafts += 1
         self.num_draft_tokens += drafted
-        accepted = min(num_accepted, drafted)  # padding may be right by chance
-        self.num_accepted_tokens += accepted
+        self.num_accepted_tokens += num_accepted
         generation.drafting.num_read += min(num_accepted, self.num_tokens - 1)  # the last draft was not read
-        generation.drafting.note(accepted, self._length(generation))
+        generation.drafting.note(num_accepted, self._length(generation))
 
     def note_none(self, generations: Sequence[Generation]) -> None:
         """Notes that these were waited for in vain."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jattn.bucket import Bucket
-from jattn.serving import Engine, NgramProposer, SamplingParams
+from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutputsParams
 from jattn.serving.drafting import MAX_SLEEP, Drafting
 from jattn.serving.rejection_sampler import rejection_sample
 from jattn.serving.speculation import BALANCE_TOKENS, Speculation, draft_buckets
@@ -176,6 +176,18 @@ class TestTexts:
         prompts = [[3, 1, 4, 1, 5]]
         assert len(prompts[0]) == 1 + K
         same(engine.generate(prompts, max_tokens=3), plain.generate(prompts, max_tokens=3))
+
+    def test_of_a_form_keep_it_beside_drafts_of_others(self, plain, engine, oracle):
+        form = StructuredOutputsParams(regex="(!a!b!c!d){3}")  # "!" is token 0, as padding is
+        prompts = [[1, 2, 3], [4, 5]]
+        params = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, structured_outputs=form)]
+        want = plain.generate(prompts, params)
+        oracle.learn(prompts[:1], want[:1])
+        oracle.wrong = 0.0
+        before = engine.stats.num_accepted_tokens
+        same(engine.generate(prompts, params), want)
+        assert want[1].text == "!a!b!c!d" * 3
+        assert engine.stats.num_accepted_tokens > before
 
     def test_that_are_aborted_leave_nothing(self, plain, engine, oracle):
         prompts, params = [[7, 7, 7], [8, 9]], SamplingParams(max_tokens=30)
