@@ -18,7 +18,7 @@ keeps a block's bounds one piece of memory. A thread block has every `ctas`-th t
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from pallas_kernels.ptx.signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTable
-from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
 
 W = plgpu.Layout.WGMMA
 CONSUMER, PRODUCER = range(2)  # warpgroups
@@ -132,7 +132,7 @@ def score_tiles(
     seq_lens: jax.Array,
     *,
     shape: Shape,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> jax.Array:
     """f32 [reqs, kv_heads, blocks of max_tiles]: the bound of each block; garbage past a request's end.
 

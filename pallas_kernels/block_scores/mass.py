@@ -1,13 +1,13 @@
 """The least score of each row that a share of its softmax needs: a bit at a time, by summing."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
+
+from pallas_kernels.shared.types import Interpret, Layout, Rows, Scalar
 
 WIDTH = 128  # threads of a warpgroup
 MAX_SHARES = 8192  # of a row: scores and probabilities stay in registers
@@ -18,7 +18,7 @@ f32 = jnp.float32
 
 
 def least_of_mass(
-    scores: Float[Array, "rows len"], mass: float, *, interpret: Any = None
+    scores: Float[Array, "rows len"], mass: float, *, interpret: Interpret = None
 ) -> Float[Array, " rows"]:
     """The largest score such that it and all that score more have `mass` of the row's softmax.
 
@@ -34,8 +34,8 @@ def least_of_mass(
     together = TOGETHER if width <= MAX_SHORT else 1
     spare = -num_rows % together
     scores = jnp.pad(scores, ((0, spare), (0, width - length)), constant_values=-jnp.inf)
-    layout: Any = plgpu.Layout.WGMMA
-    one_each: Any = plgpu.Layout.WGMMA.reduce(1)
+    layout: Layout = plgpu.Layout.WGMMA
+    one_each: Layout = plgpu.Layout.WGMMA.reduce(1)
     if together == 1:
         layout, one_each = plgpu.Layout.WG_STRIDED((width,), 1), None
 
@@ -50,7 +50,7 @@ def least_of_mass(
         sum_from = lambda least: jnp.where(bits >= wide(least), p, 0.0).sum(axis=-1)
         wanted = p.sum(axis=-1) * mass
 
-        def with_bit(nth: Any, least: Any) -> Any:
+        def with_bit(nth: Scalar, least: Rows) -> Rows:
             larger = least + lax.shift_left(jnp.int32(1), TOP_BIT - nth)
             return jnp.where(sum_from(larger) >= wanted, larger, least)
 
