@@ -40,8 +40,8 @@ def least_of_mass(
         layout, one_each = plgpu.Layout.WG_STRIDED((width,), 1), None
 
     def body(scores_g, out_g):  # type: ignore[no-untyped-def]
-        part = lax.axis_index("part")
-        rows = part if together == 1 else pl.ds(part * together, together)
+        nth = lax.axis_index("cta")
+        rows = nth if together == 1 else pl.ds(nth * together, together)
         scores = plgpu.load(scores_g.at[rows], layout=layout, optimized=False)
         wide = lambda x: x if one_each is None else lax.broadcast_in_dim(x, (together, width), [0])
         top = scores.max(axis=-1)
@@ -64,7 +64,7 @@ def least_of_mass(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows + spare,), f32),
         grid=((num_rows + spare) // together,),
-        grid_names=("part",),
+        grid_names=("cta",),
         kernel_name="least_of_mass",
         interpret=interpret,
     )
