@@ -2,7 +2,19 @@
 
 import argparse
 
-from benchmarks import decode, engine, gpu_tests, graphs, prefill, quantization, sparse, table, tune, write
+from benchmarks import (
+    decode,
+    engine,
+    gpu_tests,
+    graphs,
+    host,
+    prefill,
+    quantization,
+    sparse,
+    table,
+    tune,
+    write,
+)
 
 SUITES = {
     "decode": decode,
@@ -10,6 +22,7 @@ SUITES = {
     "sparse": sparse,
     "tune": tune,
     "graphs": graphs,
+    "host": host,
     "engine": engine,
     "quantization": quantization,
     "gpu-tests": gpu_tests,

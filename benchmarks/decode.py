@@ -13,9 +13,9 @@ import numpy as np
 from benchmarks.device_time import Rows, kernel_times, read_ceiling, wall_time
 from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels.cases import DECODE, DecodeCase
-from pallas_kernels.paged_decode import Tiles, default_tiles, paged_decode
+from pallas_kernels.paged_decode import KernelSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references
-from pallas_kernels.shared.score import Score
+from pallas_kernels.shared import Score
 
 CHECKED_REQUESTS = 4
 TOLERANCE = 1e-2  # of the largest output; the tests hold the kernel to a tighter bound
@@ -67,18 +67,18 @@ def main(arguments: argparse.Namespace) -> None:
                 print(f"{name} {cache} {size}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
-def tiles_of(
+def sizes_of(
     case: DecodeCase, kv_dtypes: Any, tile_kv: Any, stages: Any, ctas_per_sm: Any, split_kv: Any, by: Any
-) -> Tiles:
-    """The default tiles, changed where an option says so."""
-    tiles = default_tiles(case.head_dim, rows=case.q_heads // case.kv_heads, kv_dtypes=kv_dtypes)
-    return Tiles(
-        tile_kv=tile_kv or tiles.tile_kv,
-        stages=stages or tiles.stages,
-        ctas=ctas_per_sm * 132 if ctas_per_sm else tiles.ctas,
-        max_rows=tiles.max_rows,
+) -> KernelSizes:
+    """The default sizes, changed where an option says so."""
+    sizes = default_sizes(case.head_dim, rows=case.q_heads // case.kv_heads, kv_dtypes=kv_dtypes)
+    return KernelSizes(
+        tile_kv=tile_kv or sizes.tile_kv,
+        stages=stages or sizes.stages,
+        ctas=ctas_per_sm * 132 if ctas_per_sm else sizes.ctas,
+        max_rows=sizes.max_rows,
         split_kv=split_kv,
-        by_warp=tiles.by_warp if by is None else by == "warp",
+        by_warp=sizes.by_warp if by is None else by == "warp",
     )
 
 
@@ -139,18 +139,18 @@ def measure(
     quantization: str,
     problem: tuple[tuple[jax.Array, ...], dict[str, Any]],
     wanted: dict[int, jax.Array],
-    sizes: tuple[Any, ...],
+    options: tuple[Any, ...],
     *,
     has_wall_time: bool,
 ) -> None:
     """One row."""
     args, scales = problem
     stored = args[1:3]
-    tiles = tiles_of(case, tuple(x.dtype for x in stored), *sizes)
+    sizes = sizes_of(case, tuple(x.dtype for x in stored), *options)
     score = Score(scale=case.head_dim**-0.5)
 
     def run(query: Any, k: Any, v: Any, table: Any, lens: Any, scales: Any) -> jax.Array:
-        return paged_decode(query, k, v, table, lens, **scales, score=score, layout=layout, tiles=tiles)[0]
+        return paged_decode(query, k, v, table, lens, **scales, score=score, layout=layout, sizes=sizes)[0]
 
     out, time = kernel_times(run, *args, scales)
     error = worst_error(out, wanted)
@@ -164,8 +164,8 @@ def measure(
         layout=layout,
         dtype=dtype,
         quantization=quantization,
-        tiles=f"kv{tiles.tile_kv} stages{tiles.stages} ctas{tiles.ctas} split{tiles.split_kv}"
-        + " by warp" * tiles.by_warp,
+        tiles=f"kv{sizes.tile_kv} stages{sizes.stages} ctas{sizes.ctas} split{sizes.split_kv}"
+        + " by warp" * sizes.by_warp,
         **time,
         **({"wall_us": wall_time(run, *args, scales)} if has_wall_time else {}),
         gb_per_s=speed,

@@ -17,8 +17,8 @@ from benchmarks.device_time import Rows, kernel_times
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
-from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, varlen_prefill
+from pallas_kernels.shared import Score
+from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, make_schedule, varlen_prefill
 
 TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
 CHECKED_TOKENS = 24
@@ -39,7 +39,7 @@ class Work:
     case: PrefillCase
     block_size: int | None
     modifier: str
-    tiles: Tiles
+    sizes: KernelSizes
     quantization: str = "none"
 
     @property
@@ -56,7 +56,7 @@ class Work:
             for x, scale in scales.items():
                 arrays[x] = cache_read(arrays[x], *where, dtype=arrays["query"].dtype, scale=scale)
             arrays["kv_start_loc"] = self.read_starts(table)
-        return varlen_prefill(**arrays, score=self.score, tiles=self.tiles, schedule=schedule)[0]
+        return varlen_prefill(**arrays, score=self.score, sizes=self.sizes, schedule=schedule)[0]
 
     def read_starts(self, table: jax.Array) -> jax.Array:
         """Where cache_read puts each request's keys."""
@@ -69,16 +69,16 @@ class Work:
         lens = arrays["query_start_loc"], arrays["seq_lens"], arrays.get("kv_start_loc")
         if self.quantization != "none":
             lens = *lens[:2], self.read_starts(arrays["block_table"])
-        return make_schedule(*lens, num_tokens=arrays["query"].shape[0], score=self.score, tiles=self.tiles)
+        return make_schedule(*lens, num_tokens=arrays["query"].shape[0], score=self.score, sizes=self.sizes)
 
     def __str__(self) -> str:
         stored = "" if self.quantization == "none" else f" {self.quantization}"
-        return f"{self.case.name} {self.block_size}{stored} {self.modifier} {name_of(self.tiles)}"
+        return f"{self.case.name} {self.block_size}{stored} {self.modifier} {name_of(self.sizes)}"
 
 
-def name_of(tiles: Tiles) -> str:
+def name_of(sizes: KernelSizes) -> str:
     """How rows name tiles."""
-    return f"q{tiles.tile_q} kv{tiles.tile_kv} stages{tiles.stages} buffers{tiles.query_buffers}"
+    return f"q{sizes.tile_q} kv{sizes.tile_kv} stages{sizes.stages} buffers{sizes.query_buffers}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +111,8 @@ def default_work(
 ) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
-    tiles = default_tiles(case.head_dim)
-    return Work(case=case, block_size=block_size, modifier=modifier, tiles=tiles, quantization=quantization)
+    sizes = default_sizes(case.head_dim)
+    return Work(case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization)
 
 
 def inputs(work: Work) -> dict[str, jax.Array]:
@@ -166,7 +166,7 @@ def measure(work: Work, device: contextlib.AbstractContextManager[Any] | None = 
         "block_size": work.block_size,
         "modifier": work.modifier,
         **({} if work.quantization == "none" else {"quantization": work.quantization}),
-        "tiles": name_of(work.tiles),
+        "tiles": name_of(work.sizes),
         **time,
         "tflop_per_s": flops / time["us"] / 1e6,
         "schedule_us": schedule_time["us"],

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.device_time import Rows
 from benchmarks.prefill import Work, measure, name_of
 from pallas_kernels.cases import PREFILL
-from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY, Tiles
+from pallas_kernels.varlen_prefill import SHARED_MEMORY, KernelSizes
 
 KEYS_AND_STAGES = ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
 VARIANTS = ((None, "plain"), (16, "plain"), (None, "soft_cap"), (None, "alibi"))  # block size and modifier
@@ -47,10 +47,10 @@ def main(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU's memory
     rows = Rows("prefill-tiles", arguments.out)
     works = [
-        Work(case=PREFILL[name], block_size=block_size, modifier=modifier, tiles=tiles)
+        Work(case=PREFILL[name], block_size=block_size, modifier=modifier, sizes=sizes)
         for width, measured in PREFILL_ROWS.items()
         if width in arguments.head_dim
-        for (name, block_size, modifier), tiles in itertools.product(measured, candidates(width))
+        for (name, block_size, modifier), sizes in itertools.product(measured, candidates(width))
     ]
     fresh = multiprocessing.get_context("spawn")
     with fresh.Pool(arguments.processes, _keep_lock, (fresh.Lock(),)) as pool:
@@ -78,7 +78,7 @@ def _row(work: Work) -> tuple[dict[str, Any] | None, str]:
         return None, f"{work}: {type(error).__name__}: {error}"[:300]
 
 
-def candidates(width: int) -> list[Tiles]:
+def candidates(width: int) -> list[KernelSizes]:
     """The tiles that fit shared memory, with two buffers of queries where those do."""
     found = []
     for (tile_kv, stages), warpgroups in itertools.product(KEYS_AND_STAGES, (2, 3)):
@@ -86,9 +86,9 @@ def candidates(width: int) -> list[Tiles]:
         if warpgroups == 3 and width + tile_kv > 192:
             continue
         for buffers in (2, 1):
-            tiles = Tiles(tile_kv=tile_kv, stages=stages, warpgroups=warpgroups, query_buffers=buffers)
-            if tiles.shared_memory(width) <= SHARED_MEMORY:
-                found.append(tiles)
+            sizes = KernelSizes(tile_kv=tile_kv, stages=stages, warpgroups=warpgroups, query_buffers=buffers)
+            if sizes.shared_memory(width) <= SHARED_MEMORY:
+                found.append(sizes)
                 break
     return found
 

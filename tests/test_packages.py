@@ -48,6 +48,24 @@ def test_no_package_imports_another_s_private_names():
     assert taken == []
 
 
+def test_a_kernel_s_package_exports_what_is_taken_of_it():
+    users = [path for folder in ("jattn", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    taken = [
+        (str(path.relative_to(ROOT)), node.module, [alias.name for alias in node.names])
+        for path in users
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pallas_kernels.")
+        if (ROOT / room_of(node.module).replace(".", "/")).is_dir() and node.module != room_of(node.module)
+    ]
+    assert taken == []
+
+
+def test_masks_are_named_in_one_package():
+    imported = {name for _, name in imports("jattn.sparsity")}
+    assert not imported & set(jattn.masks.__all__)
+    assert all(getattr(jattn.sparsity, name) is getattr(jattn.masks, name) for name in jattn.masks.__all__)
+
+
 def test_no_package_leans_on_one_that_leans_on_it():
     graph = {}
     for module in set(MODULES) - {"jattn"}:
@@ -78,3 +96,15 @@ def test_no_module_has_the_name_of_a_public_function():
     assert {"plan", "attend", "calibrate", "schedule"} <= functions
     names = {info.name.split(".")[-1] for info in pkgutil.walk_packages(jattn.__path__, "jattn.")}
     assert sorted(names & functions) == []
+
+
+def test_a_number_of_the_kernels_is_defined_once():
+    """Names for what JAX has, as layouts, may be short in each room."""
+    places = {}
+    for module in (name for name in MODULES if name.startswith("pallas_kernels")):
+        for node in ast.parse(MODULES[module].read_text()).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.Call() as value):
+                    if not ast.unparse(value).startswith(("plgpu.", "jnp.")):
+                        places.setdefault((name, ast.unparse(value)), []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("jattn",)
+FOLDERS = ("jattn", "pallas_kernels")
 MAX_FILE, MEDIAN_FILE = 350, 120
 MAX_FUNCTION, MAX_KERNEL_BODY = 60, 120  # docstrings counted
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS}

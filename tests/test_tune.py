@@ -7,13 +7,13 @@ import pytest
 from benchmarks import tune
 from benchmarks.prefill import default_work, name_of
 from pallas_kernels.cases import PREFILL
-from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
+from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
 
 @pytest.mark.parametrize("width", tune.WIDTHS)
 def test_candidates_fit_and_differ(width):
     found = tune.candidates(width)
-    assert all(tiles.shared_memory(width) <= SHARED_MEMORY for tiles in found)
+    assert all(sizes.shared_memory(width) <= SHARED_MEMORY for sizes in found)
     assert len(set(map(name_of, found))) == len(found) > 0
 
 

@@ -13,7 +13,7 @@ import jattn
 from jattn import masks
 from jattn.cache.spec import QUANTIZATIONS
 from jattn.implementations.mosaic_gpu import widening
-from pallas_kernels.varlen_prefill import tiles as tiles_module
+from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import contract
 from tests.contract import Problem
 from tests.pallas_kernels.listed_problem import ListedProblem
@@ -32,8 +32,8 @@ def attended(monkeypatch):
     """Output and LSE of a problem's region by interpreted kernels, in passes of at most so many bytes."""
     monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGIONS)
     for name in ("TABLE", "LIST_TABLE"):  # interpreted, thread blocks without work take time too
-        few = {k: dataclasses.replace(tiles, ctas=2) for k, tiles in getattr(tiles_module, name).items()}
-        monkeypatch.setattr(tiles_module, name, few)
+        few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in getattr(sizes_module, name).items()}
+        monkeypatch.setattr(sizes_module, name, few)
 
     def run(problem, mask, max_bytes):
         monkeypatch.setattr(widening, "MAX_BYTES", max_bytes)

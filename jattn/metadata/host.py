@@ -18,7 +18,7 @@ class BlockTable(NamedTuple):
     """A block table of the host.
 
     Attributes:
-        ids: int64 [reqs, columns]; 0 where a row is shorter.
+        ids: int64, or int32 where an array of it was given [reqs, columns]; 0 where a row is shorter.
         lens: How many blocks each row was given, int64 [reqs]. A padded array gives every row all columns:
             which of them are padding cannot be told.
     """
@@ -104,7 +104,9 @@ def with_columns(
     width = table.ids.shape[1]
     if width >= num_columns:
         return table.ids[:, :num_columns]
-    return np.pad(table.ids, ((0, 0), (0, num_columns - width)))
+    wide = np.zeros((len(table.ids), num_columns), table.ids.dtype)
+    wide[:, :width] = table.ids
+    return wide
 
 
 def int_table(name: str, table: Any) -> Any:
@@ -137,7 +139,9 @@ def _ints(name: str, values: Any) -> np.ndarray:
 def _from_array(values: Any) -> BlockTable:
     ids = np.asarray(values)
     require(ids.size == 0 or ids.dtype.kind in "iu", "block_table", "hold ints", ids.dtype)
-    return BlockTable(ids.astype(np.int64), np.full(len(ids), ids.shape[1], np.int64))
+    if ids.dtype != np.int32:
+        ids = ids.astype(np.int64)
+    return BlockTable(ids, np.full(len(ids), ids.shape[1], np.int64))
 
 
 def _from_rows(rows: Sequence[Any]) -> BlockTable:

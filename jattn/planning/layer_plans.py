@@ -46,7 +46,7 @@ def table_lines(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
             str(one.layer),
             region,
             choice.implementation if choice.kernel is None else f"{choice.implementation} {choice.kernel}",
-            "" if choice.kernel is None else choice.kernel.sizes,
+            "" if choice.kernel is None else choice.kernel.tiles,
             "" if choice.kernel is None else choice.kernel.split,
             choice.reason or "",
         )

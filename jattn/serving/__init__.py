@@ -12,7 +12,8 @@ from jattn.serving.outputs import (
     StreamedToken,
 )
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Scheduler, Step
+from jattn.serving.scheduled_step import Step
+from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.stats import EngineStats
 from jattn.serving.structured_outputs import StructuredOutputsParams

@@ -48,24 +48,26 @@ class Adjusted(NamedTuple):
 
     Attributes:
         params: What it asks for.
-        prompt_ids: Its prompt.
-        output_ids: What it has generated and the host has read.
-        end_ids: Tokens that end it.
+        prompt_ids: Its prompt, where it has penalties.
+        output_ids: What it has generated and the host has read, likewise.
+        end_ids: Tokens that end it, where it has min_tokens.
+        num_generated: How many it has generated and the host has read.
         pending_row: Row of the step before whose token it waits for; -1 = none.
         allowed: What its mask allows; None = it has none.
     """
 
     params: SamplingParams
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    prompt_ids: Sequence[int] | np.ndarray
+    output_ids: Sequence[int] | np.ndarray
     end_ids: Sequence[int]
+    num_generated: int
     pending_row: int
     allowed: np.ndarray | None = None
 
     @property
     def is_needed(self) -> bool:
         """False where the logits stay as they are."""
-        bans = len(self.output_ids) < self.params.min_tokens
+        bans = self.num_generated < self.params.min_tokens
         return bool(self.params.has_penalties or self.params.logit_bias or bans or self.allowed is not None)
 
 
@@ -91,10 +93,10 @@ def build_adjustments(
     return Adjustments(
         bias_ids=bias_ids,
         biases=biases,
-        end_ids=table([one.end_ids if one.params.min_tokens else () for one in requests]),
+        end_ids=table([one.end_ids for one in requests]),
         min_tokens=column([one.min_tokens for one in params], 0, np.int32),
-        prompt_ids=table([one.prompt_ids if one else () for one in penalised]),
-        output_ids=table([one.output_ids if one else () for one in penalised]),
+        prompt_ids=table([one.prompt_ids for one in requests]),
+        output_ids=table([one.output_ids for one in requests]),
         pending_rows=column([one.pending_row if one else -1 for one in penalised], -1, np.int32),
         last=last,
         repetition=column([one.repetition_penalty for one in params], 1, np.float32),
@@ -141,10 +143,11 @@ def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int)
     return table
 
 
-def _table(lists: Sequence[Sequence[int]], num_rows: int, pad: int) -> Any:
+def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, pad: int) -> Any:
     """Lists as rows of a table whose width is a power of two."""
     longest = max(map(len, lists), default=0)
     table = np.full((num_rows, 1 << max(longest - 1, 0).bit_length()), pad, np.int32)
     for row, values in enumerate(lists):
-        table[row, : len(values)] = values
+        if len(values):
+            table[row, : len(values)] = values
     return table

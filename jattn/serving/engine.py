@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
-from jattn.serving.block_manager import BlockManager
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
@@ -25,7 +24,6 @@ from jattn.serving.prompts import (
 )
 from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.stats import EngineStats
@@ -77,7 +75,7 @@ class Engine:
             skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
-            cache_dir: Where JAX keeps this process's executables for the next. None = as it is configured.
+            cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
             check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
@@ -96,7 +94,7 @@ class Engine:
         self.max_model_len, self._shares_prefixes = limits.longest(self.model), enable_prefix_caching
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache)
-        self.scheduler = Scheduler(BlockManager(num_blocks, block_size), **step_sizes)
+        self.scheduler = limits.scheduler(self.model, num_blocks)
         how: dict[str, Any] = {"implementation": implementation, "checks_batches": check_batches}
         self._runner = Runner(self.model, limits, num_blocks=num_blocks, buckets=buckets, cache=cache, **how)
         self._core = EngineCore(self.scheduler, self._runner)
@@ -129,6 +127,7 @@ class Engine:
             peak_blocks=manager.peak_used,
             num_prefix_tokens=scheduler.num_prefix_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_forked_tokens=scheduler.num_forked_tokens,
             num_generated_tokens=self._core.num_generated,
             time_to_first_token=self._core.first_times,
             inter_token_latency=self._core.times,
@@ -205,10 +204,12 @@ class Engine:
                 self._core.run_step()
         outputs: list[RequestOutput] = []
         for request_id, (request, _) in list(self._open.items()):
+            has_ended = False
             for index, generation in enumerate(request.generations):
                 if generation.has_news:
                     outputs.append(generation.output(request_id, index))
-            if all(generation.finish_reason is not None for generation in request.generations):
+                    has_ended |= generation.finish_reason is not None
+            if has_ended and request.is_finished:
                 del self._open[request_id]
         return outputs
 

@@ -25,6 +25,7 @@ class EngineCore:
         """Starts with nothing under way."""
         self._scheduler, self._runner = scheduler, runner
         self._generations: dict[int, Generation] = {}  # unfinished ones
+        self._masked: dict[int, Generation] = {}  # those of them that have a mask
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
         self.num_generated = self.num_failed_steps = 0
@@ -41,15 +42,24 @@ class EngineCore:
         """Puts all generations of requests in the queue; their numbers."""
         generations = [generation for request in requests for generation in request.generations]
         numbers = list(itertools.islice(self._new_numbers, len(generations)))
-        for number, one in zip(numbers, generations, strict=True):
-            self._generations[number] = one
-            self._scheduler.add(number, one.num_prompt_tokens, one.max_tokens, one.hashes)
+        self._generations.update(zip(numbers, generations, strict=True))
+        masked = [number for number in numbers if self._generations[number].mask is not None]
+        self._masked.update((number, self._generations[number]) for number in masked)
+        new = iter(numbers)
+        for request in requests:
+            parent = None  # the first completion, which computes the prompt for all
+            for one in request.generations:
+                number = next(new)
+                sizes = one.num_prompt_tokens, one.max_tokens
+                self._scheduler.add(number, *sizes, one.hashes, parent_id=parent)
+                parent = number if parent is None else parent
         return numbers
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forgets those of them that are unfinished; what is on its way for them will not be read."""
         for number in numbers:
             generation = self._generations.pop(number, None)
+            self._masked.pop(number, None)
             if generation is not None and generation.num_asked_for < generation.max_tokens:
                 self._scheduler.abort(number)
 
@@ -67,7 +77,7 @@ class EngineCore:
 
     def _run_step(self) -> None:
         # More are left where a reading was interrupted; none may be where a token decides what the next is.
-        waits = any(generation.needs_last_token for generation in self._generations.values())
+        waits = any(generation.needs_last_token for generation in self._masked.values())
         self._read(keep=0 if waits else 1)
         if self._runner.have_weights_changed():
             self._scheduler.forget_prefixes()
@@ -88,6 +98,7 @@ class EngineCore:
         for generation in self._generations.values():
             generation.fail(error)
         self._generations.clear()
+        self._masked.clear()
         self._scheduler.abort_all()
         self._scheduler.forget_prefixes()
         self._runner.reset()
@@ -106,8 +117,8 @@ class EngineCore:
                         self.drop([new.request_id])
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
-        if new.prompt_start == len(generation.prompt_logprobs):  # else known, from before a preemption
-            generation.prompt_logprobs += new.prompt_logprobs
+        if new.prompt_logprobs and new.prompt_start == len(generation.prompt_logprobs):
+            generation.prompt_logprobs += new.prompt_logprobs  # else known, from before a preemption
         if new.token_id is None:
             return
         generation.num_pending -= 1

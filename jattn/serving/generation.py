@@ -5,11 +5,14 @@ import dataclasses
 import time
 from typing import NamedTuple
 
+import numpy as np
+
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.structured_outputs import TokenMask
 from jattn.serving.text import StopFilter, TextStream
+from jattn.serving.token_buffer import TokenBuffer
 
 
 class NewToken(NamedTuple):
@@ -48,9 +51,13 @@ class Generation:
 
     def __post_init__(self) -> None:
         params = self.sampling_params
+        self._has_text = self.text.has_tokenizer
         self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
         self._is_told = False  # that it has failed
+        self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
+        self.is_adjusted = params.is_adjusted or self.mask is not None
+        self._ids = TokenBuffer(self.token_ids) if params.has_penalties else None
 
     @property
     def num_generated(self) -> int:
@@ -65,7 +72,12 @@ class Generation:
     @property
     def num_asked_for(self) -> int:
         """New tokens so far, and those that are on their way."""
-        return self.num_generated + self.num_pending
+        return len(self.token_ids) - self.num_prompt_tokens + self.num_pending
+
+    def penalised_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the prompt, and those generated and read, where penalties want them; else none."""
+        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.view
+        return ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :]
 
     @property
     def has_news(self) -> bool:
@@ -80,21 +92,26 @@ class Generation:
         """Takes the next token, and finishes where it is the last one."""
         self.times.append(time.perf_counter() - self.started)
         self.token_ids.append(token_id)
-        if self.hashes is not None:
-            self.hashes.extend([token_id])
+        if self._ids is not None:
+            self._ids.append(token_id)
+        if self.hashes is not None and len(self.token_ids) % self.hashes.block_size == 0:
+            self.hashes.extend(self.token_ids[self.hashes.num_tokens :])
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self.mask is not None:
             self.mask.accept(token_id)
-        may_stop = self.num_generated >= self.sampling_params.min_tokens
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        may_stop = num_generated >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in self.sampling_params.stop_token_ids else None
             piece = self._ended(self.text.flush())
         else:
-            piece = self._passed(self.text.append(token_id), may_stop=may_stop)
+            piece = self.text.append(token_id) if self._has_text else ""
+            if piece:
+                piece = self._passed(piece, may_stop=may_stop)
             is_whole = self.mask is not None and self.mask.is_done
-            if self.finish_reason is None and (is_whole or self.num_generated == self.max_tokens):
+            if self.finish_reason is None and (is_whole or num_generated == self.max_tokens):
                 self.finish_reason = "stop" if is_whole else "length"
                 piece += self._ended(self.text.flush())
         self.unread.append(NewToken(token_id, piece, logprobs))
@@ -116,15 +133,14 @@ class Generation:
 
     def output(self, request_id: int | str, index: int) -> RequestOutput:
         """What nobody has been given yet, as completion number `index` of a request."""
-        new = list(self.unread)
-        self.unread.clear()
+        new, self.unread = self.unread, collections.deque()
         self._is_told = self.error is not None
         params, is_first = self.sampling_params, self.num_generated == len(new)
         return RequestOutput(
             request_id=request_id,
             index=index,
             new_token_ids=[token.token_id for token in new],
-            new_text="".join(token.text for token in new),
+            new_text="".join([token.text for token in new]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None

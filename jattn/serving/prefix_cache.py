@@ -20,11 +20,14 @@ class BlockHashes(Sequence[bytes]):
         self.block_size = block_size
         self._digests: list[bytes] = []
         self._rest = array.array("q")  # tokens behind the last full block
+        self.num_tokens = 0
         self.extend(token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Takes the tokens that come next."""
+        num_before = len(self._rest)
         self._rest.extend(token_ids)
+        self.num_tokens += len(self._rest) - num_before
         num_full = len(self._rest) // self.block_size
         for i in range(num_full):
             block = self._rest[i * self.block_size : (i + 1) * self.block_size]

@@ -45,6 +45,11 @@ class Request(NamedTuple):
     params: SamplingParams
     generations: list[Generation]
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of them are."""
+        return all([generation.finish_reason is not None for generation in self.generations])
+
     def result(self) -> GenerationResult:
         """What the prompt became, once all are finished."""
         has_prompt = self.params.prompt_logprobs is not None

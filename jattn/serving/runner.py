@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
 from jattn.serving.outputs import Logprobs
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
 from jattn.serving.step import (
@@ -57,8 +58,8 @@ class NewTokens(NamedTuple):
     request_id: int
     token_id: int | None
     logprobs: Logprobs | None
-    prompt_logprobs: list[Logprobs]
-    prompt_start: int
+    prompt_logprobs: Sequence[Logprobs] = ()
+    prompt_start: int = 0
 
 
 class _InFlight(NamedTuple):
@@ -159,10 +160,11 @@ class Runner:
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
-        bucket = self.graphs.choose(step.query_lens, num_blocks=max(map(len, step.block_tables)))
+        lens = np.asarray(step.query_lens)
+        bucket = self.graphs.choose(lens, num_blocks=step.block_tables.shape[1])
         metadata = build_batch_metadata(
-            step.query_lens,
-            step.seq_lens,
+            lens,
+            np.asarray(step.seq_lens),
             step.block_tables,
             block_size=self.block_size,
             bucket=bucket,
@@ -177,7 +179,7 @@ class Runner:
         adjustments = step_adjustments(step, generations, before, last, **sizes)
         if step.block_copies:
             self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
-        outputs, self._caches = self.graphs(self.weights.state, self._caches, metadata, tokens)
+        outputs, self._caches = self.graphs(self._leaves, self._caches, metadata, tokens)
         wanted = [generation.sampling_params.logprobs for generation in generations]
         sampled = self._next_tokens(outputs.logits, sampling, num_generated, adjustments, _most(wanted))
         self._last_tokens = sampled.tokens
@@ -195,6 +197,10 @@ class Runner:
         logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
         places = None if of_prompts is None else fetched(of_prompts)
         self._in_flight.popleft()
+        if logprobs is None and places is None:
+            yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),
+                           itertools.compress(token_ids, step.samples), itertools.repeat(None))  # fmt: skip
+            return
         by_request = {part.request_id: part for part in parts}
         each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
         for row, (request_id, token_id, samples, num) in enumerate(each):

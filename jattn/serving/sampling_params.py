@@ -27,7 +27,8 @@ class SamplingParams:
         top_p: Only the likeliest tokens whose probabilities together reach top_p, after top_k. 1 = off.
         top_k: Only the k likeliest tokens, and those as likely as the k-th. None, 0 or -1 = off.
         min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
-        n: Completions of the prompt, each drawn with a seed of its own: seed, seed + 1, ...
+        n: Completions of the prompt, each drawn with a seed of its own: seed, seed + 1, ... The prompt is
+            computed once; they share its blocks.
         seed: The same seed draws the same tokens, whoever shares the batch. None = see `with_seed`.
         stop: Texts that end the completion; it is cut before them. One string or several.
         stop_token_ids: Tokens that end the completion, besides the model's eos.

@@ -1,72 +1,16 @@
 """Which requests run next, and how many tokens of each. Host side: ints only."""
 
-import collections
-import dataclasses
+import bisect
+import itertools
 from collections.abc import Collection
 
+from jattn.serving.allocator import Allocator
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.prefix_cache import BlockHashes
+from jattn.serving.progress import Progress, by_arrival
+from jattn.serving.reach import Reach
+from jattn.serving.scheduled_step import Step
 from pallas_kernels.checks import require, require_positive
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """What runs next: one row per request, decode rows before prefill rows, each in order of arrival.
-
-    Attributes:
-        request_ids: The request of each row.
-        query_lens: New tokens of each row.
-        seq_lens: Tokens of each row once it has run, the new ones included.
-        block_tables: Blocks of each row, enough for seq_lens.
-        block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`): rows that
-            would write into a block that others share have one of their own now.
-        samples: Whether the row's last token is the last one that its request has: its logits make the next.
-        num_decodes: Leading rows with exactly one new token and context before it.
-        preempted: Requests that lost their blocks to make room; they wait to be computed again.
-    """
-
-    request_ids: tuple[int, ...]
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    block_tables: tuple[tuple[int, ...], ...]
-    block_copies: tuple[tuple[int, int], ...]
-    samples: tuple[bool, ...]
-    num_decodes: int
-    preempted: tuple[int, ...]
-
-    @property
-    def num_prefills(self) -> int:
-        """Rows behind the decode rows."""
-        return len(self.request_ids) - self.num_decodes
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """New tokens of the prefill rows."""
-        return sum(self.query_lens[self.num_decodes :])
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all rows."""
-        return sum(self.query_lens)
-
-
-@dataclasses.dataclass(eq=False)
-class _Progress:
-    """How far a request is: tokens that it has (prompt and generated), and how many of them are cached.
-
-    Its first num_published blocks others can find; none more where its keys are those of old weights.
-    """
-
-    request_id: int
-    num_tokens: int
-    hashes: BlockHashes | None
-    num_computed: int = 0
-    num_published: int = 0
-    is_stale: bool = False
-
-    @property
-    def num_new(self) -> int:
-        return self.num_tokens - self.num_computed
 
 
 class Scheduler:
@@ -77,12 +21,23 @@ class Scheduler:
     request that is out of blocks takes them from the latest; so the oldest can always finish, and nobody
     starves. A request that comes with the hashes of its blocks begins behind those that others have computed.
 
+    Completions of one prompt wait until the first of them has computed it, and let others pass meanwhile.
+    Then they share its blocks: each computes the prompt's last token itself, in a block of its own. Those
+    that wait with shared blocks lose them like one that runs.
+
+    What no layer of the model will see again is given up, so that a request may be longer than the cache.
+
     Source: vLLM V1 `Scheduler.schedule`; differs in that the latest request, short of a block, waits with
     what it has, where vLLM preempts it.
     """
 
     def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 512
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        reach: Reach | None = None,
     ) -> None:
         """Starts without requests.
 
@@ -90,6 +45,7 @@ class Scheduler:
             block_manager: Whose blocks; nobody else may take from it.
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step, all requests together.
+            reach: How far back the model looks; None = to the beginning.
 
         Raises:
             ValueError: A limit is not positive.
@@ -98,30 +54,34 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
-        self._waiting: collections.deque[_Progress] = collections.deque()  # oldest first, as _running,
-        self._running: list[_Progress] = []  # which are all older
-        self._known: set[int] = set()
-        self._copies: dict[int, list[tuple[int, int]]] = {}  # of each request, until its step has run
+        self.num_forked_tokens = self._num_forks = 0
+        self._blocks = Allocator(block_manager, max_num_batched_tokens, reach)
+        # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
+        self._waiting: list[Progress] = []
+        self._forked: list[Progress] = []  # these wait, too, with what they share
+        self._running: list[Progress] = []
+        self._known: dict[int, Progress] = {}
+        self._new_arrivals = itertools.count()
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return self.num_waiting + self.num_running
+        return len(self._known)
 
     @property
     def num_running(self) -> int:
-        """Requests that have blocks."""
+        """Requests that have blocks to run in."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none yet, or lost theirs."""
-        return len(self._waiting)
+        """Requests that have none yet, lost theirs, or share those of a prompt until they can run."""
+        return len(self._known) - self.num_running
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit the cache."""
-        return self.block_manager.capacity * self.block_manager.block_size
+        """Tokens that a request may have: those that fit the cache; any number where it gives old ones up."""
+        return self._blocks.longest
 
     def add(
         self,
@@ -129,6 +89,8 @@ class Scheduler:
         num_prompt_tokens: int,
         max_tokens: int,
         hashes: BlockHashes | None = None,
+        *,
+        parent_id: int | None = None,
     ) -> None:
         """Puts a request at the end of the queue.
 
@@ -138,10 +100,12 @@ class Scheduler:
             max_tokens: Most tokens that it will generate. The last of them needs no place in the cache.
             hashes: Of its tokens as far as the host knows them, kept up to date by the caller. None = it
                 neither takes blocks from others nor leaves any.
+            parent_id: The request whose prompt it has, which computes it for both. None = nobody's.
 
         Raises:
             ValueError: hashes are of another block size, or the request would not fit the cache if it were
-                alone, is empty, or is there already.
+                alone, is empty, or is there already; there is no such parent, its prompt is computed, or it
+                has another length.
         """
         counts = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
         require_positive(**counts)
@@ -153,43 +117,37 @@ class Scheduler:
         rule = f"fit the cache's {self.capacity_tokens} tokens"
         name = f"num_prompt_tokens + max_tokens - 1 of request {request_id}"
         require(most <= self.capacity_tokens, name, rule, most)
-        self._waiting.append(_Progress(request_id, num_prompt_tokens, hashes))
-        self._known.add(request_id)
+        request = Progress(request_id, next(self._new_arrivals), num_prompt_tokens, hashes)
+        if parent_id is None:
+            self._waiting.append(request)
+        else:
+            self._parent_of(request, parent_id).completions.append(request)
+        self._known[request_id] = request
 
     def schedule(self) -> Step | None:
         """The next step, its blocks allocated; None if there is nothing to run.
 
         Follow it with `complete` once it is on its way; without, the same rows are scheduled again.
         """
-        chunks: list[tuple[_Progress, int]] = []
+        if self._num_forks != self.block_manager.num_forks:
+            self._num_forks = self.block_manager.num_forks
+            for request in self._running:  # what one was to write into may be shared now
+                request.room = 0
+        chunks: list[tuple[Progress, int]] = []
         preempted: list[int] = []
-        budget, index = self.max_num_batched_tokens, 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
-            count = min(request.num_new, budget)
-            missing = request.num_computed + count - self.block_manager.num_tokens(request.request_id)
-            missing = max(missing, 0)  # less than count where the last step was never completed
-            preempted += self._make_room(request, missing)
-            if self.block_manager.blocks_to_append(request.request_id, missing) > self.block_manager.num_free:
-                break  # the latest of all: it waits, with the blocks it has
-            if copies := self.block_manager.append(request.request_id, missing):
-                self._copies[request.request_id] = copies
-            chunks.append((request, count))
-            budget, index = budget - count, index + 1
-        while budget > 0 and len(chunks) == len(self._running):
-            found = self._admissible()
-            if found is None:
+        budget = self.max_num_batched_tokens
+        for request in self._running:  # the latest may leave it meanwhile
+            count = request.num_tokens - request.num_computed
+            if count > budget:
+                count = budget
+            if request.num_computed + count > request.room:
+                count = self._extended(request, count, preempted)
+            if count == 0:
                 break
-            request = self._waiting.popleft()
-            self._running.append(request)
-            request.num_computed = len(found) * self.block_manager.block_size
-            request.num_published = len(found)
-            self.num_prefix_tokens += request.num_tokens
-            self.num_prefix_hit_tokens += request.num_computed
-            count = min(request.num_new, budget)
-            self.block_manager.allocate(request.request_id, request.num_computed + count, found)
             chunks.append((request, count))
             budget -= count
+        if len(chunks) == len(self._running):
+            chunks += self._admit(budget)
         return self._step(chunks, preempted) if chunks else None
 
     def complete(self, step: Step, finished: Collection[int] = ()) -> None:
@@ -204,14 +162,19 @@ class Scheduler:
         Raises:
             ValueError: A finished request has no row that samples.
         """
-        sampled = {r for r, samples in zip(step.request_ids, step.samples, strict=True) if samples}
-        require(set(finished) <= sampled, "finished", f"be among {sorted(sampled)}", sorted(finished))
-        by_id = {request.request_id: request for request in self._running}
-        for request_id, count in zip(step.request_ids, step.query_lens, strict=True):
-            by_id[request_id].num_computed += count
-            by_id[request_id].num_tokens += request_id in sampled
-            self._publish(by_id[request_id])  # the device takes steps in order: who reads comes later
-            self._copies.pop(request_id, None)
+        if finished:
+            sampled = set(itertools.compress(step.request_ids, step.samples))
+            require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
+        size = self.block_manager.block_size
+        for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
+            request = self._known[request_id]
+            request.num_computed += count
+            request.num_tokens += samples
+            if request.num_computed >= (request.num_published + 1) * size:
+                self._blocks.publish(request)  # the device takes steps in order: who reads comes later
+            if request.completions and request.num_computed >= request.num_shared:
+                self._fork(request)
+        self._blocks.copies.clear()
         for request_id in finished:
             self.abort(request_id)
 
@@ -222,13 +185,17 @@ class Scheduler:
             ValueError: No such request.
         """
         require(request_id in self._known, "request_id", "wait or run", request_id)
-        self._known.remove(request_id)
-        for request in self._running:
-            if request.request_id == request_id:
-                self._running.remove(request)
-                self._free(request)
-                return
-        self._waiting = collections.deque(r for r in self._waiting if r.request_id != request_id)
+        request = self._known.pop(request_id)
+        if request.parent is not None:
+            request.parent.completions.remove(request)
+            return
+        if request.completions:
+            self._leave_to_the_next(request)
+        for queue in (self._running, self._forked, self._waiting):
+            if request in queue:
+                queue.remove(request)
+                if queue is not self._waiting:
+                    self._blocks.free(request)
 
     def abort_all(self) -> None:
         """Drops every request."""
@@ -238,70 +205,103 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Nothing that is cached now will be found by requests to come: the weights have changed."""
         self.block_manager.unpublish_all()
-        for request in self._running:
+        for request in (*self._running, *self._forked):
             request.is_stale = True
 
     # --------------------------------------------------------------------------------------- inside
-    def _make_room(self, request: _Progress, count: int) -> list[int]:
-        """Preempts the latest requests until `request` can have `count` more tokens or is the latest."""
+    def _parent_of(self, request: Progress, parent_id: int) -> Progress:
+        """The request whose prompt another one waits for, from now on."""
+        require(parent_id in self._known, "parent_id", "wait or run", parent_id)
+        parent = self._known[parent_id]
+        is_early = parent.num_computed == 0 and parent.parent is None and parent not in self._forked
+        require(is_early, "parent_id", "name a request whose prompt is not computed yet", parent_id)
+        rule = f"be its parent's ({parent.num_tokens})"
+        is_same = request.num_tokens == parent.num_tokens
+        require(is_same, "num_prompt_tokens", rule, request.num_tokens)
+        request.parent = parent
+        return parent
+
+    def _fork(self, parent: Progress) -> None:
+        """Lets those that waited for a prompt have its blocks, all but the last token."""
+        for request in parent.completions:
+            request.parent = None
+            if parent.num_shared == 0:
+                bisect.insort(self._waiting, request, key=by_arrival)
+                continue
+            self._blocks.fork(parent, request)
+            self.num_forked_tokens += parent.num_shared
+            bisect.insort(self._forked, request, key=by_arrival)
+        parent.completions = []
+
+    def _leave_to_the_next(self, parent: Progress) -> None:
+        """Has the next completion compute the prompt that the others wait for."""
+        heir, *others = parent.completions
+        heir.parent, heir.completions, parent.completions = None, others, []
+        for request in others:
+            request.parent = heir
+        bisect.insort(self._waiting, heir, key=by_arrival)
+
+    def _extended(self, request: Progress, count: int, preempted: list[int]) -> int:
+        """Finds room for the next `count` tokens of a running request, or for as many as fit the cache.
+
+        Returns:
+            How many have it; 0 = none: it is the latest of all and waits, with the blocks it has.
+        """
+        count = self._blocks.fitting(request, count)
+        end = request.num_computed + count
+        preempted += self._make_room(request, end)
+        return count if self._blocks.extend(request, end) else 0
+
+    def _make_room(self, request: Progress, end: int) -> list[int]:
+        """Takes the latest requests' blocks until `request` can have its tokens or is the latest."""
         preempted = []
-        manager = self.block_manager
-        while manager.blocks_to_append(request.request_id, count) > manager.num_free:
-            if self._running[-1] is request:
+        while self._blocks.num_missing(request, end) > 0:
+            queue = max((self._running, self._forked), key=lambda queue: queue[-1].arrival if queue else -1)
+            if queue[-1] is request:
                 break
-            victim = self._running.pop()
-            self._free(victim)
-            victim.num_computed, victim.is_stale = 0, False
-            self._waiting.appendleft(victim)
+            victim = queue.pop()
+            self._blocks.free(victim)
+            victim.num_computed, victim.room, victim.is_stale = 0, 0, False
+            bisect.insort(self._waiting, victim, key=by_arrival)
             self.num_preemptions += 1
             preempted.append(victim.request_id)
         return preempted
 
-    def _free(self, request: _Progress) -> None:
-        """Gives a request's blocks back; nothing is copied onto them any more."""
-        self._publish(request)
-        self.block_manager.free(request.request_id)
-        self._copies.pop(request.request_id, None)
+    def _admit(self, budget: int) -> list[tuple[Progress, int]]:
+        """Those that may begin with what is left of the budget, oldest first, and how many tokens of each."""
+        chunks = []
+        while budget > 0 and len(self._running) < self.max_num_seqs:
+            queues = [queue for queue in (self._forked, self._waiting) if queue]
+            if not queues:
+                break
+            queue = min(queues, key=lambda queue: queue[0].arrival)
+            request = queue[0]
+            is_new = queue is self._waiting
+            count = self._blocks.begin(request, budget) if is_new else self._blocks.go_on(request, budget)
+            if count == 0:
+                break
+            del queue[0]
+            if is_new:
+                self.num_prefix_tokens += request.num_tokens
+                self.num_prefix_hit_tokens += request.num_computed
+            bisect.insort(self._running, request, key=by_arrival)
+            chunks.append((request, count))
+            budget -= count
+        return chunks
 
-    def _admissible(self) -> tuple[int, ...] | None:
-        """What the oldest waiting request shares; None while blocks for the rest of it are not free."""
-        if not self._waiting or len(self._running) == self.max_num_seqs:
-            return None
-        manager, request = self.block_manager, self._waiting[0]
-        found = self._found(request)
-        fits = manager.blocks_for(request.num_tokens) - len(found) <= manager.num_free_without(found)
-        return found if fits else None
-
-    def _found(self, request: _Progress) -> tuple[int, ...]:
-        """Full blocks of a request's beginning that others have computed; its last token is always new."""
-        if request.hashes is None:
-            return ()
-        most = (request.num_tokens - 1) // self.block_manager.block_size
-        return self.block_manager.find(request.hashes[:most])
-
-    def _publish(self, request: _Progress) -> None:
-        """Lets others find the blocks that are computed and whose tokens the host knows."""
-        if request.hashes is None or request.is_stale:
-            return
-        num_full = min(request.num_computed // self.block_manager.block_size, len(request.hashes))
-        for index in range(request.num_published, num_full):
-            self.block_manager.publish(request.request_id, index, request.hashes[index])
-        request.num_published = num_full
-
-    def _step(self, chunks: list[tuple[_Progress, int]], preempted: list[int]) -> Step:
+    def _step(self, chunks: list[tuple[Progress, int]], preempted: list[int]) -> Step:
         is_decode = [count == 1 and request.num_computed > 0 for request, count in chunks]
-        # Stable. Decodes are older than prompts, but a prompt's last token alone is laid out as a decode.
-        rows = sorted(range(len(chunks)), key=lambda row: not is_decode[row])
-        ordered = [chunks[row] for row in rows]
+        if not all(is_decode):
+            order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
+            chunks = [chunks[i] for i in order]
+        request_ids = tuple([request.request_id for request, _ in chunks])
         return Step(
-            request_ids=tuple(request.request_id for request, _ in ordered),
-            query_lens=tuple(count for _, count in ordered),
-            seq_lens=tuple(request.num_computed + count for request, count in ordered),
-            block_tables=tuple(self.block_manager.block_table(request.request_id) for request, _ in ordered),
-            block_copies=tuple(
-                pair for request, _ in ordered for pair in self._copies.get(request.request_id, ())
-            ),
-            samples=tuple(request.num_new == count for request, count in ordered),
+            request_ids=request_ids,
+            query_lens=tuple([count for _, count in chunks]),
+            seq_lens=tuple([request.num_computed + count for request, count in chunks]),
+            block_tables=self.block_manager.block_tables(request_ids),
+            block_copies=self._blocks.copies_of(request_ids),
+            samples=tuple([request.num_tokens - request.num_computed == count for request, count in chunks]),
             num_decodes=sum(is_decode),
             preempted=tuple(preempted),
         )

@@ -7,11 +7,15 @@ import jax
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
+from jattn.serving.block_manager import BlockManager
 from jattn.serving.prompts import require_list_of_ints
+from jattn.serving.reach import reach_of
+from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from pallas_kernels.checks import require, require_int, require_positive
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
+NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
 SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
 
 
@@ -21,6 +25,18 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
     while sizes[-1] >= 64:
         sizes.append(sizes[-1] // 4)
     return sizes
+
+
+def table_widths(max_blocks: int) -> list[int]:
+    """Columns of block tables: enough for the longest request, and eighths of that down to NARROW_TABLE.
+
+    A step sends its table to the device, rows x columns, and what a request might have decides what serves
+    it: neither should be of 131,072 tokens where 2,000 are there.
+    """
+    widths = [max_blocks]
+    while widths[-1] > NARROW_TABLE:
+        widths.append(max(widths[-1] // 8, NARROW_TABLE))
+    return widths
 
 
 def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -> int:
@@ -79,6 +95,13 @@ class StepLimits(NamedTuple):
     def _blocks_of_longest(self, model: ServedModel) -> int:
         return -(-self.longest(model) // self.block_size)
 
+    def _blocks_at_once(self, model: ServedModel) -> int:
+        """Blocks that the longest request has need of at once."""
+        longest, reach = self._blocks_of_longest(model), reach_of(model)
+        if reach is None:
+            return longest
+        return min(longest, reach.blocks_at_once(self.max_num_batched_tokens, self.block_size))
+
     def num_blocks_for(
         self, model: ServedModel, num_blocks: int | None, cache_bytes: int | None, cache: dict[str, Any]
     ) -> int:
@@ -97,8 +120,17 @@ class StepLimits(NamedTuple):
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
             return num_blocks
         specs = model.cache_specs(1, block_size=self.block_size, **cache)
-        most = self._blocks_of_longest(model) * self.max_num_seqs + 1
+        most = self._blocks_at_once(model) * self.max_num_seqs + 1
         return num_blocks_in(cache_bytes, sum(spec.bytes_per_block for spec in specs), most=most)
+
+    def scheduler(self, model: ServedModel, num_blocks: int) -> Scheduler:
+        """A scheduler of a model's requests, over so many blocks.
+
+        Raises:
+            ValueError: There would be no block to hand out.
+        """
+        sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        return Scheduler(BlockManager(num_blocks, self.block_size), **sizes, reach=reach_of(model))
 
     def graphs(
         self, model: ServedModel, step: GraphStep, buckets: Sequence[Bucket] | None, num_blocks: int
@@ -108,14 +140,21 @@ class StepLimits(NamedTuple):
         Raises:
             ValueError: No bucket fits the largest step.
         """
-        max_blocks = min(self._blocks_of_longest(model), num_blocks - 1)
+        max_blocks, capacity = self._blocks_of_longest(model), num_blocks - 1
+        reach = reach_of(model)
+        if reach is None or not reach.fits(capacity * self.block_size, self.block_size):
+            max_blocks = min(max_blocks, capacity)
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
             # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
             rows = max(self.max_num_seqs, 2)
-            buckets = default_buckets(rows, max_blocks=max_blocks, prefill_tokens=chunks)
-            buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
+            buckets = [
+                bucket
+                for width in table_widths(max_blocks)
+                for bucket in default_buckets(rows, max_blocks=width, prefill_tokens=chunks)
+                if bucket.max_tokens > 1
+            ]
         graphs = DecodeGraphs(step, buckets)
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,

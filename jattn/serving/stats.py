@@ -57,6 +57,7 @@ class EngineStats:
         num_used_blocks: Those in use now.
         num_prefix_tokens: Tokens that requests came with (again, where they were preempted).
         num_prefix_hit_tokens: Those of them that others had computed.
+        num_forked_tokens: Tokens of prompts that completions took over from the first one of theirs.
         num_generated_tokens: Tokens handed out.
         time_to_first_token: Seconds from a request's arrival.
         inter_token_latency: Seconds between two of its tokens.
@@ -73,6 +74,7 @@ class EngineStats:
     num_used_blocks: int
     num_prefix_tokens: int
     num_prefix_hit_tokens: int
+    num_forked_tokens: int
     num_generated_tokens: int
     time_to_first_token: Histogram
     inter_token_latency: Histogram

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from jattn.bucket import Bucket
-from jattn.requests import pack_tokens, token_starts
+from jattn.requests import token_starts
 from jattn.serving.adjustments import Adjusted, Adjustments, build_adjustments
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
-from jattn.serving.scheduler import Step
+from jattn.serving.scheduled_step import Step
 from jattn.serving.step import StepTokens
 
 
@@ -33,18 +33,23 @@ def step_tokens(
         last_tokens: Those tokens, on the device.
         num_rows: Of the sampler.
     """
-    ids, sources = [], []
-    ends = zip(generations, step.request_ids, step.query_lens, step.seq_lens, strict=True)
-    for generation, request_id, count, end in ends:
-        known = generation.token_ids[end - count : end]
-        last = [] if len(known) == count else [row_before[request_id]]  # only the device knows it
-        ids.append(known + [0] * len(last))
-        sources.append([-1] * len(known) + last)
-    token_ids: Any = pack_tokens(ids, bucket)
-    token_rows: Any = pack_tokens(sources, bucket, pad=-1)
-    counts = np.asarray(step.query_lens)
+    lens = np.asarray(step.query_lens)
+    starts = token_starts(lens, bucket)
+    ids, sources = [], []  # of each row's last token
+    for generation, request_id, end in zip(generations, step.request_ids, step.seq_lens, strict=True):
+        is_known = len(generation.token_ids) >= end
+        ids.append(generation.token_ids[end - 1] if is_known else 0)
+        sources.append(-1 if is_known else row_before[request_id])  # only the device knows it
+    token_ids: Any = np.zeros(bucket.max_tokens, np.int32)
+    token_rows: Any = np.full(bucket.max_tokens, -1, np.int32)
+    lasts = starts + lens - 1
+    token_ids[lasts], token_rows[lasts] = ids, sources
+    for row in np.flatnonzero(lens > 1).tolist():
+        end = step.seq_lens[row] - 1
+        before = generations[row].token_ids[end + 1 - step.query_lens[row] : end]
+        token_ids[starts[row] : lasts[row]] = before
     request_ends: Any = np.zeros(num_rows, np.int32)
-    request_ends[: len(counts)] = token_starts(counts, bucket) + counts - 1
+    request_ends[: len(lens)] = lasts
     return StepTokens(token_ids, token_rows, last_tokens, request_ends)
 
 
@@ -81,14 +86,14 @@ def step_adjustments(
 
     `sizes` are build_adjustments' num_rows and vocab_size.
     """
-    if not any(one.sampling_params.is_adjusted or one.mask is not None for one in generations):
+    if not any([generation.is_adjusted for generation in generations]):
         return None
     requests = [
         Adjusted(
-            params=one.sampling_params,
-            prompt_ids=one.token_ids[: one.num_prompt_tokens],
-            output_ids=one.token_ids[one.num_prompt_tokens :],
-            end_ids=tuple(one.stop_ids),
+            one.sampling_params,
+            *one.penalised_ids(),
+            end_ids=one.end_ids,
+            num_generated=one.num_generated,
             pending_row=row_before[request_id] if one.num_pending else -1,
             allowed=None if one.mask is None else one.mask.allowed(),
         )

@@ -23,6 +23,11 @@ class TextStream:
         self._token_ids: list[int] = []
         self._context = self._read = 0  # first token of the last piece, and of the one to come
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether pieces ever hold something."""
+        return self._tokenizer is not None
+
     def append(self, token_id: int) -> str:
         """Takes one more token; returns the text that is complete now and was not before."""
         self._token_ids.append(token_id)
@@ -53,6 +58,7 @@ class StopFilter:
         """Starts empty; `keeps_it`: the stop string stays in the text."""
         self.text = ""
         self._stop, self._keeps_it, self._held = tuple(stop), keeps_it, ""
+        self._most_held = max(map(len, self._stop), default=1) - 1
 
     def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Takes what comes next.
@@ -65,7 +71,7 @@ class StopFilter:
             What may be shown now, and the stop string that ended the text; None = none did.
         """
         self._held += piece
-        if not may_stop:
+        if not may_stop or not self._stop:
             return self.flush(), None
         found = min(((self._held.find(s), s) for s in self._stop if s in self._held), default=None)
         if found is not None:
@@ -80,9 +86,10 @@ class StopFilter:
 
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        longest = min(max(map(len, self._stop), default=1) - 1, len(self._held))
-        is_begun = lambda n: any(stop.startswith(self._held[-n:]) for stop in self._stop)
-        return next((n for n in range(longest, 0, -1) if is_begun(n)), 0)
+        for n in range(min(self._most_held, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-n:]) for stop in self._stop):
+                return n
+        return 0
 
     def _show(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]

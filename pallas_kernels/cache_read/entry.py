@@ -28,12 +28,12 @@ def cache_read(
     scale: Float[Array, "..."] | None = None,
     layout: str = "NHD",
     kv_start_loc: Int[Array, " reqs"] | None = None,
-    num_rows: int | None = None,
+    buffer_len: int | None = None,
     interpret: Any = None,
 ) -> Shaped[Array, "rows kv_heads head_dim"]:
     """Key i of each request r in row `kv_start_loc[r] + i`, for i from `first_keys[r]` to `seq_lens[r]`.
 
-    The rows between are garbage. The time follows what is read, the memory `num_rows`.
+    The rows between are garbage. The time follows what is read, the memory `buffer_len`.
 
     Args:
         cache: Keys or values: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads,
@@ -49,18 +49,18 @@ def cache_read(
         layout: Static: "NHD" or "HND".
         kv_start_loc: Row of each request's key 0, a multiple of TILE; below 0 where no early key is wanted.
             What requests write must lie apart and within the rows. None = `padded_len` rows each.
-        num_rows: Static: rows of the output, a multiple of TILE; given with kv_start_loc.
+        buffer_len: Static: rows of the output, a multiple of TILE; given with kv_start_loc.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes disagree, or kv_start_loc comes without num_rows.
+        ValueError: Shapes disagree, or kv_start_loc comes without buffer_len.
         NotImplementedError: There is no kernel for this request; the message says why.
     """
     is_hnd = layout == "HND"
     _check(cache, block_table, first_keys, seq_lens, scale, dtype=dtype, layout=layout)
     blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=is_hnd)
     reqs, max_blocks = block_table.shape
-    starts, rows = _rows_of(kv_start_loc, num_rows, reqs=reqs, padded=padded_len(max_blocks, block_size))
+    starts, rows = _rows_of(kv_start_loc, buffer_len, reqs=reqs, padded=padded_len(max_blocks, block_size))
     if 0 in (blocks, reqs, max_blocks, rows):
         return jnp.zeros((rows, kv_heads, head_dim), dtype)
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
@@ -108,17 +108,17 @@ def _check(
 
 
 def _rows_of(
-    kv_start_loc: Array | None, num_rows: int | None, *, reqs: int, padded: int
+    kv_start_loc: Array | None, buffer_len: int | None, *, reqs: int, padded: int
 ) -> tuple[Array, int]:
     """Row of each request's key 0, and how many rows there are; `padded` each where nobody says."""
     if kv_start_loc is None:
-        require(num_rows is None, "num_rows", "be None without kv_start_loc", num_rows)
+        require(buffer_len is None, "buffer_len", "be None without kv_start_loc", buffer_len)
         return jnp.arange(reqs, dtype=jnp.int32) * padded, reqs * padded
     require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
-    is_whole = num_rows is not None and num_rows >= 0 and num_rows % TILE == 0
-    require(is_whole, "num_rows", f"be a multiple of {TILE} with kv_start_loc", num_rows)
-    assert num_rows is not None
-    return kv_start_loc, num_rows
+    is_whole = buffer_len is not None and buffer_len >= 0 and buffer_len % TILE == 0
+    require(is_whole, "buffer_len", f"be a multiple of {TILE} with kv_start_loc", buffer_len)
+    assert buffer_len is not None
+    return kv_start_loc, buffer_len
 
 
 def _scales(scale: Array | None, in_cache: CacheCut, kv_heads: int) -> tuple[Array | None, Array | None]:

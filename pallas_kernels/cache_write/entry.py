@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.cache_write.kernel import Both, Refs, Shape, Side, write_rows
-from pallas_kernels.cache_write.tiles import Tiles, default_tiles
+from pallas_kernels.cache_write.sizes import KernelSizes, default_sizes
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.support import why_not_write
@@ -23,7 +23,7 @@ def cache_write(
     k_scale: Float32[Array, "..."] | None = None,
     v_scale: Float32[Array, "..."] | None = None,
     layout: str = "NHD",
-    tiles: Tiles | None = None,
+    sizes: KernelSizes | None = None,
     interpret: Any = None,
 ) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."], Array | None, Array | None]:
     """Writes each token's key and value to its slot; the caches are changed in place where they are donated.
@@ -38,7 +38,7 @@ def cache_write(
             in place; or a scalar that keys are divided by; None = 1.
         v_scale: As k_scale.
         layout: Static: "NHD" or "HND".
-        tiles: Static. Chosen from the shapes when None.
+        sizes: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
@@ -59,15 +59,15 @@ def cache_write(
     is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
     flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
     as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
-    if tiles is None:
+    if sizes is None:
         row_bytes = kv_heads * head_dim * key.dtype.itemsize
-        tiles = default_tiles(tokens, row_bytes, heads=kv_heads if is_rounded else None)
+        sizes = default_sizes(tokens, row_bytes, heads=kv_heads if is_rounded else None)
     caches = Both(*(jax.new_ref(as_rows(cache)) for cache in (k_cache, v_cache)))
     scales = Both(_scale_ref(k_scale), _scale_ref(v_scale))
     new = Both(key.reshape(tokens, *flat), value.reshape(tokens, *flat))
     refs = Refs(new, slot_mapping.astype(jnp.int32), caches, scales)
     sides = Both(_side(key, k_cache, k_scale), _side(value, v_cache, v_scale))
-    shape = Shape(sides=sides, is_hnd=is_hnd, block_size=size, rows=tiles.rows)
+    shape = Shape(sides=sides, is_hnd=is_hnd, block_size=size, rows=sizes.rows)
     write_rows(refs, shape=shape, interpret=interpret)
     written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
     k, v = (jax.freeze(ref).reshape(k_cache.shape) for ref in caches)

@@ -1,5 +1,6 @@
 """Paged decode on Hopper: every request's last tokens against its paged past, all SMs busy to the end."""
 
+from pallas_kernels.paged_decode.call import LIST_BLOCK_SIZES
 from pallas_kernels.paged_decode.entry import paged_decode
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule, schedule_for
-from pallas_kernels.paged_decode.tiles import Tiles, default_tiles
+from pallas_kernels.paged_decode.sizes import KernelSizes, default_sizes

@@ -14,10 +14,11 @@ from pallas_kernels.paged_decode.mma_products import MmaProducts
 from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.paged_decode.segments import Segment, Span
-from pallas_kernels.paged_decode.softmax import LOG2E, online_softmax
+from pallas_kernels.paged_decode.softmax import online_softmax
 from pallas_kernels.paged_decode.store import Store
 from pallas_kernels.paged_decode.tile_keys import TileKeys, entries_of, keys_of
 from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Scalar, Tile
 
 W = plgpu.Layout.WGMMA
@@ -64,7 +65,7 @@ class Attention:
 
     def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, span: Span):
         self.inputs, self.smem, self.pipeline, self.span, self.spec = inputs, smem, pipeline, span, span.spec
-        make_products = MmaProducts if self.spec.tiles.by_warp else WgmmaProducts
+        make_products = MmaProducts if self.spec.sizes.by_warp else WgmmaProducts
         self.products: Products = make_products(smem, pipeline, self.spec)
         self.mask = Mask(self.spec, span.head_tile)
         self.store = Store(outputs, inputs.sinks, span.head_tile, self.spec)
@@ -101,7 +102,7 @@ class Attention:
 
     def attend_tile(self, query: SegmentQuery, tile_index: Scalar, state: TileState) -> TileState:
         """Takes one tile of keys into a segment's attention: scores, softmax, values."""
-        segment, stage = query.segment, lax.rem(state.step, jnp.int32(self.spec.tiles.stages))
+        segment, stage = query.segment, lax.rem(state.step, jnp.int32(self.spec.sizes.stages))
         keys = keys_of(segment, tile_index, state.entries, self.spec)
         entries = entries_of(segment, tile_index + 1, self.inputs.lists.ids, self.spec)
 

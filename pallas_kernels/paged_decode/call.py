@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
-from pallas_kernels.list_tiles import MAX_PARTS
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.paged_decode.query_rows import heads_to_rows, to_rows
 from pallas_kernels.paged_decode.refs import CacheRefs, Inputs, ListRefs
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule, schedule_for
+from pallas_kernels.paged_decode.sizes import KernelSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec, Shape
-from pallas_kernels.paged_decode.tiles import Tiles
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.shared.score import Score
@@ -42,8 +42,8 @@ class Call:
         block_list: The sparse blocks to visit, all queries of a request the same; the score's mask holds
             inside them. None = all keys.
         list_block_size: Keys of a sparse block.
-        lists_tell_heads: Bit PART_SHIFT + g of an id says whether query head g of the group sees the block;
-            else all do.
+        lists_tell_heads: Bit QUERY_BLOCK_SHIFT + g of an id says whether query head g of the group sees the
+            block; else all do.
     """
 
     query: jax.Array
@@ -65,14 +65,14 @@ class Call:
         """Raises what paged_decode raises."""
         self._check_shapes()
         self._check_lists()
-        q_heads, kv_heads = self.query.shape[1], self.sizes[2]
+        q_heads, kv_heads = self.query.shape[1], self.cache_sizes[2]
         require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
         reason = why_not_decode(
             dtype=self.query.dtype,
             k_dtype=self.k_cache.dtype,
             v_dtype=self.v_cache.dtype,
             head_dim=self.query.shape[2],
-            block_size=self.sizes[1],
+            block_size=self.cache_sizes[1],
             group=self.group,
             decode_query_len=self.decode_query_len,
             has_token_scales=(
@@ -87,7 +87,7 @@ class Call:
         require_one_of("layout", self.layout, ("NHD", "HND"))
         cache, (_, q_heads, head_dim), (reqs,) = self.k_cache.shape, self.query.shape, self.seq_lens.shape
         require(len(cache) == 4, "k_cache", "have 4 axes", cache)
-        blocks, block_size, kv_heads, _ = self.sizes
+        blocks, block_size, kv_heads, _ = self.cache_sizes
         expected = reqs * self.decode_query_len, q_heads, cache[3]
         require_shape("query", self.query.shape, expected, "tokens, q_heads")
         require_shape("v_cache", self.v_cache.shape, cache, "as k_cache")
@@ -108,54 +108,54 @@ class Call:
             require(size is None, "list_block_size", "be None without block_list", size)
             require(not tell_heads, "lists_tell_heads", "be False without block_list", tell_heads)
             return
-        expected = self.seq_lens.shape[0], self.sizes[2]
+        expected = self.seq_lens.shape[0], self.cache_sizes[2]
         require_shape("block_list.ids", lists.ids.shape, (*expected, lists.ids.shape[2]), "reqs, kv_heads")
         require_shape("block_list.counts", lists.counts.shape, expected, "reqs, kv_heads")
         require_one_of("list_block_size", size, LIST_BLOCK_SIZES)
-        rule = f"have at most {MAX_PARTS} of a kv head where lists tell them apart"
-        require(not tell_heads or self.group <= MAX_PARTS, "q_heads", rule, self.group)
+        rule = f"have at most {MAX_QUERY_BLOCKS} of a kv head where lists tell them apart"
+        require(not tell_heads or self.group <= MAX_QUERY_BLOCKS, "q_heads", rule, self.group)
 
-    def check_schedule(self, schedule: Schedule, tiles: Tiles) -> None:
+    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Raises where a schedule is another call's, as far as shapes and static facts tell."""
-        scheduled = self.seq_lens.shape[0] * (1 if self.block_list is None else self.sizes[2])
+        scheduled = self.seq_lens.shape[0] * (1 if self.block_list is None else self.cache_sizes[2])
         ends = schedule.unit_ends.shape
         require_shape("schedule.unit_ends", ends, (scheduled,), "requests, or their kv heads")
-        require(schedule.unit == tiles.unit, "schedule", f"have units of {tiles.unit} keys", schedule.unit)
+        require(schedule.unit == sizes.unit, "schedule", f"have units of {sizes.unit} keys", schedule.unit)
 
-    def make_schedule(self, score: Score, tiles: Tiles) -> Schedule:
+    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
         """Its own."""
         return schedule_for(
             self.seq_lens,
             score=score,
-            tiles=tiles,
-            kv_heads=self.sizes[2],
+            sizes=sizes,
+            kv_heads=self.cache_sizes[2],
             group=self.group,
             decode_query_len=self.decode_query_len,
             block_list=self.block_list,
             list_block_size=self.list_block_size,
-            max_kv=self.block_table.shape[1] * self.sizes[1],
+            max_kv=self.block_table.shape[1] * self.cache_sizes[1],
         )
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def cache_sizes(self) -> tuple[int, int, int, int]:
         """Blocks, block_size, kv_heads and head_dim."""
         return sizes_of(self.k_cache, is_hnd=self.layout == "HND")
 
     @property
     def group(self) -> int:
         """Query heads of a kv head."""
-        return self.query.shape[1] // self.sizes[2]
+        return self.query.shape[1] // self.cache_sizes[2]
 
     @property
     def rows(self) -> int:
         """Query rows of a kv head."""
         return self.group * self.decode_query_len
 
-    def shape(self, tiles: Tiles) -> Shape:
+    def shape(self, sizes: KernelSizes) -> Shape:
         """Static sizes."""
-        _, block_size, kv_heads, head_dim = self.sizes
+        _, block_size, kv_heads, head_dim = self.cache_sizes
         itemsize = min(cache.dtype.itemsize for cache in (self.k_cache, self.v_cache))
-        rows, tile_q, row_tiles = self.rows, tiles.row_tile(self.rows), tiles.row_tiles(self.rows)
+        rows, tile_q, row_tiles = self.rows, sizes.row_tile(self.rows), sizes.row_tiles(self.rows)
         needs_padding = row_tiles > 1 or (rows > 8 and rows % 8 != 0)
         return Shape(
             kv_heads=kv_heads,

@@ -8,8 +8,8 @@ from pallas_kernels.paged_decode.kernel import decode_partials
 from pallas_kernels.paged_decode.merge import merge_partials
 from pallas_kernels.paged_decode.query_rows import from_rows
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule
+from pallas_kernels.paged_decode.sizes import KernelSizes, default_sizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.paged_decode.tiles import Tiles, default_tiles
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 
@@ -32,7 +32,7 @@ def paged_decode(
     list_block_size: int | None = None,
     lists_tell_heads: bool = False,
     schedule: Schedule | None = None,
-    tiles: Tiles | None = None,
+    sizes: KernelSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Attends the last `decode_query_len` tokens of each request to its keys, those tokens' own included.
@@ -53,8 +53,8 @@ def paged_decode(
         block_list: The sparse blocks to visit; None = all keys. For it and the next two see Call.
         list_block_size: Static.
         lists_tell_heads: Static.
-        schedule: schedule_for's for the same seq_lens, score, tiles and list; made here when None.
-        tiles: Static. Chosen from the shapes when None.
+        schedule: schedule_for's for the same seq_lens, score, sizes and list; made here when None.
+        sizes: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
@@ -71,25 +71,25 @@ def paged_decode(
         alibi_slopes=alibi_slopes, block_list=block_list, list_block_size=list_block_size,
         lists_tell_heads=lists_tell_heads,
     )  # fmt: skip
-    return attend_call(call, score=score, schedule=schedule, tiles=tiles, interpret=interpret)
+    return attend_call(call, score=score, schedule=schedule, sizes=sizes, interpret=interpret)
 
 
 def attend_call(
-    call: Call, *, score: Score, schedule: Schedule | None, tiles: Tiles | None, interpret: Interpret
+    call: Call, *, score: Score, schedule: Schedule | None, sizes: KernelSizes | None, interpret: Interpret
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Checks a call, chooses what it leaves open, and runs both kernels; see paged_decode."""
     query, k_cache, v_cache = call.query, call.k_cache, call.v_cache
     call.check()
     if 0 in (*k_cache.shape, *call.block_table.shape):
         return jnp.zeros_like(query), jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32)
-    if tiles is None:
+    if sizes is None:
         kv_dtypes = k_cache.dtype, v_cache.dtype
         has_lists = call.block_list is not None
-        tiles = default_tiles(query.shape[2], rows=call.rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
-    schedule = call.make_schedule(score, tiles) if schedule is None else schedule
-    call.check_schedule(schedule, tiles)
+        sizes = default_sizes(query.shape[2], rows=call.rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
+    schedule = call.make_schedule(score, sizes) if schedule is None else schedule
+    call.check_schedule(schedule, sizes)
     spec = DecodeSpec(
-        shape=call.shape(tiles), score=score, tiles=tiles, slots=schedule.slots, dtype=query.dtype,
+        shape=call.shape(sizes), score=score, sizes=sizes, slots=schedule.slots, dtype=query.dtype,
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(spec, schedule.unit_ends)

@@ -59,7 +59,7 @@ def decode_partials(inputs: Inputs, spec: DecodeSpec) -> Outputs:
         num_threads=2,
         thread_name="warpgroup",
         # Warps share nothing but Smem.merge, whose barriers stand in ptx/warp_results.py.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=spec.tiles.by_warp),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=spec.sizes.by_warp),
         kernel_name="paged_decode",
         interpret=spec.interpret,
     )

@@ -62,7 +62,7 @@ class Loader:
             self.load_segment(segment, num_tiles, step, load_query)
 
         steps, queries = self.span.walk(visit)
-        stages, pipeline = self.spec.tiles.stages, self.pipeline
+        stages, pipeline = self.spec.sizes.stages, self.pipeline
         # Interpret mode insists that every completion is awaited; to the hardware it is all one.
         await_last(steps, stages, (pipeline.k_free, pipeline.v_free))
         await_last(queries, 2, (pipeline.q_free,))
@@ -113,7 +113,7 @@ class Loader:
 
     def load_tile(self, segment: Segment, step: Scalar, copies: Copies) -> None:
         """Keys and values of a tile into the stage of `step`, once it is free."""
-        stages, rows, head = self.spec.tiles.stages, self.cut.rows, self.spec.shape.cut
+        stages, rows, head = self.spec.sizes.stages, self.cut.rows, self.spec.shape.cut
         stage = lax.rem(step, jnp.int32(stages))
         for stream in self.streams:
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))

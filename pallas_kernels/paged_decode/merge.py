@@ -11,11 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.refs import Outputs, Partials
+from pallas_kernels.paged_decode.sizes import KernelSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.paged_decode.tiles import NUM_SMS, Tiles
 from pallas_kernels.ptx.assumptions import BY_THREAD, THREADS
 from pallas_kernels.ptx.partial_results import Share, groups_of, of_queries, partials, store
 from pallas_kernels.ptx.span_start import span_start, span_units
+from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.types import Ref, Rows, Scalar
 
@@ -70,7 +71,7 @@ def merge_partials(
     """
     reqs, slots, cut = unit_ends.shape[0], spec.slots, spec.shape.cut
     # Only a request at the end of a span may be cut; where requests are fewer than spans, look at each.
-    by_request = spec.tiles.split_kv is not None or reqs < slots
+    by_request = spec.sizes.split_kv is not None or reqs < slots
     candidates = reqs if by_request else slots
     share = share_of(spec, candidates=candidates, likely=slots // reqs + 2)
     kernel = plgpu.kernel(
@@ -136,7 +137,7 @@ class Merger:
             )
             row, is_row = jnp.minimum(next_span.row, last), next_span.row < last + 1
             start, end, total = next_span.start, next_span.end, next_span.total
-        first, count, first_span = partials_of(row, start, end, span_units(total, slots), self.spec.tiles)
+        first, count, first_span = partials_of(row, start, end, span_units(total, slots), self.spec.sizes)
         is_mine = count > 1 if self.by_request else (count > 1) & (first_span == nth) & is_row
         return Candidate(row, first, count, is_mine)
 
@@ -169,10 +170,10 @@ class Merger:
 
 
 def partials_of(
-    row: Scalar, start: Scalar, end: Scalar, per_span: Scalar, tiles: Tiles
+    row: Scalar, start: Scalar, end: Scalar, per_span: Scalar, sizes: KernelSizes
 ) -> tuple[Scalar, Scalar, Scalar | int]:
     """First partial result of a request, how many it has, and its first span (0 where splits are fixed)."""
-    if tiles.split_kv is not None:
+    if sizes.split_kv is not None:
         return start, end - start, 0
     first = lax.div(start, per_span)
     return row + first, lax.div(end - 1, per_span) - first + 1, first
@@ -194,7 +195,7 @@ def share_of(spec: DecodeSpec, *, candidates: int, likely: int) -> Share:
     columns = next((width for width in widths if blocks(width) <= MOST_THREAD_BLOCKS), widths[-1])
     room = lambda width: max(128 // (width // groups_of(n) + 2), 1)  # 128 registers
     # Where splits are fixed it does not depend on the batch, or a request's bits would.
-    at_once = min(4, room(widths[-1])) if spec.tiles.split_kv else min(likely, room(columns))
+    at_once = min(4, room(widths[-1])) if spec.sizes.split_kv else min(likely, room(columns))
     return Share(
         tile_q=n, rows=shape.rows, cut=cut, columns=columns, head_tiles=shape.head_tiles, at_once=at_once
     )

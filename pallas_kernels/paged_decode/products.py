@@ -2,7 +2,7 @@
 
 WgmmaProducts: wgmma over 64 or 128 keys and up to 64 query rows; warps wait for each other between the two
 products. MmaProducts: mma.sync, each warp 16 keys of 64, few rows; they wait for nobody until a segment ends.
-Tiles.by_warp says which is compiled.
+KernelSizes.by_warp says which is compiled.
 """
 
 from typing import Any, Protocol, runtime_checkable

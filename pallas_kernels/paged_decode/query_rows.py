@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_decode.softmax import LOG2E
 from pallas_kernels.paged_decode.spec import Shape
+from pallas_kernels.shared.softmax import LOG2E
 
 
 def to_rows(x: jax.Array, shape: Shape) -> jax.Array:

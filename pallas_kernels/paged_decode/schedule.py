@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.paged_decode.sizes import KernelSizes
 from pallas_kernels.ptx.unit_ends import unit_ends
 from pallas_kernels.shared.score import Score
 
@@ -24,7 +24,7 @@ class BlockList(NamedTuple):
 
     Attributes:
         ids: Ascending; block i is keys `i * list_block_size` onward. What is past the end is harmless. If the
-            call says so, the bits from PART_SHIFT on are the query heads of the group that see it.
+            call says so, the bits from QUERY_BLOCK_SHIFT on are the query heads of the group that see it.
         counts: How many of the ids are live; the others are never used.
     """
 
@@ -55,7 +55,7 @@ def make_schedule(
     seq_lens: Int32[Array, " reqs"],
     *,
     score: Score,
-    tiles: Tiles,
+    sizes: KernelSizes,
     decode_query_len: int,
     slots: int,
     block_list: BlockList | None = None,
@@ -65,7 +65,7 @@ def make_schedule(
 
     With lists, "a request" of the schedule is a request's kv head.
     """
-    unit = tiles.unit
+    unit = sizes.unit
     divided = lambda x: lax.div(x, jnp.full_like(x, unit))
     if block_list is not None:
         assert list_block_size is not None
@@ -90,7 +90,7 @@ def schedule_for(
     seq_lens: Int32[Array, " reqs"],
     *,
     score: Score,
-    tiles: Tiles,
+    sizes: KernelSizes,
     kv_heads: int,
     group: int,
     decode_query_len: int,
@@ -103,13 +103,13 @@ def schedule_for(
     `max_kv`, the most keys that a request can have, spares thread blocks that could never have a unit.
     """
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
-    slots = tiles.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
+    slots = sizes.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
     if max_kv is not None:
-        slots = min(slots, rows * -(-max_kv // (tiles.unit)))
+        slots = min(slots, rows * -(-max_kv // (sizes.unit)))
     return make_schedule(
         seq_lens,
         score=score,
-        tiles=tiles,
+        sizes=sizes,
         decode_query_len=decode_query_len,
         slots=slots,
         block_list=block_list,
@@ -117,8 +117,8 @@ def schedule_for(
     )
 
 
-def num_partials(reqs: int, max_kv: int, *, tiles: Tiles, slots: int) -> int:
+def num_partials(reqs: int, max_kv: int, *, sizes: KernelSizes, slots: int) -> int:
     """How many partial results there may be for each head."""
-    if tiles.split_kv is None:
+    if sizes.split_kv is None:
         return reqs + slots
-    return reqs * (-(-max_kv // tiles.split_kv))
+    return reqs * (-(-max_kv // sizes.split_kv))

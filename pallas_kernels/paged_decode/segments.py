@@ -112,7 +112,7 @@ class Span:
 
         first_row = jnp.minimum(begin.row, last_row)
         visits = jnp.minimum(begin.next_row, last_row) - first_row + 1  # known ahead: warps have no while
-        if self.spec.tiles.split_kv is not None:
+        if self.spec.sizes.split_kv is not None:
             visits = visits + jnp.maximum(stop - begin.unit, 0)
         first = ScheduleRow(begin.end, begin.value, None)
         if self.counts is not None:
@@ -134,20 +134,20 @@ class Span:
 
     def segment(self, at: Position, stop: Scalar) -> Segment:
         """What of a row of the schedule lies in the units from where a walk stands to `stop`."""
-        shape, score, tiles = self.spec.shape, self.spec.score, self.spec.tiles
+        shape, score, sizes = self.spec.shape, self.spec.score, self.spec.sizes
         (end, seq_len, num_listed), row, unit, start = at.current, at.row, at.unit, at.start
-        tiles_per_unit = tiles.unit // tiles.tile_kv
+        tiles_per_unit = sizes.unit // sizes.tile_kv
         request, heads = shape.request_of(row, self.head_tile)
         low, high = score.row_range(seq_len, shape.query_len)
         left = jnp.maximum(jnp.minimum(end, stop) - unit, 0)
-        units = left if tiles.split_kv is None else jnp.minimum(left, 1)
-        low_tile = lax.div(low, jnp.int32(tiles.tile_kv)) if num_listed is None else self.slot * 0
+        units = left if sizes.split_kv is None else jnp.minimum(left, 1)
+        low_tile = lax.div(low, jnp.int32(sizes.tile_kv)) if num_listed is None else self.slot * 0
         end_key = high if num_listed is None else num_listed * (shape.list_block_size or 0)
-        high_tile = lax.div(end_key + (tiles.tile_kv - 1), jnp.int32(tiles.tile_kv))
+        high_tile = lax.div(end_key + (sizes.tile_kv - 1), jnp.int32(sizes.tile_kv))
         first_unit = lax.div(low_tile, jnp.int32(tiles_per_unit)) + (unit - start)
         first = jnp.maximum(first_unit * tiles_per_unit, low_tile)
         last = jnp.minimum((first_unit + units) * tiles_per_unit, high_tile)
-        partial = row + self.slot if tiles.split_kv is None else unit
+        partial = row + self.slot if sizes.split_kv is None else unit
         num_tiles = jnp.where(high > low, last - first, 0)
         is_whole = units == end - start
         return Segment(

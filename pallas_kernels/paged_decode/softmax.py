@@ -1,13 +1,10 @@
 """The online softmax over a request's tiles of keys, in powers of 2."""
 
-import math
-
 import jax.numpy as jnp
 
 from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.shared.types import Columns, Tile
 
-LOG2E = math.log2(math.e)
 # f16 probabilities go up to 2 ** 14, not 1: small ones, and small scales, would lose bits as subnormals.
 HEADROOM = 14
 SMALLEST_SCALE = 2.0**-60

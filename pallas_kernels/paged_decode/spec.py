@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_decode.tiles import Tiles
+from pallas_kernels.paged_decode.sizes import KernelSizes
 from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
@@ -15,7 +15,7 @@ from pallas_kernels.shared.types import Interpret, Scalar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a call besides the tiles.
+    """Sizes of a call besides the kernel's.
 
     Attributes:
         kv_heads: Key/value heads.
@@ -65,7 +65,7 @@ class DecodeSpec:
     Attributes:
         shape: Its sizes.
         score: The layer.
-        tiles: The kernel's sizes.
+        sizes: The kernel's sizes.
         slots: Spans of the schedule: thread blocks for each tile of query rows.
         dtype: The queries' 16 bits, in which the tensor core multiplies.
         interpret: Interpret-mode parameters, or None for a GPU.
@@ -73,7 +73,7 @@ class DecodeSpec:
 
     shape: Shape
     score: Score
-    tiles: Tiles
+    sizes: KernelSizes
     slots: int
     dtype: DTypeLike
     interpret: Interpret = None
@@ -86,12 +86,12 @@ class DecodeSpec:
     @property
     def tile(self) -> tuple[int, int]:
         """Of the scores: keys by query rows."""
-        return self.tiles.tile_kv, self.shape.tile_q
+        return self.sizes.tile_kv, self.shape.tile_q
 
     @property
     def piece(self) -> int:
         """Keys of a tile that are neighbours in the request."""
-        return min(self.shape.list_block_size or self.tiles.tile_kv, self.tiles.tile_kv)
+        return min(self.shape.list_block_size or self.sizes.tile_kv, self.sizes.tile_kv)
 
     @property
     def cache_cut(self) -> CacheCut:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.list_tiles import PART_SHIFT
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.paged_decode.segments import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared.types import Ref, Scalar, Tile
@@ -62,7 +62,7 @@ def entries_of(segment: Segment, tile_index: Scalar | int, ids: Ref, spec: Decod
         spec: Static.
     """
     if segment.num_listed is None:
-        return ((segment.first_tile + tile_index) * spec.tiles.tile_kv,)
+        return ((segment.first_tile + tile_index) * spec.sizes.tile_kv,)
     last = jnp.maximum(segment.num_listed - 1, 0)
     numbers, _ = _listed_at(segment, tile_index, spec)
     return tuple(ids[segment.row, jnp.minimum(number, last)] for number in numbers)
@@ -77,8 +77,8 @@ def keys_of(segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], s
     firsts, heads = [], []
     for number, entry in zip(numbers, entries, strict=True):
         if shape.lists_tell_heads:
-            heads.append(lax.shift_right_logical(entry, jnp.int32(PART_SHIFT)))
-            entry = entry & ((1 << PART_SHIFT) - 1)
+            heads.append(lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT)))
+            entry = entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
         is_live = number < segment.num_listed
         firsts.append(jnp.where(is_live, entry * (shape.list_block_size or 0) + inside, NOWHERE))
     return TileKeys(tuple(firsts), tuple(heads), spec.piece)
@@ -86,7 +86,7 @@ def keys_of(segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], s
 
 def _listed_at(segment: Segment, tile_index: Scalar | int, spec: DecodeSpec) -> tuple[list[Scalar], Scalar]:
     """Where in the list the sparse blocks of a tile stand, and where in each of them the tile begins."""
-    size, tile_kv, piece = spec.shape.list_block_size, spec.tiles.tile_kv, spec.piece
+    size, tile_kv, piece = spec.shape.list_block_size, spec.sizes.tile_kv, spec.piece
     assert size is not None
     nth = segment.first_tile + tile_index
     tiles_per_block, blocks_per_tile = max(size // tile_kv, 1), tile_kv // piece

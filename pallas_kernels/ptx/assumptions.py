@@ -6,7 +6,6 @@ are; registers come in the order of the others. Tests spell out which element is
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
@@ -40,7 +39,7 @@ BY_THREAD_LAYOUT = mgpu.WGStridedFragLayout((THREADS,), vec_size=1)
 SCALAR_LAYOUT = mgpu.WGSplatFragLayout(())
 
 
-def require_layout(found: Any, known: Any) -> None:
+def require_layout(found: mgpu.FragmentedLayout, known: mgpu.FragmentedLayout) -> None:
     """That JAX lays an array out as the code here was written for.
 
     Args:
@@ -53,27 +52,26 @@ def require_layout(found: Any, known: Any) -> None:
     )
 
 
-def require_tiles(ref: Any, *, rows: int, row_bytes: int, swizzle: int) -> None:
+def require_tiles(of_ref: ir.MemRefType, *, rows: int, row_bytes: int, swizzle: int) -> None:
     """That a tile of shared memory lies in pieces of 8 rows, `swizzle` bytes each, row by row of pieces.
 
     Args:
-        ref: What JAX hands over for [..., rows, columns].
+        of_ref: What JAX hands over for [..., rows, columns].
         rows: Of a tile.
         row_bytes: Bytes of a tile's row.
         swizzle: Bytes of a piece's row.
     """
-    found = ir.MemRefType(ref.type)
-    itemsize = mgpu.bytewidth(found.element_type)
+    itemsize = mgpu.bytewidth(of_ref.element_type)
     known = [rows // 8, row_bytes // swizzle, 8, swizzle // itemsize]
-    is_known = list(found.shape)[-4:] == known and is_contiguous(found)
+    is_known = list(of_ref.shape)[-4:] == known and is_contiguous(of_ref)
     assert is_known, (
-        f"JAX {jax.__version__} hands a tile of shared memory over as {found}, and pallas_kernels/ptx knows "
+        f"JAX {jax.__version__} hands a tile of shared memory over as {of_ref}, and pallas_kernels/ptx knows "
         f"pieces {known}, one after the other: bytes would be taken for others. Use jax 0.11.2, or mend "
         "what reads them."
     )
 
 
-def is_contiguous(of_ref: Any) -> bool:
+def is_contiguous(of_ref: ir.MemRefType) -> bool:
     """Whether a memory reference's elements follow each other; a dimension of 1 may have any stride."""
     strides, _ = of_ref.get_strides_and_offset()
     wanted = contiguous_strides(of_ref.shape)

@@ -20,6 +20,7 @@ and writes them to where the counts of those before it say.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def best_blocks(
     reqs, heads, max_blocks = scores.shape
     scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -max_blocks % VECTOR)))
     padded = scores.shape[2]
-    code = program(
+    shape = Shape(
         heads=heads,
         stride=padded,
         max_blocks=max_blocks,
@@ -79,8 +80,8 @@ def best_blocks(
         num_recent=num_recent,
     )
 
-    return run_program(
-        code,
+    least, ids, counts = run_program(
+        program(shape),
         (scores, seq_lens),
         name="best_blocks",
         out_type=(
@@ -91,97 +92,51 @@ def best_blocks(
         words=WORDS,
         grid=(reqs * heads,),
     )
+    return least, ids, counts
 
 
-def program(
-    *,
-    heads: int,
-    stride: int,
-    max_blocks: int,
-    each: int,
-    block_size: int,
-    num_selected: int,
-    num_recent: int,
-) -> str:
+class Shape(NamedTuple):
+    """What is static about a call.
+
+    Attributes:
+        heads: Lists of a request.
+        stride: Scores of a list, padding included.
+        max_blocks: Blocks of a list, at most.
+        each: Scores of a thread.
+        block_size: Tokens of a block.
+        num_selected: Blocks that are wanted.
+        num_recent: So many of them are the request's last.
+    """
+
+    heads: int
+    stride: int
+    max_blocks: int
+    each: int
+    block_size: int
+    num_selected: int
+    num_recent: int
+
+
+def program(shape: Shape) -> str:
     """PTX of a thread.
 
     Operands: $0 to $4 the addresses of the scores, the requests' lengths, the least scores, the ids and the
     counts, $5 that of shared memory; the numbers of the list and the thread.
     """
-    mine = range(each)
+    each = shape.each
     lines = [
         f".reg .b32 k<{each}>, lane, warp, num, recent, live, want, lo, hi, range, shift, x, y, bin, sum;",
         ".reg .b32 own, before, low_bin, high_bin, found, above, count, chosen, first, least, top;",
         ".reg .b64 at, out; .reg .f32 f; .reg .pred p, q, is_first;",
-        "and.b32 lane, $7, 31; shr.u32 warp, $7, 5; setp.eq.u32 is_first, lane, 0;",
-        f"mul.lo.u32 first, $7, {each};",
-        f"div.u32 x, $6, {heads}; mad.wide.u32 at, x, 4, $1; ld.global.b32 num, [at];",
-        f"mad.wide.u32 at, $6, {stride * 4}, $0; mad.wide.u32 at, first, 4, at;",
-        *(f"mov.b32 k{n}, 0;" for n in mine),
-        *(
-            f"add.u32 x, first, {n}; setp.lt.u32 p, x, {stride}; "
-            f"@p ld.global.v4.b32 {{k{n}, k{n + 1}, k{n + 2}, k{n + 3}}}, [at + {4 * n}];"
-            for n in range(0, each, VECTOR)
-        ),
-        "mad.lo.u32 y, $7, 8, $5; st.shared.v2.b32 [y], {0, 0};",
-        # -0 becomes 0, so that integers are equal where scores are.
-        *(
-            f"mov.b32 f, k{n}; add.f32 f, f, 0f00000000; mov.b32 k{n}, f; "
-            f"shr.s32 x, k{n}, 31; or.b32 x, x, 0x80000000; xor.b32 k{n}, k{n}, x;"
-            for n in mine
-        ),
-        f"add.s32 num, num, {block_size - 1}; div.s32 num, num, {block_size};",
-        f"min.s32 num, num, {max_blocks}; max.s32 num, num, 0;",
-        f"sub.s32 recent, num, {num_recent}; max.s32 recent, recent, 0;",
-        # How many of a thread's blocks are not recent; those are candidates.
-        "sub.s32 live, recent, first;",
-        f"sub.s32 want, num, recent; sub.s32 want, {num_selected}, want;",
-        f"mov.b32 least, {INFINITY:#x}; setp.le.s32 p, want, 0; @p bra CHOSEN;",
-        f"mov.b32 least, {LOWEST:#x}; setp.le.s32 p, recent, want; @p bra CHOSEN;",
+        *_loaded(shape),
+        *_as_integers(each),
+        *_wanted(shape),
         *_ends(each),
         "ROUND:",
-        f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;",
-        "max.s32 shift, shift, 0;",
-        *wait_for_all(),
-        *(
-            f"sub.u32 x, k{n}, lo; setp.le.u32 p, x, range; setp.gt.and.s32 p, live, {n}, p; "
-            "shr.u32 x, x, shift; mad.lo.u32 x, x, 4, $5; @p red.shared.add.u32 [x], 1;"
-            for n in mine
-        ),
-        *wait_for_all(),
-        # From the largest bin down: thread t has the bins 2 t and 2 t + 1 from the end.
-        f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $7; sub.u32 bin, bin, $7; mad.lo.u32 y, bin, 4, $5;",
-        "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;",
-        *sum_before("$5", TOTALS * 4),
-        # Every bin has been read: the next round finds them empty.
-        "st.shared.v2.b32 [y], {0, 0};",
-        "add.u32 x, before, own; setp.lt.u32 p, before, want; setp.ge.and.u32 p, x, want, p;",
-        "@!p bra AWAIT;",
-        "add.u32 x, before, high_bin; setp.ge.u32 q, x, want;",
-        "@q add.u32 bin, bin, 1; selp.b32 count, high_bin, low_bin, q; selp.b32 above, before, x, q;",
-        f"st.shared.v2.b32 [$5 + {FOUND * 4}], {{bin, above}}; st.shared.b32 [$5 + {FOUND * 4 + 8}], count;",
-        "AWAIT:",
-        *wait_for_all(),
-        f"ld.shared.v2.b32 {{bin, above}}, [$5 + {FOUND * 4}]; ld.shared.b32 count, [$5 + {FOUND * 4 + 8}];",
-        "sub.u32 want, want, above; shl.b32 bin, bin, shift; add.u32 lo, lo, bin;",
-        "mov.b32 x, 1; shl.b32 x, x, shift; sub.u32 x, x, 1; add.u32 hi, lo, x;",
-        "mov.b32 least, lo; setp.eq.u32 p, count, want; setp.eq.or.u32 p, shift, 0, p; @!p bra ROUND;",
+        *_counted(each),
+        *_next_range(),
         "CHOSEN:",
-        "mov.b32 chosen, 0; sub.s32 num, num, first;",
-        *(
-            f"setp.ge.u32 p, k{n}, least; setp.le.or.s32 p, live, {n}, p; setp.gt.and.s32 p, num, {n}, p; "
-            f"@p or.b32 chosen, chosen, {1 << n};"
-            for n in mine
-        ),
-        "popc.b32 own, chosen;",
-        *sum_before("$5", TOTALS * 4),
-        "add.u32 count, before, own;",
-        f"mad.wide.u32 out, $6, {max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;",
-        *(
-            f"and.b32 x, chosen, {1 << n}; setp.ne.u32 p, x, 0; add.u32 x, first, {n}; "
-            "@p st.global.b32 [out], x; @p add.u64 out, out, 4;"
-            for n in mine
-        ),
+        *_listed(shape),
         f"setp.ne.u32 p, $7, {THREADS - 1}; @p bra DONE;",
         "mad.wide.u32 at, $6, 4, $4; st.global.b32 [at], count;",
         "shr.s32 x, least, 31; not.b32 x, x; or.b32 x, x, 0x80000000; xor.b32 least, least, x;",
@@ -189,6 +144,45 @@ def program(
         "DONE:",
     ]
     return "{ " + "\n".join(lines) + " }"
+
+
+def _loaded(shape: Shape) -> Iterator[str]:
+    """The request's length, num; a thread's scores, k, from block first on. Its two bins are empty."""
+    yield "and.b32 lane, $7, 31; shr.u32 warp, $7, 5; setp.eq.u32 is_first, lane, 0;"
+    yield f"mul.lo.u32 first, $7, {shape.each};"
+    yield f"div.u32 x, $6, {shape.heads}; mad.wide.u32 at, x, 4, $1; ld.global.b32 num, [at];"
+    yield f"mad.wide.u32 at, $6, {shape.stride * 4}, $0; mad.wide.u32 at, first, 4, at;"
+    yield from (f"mov.b32 k{n}, 0;" for n in range(shape.each))
+    for n in range(0, shape.each, VECTOR):
+        vector = ", ".join(f"k{n + i}" for i in range(VECTOR))
+        yield (
+            f"add.u32 x, first, {n}; setp.lt.u32 p, x, {shape.stride}; "
+            f"@p ld.global.v4.b32 {{{vector}}}, [at + {4 * n}];"
+        )
+    yield "mad.lo.u32 y, $7, 8, $5; st.shared.v2.b32 [y], {0, 0};"
+
+
+def _as_integers(each: int) -> Iterator[str]:
+    """Scores become integers of the same order; -0 becomes 0, so that these are equal where scores are."""
+    for n in range(each):
+        yield (
+            f"mov.b32 f, k{n}; add.f32 f, f, 0f00000000; mov.b32 k{n}, f; "
+            f"shr.s32 x, k{n}, 31; or.b32 x, x, 0x80000000; xor.b32 k{n}, k{n}, x;"
+        )
+
+
+def _wanted(shape: Shape) -> Iterator[str]:
+    """How many to choose, want, of all blocks before recent, of which live are the thread's.
+
+    Where all of these are wanted, or none, the least score is known.
+    """
+    yield f"add.s32 num, num, {shape.block_size - 1}; div.s32 num, num, {shape.block_size};"
+    yield f"min.s32 num, num, {shape.max_blocks}; max.s32 num, num, 0;"
+    yield f"sub.s32 recent, num, {shape.num_recent}; max.s32 recent, recent, 0;"
+    yield "sub.s32 live, recent, first;"
+    yield f"sub.s32 want, num, recent; sub.s32 want, {shape.num_selected}, want;"
+    yield f"mov.b32 least, {INFINITY:#x}; setp.le.s32 p, want, 0; @p bra CHOSEN;"
+    yield f"mov.b32 least, {LOWEST:#x}; setp.le.s32 p, recent, want; @p bra CHOSEN;"
 
 
 def _ends(each: int) -> Iterator[str]:
@@ -202,3 +196,58 @@ def _ends(each: int) -> Iterator[str]:
     yield "mad.lo.u32 x, lane, 4, $5;"
     yield f"ld.shared.b32 lo, [x + {LOWS * 4}]; ld.shared.b32 hi, [x + {HIGHS * 4}];"
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1;"
+
+
+def _counted(each: int) -> Iterator[str]:
+    """All candidates from lo to hi, in bins of 1 << shift integers."""
+    yield f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;"
+    yield "max.s32 shift, shift, 0;"
+    yield from wait_for_all()
+    for n in range(each):
+        yield (
+            f"sub.u32 x, k{n}, lo; setp.le.u32 p, x, range; setp.gt.and.s32 p, live, {n}, p; "
+            "shr.u32 x, x, shift; mad.lo.u32 x, x, 4, $5; @p red.shared.add.u32 [x], 1;"
+        )
+    yield from wait_for_all()
+
+
+def _next_range() -> Iterator[str]:
+    """The bin that the last wanted one lies in becomes lo to hi; a round more, unless all of it is wanted.
+
+    From the largest bin down: thread t has the bins 2 t and 2 t + 1 from the end.
+    """
+    yield f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $7; sub.u32 bin, bin, $7; mad.lo.u32 y, bin, 4, $5;"
+    yield "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;"
+    yield from sum_before("$5", TOTALS * 4)
+    # Every bin has been read: the next round finds them empty.
+    yield "st.shared.v2.b32 [y], {0, 0};"
+    yield "add.u32 x, before, own; setp.lt.u32 p, before, want; setp.ge.and.u32 p, x, want, p;"
+    yield "@!p bra AWAIT;"
+    yield "add.u32 x, before, high_bin; setp.ge.u32 q, x, want;"
+    yield "@q add.u32 bin, bin, 1; selp.b32 count, high_bin, low_bin, q; selp.b32 above, before, x, q;"
+    yield f"st.shared.v2.b32 [$5 + {FOUND * 4}], {{bin, above}}; st.shared.b32 [$5 + {FOUND * 4 + 8}], count;"
+    yield "AWAIT:"
+    yield from wait_for_all()
+    yield f"ld.shared.v2.b32 {{bin, above}}, [$5 + {FOUND * 4}]; ld.shared.b32 count, [$5 + {FOUND * 4 + 8}];"
+    yield "sub.u32 want, want, above; shl.b32 bin, bin, shift; add.u32 lo, lo, bin;"
+    yield "mov.b32 x, 1; shl.b32 x, x, shift; sub.u32 x, x, 1; add.u32 hi, lo, x;"
+    yield "mov.b32 least, lo; setp.eq.u32 p, count, want; setp.eq.or.u32 p, shift, 0, p; @!p bra ROUND;"
+
+
+def _listed(shape: Shape) -> Iterator[str]:
+    """A thread's blocks that reach the least score, or are recent, behind those of the threads before it."""
+    yield "mov.b32 chosen, 0; sub.s32 num, num, first;"
+    for n in range(shape.each):
+        yield (
+            f"setp.ge.u32 p, k{n}, least; setp.le.or.s32 p, live, {n}, p; setp.gt.and.s32 p, num, {n}, p; "
+            f"@p or.b32 chosen, chosen, {1 << n};"
+        )
+    yield "popc.b32 own, chosen;"
+    yield from sum_before("$5", TOTALS * 4)
+    yield "add.u32 count, before, own;"
+    yield f"mad.wide.u32 out, $6, {shape.max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;"
+    for n in range(shape.each):
+        yield (
+            f"and.b32 x, chosen, {1 << n}; setp.ne.u32 p, x, 0; add.u32 x, first, {n}; "
+            "@p st.global.b32 [out], x; @p add.u64 out, out, 4;"
+        )

@@ -1,7 +1,6 @@
 """Arrays as Pallas has them, and their registers as lanes do."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -42,7 +41,9 @@ def array_of(columns: Sequence[Sequence[ir.Value]]) -> mgpu.FragmentedArray:
     return shaped(registers, TILE_LAYOUT, (64, 8 * len(columns)))
 
 
-def shaped(registers: Sequence[ir.Value], layout: Any, shape: tuple[int, ...]) -> mgpu.FragmentedArray:
+def shaped(
+    registers: Sequence[ir.Value], layout: mgpu.FragmentedLayout, shape: tuple[int, ...]
+) -> mgpu.FragmentedArray:
     """Registers, in the layout's order, as an array."""
     in_order = np.asarray(registers, dtype=object).reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=in_order, _layout=layout, _is_signed=None)

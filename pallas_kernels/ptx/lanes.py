@@ -4,8 +4,6 @@ Pallas speaks of warpgroups; here a warp works alone. These functions build code
 and take and give 32-bit registers.
 """
 
-from typing import Any
-
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
@@ -37,13 +35,20 @@ def number(value: float) -> ir.Value:
     return mgpu.c(value, f32())
 
 
-def ptx(
-    code: str, *args: ir.Value, results: int = 1, of: ir.Type | None = None, touches_memory: bool = False
-) -> Any:
-    """One or more instructions; `results` registers come back, a lone one by itself."""
+def ptx(code: str, *args: ir.Value, of: ir.Type | None = None, touches_memory: bool = False) -> ir.Value:
+    """One or more instructions; a register comes back."""
+    (got,) = several(code, *args, results=1, of=of, touches_memory=touches_memory)
+    return got
+
+
+def several(
+    code: str, *args: ir.Value, results: int, of: ir.Type | None = None, touches_memory: bool = False
+) -> list[ir.Value]:
+    """The same with so many registers."""
     types = [i32() if of is None else of] * results
-    got = utils.inline_ptx(code, *args, result_types=types, has_side_effects=touches_memory, convergent=True)
-    return got if results > 1 else got[0]
+    return list(
+        utils.inline_ptx(code, *args, result_types=types, has_side_effects=touches_memory, convergent=True)
+    )
 
 
 def run(code: str, *args: ir.Value, predicate: ir.Value | None = None, convergent: bool = False) -> None:
@@ -78,7 +83,7 @@ def element(ref: ir.Value, index: ir.Value, itemsize: int) -> ir.Value:
     return ptx(f"mad.wide.u32 $0, $2, {itemsize}, $1;", pointer(ref), index, of=i64())
 
 
-def add(*terms: Any) -> ir.Value:
+def add(*terms: ir.Value | int) -> ir.Value:
     """Sum of registers and ints."""
     total, *others = (const(term) if isinstance(term, int) else term for term in terms)
     for term in others:

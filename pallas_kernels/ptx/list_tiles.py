@@ -21,7 +21,7 @@ from jaxtyping import Array, UInt
 
 from pallas_kernels.ptx.programs import run_program
 from pallas_kernels.ptx.twins import with_twin
-from pallas_kernels.shared.tile_codes import FIRST_PART, PART_SHIFT, SEEN, WHOLE, Lists
+from pallas_kernels.shared.tile_codes import FIRST_QUERY_BLOCK, QUERY_BLOCK_SHIFT, SEEN, WHOLE, Lists
 
 LANES, WARPS = 32, 4
 WORD_BYTES = 4
@@ -34,7 +34,7 @@ def by_sorting(codes: UInt[Array, "lists tiles"]) -> Lists:
     code, number = codes.astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32)[None, :]
     is_seen, is_whole = (code >> SEEN) & 1 != 0, (code >> WHOLE) & 1 != 0
     place = jnp.where(is_seen, jnp.where(is_whole, number, -1 - number), tiles)
-    entries = jnp.where(is_seen, number + (code >> FIRST_PART << PART_SHIFT), 0)
+    entries = jnp.where(is_seen, number + (code >> FIRST_QUERY_BLOCK << QUERY_BLOCK_SHIFT), 0)
     _, entries = jax.lax.sort((place, entries), num_keys=1)
     count = lambda which: which.sum(axis=1, dtype=jnp.int32)
     return Lists(entries, count(is_seen & ~is_whole), count(is_seen & is_whole))
@@ -70,9 +70,7 @@ def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) ->
     memory for each warp; the numbers of the thread block and the thread. From them the list's number, and
     nth, the lane's among those of the list.
     """
-    bits = 8 * WORD_BYTES // per_word
-    mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(per_word)):#x}"
-    mine, lanes = range(words), LANES * warps
+    lanes = LANES * warps
     lines = [
         f".reg .b32 c<{words}>, t<{WARPS}>, sum, all, x, before, partial, full, entry, number, nth;",
         ".reg .b64 at, out, to; .reg .pred p, is_whole, is_seen;",
@@ -84,20 +82,7 @@ def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) ->
         f"mad.wide.u32 at, nth, {words * WORD_BYTES}, at;",
         f"mad.wide.u32 out, number, {tiles * 4}, $1;",
         *_loads(words),
-        # Tiles seen are counted in the lower half of a register, those seen whole in the upper.
-        "mov.b32 sum, 0;",
-        *(
-            f"and.b32 x, c{n}, {mask(SEEN)}; popc.b32 x, x; add.u32 sum, sum, x; "
-            f"and.b32 x, c{n}, {mask(WHOLE)}; popc.b32 x, x; mad.lo.u32 sum, x, 65536, sum;"
-            for n in mine
-        ),
-        "mov.b32 before, sum;",
-        *(
-            f"shfl.sync.up.b32 x|p, before, {1 << n}, 0, -1; @p add.u32 before, before, x;"
-            for n in range(LANES.bit_length() - 1)
-        ),
-        f"shfl.sync.idx.b32 all, before, {LANES - 1}, 31, -1;",
-        "sub.u32 before, before, sum;",
+        *_counted(words, per_word),
         *(_over_warps() if warps > 1 else ()),
         # all = seen, partial = seen less whole.
         "shr.u32 full, all, 16; and.b32 all, all, 0xffff; sub.u32 all, all, full;",
@@ -106,21 +91,10 @@ def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) ->
         "shr.u32 full, before, 16; and.b32 partial, before, 0xffff; sub.u32 partial, partial, full;",
         "add.u32 full, full, all; sub.u32 partial, all, partial; sub.u32 partial, partial, 1;",
     ]
-    for word in mine:
+    for word in range(words):
         lines.append(f"setp.eq.u32 p, c{word}, 0; @p bra AFTER{word};")
         for place in range(per_word):
-            bit = place * bits
-            lines += [
-                f"and.b32 x, c{word}, {1 << (bit + SEEN):#x}; setp.ne.u32 is_seen, x, 0;",
-                f"and.b32 x, c{word}, {1 << (bit + WHOLE):#x}; setp.ne.and.u32 is_whole, x, 0, is_seen;",
-                f"bfe.u32 x, c{word}, {bit + FIRST_PART}, {bits - FIRST_PART}; shl.b32 x, x, {PART_SHIFT};",
-                f"mad.lo.u32 entry, nth, {words * per_word}, {word * per_word + place}; "
-                "or.b32 entry, entry, x;",
-                "selp.b32 x, full, partial, is_whole;",
-                "mad.wide.u32 to, x, 4, out; @is_seen st.global.b32 [to], entry;",
-                "@is_whole add.u32 full, full, 1; @is_whole add.u32 partial, partial, 1;",
-                "@is_seen sub.u32 partial, partial, 1;",
-            ]
+            lines += _listed(word, place, words, per_word)
         lines.append(f"AFTER{word}:")
     return "{ " + "\n".join([*lines, "DONE:"]) + " }"
 
@@ -132,6 +106,44 @@ def _loads(words: int) -> Iterator[str]:
         names = ", ".join(f"c{first + n}" for n in range(at_once))
         kind = f"v{at_once}.b32 {{{names}}}" if at_once > 1 else f"b32 {names}"
         yield f"ld.global.{kind}, [at + {first * WORD_BYTES}];"
+
+
+def _counted(words: int, per_word: int) -> Iterator[str]:
+    """Sum, a lane's, before, that of the lanes before it, and all, the warp's.
+
+    Tiles seen are counted in the lower half of a register, those seen whole in the upper.
+    """
+    bits = 8 * WORD_BYTES // per_word
+    mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(per_word)):#x}"
+    yield "mov.b32 sum, 0;"
+    for n in range(words):
+        yield (
+            f"and.b32 x, c{n}, {mask(SEEN)}; popc.b32 x, x; add.u32 sum, sum, x; "
+            f"and.b32 x, c{n}, {mask(WHOLE)}; popc.b32 x, x; mad.lo.u32 sum, x, 65536, sum;"
+        )
+    yield "mov.b32 before, sum;"
+    for n in range(LANES.bit_length() - 1):
+        yield f"shfl.sync.up.b32 x|p, before, {1 << n}, 0, -1; @p add.u32 before, before, x;"
+    yield f"shfl.sync.idx.b32 all, before, {LANES - 1}, 31, -1;"
+    yield "sub.u32 before, before, sum;"
+
+
+def _listed(word: int, place: int, words: int, per_word: int) -> Iterator[str]:
+    """A tile to where it belongs, if it is seen: a lane's code at `place` of its nth `word`."""
+    bits = 8 * WORD_BYTES // per_word
+    bit = place * bits
+    yield f"and.b32 x, c{word}, {1 << (bit + SEEN):#x}; setp.ne.u32 is_seen, x, 0;"
+    yield f"and.b32 x, c{word}, {1 << (bit + WHOLE):#x}; setp.ne.and.u32 is_whole, x, 0, is_seen;"
+    yield (
+        f"bfe.u32 x, c{word}, {bit + FIRST_QUERY_BLOCK}, {bits - FIRST_QUERY_BLOCK}; "
+        f"shl.b32 x, x, {QUERY_BLOCK_SHIFT};"
+    )
+    number = word * per_word + place
+    yield f"mad.lo.u32 entry, nth, {words * per_word}, {number}; or.b32 entry, entry, x;"
+    yield "selp.b32 x, full, partial, is_whole;"
+    yield "mad.wide.u32 to, x, 4, out; @is_seen st.global.b32 [to], entry;"
+    yield "@is_whole add.u32 full, full, 1; @is_whole add.u32 partial, partial, 1;"
+    yield "@is_seen sub.u32 partial, partial, 1;"
 
 
 def _over_warps() -> Iterator[str]:

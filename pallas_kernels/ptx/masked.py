@@ -1,7 +1,5 @@
 """Scores of the pairs that bits name, and -inf for the others."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
@@ -12,11 +10,12 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import ROW, ROW_LAYOUT, TILE, require_layout
 from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.types import Rows, Tile
 
 WORD = 32  # bits
 
 
-def _by_shifts(words: tuple[Any, ...], *, shape: tuple[int, int]) -> Any:
+def _by_shifts(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
     bits = jnp.zeros(shape, jnp.int32)
     for nth, word in enumerate(words):
@@ -27,7 +26,7 @@ def _by_shifts(words: tuple[Any, ...], *, shape: tuple[int, int]) -> Any:
 
 
 @with_twin(lambda s, words: jnp.where(_by_shifts(words, shape=s.shape), s, -jnp.inf))
-def masked_by_bits(s: Any, words: tuple[Any, ...]) -> Any:
+def masked_by_bits(s: Tile, words: tuple[Rows, ...]) -> Tile:
     """Scores where the row's bit of the column is set, elsewhere -inf.
 
     A thread has two neighbours of each eight columns: which bits these are it knows but for one shift. Of
@@ -42,7 +41,9 @@ def masked_by_bits(s: Any, words: tuple[Any, ...]) -> Any:
         arg_types=(TILE, *[ROW] * len(words)),
         return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE),
     )
-    def select(_: Any, s: mgpu.FragmentedArray, *words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def select(
+        _ctx: mgpu.LaunchContext, s: mgpu.FragmentedArray, *words: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
         _, pair = lanes.lane_row_and_pair()
         shifted = [
             [
@@ -67,7 +68,7 @@ def masked_by_bits(s: Any, words: tuple[Any, ...]) -> Any:
 
 
 @with_twin(_by_shifts)
-def has_bits(words: tuple[Any, ...], *, shape: tuple[int, int]) -> Any:
+def has_bits(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
     """Whether the row's bit of the column is set: Bool, of `shape`; `words` as masked_by_bits'."""
     return masked_by_bits.on_gpu(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE), words) == 0
 

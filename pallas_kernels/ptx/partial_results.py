@@ -5,9 +5,10 @@ Arrays are [THREADS], one element a thread: thread i has query i mod tile_q.
 
 import dataclasses
 import functools
-from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,6 +20,7 @@ from pallas_kernels.ptx.assumptions import BY_THREAD, SCALAR, THREADS
 from pallas_kernels.ptx.tensor_core import rounded
 from pallas_kernels.ptx.twins import with_twin
 from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.types import Ref, Scalar
 
 f32 = jnp.float32
 
@@ -53,7 +55,7 @@ class Share:
         """Neighbours that a thread has."""
         return self.columns // self.groups
 
-    def places(self) -> tuple[Any, Any]:
+    def places(self) -> tuple[jax.Array, jax.Array]:
         """Each thread's query and group, for twins."""
         thread = jnp.arange(THREADS, dtype=jnp.int32)
         return thread % self.tile_q, jnp.minimum(thread // self.tile_q, self.groups - 1)
@@ -64,34 +66,43 @@ def groups_of(tile_q: int) -> int:
     return 1 << ((THREADS // tile_q).bit_length() - 1)
 
 
+type PerThread = jax.Array
+"""[THREADS], an element of each thread."""
+
 ONE = plgpu.ShapeDtypeStruct((THREADS,), f32, BY_THREAD)
 
 
 # ------------------------------------------------------------------------------------- loads
-def _of_queries(ref: Any, *, share: Share) -> Any:
+def _of_queries(ref: Ref, *, share: Share) -> PerThread:
     return ref[...][share.places()[0]]
 
 
 @with_twin(_of_queries)
-def of_queries(ref: Any, *, share: Share) -> Any:
+def of_queries(ref: Ref, *, share: Share) -> PerThread:
     """Each thread's query's element of a vector [tile_q] in global memory."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ONE)
-    def load(_: Any, ref: ir.Value) -> mgpu.FragmentedArray:
+    def load(_ctx: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
         return fragments.by_thread(lanes.loaded(ref, _query_and_group(share)[0], of=lanes.f32()))
 
     return load(ref)
 
 
-type Partials = tuple[list[Any], list[Any], list[list[Any]]]
+type Partials = tuple[list[PerThread], list[PerThread], list[list[PerThread]]]
 
 
 def _partials(
-    refs: tuple[Any, Any, Any], first: Any, left: Any, head_tile: Any, part: Any, *, share: Share
+    refs: tuple[Ref, Ref, Ref],
+    first: Scalar | int,
+    left: Scalar | int,
+    head_tile: Scalar | int,
+    part: Scalar | int,
+    *,
+    share: Share,
 ) -> Partials:
     query, group = share.places()
     column = part * share.columns + group * share.each
-    found: list[Any] = []
+    found: list[PerThread] = []
     for j in range(share.at_once):
         o, top, total = (ref[first + jnp.minimum(j, left - 1), head_tile] for ref in refs)
         outs = [o[column + e, query] for e in range(share.each)]
@@ -102,7 +113,13 @@ def _partials(
 
 @with_twin(_partials)
 def partials(
-    refs: tuple[Any, Any, Any], first: Any, left: Any, head_tile: Any, part: Any, *, share: Share
+    refs: tuple[Ref, Ref, Ref],
+    first: Scalar | int,
+    left: Scalar | int,
+    head_tile: Scalar | int,
+    part: Scalar | int,
+    *,
+    share: Share,
 ) -> Partials:
     """Largest scores, sums and accumulators of the next `at_once` partial results; past `left`, nothing.
 
@@ -120,7 +137,7 @@ def partials(
     return _by_kind(list(run(load)(*(ref.at[first, head_tile] for ref in refs), left, part)), share)
 
 
-def _by_kind(found: list[Any], share: Share) -> Partials:
+def _by_kind(found: list[PerThread], share: Share) -> Partials:
     """From a largest score, a sum and accumulators of each partial result."""
     size = share.each + 2
     results = [found[i : i + size] for i in range(0, len(found), size)]
@@ -128,7 +145,7 @@ def _by_kind(found: list[Any], share: Share) -> Partials:
 
 
 def _load_partials(
-    _: Any,
+    _ctx: mgpu.LaunchContext,
     o_ref: ir.Value,
     top_ref: ir.Value,
     total_ref: ir.Value,
@@ -164,7 +181,9 @@ def _load_partials(
 
 
 # ------------------------------------------------------------------------------------- stores
-def _store(out_ref: Any, lse_ref: Any, accs: list[Any], lse: Any, part: Any, *, share: Share) -> None:
+def _store(
+    out_ref: Ref, lse_ref: Ref, accs: list[PerThread], lse: PerThread, part: Scalar | int, *, share: Share
+) -> None:
     n, cut = share.tile_q, share.cut
     block = jnp.stack(accs)[:, : share.groups * n].reshape(share.each, share.groups, n)
     block = block.T.reshape(n, share.columns)[: share.rows].astype(out_ref.dtype)
@@ -179,7 +198,9 @@ def _store(out_ref: Any, lse_ref: Any, accs: list[Any], lse: Any, part: Any, *, 
 
 
 @with_twin(_store)
-def store(out_ref: Any, lse_ref: Any, accs: list[Any], lse: Any, part: Any, *, share: Share) -> None:
+def store(
+    out_ref: Ref, lse_ref: Ref, accs: list[PerThread], lse: PerThread, part: Scalar | int, *, share: Share
+) -> None:
     """Output and LSE of a request.
 
     Args:
@@ -199,7 +220,7 @@ def store(out_ref: Any, lse_ref: Any, accs: list[Any], lse: Any, part: Any, *, s
 
 
 def _store_by_thread(
-    _: Any,
+    _ctx: mgpu.LaunchContext,
     out_ref: ir.Value,
     lse_ref: ir.Value,
     accs: list[mgpu.FragmentedArray],
@@ -207,7 +228,7 @@ def _store_by_thread(
     part: mgpu.FragmentedArray,
     *,
     share: Share,
-    dtype: Any,
+    dtype: np.dtype,
 ) -> tuple[()]:
     query, group = _query_and_group(share)
     nth, cut = fragments.scalar(part), share.cut

@@ -4,16 +4,17 @@ Registers that the pieces use: lane, warp, x, sum, top, the predicates p and is_
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import SCALAR
+from pallas_kernels.shared.types import Ref
 
 WARPGROUPS = 8
 THREADS = 128 * WARPGROUPS
@@ -31,7 +32,7 @@ def run_program(
     words: int,
     grid: tuple[int, ...] = (1,),
     warpgroups: int = WARPGROUPS,
-) -> Any:
+) -> tuple[jax.Array, ...]:
     """What a PTX program stores.
 
     Args:
@@ -46,15 +47,15 @@ def run_program(
     """
     axes = [f"axis{n}" for n in range(len(grid))]
 
-    def body(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[SCALAR] * len(grid)), return_type=())
-        def run(_: Any, *args: Any) -> None:
-            *in_global, shared = args[: len(refs)]
+    def body(*refs: Ref) -> None:
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs), [SCALAR] * len(grid)), return_type=())
+        def run(_ctx: mgpu.LaunchContext, refs: list[ir.Value], at: list[mgpu.FragmentedArray]) -> None:
+            *in_global, shared = refs
             pointers = [*map(lanes.pointer, in_global), lanes.address(shared)]
-            numbers = map(fragments.scalar, args[len(refs) :])
+            numbers = map(fragments.scalar, at)
             lanes.run(code, *pointers, *numbers, mgpu.thread_idx(), convergent=True)
 
-        run(*refs, *map(lax.axis_index, axes))
+        run(list(refs), [lax.axis_index(axis) for axis in axes])
 
     kernel = plgpu.kernel(
         body,

@@ -1,8 +1,7 @@
 """Numbers of shared memory in two: the negative and the positive ones."""
 
-from typing import Any
-
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
@@ -11,15 +10,16 @@ from pallas_kernels.ptx.assumptions import is_contiguous
 from pallas_kernels.ptx.tensor_core import ELEMENTS_16
 from pallas_kernels.ptx.twins import with_twin
 from pallas_kernels.shared.dequant import swizzle_transforms
+from pallas_kernels.shared.types import Ref
 
 
-def _by_comparing(x_s: Any) -> None:
+def _by_comparing(x_s: Ref) -> None:
     x = x_s[0]
     x_s[0], x_s[1] = jnp.minimum(x, 0), jnp.maximum(x, 0)
 
 
 @with_twin(_by_comparing)
-def split_signs(x_s: Any) -> None:
+def split_signs(x_s: Ref) -> None:
     """From x in x_s[0] min(x, 0) there and max(x, 0) in x_s[1].
 
     Args:
@@ -30,7 +30,7 @@ def split_signs(x_s: Any) -> None:
     half = rows * columns * 2  # bytes
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(2)),), return_type=())
-    def split(_: Any, x_s: ir.Value) -> None:
+    def split(_ctx: mgpu.LaunchContext, x_s: ir.Value) -> None:
         assert is_contiguous(ir.MemRefType(x_s.type))
         lane, warp = lanes.lane_and_warp()
         first = lanes.add(lanes.address(x_s), lanes.times(warp, 128), lanes.times(lane, 4))

@@ -5,7 +5,7 @@ table of first requests would be one more, and a second kernel to make it.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,7 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import SCALAR
 from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.types import Ref, Scalar
 
 MOST_AT_ONCE = 512  # rows; of more a lane would hold too many
 WAYS = 16  # rows looked at together where they are narrowed down
@@ -26,22 +27,22 @@ BEYOND = 2**31 - 1
 class SpanStart(NamedTuple):
     """Traced scalars."""
 
-    total: Any  # units of all spans
-    span: Any  # units of each
-    unit: Any  # the span's first; may be past the last of all
-    row: Any  # the row of the schedule that it lies in; the number of rows if in none, and so next_row
-    next_row: Any  # that of the next span
-    start: Any  # the row's first unit, or 0
-    end: Any  # one past its last
-    value: Any  # the row's of `values_g`
+    total: Scalar  # units of all spans
+    span: Scalar  # units of each
+    unit: Scalar  # the span's first; may be past the last of all
+    row: Scalar  # the row of the schedule that it lies in; the number of rows if in none, and so next_row
+    next_row: Scalar  # that of the next span
+    start: Scalar  # the row's first unit, or 0
+    end: Scalar  # one past its last
+    value: Scalar  # the row's of `values_g`
 
 
-def span_units(total: Any, slots: int) -> Any:
+def span_units(total: Scalar, slots: int) -> Scalar:
     """Units of a span; at least 1."""
     return jnp.maximum(lax.div(total + (slots - 1), jnp.int32(slots)), 1)
 
 
-def span_start(ends_g: Any, values_g: Any, slot: Any, *, slots: int, is_interpreted: bool) -> SpanStart:
+def span_start(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int, is_interpreted: bool) -> SpanStart:
     """Where span `slot` begins.
 
     Args:
@@ -55,13 +56,13 @@ def span_start(ends_g: Any, values_g: Any, slot: Any, *, slots: int, is_interpre
     return compared_at_once(ends_g, values_g, slot, slots=slots, is_interpreted=is_narrowed)
 
 
-def narrowed_down(ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> SpanStart:
+def narrowed_down(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int) -> SpanStart:
     """A few of all rows, then a few of those in between, and so on."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
     span = span_units(total, slots)
 
-    def rows_before(unit: Any) -> Any:
+    def rows_before(unit: Scalar) -> Scalar:
         low, size = slot * 0, rows  # the row is one of [low, low + size]
         while size:
             step = -(-size // WAYS)
@@ -79,7 +80,7 @@ def narrowed_down(ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> SpanS
 
 
 @with_twin(narrowed_down)
-def compared_at_once(ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> SpanStart:
+def compared_at_once(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int) -> SpanStart:
     """See span_start; for up to MOST_AT_ONCE rows."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
     types = plgpu.RefType(), plgpu.RefType(), SCALAR
@@ -88,7 +89,7 @@ def compared_at_once(ends_g: Any, values_g: Any, slot: Any, *, slots: int) -> Sp
 
 
 def _compared_at_once(
-    _: Any, ends_g: ir.Value, values_g: ir.Value, slot: mgpu.FragmentedArray, *, slots: int
+    _ctx: mgpu.LaunchContext, ends_g: ir.Value, values_g: ir.Value, slot: mgpu.FragmentedArray, *, slots: int
 ) -> tuple[mgpu.FragmentedArray, ...]:
     """The same by the lanes of a warp."""
     rows = ir.MemRefType(ends_g.type).shape[0]
@@ -105,7 +106,7 @@ def _compared_at_once(
     pick = lambda where, x, other: arith.select(where, x, lanes.const(other))
     most = functools.partial(functools.reduce, arith.maxsi)
 
-    def rows_before(unit: Any) -> Any:
+    def rows_before(unit: ir.Value) -> ir.Value:
         """One past the last row that ends before a unit."""
         before = [
             pick(compared("sle", end, unit), lanes.add(row, 1), 0) for row, end in zip(at, ends, strict=True)

@@ -1,8 +1,8 @@
 """Stores from registers to global memory, without shared memory and TMA between."""
 
 import functools
-from typing import Any
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -12,15 +12,16 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import ROW, ROW_LAYOUT, TILE, require_layout
 from pallas_kernels.ptx.tensor_core import rounded, transposed
 from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.types import Ref, Rows, Tile
 
 
-def _transposed(ref: Any, acc: Any) -> None:
+def _transposed(ref: Ref, acc: Tile) -> None:
     rows, columns = ref.shape
     ref[...] = acc.T[:rows, :columns].astype(ref.dtype)
 
 
 @with_twin(_transposed)
-def store_transposed(ref: Any, acc: Any) -> None:
+def store_transposed(ref: Ref, acc: Tile) -> None:
     """Stores an accumulator's columns as 16-bit rows; what is past the reference's end is dropped.
 
     By registers, two neighbours at once: there is nothing to wait for, as there is after a copy by TMA, which
@@ -34,7 +35,9 @@ def store_transposed(ref: Any, acc: Any) -> None:
     run(functools.partial(_store_transposed, dtype=ref.dtype))(ref, acc)
 
 
-def _store_transposed(_: Any, ref: ir.Value, acc: mgpu.FragmentedArray, *, dtype: Any) -> tuple[()]:
+def _store_transposed(
+    _ctx: mgpu.LaunchContext, ref: ir.Value, acc: mgpu.FragmentedArray, *, dtype: np.dtype
+) -> tuple[()]:
     of_ref = ir.MemRefType(ref.type)
     (rows, columns), (stride, _) = of_ref.shape, of_ref.get_strides_and_offset()[0]
     g, t = lanes.lane_row_and_pair()
@@ -55,13 +58,13 @@ def _store_transposed(_: Any, ref: ir.Value, acc: mgpu.FragmentedArray, *, dtype
     return ()
 
 
-def _by_head(ref: Any, values: Any) -> None:
+def _by_head(ref: Ref, values: Rows) -> None:
     kv_heads, blocks = ref.shape
     ref[...] = values.reshape(blocks, kv_heads).T
 
 
 @with_twin(_by_head)
-def store_heads(ref: Any, values: Any) -> None:
+def store_heads(ref: Ref, values: Rows) -> None:
     """Stores a number for each row of a tile, which are a block's heads, then the next block's.
 
     Args:
@@ -71,7 +74,7 @@ def store_heads(ref: Any, values: Any) -> None:
     kv_heads, _ = ref.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW), return_type=())
-    def store(_: Any, ref: ir.Value, values: mgpu.FragmentedArray) -> None:
+    def store(_ctx: mgpu.LaunchContext, ref: ir.Value, values: mgpu.FragmentedArray) -> None:
         require_layout(values.layout, ROW_LAYOUT)
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         g, t = lanes.lane_row_and_pair()

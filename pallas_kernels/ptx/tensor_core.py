@@ -24,7 +24,7 @@ class Matrices:
     """
 
     def __init__(self, ref: ir.Value, *, rows: int, row_bytes: int, swizzle: int):
-        require_tiles(ref, rows=rows, row_bytes=row_bytes, swizzle=swizzle)
+        require_tiles(ir.MemRefType(ref.type), rows=rows, row_bytes=row_bytes, swizzle=swizzle)
         self.steps = row_bytes // 32  # of 32 bytes of each row
         self.swizzle, self.columns = swizzle, row_bytes // swizzle
         self.chunk_bytes = rows * row_bytes
@@ -45,7 +45,7 @@ class Matrices:
         offset = chunk * self.chunk_bytes + start // self.swizzle * 8 * self.swizzle
         kind = ".trans" if transpose else ""
         code = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-        return lanes.ptx(code, at, results=4, touches_memory=True)
+        return lanes.several(code, at, results=4, touches_memory=True)
 
 
 # Which two bytes of a register become the two halves of another.
@@ -73,11 +73,12 @@ def widen(
     if pairs != NEIGHBOURS:
         (a, b), (c, d) = pairs
         x = lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{d}{c}{b}{a};", x, lanes.const(0))
-    return lanes.ptx(
+    low, high = lanes.several(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
         x,
         results=2,
     )
+    return low, high
 
 
 def product(
@@ -89,7 +90,7 @@ def product(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return lanes.ptx(code, *a, *b, *acc, results=4, of=lanes.f32())
+    return lanes.several(code, *a, *b, *acc, results=4, of=lanes.f32())
 
 
 def transposed(x: ir.Value) -> ir.Value:

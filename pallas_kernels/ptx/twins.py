@@ -3,20 +3,20 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
-class LaneCode:
+class LaneCode[R]:
     """A function of a kernel, or a kernel, twice: in PTX and as its twin; their arguments are the same.
 
     Attributes:
-        on_gpu: Builds the code.
+        on_gpu: Builds the code. What it returns, R, the twin does, too.
         twin: What it does, in plain jnp. References may be jax.Ref, too.
         reads_smem: Interpreted, a fence follows: jax 0.12 looks for one between a read and TMA's next write
             into the same memory. On the device no fence of the two proxies stands there, though PTX's memory
@@ -25,11 +25,11 @@ class LaneCode:
             stages the same way.
     """
 
-    on_gpu: Callable[..., Any]
-    twin: Callable[..., Any]
+    on_gpu: Callable[..., R]
+    twin: Callable[..., R]
     reads_smem: bool = False
 
-    def __call__(self, *args: Any, is_interpreted: bool, **static: Any) -> Any:
+    def __call__(self, *args: object, is_interpreted: bool, **static: object) -> R:
         """Inside a kernel."""
         if not is_interpreted:
             return self.on_gpu(*args, **static)
@@ -38,20 +38,20 @@ class LaneCode:
             plgpu.commit_smem()
         return result
 
-    def by_platform(self, *arrays: jax.Array, **static: Any) -> Any:
+    def by_platform(self, *arrays: jax.Array, **static: object) -> R:
         """A kernel: the GPU's where a program is compiled for one, elsewhere the twin."""
         on_gpu, twin = (functools.partial(way, **static) for way in (self.on_gpu, self.twin))
         return jax.lax.platform_dependent(*arrays, cuda=on_gpu, default=twin)
 
 
-def with_twin(
-    twin: Callable[..., Any], *, reads_smem: bool = False
-) -> Callable[[Callable[..., Any]], LaneCode]:
+def with_twin[R](
+    twin: Callable[..., R], *, reads_smem: bool = False
+) -> Callable[[Callable[..., R]], LaneCode[R]]:
     """A decorator for the function that builds the code."""
     return lambda on_gpu: LaneCode(on_gpu, twin, reads_smem)
 
 
-def rounded_to(x: Any, dtype: Any) -> Any:
+def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """f32 numbers rounded to 16 bits and still f32: a cast there and back XLA would drop."""
     kind = jnp.finfo(dtype)
     return lax.reduce_precision(x, kind.nexp, kind.nmant)

@@ -4,8 +4,6 @@ A warp may branch by its answer as long as the branch holds nothing that the war
 answers for all warps at once, with yes where one would say so: who is told yes may find nothing to do.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,16 +12,17 @@ from jax.extend.mlir import ir
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import ROW, ROW_LAYOUT, SCALAR, TILE, TILE_LAYOUT, require_layout
 from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.shared.types import Rows, Scalar, Tile
 
 ANSWER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
-def _is_due(y: Any, top: Any) -> Any:
+def _is_due(y: Tile, top: Rows) -> Scalar:
     return jnp.any(y >= 0) | jnp.any(top == -jnp.inf)
 
 
 @with_twin(_is_due)
-def is_due(y: Any, top: Any) -> Any:
+def is_due(y: Tile, top: Rows) -> Scalar:
     """Whether the warp's part of y has a value that is not negative, or that of top one of -inf.
 
     Half an instruction a value, where a maximum takes one and asks the neighbours, too.
@@ -34,7 +33,9 @@ def is_due(y: Any, top: Any) -> Any:
     """
 
     @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=ANSWER)
-    def ask(_: Any, y: mgpu.FragmentedArray, top: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def ask(
+        _ctx: mgpu.LaunchContext, y: mgpu.FragmentedArray, top: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
         require_layout(top.layout, ROW_LAYOUT)
         pairs = _pairs(y)
         both = "".join(f"and.b64 s, s, ${n}; " for n in range(2, len(pairs) + 1))

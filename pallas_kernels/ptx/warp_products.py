@@ -7,9 +7,9 @@ afterwards, as FlashAttention-3 does on its way through shared memory.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -27,19 +27,20 @@ from pallas_kernels.ptx.tensor_core import (
     widen,
 )
 from pallas_kernels.ptx.twins import rounded_to, with_twin
-from pallas_kernels.ptx.warp_queries import KEYS, WARPS, WarpTile, ref_type, right_layout
+from pallas_kernels.ptx.warp_queries import KEYS, WARPS, Operand, WarpTile, ref_type, right_layout
 from pallas_kernels.shared.dequant import swizzle_of
+from pallas_kernels.shared.types import Ref, Scalar, Tile
 
 f32 = jnp.float32
 
 
 # ------------------------------------------------------------------------------------- scores
-def _scores(k_s: Any, query: Any, *, tile: WarpTile) -> Any:
+def _scores(k_s: Ref, query: Operand, *, tile: WarpTile) -> Tile:
     return jnp.einsum("ckd,cqd->kq", k_s[...].astype(f32), query)
 
 
 @with_twin(_scores, reads_smem=True)
-def key_products(k_s: Any, query: Any, *, tile: WarpTile) -> Any:
+def key_products(k_s: Ref, query: Operand, *, tile: WarpTile) -> Tile:
     """K Q^T: [64, tile_q].
 
     Args:
@@ -53,7 +54,7 @@ def key_products(k_s: Any, query: Any, *, tile: WarpTile) -> Any:
 
 
 def _key_products(
-    _: Any, k_s: ir.Value, query: mgpu.FragmentedArray, *, tile: WarpTile
+    _ctx: mgpu.LaunchContext, k_s: ir.Value, query: mgpu.FragmentedArray, *, tile: WarpTile
 ) -> mgpu.FragmentedArray:
     require_layout(query.layout, RIGHT_LAYOUT)
     row_tiles = tile.tile_q // 8
@@ -61,7 +62,9 @@ def _key_products(
     right = lambda step, row_tile: registers[(step * row_tiles + row_tile) * 2 :][:2]
     matrices = _matrices_of(k_s, tile.k_dtype, tile)
     # Two sums a row tile: a product waits for the one before it.
-    sums: Any = [[[lanes.number(0.0)] * 4 for _ in range(row_tiles)] for _ in (0, 1)]
+    sums: list[list[Sequence[ir.Value]]] = [
+        [[lanes.number(0.0)] * 4 for _ in range(row_tiles)] for _ in (0, 1)
+    ]
     step = 0
     for chunk in range(tile.cut.chunks):
         for pair in range(matrices.steps):
@@ -75,13 +78,13 @@ def _key_products(
     return fragments.array_of(both)
 
 
-def _matrices_of(ref: ir.Value, dtype: Any, tile: WarpTile) -> Matrices:
+def _matrices_of(ref: ir.Value, dtype: np.dtype, tile: WarpTile) -> Matrices:
     """A stage's keys or values."""
     itemsize, width = dtype.itemsize, tile.cut.width
     return Matrices(ref, rows=WARPS * KEYS, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width))
 
 
-def _left_keys(loaded: Sequence[ir.Value], dtype: Any) -> list[Sequence[ir.Value]]:
+def _left_keys(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequence[ir.Value]]:
     """Left operands of what ldmatrix gave: one of 16-bit keys, two of 8-bit ones."""
     if dtype.itemsize == 2:
         return [loaded]
@@ -91,18 +94,18 @@ def _left_keys(loaded: Sequence[ir.Value], dtype: Any) -> list[Sequence[ir.Value
 
 
 # ------------------------------------------------------------------------------------- largest
-def _largest(x: Any, *, tile: WarpTile) -> Any:
+def _largest(x: Tile, *, tile: WarpTile) -> Tile:
     of_warp = x.reshape(WARPS, KEYS, -1).max(axis=1, keepdims=True)
     return jnp.broadcast_to(of_warp, (WARPS, KEYS, x.shape[1])).reshape(x.shape)
 
 
 @with_twin(_largest)
-def warp_largest(x: Any, *, tile: WarpTile) -> Any:
+def warp_largest(x: Tile, *, tile: WarpTile) -> Tile:
     """The largest of each warp's rows, in all of its rows: [64, tile_q]."""
     return plgpu.inline_mgpu(arg_types=(TILE,), return_type=tile.scores_type)(_warp_largest)(x)
 
 
-def _warp_largest(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+def _warp_largest(_ctx: mgpu.LaunchContext, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     columns = []
     for a, b, c, d in fragments.numbers(x):
         pair = [arith.maxnumf(a, c), arith.maxnumf(b, d)]
@@ -114,16 +117,16 @@ def _warp_largest(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 # ------------------------------------------------------------------------------------- values
 def _sums(
-    v_s: Any,
-    p: Any,
-    accs: Sequence[Any],
-    low: Any,
-    high: Any,
-    firsts: Sequence[Any],
+    v_s: Ref,
+    p: Tile,
+    accs: Sequence[Tile],
+    low: Scalar,
+    high: Scalar,
+    firsts: Sequence[Scalar],
     *,
     piece: int,
     tile: WarpTile,
-) -> tuple[Any, ...]:
+) -> tuple[Tile, ...]:
     rows = jnp.arange(WARPS * KEYS, dtype=jnp.int32)
     key = rows + firsts[0]
     for i, first in enumerate(firsts[1:], 1):
@@ -137,16 +140,16 @@ def _sums(
 
 @with_twin(_sums, reads_smem=True)
 def value_products(
-    v_s: Any,
-    p: Any,
-    accs: Sequence[Any],
-    low: Any,
-    high: Any,
-    firsts: Sequence[Any],
+    v_s: Ref,
+    p: Tile,
+    accs: Sequence[Tile],
+    low: Scalar,
+    high: Scalar,
+    firsts: Sequence[Scalar],
     *,
     piece: int,
     tile: WarpTile,
-) -> tuple[Any, ...]:
+) -> tuple[Tile, ...]:
     """Accs + V^T P of each warp's keys; values of keys that no query sees count as 0.
 
     Args:
@@ -175,7 +178,7 @@ def value_products(
 
 
 def _value_products(
-    _: Any,
+    _ctx: mgpu.LaunchContext,
     v_s: ir.Value,
     p: mgpu.FragmentedArray,
     accs: Sequence[mgpu.FragmentedArray],
@@ -191,7 +194,7 @@ def _value_products(
     for a, b, c, d in fragments.numbers(p):
         halves = (rounded(a, b, tile.value_operand), rounded(c, d, tile.value_operand))
         right.append([transposed(half) for half in halves])
-    sums: Any = [fragments.numbers(acc) for acc in accs]
+    sums: list[Sequence[Sequence[ir.Value]]] = [fragments.numbers(acc) for acc in accs]
     nth = 0
     for chunk in range(tile.cut.chunks):
         for pair in range(matrices.steps):
@@ -204,7 +207,7 @@ def _value_products(
     return tuple(fragments.array_of(columns) for columns in sums)
 
 
-def _left_values(loaded: Sequence[ir.Value], dtype: Any) -> list[Sequence[ir.Value]]:
+def _left_values(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequence[ir.Value]]:
     """Left operands of what ldmatrix gave, turned around: 16 columns of a head by 16 keys.
 
     Of 8 bits, rows g and g + 8 are columns 2 g and 2 g + 1: ldmatrix turns pairs of them.

@@ -1,13 +1,17 @@
 """The queries of a request in every warp's registers, as the right operand of its products."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
+from jax.typing import DTypeLike
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import RIGHT_LAYOUT, TILE, require_layout, require_tiles
@@ -15,11 +19,15 @@ from pallas_kernels.ptx.tensor_core import rounded
 from pallas_kernels.ptx.twins import rounded_to, with_twin
 from pallas_kernels.shared.dequant import swizzle_transforms
 from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.types import Layout, Ref, Tile
 
 KEYS = 16  # of a warp
 WARPS = 4
 QUERY_BITS = 10  # bf16 queries become f16 with their largest element about 2 ** QUERY_BITS
 f32 = jnp.float32
+
+type Operand = jax.Array
+"""A request's queries as a right operand of the tensor core; the twin's is f32 [chunks, tile_q, width]."""
 
 
 class WarpTile(NamedTuple):
@@ -35,9 +43,9 @@ class WarpTile(NamedTuple):
 
     tile_q: int
     cut: HeadCut
-    dtype: Any
-    k_dtype: Any
-    v_dtype: Any
+    dtype: np.dtype
+    k_dtype: np.dtype
+    v_dtype: np.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,12 +53,12 @@ class WarpTile(NamedTuple):
         return WARPS * KEYS, self.tile_q
 
     @property
-    def key_operand(self) -> Any:
+    def key_operand(self) -> np.dtype:
         """What the tensor core multiplies keys as."""
         return operand_of(self.k_dtype, self.dtype)
 
     @property
-    def value_operand(self) -> Any:
+    def value_operand(self) -> np.dtype:
         """What it multiplies values as."""
         return operand_of(self.v_dtype, self.dtype)
 
@@ -60,27 +68,27 @@ class WarpTile(NamedTuple):
         return self.cut.padded_dim // KEYS
 
     @property
-    def scores_type(self) -> Any:
+    def scores_type(self) -> plgpu.ShapeDtypeStruct:
         """The type of a tile of scores, and of an accumulator."""
         return plgpu.ShapeDtypeStruct(self.shape, f32, TILE)
 
 
-def operand_of(stored: Any, dtype: Any) -> Any:
+def operand_of(stored: np.dtype, dtype: np.dtype) -> np.dtype:
     """What the tensor core multiplies: 8 bits have instructions to f16 only, and fit into it exactly."""
     return jnp.dtype(dtype) if stored.itemsize == 2 else jnp.dtype(jnp.float16)
 
 
-def ref_type(itemsize: int, width: int = 64) -> Any:
+def ref_type(itemsize: int, width: int = 64) -> plgpu.RefType:
     """A tile of swizzled_smem."""
     return plgpu.RefType(swizzle_transforms(itemsize, width))
 
 
-def right_layout(dtype: Any) -> Any:
+def right_layout(dtype: DTypeLike) -> Layout:
     """A right operand's, whole in every warp."""
     return plgpu.Layout.MMA_RHS(dtype, m_warps=4)
 
 
-def _scaled_by_powers(q_s: Any, *, tile: WarpTile) -> tuple[Any, Any]:
+def _scaled_by_powers(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
     q = q_s[...].astype(f32)
     if tile.key_operand == tile.dtype:
         return q, jnp.ones(tile.shape, f32)
@@ -91,10 +99,8 @@ def _scaled_by_powers(q_s: Any, *, tile: WarpTile) -> tuple[Any, Any]:
 
 
 @with_twin(_scaled_by_powers, reads_smem=True)
-def query_fragments(q_s: Any, *, tile: WarpTile) -> tuple[Any, Any]:
+def query_fragments(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
     """The queries as a right operand, and what scores are multiplied by: [64, tile_q].
-
-    An operand is whoever multiplies' own: the twin's is f32 [chunks, tile_q, width].
 
     Args:
         q_s: [chunks, tile_q, width] in SMEM.
@@ -106,7 +112,9 @@ def query_fragments(q_s: Any, *, tile: WarpTile) -> tuple[Any, Any]:
     return run(functools.partial(_load, tile=tile, layout=layout.to_mgpu()))(q_s)
 
 
-def _load(_: Any, q_s: ir.Value, *, tile: WarpTile, layout: Any) -> Any:
+def _load(
+    _ctx: mgpu.LaunchContext, q_s: ir.Value, *, tile: WarpTile, layout: mgpu.FragmentedLayout
+) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
     """See query_fragments.
 
     Where keys are 8-bit, an operand's columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 are a head's 4 t to
@@ -115,7 +123,7 @@ def _load(_: Any, q_s: ir.Value, *, tile: WarpTile, layout: Any) -> Any:
     require_layout(layout, RIGHT_LAYOUT)
     g, t = lanes.lane_row_and_pair()
     is_narrow, width = tile.k_dtype.itemsize == 1, tile.cut.width
-    require_tiles(q_s, rows=tile.tile_q, row_bytes=2 * width, swizzle=128)
+    require_tiles(ir.MemRefType(q_s.type), rows=tile.tile_q, row_bytes=2 * width, swizzle=128)
     row_tiles, per_chunk = tile.tile_q // 8, width // KEYS
     unit, inside = g, lanes.times(t, 4)  # of 16 bytes, turned by the swizzle; bytes in it
     if is_narrow:
@@ -129,7 +137,7 @@ def _load(_: Any, q_s: ir.Value, *, tile: WarpTile, layout: Any) -> Any:
         at = lambda unit: arith.xori(first, lanes.const(unit * 16))
         if is_narrow:
             code = f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];"
-            return list(lanes.ptx(code, at(step % 4 * 2), results=2, touches_memory=True))
+            return lanes.several(code, at(step % 4 * 2), results=2, touches_memory=True)
         code = f"ld.shared.b32 $0, [$1 + {offset}];"
         return [lanes.ptx(code, at(step % 4 * 2 + half), touches_memory=True) for half in (0, 1)]
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -14,9 +13,10 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import TILE, is_contiguous
 from pallas_kernels.ptx.twins import with_twin
 from pallas_kernels.ptx.warp_queries import KEYS, WARPS, WarpTile
+from pallas_kernels.shared.types import Ref, Tile
 
 
-def _store(merge_s: Any, accs: Sequence[Any], top: Any, total: Any, *, tile: WarpTile) -> None:
+def _store(merge_s: Ref, accs: Sequence[Tile], top: Tile, total: Tile, *, tile: WarpTile) -> None:
     of_warps = lambda x: x.reshape(*x.shape[:-2], WARPS, KEYS, -1)
     dim = tile.cut.padded_dim
     merge_s[:, :dim] = of_warps(jnp.stack(accs)).swapaxes(0, 1).reshape(WARPS, dim, -1)
@@ -25,7 +25,7 @@ def _store(merge_s: Any, accs: Sequence[Any], top: Any, total: Any, *, tile: War
 
 
 @with_twin(_store, reads_smem=True)
-def store_results(merge_s: Any, accs: Sequence[Any], top: Any, total: Any, *, tile: WarpTile) -> None:
+def store_results(merge_s: Ref, accs: Sequence[Tile], top: Tile, total: Tile, *, tile: WarpTile) -> None:
     """Each warp's results into its place, columns of a head in their order; then all may read.
 
     Args:
@@ -41,7 +41,7 @@ def store_results(merge_s: Any, accs: Sequence[Any], top: Any, total: Any, *, ti
 
 
 def _store_by_lanes(
-    _: Any,
+    _ctx: mgpu.LaunchContext,
     merge_s: ir.Value,
     accs: Sequence[mgpu.FragmentedArray],
     top: mgpu.FragmentedArray,
@@ -59,8 +59,8 @@ def _store_by_lanes(
     )
     first = lanes.add(place, lanes.times(g, spread * row_bytes))
 
-    def store(at: ir.Value, offset: int, pair: Sequence[ir.Value], **only: Any) -> None:
-        lanes.run(f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};", at, *pair, **only)
+    def store(at: ir.Value, offset: int, pair: Sequence[ir.Value], only: ir.Value | None = None) -> None:
+        lanes.run(f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};", at, *pair, predicate=only)
 
     mgpu.warpgroup_barrier()  # the results before these have been read
     for nth, acc in enumerate(accs):
@@ -75,7 +75,7 @@ def _store_by_lanes(
         for distance in (4, 8, 16):
             pair = [arith.addf(x, lanes.shuffled(x, "bfly", lanes.const(distance))) for x in pair]
         offset = tile.cut.padded_dim * row_bytes + row_tile * 32
-        store(place, offset, tops[:2], predicate=is_first)
-        store(place, offset + row_bytes, pair, predicate=is_first)
+        store(place, offset, tops[:2], only=is_first)
+        store(place, offset + row_bytes, pair, only=is_first)
     mgpu.warpgroup_barrier()
     return ()

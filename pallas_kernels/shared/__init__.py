@@ -1,1 +1,3 @@
 """What kernels share: scores and masks, the cut of head_dim that the tensor core wants."""
+
+from pallas_kernels.shared.score import Score as Score

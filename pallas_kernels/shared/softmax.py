@@ -5,6 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+LOG2E = math.log2(math.e)  # scores times it are powers of 2
+
 
 def normalized(top: Any, total: Any, sink: Any) -> tuple[Any, Any]:
     """What each query's accumulator is multiplied by, and its natural log-sum-exp, once a sink has joined.

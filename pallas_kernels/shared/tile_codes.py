@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt
 
-SEEN, WHOLE, FIRST_PART = 0, 1, 2  # bits of a code
-PART_SHIFT = 20  # an entry: the tile's number below, above it one bit for each part of the queries
-MAX_PARTS = 10
+SEEN, WHOLE, FIRST_QUERY_BLOCK = 0, 1, 2  # bits of a code
+QUERY_BLOCK_SHIFT = 20  # an entry: the tile's number below, above it one bit for each block of queries
+MAX_QUERY_BLOCKS = 10  # that the bits of an entry tell apart
 MAX_TILES = 2**16 - 1  # of a list
 
 
@@ -17,7 +17,8 @@ class Lists(NamedTuple):
 
     Attributes:
         entries: Tiles seen in part, the last one first, then those seen whole, in order. A tile is its number
-            and, from bit PART_SHIFT on, the parts that its code has. What follows is garbage.
+            and, from bit QUERY_BLOCK_SHIFT on, the blocks of queries that its code has. What follows is
+            garbage.
         num_partial: Tiles of each list that are seen in part.
         num_full: Tiles that are seen whole.
     """
@@ -28,18 +29,21 @@ class Lists(NamedTuple):
 
 
 def codes_of(
-    some: Bool[Array, "*lists tiles"], every: Bool[Array, "*lists tiles"], parts: Sequence[Array] = ()
+    some: Bool[Array, "*lists tiles"],
+    every: Bool[Array, "*lists tiles"],
+    query_blocks: Sequence[Array] = (),
 ) -> UInt[Array, "*lists tiles"]:
     """A number for each tile, in 8 or 16 bits.
 
     Args:
         some: Whether some pair of the tile is seen.
         every: Whether all are; of no meaning where none is.
-        parts: Which parts of the queries see it, if they are told apart; at most MAX_PARTS.
+        query_blocks: Whether each of the list's blocks of queries sees it, if they are told apart; at most
+            MAX_QUERY_BLOCKS. In decode a query head is a block.
     """
-    assert len(parts) <= MAX_PARTS
-    dtype = jnp.uint8 if len(parts) <= 8 - FIRST_PART else jnp.uint16
+    assert len(query_blocks) <= MAX_QUERY_BLOCKS
+    dtype = jnp.uint8 if len(query_blocks) <= 8 - FIRST_QUERY_BLOCK else jnp.uint16
     code = (some.astype(dtype) << SEEN) | ((some & every).astype(dtype) << WHOLE)
-    for nth, part in enumerate(parts, FIRST_PART):
-        code = code | (part.astype(dtype) << nth)
+    for nth, sees in enumerate(query_blocks, FIRST_QUERY_BLOCK):
+        code = code | (sees.astype(dtype) << nth)
     return code

@@ -26,6 +26,9 @@ type Columns = jax.Array
 type Tile = jax.Array
 """A traced matrix in registers, spread over the threads of a warpgroup."""
 
+type Layout = Any
+"""A plgpu.Layout, or one with arguments, reduced or transposed."""
+
 type Slice = Any
 """pl.ds(...): traced begin, static size."""
 

@@ -58,9 +58,9 @@ class Attention:
         # The number that `queries` has, asked anew: one for both makes other addresses than those measured.
         self.wg = wg = lax.axis_index("warpgroup")
         # A team's warpgroups have the same item: 64 rows each, from rank * 64 on.
-        self.team, self.rank = (wg * 0, wg) if spec.tiles.teams == 1 else (wg, wg * 0)
+        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
-        self.ring, self.queries = Ring(smem, pipeline, spec.tiles, self.team), queries
+        self.ring, self.queries = Ring(smem, pipeline, spec.sizes, self.team), queries
         self.bias = Bias(smem.alibi, self.columns, wg, spec)
         self.masking, self.softmax = Masking(inputs.mask, self.columns, spec), Softmax(spec)
         self.values = Values(self.ring, spec)
@@ -77,7 +77,7 @@ class Attention:
     def attend_share(self, work: Worklist) -> None:
         """All items of the team."""
         rounds, number_of = work.rounds_of(self.team)
-        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.tiles.tile_kv,), 0, layout=COLUMN)
+        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
         self.smem.columns[self.queries.wg] = columns.astype(f32)
         self.bias.store_columns(self.queries.wg)
         plgpu.commit_smem()

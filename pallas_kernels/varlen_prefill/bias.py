@@ -1,18 +1,17 @@
 """What becomes of Q K^T before the softmax: the soft cap, and ALiBi's slope times the distance."""
 
-import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.query_rows import KvTile
 from pallas_kernels.varlen_prefill.refs import AlibiOperands
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 
-LOG2E = math.log2(math.e)
 SLOPE_PARTS = 3  # 16-bit numbers that add up to f32
 SLOPE_WIDTH = 16  # the tensor core's K
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.list_tiles import PART_SHIFT
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS
 from pallas_kernels.varlen_prefill.refs import ScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, kv_tile_range, tile_range
+from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
-from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS
 
 
 class Item:
@@ -32,7 +32,7 @@ class Item:
     """
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
-        self.column, self.entries, self.tile_kv = column, entries, spec.tiles.tile_kv
+        self.column, self.entries, self.tile_kv = column, entries, spec.sizes.tile_kv
         self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
@@ -40,7 +40,7 @@ class Item:
         # The request's last block may hold anything behind its end, and must not stand in for blocks whose
         # keys some query of the request sees. No item of more than 64 queries begins in it and has others in
         # its first tile.
-        if spec.has_lists or spec.tiles.tile_q <= WARPGROUP_ROWS:
+        if spec.has_lists or spec.sizes.tile_q <= WARPGROUP_ROWS:
             # Where nothing is masked from below, low is a 0 that the compiler sees, and high not negative: a
             # number of unknown sign made the loading warp's part of a step 2 % of vertical_slash_16k longer.
             self.low = column("seen") if spec.has_window else low
@@ -61,7 +61,7 @@ class Item:
 
     def tile_of(self, entry: Scalar) -> Scalar:
         """The tile's number."""
-        return entry if self.entries is None else entry & ((1 << PART_SHIFT) - 1)
+        return entry if self.entries is None else entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
     def first_key(self, entry: Scalar) -> Scalar:
         """Position of the first key of a tile."""
@@ -85,8 +85,8 @@ class Worklist:
 
         Teams take items in turn, every other round in the opposite order, so that their shares are equal.
         """
-        tiles = self.spec.tiles
-        worker, workers = lax.axis_index("cta") * tiles.teams + team, jnp.int32(tiles.workers)
+        sizes = self.spec.sizes
+        worker, workers = lax.axis_index("cta") * sizes.teams + team, jnp.int32(sizes.workers)
         full_rounds = lax.div(self.num_items, workers)
         place = lambda r: r * workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, workers - 1 - worker)
         rounds = full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32)

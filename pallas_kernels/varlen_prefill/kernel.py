@@ -57,9 +57,9 @@ def prefill(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
         functools.partial(prefill_body, spec=spec),
         out_type=(output_types(inputs, num_tiles, spec),),
         scratch_types=(smem_types(spec), pipeline_types(spec)),
-        grid=(spec.tiles.ctas,),
+        grid=(spec.sizes.ctas,),
         grid_names=("cta",),
-        num_threads=spec.tiles.warpgroups + 1,
+        num_threads=spec.sizes.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="varlen_prefill",
@@ -73,7 +73,7 @@ def prefill_body(
     inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, spec: PrefillSpec
 ) -> None:
     """What a thread block does: its last warpgroup loads, a warp a team, the others compute."""
-    wg, loads = lax.axis_index("warpgroup"), spec.tiles.warpgroups
+    wg, loads = lax.axis_index("warpgroup"), spec.sizes.warpgroups
     work = Worklist(inputs.schedule, spec)
     load_registers, compute_registers = registers(spec)
 
@@ -83,12 +83,12 @@ def prefill_body(
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            for team in range(spec.tiles.teams):
+            for team in range(spec.sizes.teams):
                 loader = Loader(inputs, smem, pipeline, spec, team)
                 pl.when(warp == team)(functools.partial(loader.load_share, work))
 
     @pl.when(wg < loads)
     def _() -> None:
         plgpu.set_max_registers(compute_registers, action="increase")
-        queries = Queries(smem, pipeline, spec.tiles, wg)
+        queries = Queries(smem, pipeline, spec.sizes, wg)
         Attention(inputs, outputs, smem, pipeline, spec=spec, queries=queries).attend_share(work)

@@ -24,7 +24,7 @@ ITEM_COLUMNS = (
 )
 
 
-def num_parts(tile_q: int, block_q: int) -> int:
+def num_query_blocks(tile_q: int, block_q: int) -> int:
     """How many blocks of queries a tile of queries touches at most."""
     return (tile_q + block_q - 2) // block_q + 1
 
@@ -37,8 +37,7 @@ class TileLists(NamedTuple):
             garbage.
         num_live: How many items there are.
         entries: The lists: tiles that need a mask, the last one first, then the others. A tile is its number,
-            and from bit PART_SHIFT on which parts of the item's queries see it: part p holds the queries of
-            the p-th block of queries that the item touches.
+            and from bit QUERY_BLOCK_SHIFT on which blocks of queries see it, of those that the item touches.
     """
 
     table: Int32[Array, "items columns"]

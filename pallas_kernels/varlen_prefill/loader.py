@@ -32,7 +32,7 @@ class PackedWindows:
     copies = 1
 
     def __init__(self, spec: PrefillSpec):
-        self.tile_kv = spec.tiles.tile_kv
+        self.tile_kv = spec.sizes.tile_kv
 
     def of(self, item: Item, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int) -> list[Window]:
         """Copies `first` to `first + count` of a tile."""
@@ -45,7 +45,7 @@ class PagedWindows:
 
     def __init__(self, table: Ref, in_cache: CacheCut, spec: PrefillSpec):
         self.table, self.in_cache = BlockTable(table, in_cache.block_size), in_cache
-        self.tile_kv, self.copies = spec.tiles.tile_kv, in_cache.copies
+        self.tile_kv, self.copies = spec.sizes.tile_kv, in_cache.copies
 
     def of(self, item: Item, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int) -> list[Window]:
         """As PackedWindows.of. Keys that no query sees may have no block: another stands in."""
@@ -61,12 +61,12 @@ class Loader:
 
     def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, spec: PrefillSpec, team: int):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
-        self.ring, self.team = Ring(smem, pipeline, spec.tiles, team), team
+        self.ring, self.team = Ring(smem, pipeline, spec.sizes, team), team
         self.streams = (inputs.cache.k, self.ring.keys), (inputs.cache.v, self.ring.values)
         self.windows = windows_of(inputs.cache, spec)
-        team_size = spec.tiles.team_size
+        team_size = spec.sizes.team_size
         self.queries = [
-            Queries(smem, pipeline, spec.tiles, team * team_size + rank) for rank in range(team_size)
+            Queries(smem, pipeline, spec.sizes, team * team_size + rank) for rank in range(team_size)
         ]
 
     def load_share(self, work: Worklist) -> None:
@@ -109,7 +109,7 @@ class Loader:
         self, item: Item, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
     ) -> None:
         """A tile's keys, then what is to be done between, then its values, into the stage of a step."""
-        stage, stages = self.ring.stage(step), self.spec.tiles.stages
+        stage, stages = self.ring.stage(step), self.spec.sizes.stages
         kv_head = lax.div(item.head, jnp.int32(self.spec.shape.group))
         # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
         copies, at_once = self.windows.copies, min(self.windows.copies, BLOCKS_AT_ONCE)
@@ -154,7 +154,7 @@ class Loader:
 
     def wait_for_queries(self, rounds: Scalar) -> None:
         """Waits until the last items' queries have been read."""
-        num = self.spec.tiles.query_buffers
+        num = self.spec.sizes.query_buffers
 
         @pl.loop(jnp.maximum(rounds - num, 0), jnp.maximum(rounds - (num - 1), 0))
         def _(nth: Scalar) -> None:

@@ -1,4 +1,4 @@
-"""What rows see of a tile of keys: ends of the request and of each row, parts of lists, the caller's mask."""
+"""What rows see of a tile of keys: ends of the request and of each row, lists, the caller's mask."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.list_tiles import PART_SHIFT
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.lists import num_parts
+from pallas_kernels.varlen_prefill.lists import num_query_blocks
 from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, PrefillSpec, f32
@@ -84,10 +84,10 @@ class Masking:
         item, block = tile.rows.item, self.spec.shape.block_q
         assert tile.entry is not None
         assert block is not None
-        bits = lax.shift_right_logical(tile.entry, jnp.int32(PART_SHIFT))
+        bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
         first = lax.div(jnp.maximum(item["position"] + item["begin"], 0), jnp.int32(block))
         sees = positions * 0 + (bits & 1)
-        for part in range(1, num_parts(self.spec.tiles.tile_q, block)):
-            bit = lax.shift_right_logical(bits, jnp.int32(part)) & 1
-            sees = jnp.where(positions >= (first + part) * block, bit, sees)
+        for nth in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
+            bit = lax.shift_right_logical(bits, jnp.int32(nth)) & 1
+            sees = jnp.where(positions >= (first + nth) * block, bit, sees)
         return sees > 0

@@ -17,39 +17,39 @@ REGISTERS = 65536  # of an SM
 
 def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
     """The output, and the log-sum-exp of every row of every tile."""
-    shape = num_tiles, spec.shape.q_heads, spec.tiles.tile_q
+    shape = num_tiles, spec.shape.q_heads, spec.sizes.tile_q
     lse = jax.ShapeDtypeStruct(shape, f32) if spec.returns_lse else None
     return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse)
 
 
 def smem_types(spec: PrefillSpec) -> Smem:
     """Shared memory: see refs.Smem."""
-    tiles, cut, dtype = spec.tiles, spec.shape.cut, spec.dtype
-    wgs = tiles.warpgroups
-    tokens = (wgs, tiles.query_buffers, cut.chunks, M, cut.width)
-    keys = (tiles.teams * tiles.stages, cut.chunks, tiles.tile_kv, cut.width)
+    sizes, cut, dtype = spec.sizes, spec.shape.cut, spec.dtype
+    wgs = sizes.warpgroups
+    tokens = (wgs, sizes.query_buffers, cut.chunks, M, cut.width)
+    keys = (sizes.teams * sizes.stages, cut.chunks, sizes.tile_kv, cut.width)
     return Smem(
         query_and_out=plgpu.RefUnion((swizzled_smem(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
-        items=plgpu.SMEM((wgs, tiles.query_buffers, TABLE_WIDTH), jnp.int32),
+        items=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
         k=swizzled_smem(keys, dtype),
         v=swizzled_smem(keys, dtype),
-        p=swizzled_smem((wgs, M, tiles.tile_kv), dtype) if spec.is_interpreted else None,
-        columns=plgpu.SMEM((wgs, tiles.tile_kv), f32),
+        p=swizzled_smem((wgs, M, sizes.tile_kv), dtype) if spec.is_interpreted else None,
+        columns=plgpu.SMEM((wgs, sizes.tile_kv), f32),
         alibi=_alibi_types(spec) if spec.adds_alibi_in_product else None,
     )
 
 
 def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
     operand = lambda rows: swizzled_smem(
-        (spec.tiles.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH
+        (spec.sizes.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH
     )
-    return AlibiOperands(slopes=operand(M), columns=operand(spec.tiles.tile_kv))
+    return AlibiOperands(slopes=operand(M), columns=operand(spec.sizes.tile_kv))
 
 
 def pipeline_types(spec: PrefillSpec) -> Pipeline:
     """Barriers: see refs.Pipeline."""
-    tiles = spec.tiles
-    stages, buffers = tiles.teams * tiles.stages, tiles.warpgroups * tiles.query_buffers
+    sizes = spec.sizes
+    stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
 
     def of_stages(arrivals: int) -> Memory:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
@@ -59,14 +59,14 @@ def pipeline_types(spec: PrefillSpec) -> Pipeline:
         q_free=plgpu.Barrier(num_barriers=buffers),
         k_full=of_stages(spec.copies),
         v_full=of_stages(spec.copies),
-        k_free=of_stages(tiles.team_size),
-        v_free=of_stages(tiles.team_size),
+        k_free=of_stages(sizes.team_size),
+        v_free=of_stages(sizes.team_size),
     )
 
 
 def registers(spec: PrefillSpec) -> tuple[int, int]:
     """Of a thread that loads, and of one that computes."""
-    shape, wgs = spec.shape, spec.tiles.warpgroups
+    shape, wgs = spec.shape, spec.sizes.warpgroups
     # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
     is_light = spec.copies > BLOCKS_AT_ONCE or shape.cut.padded_dim <= 64
     has_parts = shape.heads_at_once != shape.q_heads

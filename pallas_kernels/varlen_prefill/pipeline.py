@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_prefill.refs import Pipeline, Smem
-from pallas_kernels.varlen_prefill.tiles import Tiles
+from pallas_kernels.varlen_prefill.sizes import KernelSizes
 
 
 class Stream(NamedTuple):
@@ -29,17 +29,17 @@ class Stream(NamedTuple):
 class Ring:
     """The stages of a team: step i, of all tiles of keys that the team loads, is in one of them."""
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, tiles: Tiles, team: Scalar | int):
+    def __init__(self, smem: Smem, pipeline: Pipeline, sizes: KernelSizes, team: Scalar | int):
         self.keys = Stream(smem.k, pipeline.k_full, pipeline.k_free)
         self.values = Stream(smem.v, pipeline.v_full, pipeline.v_free)
-        self.tiles, self.team = tiles, team
+        self.sizes, self.team = sizes, team
 
     def stage(self, step: Scalar) -> Scalar:
         """Where the keys and values of a step are."""
         # Products are issued after this: a remainder costs up to 1 % over lists (sparse-variants).
-        stages = self.tiles.stages
+        stages = self.sizes.stages
         stage = step & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(step, jnp.int32(stages))
-        return stage if self.tiles.teams == 1 else stage + self.team * stages
+        return stage if self.sizes.teams == 1 else stage + self.team * stages
 
     def skip(self, step: Scalar, first: Scalar, end: Scalar) -> None:
         """Lets tiles [first, end) of an item pass, whose first keys are those of `step`."""
@@ -54,7 +54,7 @@ class Ring:
     def wait_until_read(self, steps: Scalar) -> None:
         """Waits for the last stages of so many steps: interpret mode insists that all are awaited."""
 
-        @pl.loop(jnp.maximum(steps - self.tiles.stages, 0), steps)
+        @pl.loop(jnp.maximum(steps - self.sizes.stages, 0), steps)
         def _(step: Scalar) -> None:
             for stream in (self.keys, self.values):
                 plgpu.barrier_wait(stream.free.at[self.stage(step)])
@@ -63,10 +63,10 @@ class Ring:
 class Queries:
     """The buffers of a warpgroup: queries and columns of its team's n-th item, in their place its output."""
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, tiles: Tiles, wg: Scalar | int):
+    def __init__(self, smem: Smem, pipeline: Pipeline, sizes: KernelSizes, wg: Scalar | int):
         self.query, self.out, self.columns = (ref.at[wg] for ref in (smem.query, smem.out, smem.items))
         self.full, self.free = pipeline.q_full, pipeline.q_free
-        self.num, self.wg = tiles.query_buffers, wg
+        self.num, self.wg = sizes.query_buffers, wg
 
     def buffer(self, nth: Scalar) -> Scalar:
         """Which buffer the n-th item has."""

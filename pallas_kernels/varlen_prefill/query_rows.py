@@ -75,7 +75,7 @@ class QueryRows:
         if self.spec.has_lists:
             low_edge = jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1)
             return Share(jnp.int32(0), low_edge, item.num, item.num)
-        score, tile = self.spec.score, jnp.int32(self.spec.tiles.tile_kv)
+        score, tile = self.spec.score, jnp.int32(self.spec.sizes.tile_kv)
         live = item["position"] + jnp.clip(self.rank * M, item["begin"], item["end"] - 1)
         last = item["position"] + jnp.clip(self.rank * M + (M - 1), item["begin"], item["end"] - 1)
         full_low, _ = key_range(score, last, item["seq_len"])

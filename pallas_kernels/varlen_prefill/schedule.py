@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, Int32
 
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
-from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
+from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, KernelSizes
 
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
 
@@ -53,7 +53,7 @@ COMPARED_TWICE = 160
 L2_BYTES = 36 * 10**6  # of keys and values that stay in the 50 MB of an H100 or H200 beside all else
 
 
-def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, tiles: Tiles) -> int:
+def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, sizes: KernelSizes) -> int:
     """Query heads to read side by side: of as many kv heads as fit L2, if these keep all thread blocks busy.
 
     Args:
@@ -61,11 +61,11 @@ def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, tile
         kv_heads: Kv heads; halved until they fit.
         kv_bytes: Bytes of a kv head's keys and values, of all requests together.
         rows: Rows of the schedule, at most.
-        tiles: The kernel's sizes.
+        sizes: The kernel's sizes.
     """
     at_once = kv_heads
     is_too_much = lambda: at_once * kv_bytes > L2_BYTES
-    is_enough = lambda: rows * q_heads // kv_heads * (at_once // 2) >= 4 * tiles.ctas
+    is_enough = lambda: rows * q_heads // kv_heads * (at_once // 2) >= 4 * sizes.ctas
     while at_once % 2 == 0 and is_too_much() and is_enough():
         at_once //= 2
     return at_once * (q_heads // kv_heads)
@@ -83,7 +83,7 @@ def make_schedule(
     *,
     num_tokens: int,
     score: Score,
-    tiles: Tiles,
+    sizes: KernelSizes,
     has_lists: bool = False,
 ) -> Schedule:
     """Cuts each request's tokens into tiles, and the padding behind the last into tiles without keys.
@@ -97,11 +97,11 @@ def make_schedule(
         kv_start_loc: First key of each request where keys are packed; None where they are paged.
         num_tokens: Static: tokens, padding included.
         score: Static: tells how long a tile takes.
-        tiles: Static.
+        sizes: Static.
         has_lists: Static: lists are to be made for the tiles, which then begin where the request does, as the
             blocks of masks do.
     """
-    reqs, tile_q = seq_lens.shape[0], tiles.tile_q
+    reqs, tile_q = seq_lens.shape[0], sizes.tile_q
     starts = query_start_loc.astype(jnp.int32)
     ends = jnp.concatenate([starts[1:], jnp.full((1,), num_tokens, jnp.int32)])
     keys = jnp.concatenate([seq_lens.astype(jnp.int32), jnp.zeros(1, jnp.int32)])
@@ -127,7 +127,7 @@ def make_schedule(
     position = (keys - lens - starts)[req] + first_row
     seq_len, kv_start = keys[req], kv_starts[req]
     low, high = tile_range(score, position + begin, position + end - 1, seq_len)
-    _, kv_tiles = kv_tile_range(low, high, kv_start, tiles.tile_kv)
+    _, kv_tiles = kv_tile_range(low, high, kv_start, sizes.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     live = jnp.where(is_live[:, None], table, 0)

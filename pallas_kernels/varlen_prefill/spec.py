@@ -11,7 +11,7 @@ from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.masks import KernelMask
-from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS, Tiles
+from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, KernelSizes
 
 W = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -48,7 +48,7 @@ class PrefillSpec:
     Attributes:
         shape: Sizes of the call.
         score: The layer.
-        tiles: The kernel's sizes.
+        sizes: The kernel's sizes.
         dtype: Of queries, keys and values.
         mask: Which keys a query sees besides, in tiles that are listed as seen in part; here its functions.
         has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
@@ -59,7 +59,7 @@ class PrefillSpec:
 
     shape: Shape
     score: Score
-    tiles: Tiles
+    sizes: KernelSizes
     dtype: np.dtype
     mask: KernelMask | None
     has_lists: bool
@@ -75,7 +75,7 @@ class PrefillSpec:
     @property
     def s_shape(self) -> tuple[int, int]:
         """A warpgroup's scores: its rows and a tile of keys."""
-        return M, self.tiles.tile_kv
+        return M, self.sizes.tile_kv
 
     @property
     def acc_shape(self) -> tuple[int, int]:

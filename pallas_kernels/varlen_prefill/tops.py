@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import votes
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.bias import LOG2E, factor_of
+from pallas_kernels.varlen_prefill.bias import factor_of
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, f32
 
 # A row's top lies so many powers of two above its largest score when it is chosen, and serves until a score
@@ -72,7 +73,7 @@ def policy_of(spec: PrefillSpec) -> TopPolicy:
     is_small = soft_cap is not None and soft_cap * LOG2E <= ROOM[spec.dtype]
     if is_small and not spec.has_alibi:
         return NoTop(spec)
-    rises_little = spec.dtype == jnp.bfloat16 and spec.tiles.tile_kv <= BIASED_KEYS
+    rises_little = spec.dtype == jnp.bfloat16 and spec.sizes.tile_kv <= BIASED_KEYS
     if spec.has_alibi and not rises_little:
         return LargestScore(spec)
     room = BIASED_ROOM if spec.has_alibi else ROOM[spec.dtype]

@@ -54,7 +54,7 @@ class Values:
 
     def _clear(self, tile: KvTile, stage: Scalar, edge: Edges) -> None:
         """Zeros before the first key that the request sees, or behind its last, if the tile has some."""
-        tile_kv, item = self.spec.tiles.tile_kv, tile.rows.item
+        tile_kv, item = self.spec.sizes.tile_kv, tile.rows.item
         first_key = tile.first_key()
         begin, end = item["seen"] - first_key, item["seq_len"] - first_key
         is_low = edge is Edges.LOW

@@ -125,7 +125,7 @@ def as_on_a_gpu():
     with contextlib.ExitStack() as stack:
         patch = lambda *where: stack.enter_context(mock.patch.object(*where))
         for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_entry, 3)):
-            patch(module, "default_tiles", few_ctas(module.default_tiles, ctas))
+            patch(module, "default_sizes", few_ctas(module.default_sizes, ctas))
         patch(support, "why_not_on", lambda *_: None)
         patch(mosaic_gpu, "attend", interpret)
         yield

@@ -38,19 +38,19 @@ def run(kernel, problem: AttentionProblem, **arrays) -> None:
 def check_decode(window=None, split_kv=None) -> None:
     """A request of one key, and two that are cut into tiles and spans."""
     problem = problem_of([1, 1, 1], [330, 1, 200], window)
-    tiles = paged_decode.Tiles(stages=2, ctas=12, split_kv=split_kv)
+    sizes = paged_decode.KernelSizes(stages=2, ctas=12, split_kv=split_kv)
     metadata = problem.metadata
     where = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}
-    run(functools.partial(paged_decode.paged_decode, tiles=tiles), problem, **where)
+    run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **where)
 
 
 def check_prefill(window=None) -> None:
     """Prompts of several tiles, one behind context."""
     problem = problem_of([150, 3, 70], [150, 3, 270], window)
-    tiles = varlen_prefill.Tiles(tile_kv=64, ctas=3)
+    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3)
     metadata = problem.metadata
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
-    kernel = functools.partial(varlen_prefill.varlen_prefill, tiles=tiles, return_lse=True)
+    kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
     run(kernel, problem, block_table=metadata.block_table, **lens)
 
 
@@ -59,17 +59,17 @@ def check_lists() -> None:
     mask = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64) & masks.Dilated(400, 3)
     sees = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
     problem = problem_of([150, 3, 270], [150, 3, 270], sees=sees)
-    tiles, metadata, spec = varlen_prefill.Tiles(tile_kv=64, ctas=3), problem.metadata, problem.spec
+    sizes, metadata, spec = varlen_prefill.KernelSizes(tile_kv=64, ctas=3), problem.metadata, problem.spec
 
     def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):
         make = functools.partial(varlen_prefill.make_schedule, num_tokens=query.shape[0], has_lists=True)
-        schedule = make(query_start_loc, seq_lens, score=options["score"], tiles=tiles)
+        schedule = make(query_start_loc, seq_lens, score=options["score"], sizes=sizes)
         call = tile_lists.ListsCall(block_table.shape[1] * metadata.block_size)
         return varlen_prefill.varlen_prefill(
-            query, key, value, query_start_loc, seq_lens, block_table=block_table, tiles=tiles,
-            schedule=schedule, lists=tile_lists.tile_lists(mask, spec, schedule, tiles, call),
-            block_q=tile_lists.taken_apart(mask, tiles, is_packed=False).block_q,
-            mask=tile_lists.mask_of_pairs(mask, spec, tiles, call), return_lse=True, **options,
+            query, key, value, query_start_loc, seq_lens, block_table=block_table, sizes=sizes,
+            schedule=schedule, lists=tile_lists.tile_lists(mask, spec, schedule, sizes, call),
+            block_q=tile_lists.taken_apart(mask, sizes, is_packed=False).block_q,
+            mask=tile_lists.mask_of_pairs(mask, spec, sizes, call), return_lse=True, **options,
         )  # fmt: skip
 
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}

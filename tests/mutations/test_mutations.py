@@ -14,7 +14,7 @@ from pallas_kernels.paged_decode import merge
 from pallas_kernels.paged_decode.segments import Span
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import entry as prefill_entry
+from pallas_kernels.varlen_prefill import call as prefill_call
 from pallas_kernels.varlen_prefill import items
 from tests.mutations import kernels
 
@@ -105,15 +105,15 @@ def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_entry.Shape
-    patch.setattr(prefill_entry, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
+    right = prefill_call.Shape
+    patch.setattr(prefill_call, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
 
 
 # -------------------------------------------------------------------------------------------- lists
 def codes(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(some, every, parts)` of the tiles that are to be listed: [tiles of queries, heads, tiles]."""
+    """`change(some, every, query_blocks)` of the tiles to be listed: [tiles of queries, heads, tiles]."""
     right = tile_lists.codes_of
-    wrong = lambda some, every, parts=(): right(*change(some, every, parts))
+    wrong = lambda some, every, query_blocks=(): right(*change(some, every, query_blocks))
     return lambda patch: patch.setattr(tile_lists, "codes_of", wrong)
 
 
@@ -124,9 +124,9 @@ def listed(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(tile_lists, "make_lists", wrong)
 
 
-def without_a_seen_tile(some, every, parts):
+def without_a_seen_tile(some, every, query_blocks):
     is_first = jnp.cumsum(some, axis=-1) == 1
-    return some & ~(is_first & (some.sum(axis=-1, keepdims=True) > 1)), every, parts
+    return some & ~(is_first & (some.sum(axis=-1, keepdims=True) > 1)), every, query_blocks
 
 
 decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode, split_kv=64)
@@ -197,17 +197,19 @@ MUTATIONS = {
     "list-other-head": Mutation(
         "a head walks through another's list",
         lists,
-        codes(lambda some, every, parts: tuple(
-            jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), (some, every, tuple(parts)))
+        codes(lambda some, every, query_blocks: tuple(
+            jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), (some, every, tuple(query_blocks)))
         )),
     ),
     "list-whole": Mutation(
-        "tiles that are seen in part are not masked", lists, codes(lambda some, _, parts: (some, some, parts))
+        "tiles that are seen in part are not masked",
+        lists,
+        codes(lambda some, _, query_blocks: (some, some, query_blocks)),
     ),
-    "list-other-part": Mutation(
+    "list-other-block": Mutation(
         "blocks of queries of an item see each other's tiles",
         lists,
-        codes(lambda some, every, parts: (some, every, parts[::-1])),
+        codes(lambda some, every, query_blocks: (some, every, query_blocks[::-1])),
     ),
 }  # fmt: skip
 

@@ -6,8 +6,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.list_tiles import MAX_PARTS
-from pallas_kernels.paged_decode import BlockList, default_tiles, paged_decode
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
+from pallas_kernels.paged_decode import BlockList, default_sizes, paged_decode
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from pallas_kernels.shared.score import Score
 
@@ -58,7 +58,7 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
         decode_query_len=query_len,
         list_block_size=list_block_size,
         lists_tell_heads=lists_tell_heads,
-        tiles=default_tiles(
+        sizes=default_sizes(
             head_dim,
             rows=q_heads // kv_heads * query_len,
             kv_dtypes=kv_dtypes,
@@ -112,7 +112,7 @@ def aot_cases():
         layout, dtype = ("NHD", "HND")[nth % 2], ("bfloat16", "float16")[nth // 2 % 2]
         stored, kind = (("plain", PLAIN), *STORED.items())[nth % 8]
         q_heads, kv_heads, _ = HEADS[heads]
-        by_head = q_heads <= MAX_PARTS * kv_heads and nth % 2 == 0
+        by_head = q_heads <= MAX_QUERY_BLOCKS * kv_heads and nth % 2 == 0
         name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}-listed{size}"
         found[name + "-by-head" * by_head] = case(
             HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), kind,

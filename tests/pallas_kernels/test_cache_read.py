@@ -110,7 +110,7 @@ def test_the_block_of_a_key_that_nobody_wants_is_not_looked_up():
 
 def test_requests_stand_where_the_caller_says():
     problem = Problem({name: values[0] for name, values in FAST.items()})
-    where = {"kv_start_loc": jnp.asarray(STARTS, jnp.int32), "num_rows": ROWS}
+    where = {"kv_start_loc": jnp.asarray(STARTS, jnp.int32), "buffer_len": ROWS}
     problem.check(problem.run(plgpu.InterpretGPUParams(), **where), STARTS)
 
 
@@ -197,10 +197,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"num_rows": 64}, "num_rows must be None without kv_start_loc, got 64"),
-            ({"kv_start_loc": True}, "num_rows must be a multiple of 64 with kv_start_loc, got None"),
-            ({"kv_start_loc": True, "num_rows": 96}, "num_rows must be a multiple of 64 .*got 96"),
-            ({"kv_start_loc": False, "num_rows": 64}, r"kv_start_loc must have shape \(1,\) .*got \(2,\)"),
+            ({"buffer_len": 64}, "buffer_len must be None without kv_start_loc, got 64"),
+            ({"kv_start_loc": True}, "buffer_len must be a multiple of 64 with kv_start_loc, got None"),
+            ({"kv_start_loc": True, "buffer_len": 96}, "buffer_len must be a multiple of 64 .*got 96"),
+            ({"kv_start_loc": False, "buffer_len": 64}, r"kv_start_loc must have shape \(1,\) .*got \(2,\)"),
             ({"first_keys": 2}, r"first_keys must have shape \(1,\) .*got \(2,\)"),
             ({"seq_lens": 2}, r"seq_lens must have shape \(1,\) .*got \(2,\)"),
             ({"cache": (2, 16, 64)}, r"cache must have 4 axes, got \(2, 16, 64\)"),

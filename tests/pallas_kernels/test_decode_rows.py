@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_decode.query_rows import from_rows, heads_to_rows, to_rows
-from pallas_kernels.paged_decode.softmax import LOG2E
 from pallas_kernels.paged_decode.spec import Shape
 from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.softmax import LOG2E
 
 
 def shape_of(*, kv_heads=2, group=3, query_len=1, row_tiles=1, rows=None, tile_q=8):

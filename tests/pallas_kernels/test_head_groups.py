@@ -49,10 +49,10 @@ def solved(case, monkeypatch, interpret=None):
     region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
     query = jnp.asarray(problem.query)
     if interpret is not None:
-        few = test_paged_decode.tiles_of(case), test_varlen_prefill.tiles_of(case)
-        for kernel, tiles in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
-            make = lambda *_, tiles=tiles, **__: tiles
-            monkeypatch.setattr(getattr(why_not, kernel), "default_tiles", make)
+        few = test_paged_decode.sizes_of(case), test_varlen_prefill.sizes_of(case)
+        for kernel, sizes in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
+            make = lambda *_, sizes=sizes, **__: sizes
+            monkeypatch.setattr(getattr(why_not, kernel), "default_sizes", make)
 
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     problem.check(*jax.jit(run)(query, problem.kv, region))

@@ -88,10 +88,10 @@ def test_reading_from_a_large_pool_into_a_large_buffer(layout, stored):
     lens = jnp.asarray([333, 300], jnp.int32)
     rows = 2**31 // (HEADS * WIDTH) + 2048
 
-    def read(cache, ids, first_row, num_rows):
+    def read(cache, ids, first_row, buffer_len):
         starts = jnp.asarray([first_row, first_row + 384], jnp.int32)
         table = jnp.asarray(ids.reshape(2, -1), jnp.int32)
-        run = functools.partial(cache_read, dtype=jnp.bfloat16, layout=layout, num_rows=num_rows)
+        run = functools.partial(cache_read, dtype=jnp.bfloat16, layout=layout, buffer_len=buffer_len)
         out = jax.jit(run)(cache, table, jnp.zeros(2, jnp.int32), lens, kv_start_loc=starts)
         mine = lambda first, n: np.asarray(jax.lax.dynamic_slice_in_dim(out, first, n))
         return [mine(start, n) for start, n in zip(np.asarray(starts).tolist(), lens.tolist(), strict=True)]

@@ -5,39 +5,39 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.list_tiles import MAX_PARTS, PART_SHIFT, by_sorting, codes_of, list_tiles
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, QUERY_BLOCK_SHIFT, by_sorting, codes_of, list_tiles
 from pallas_kernels.ptx.list_tiles import list_tiles as kernel
 from tests import aot
 
-# Lists, tiles, parts: words that are not full, 16 bits a tile, warps without a list, lists of one warp.
-SHAPES = [(1, 1, 0), (13, 129, 3), (5, 300, 7), (9, 2048, MAX_PARTS), (2049, 70, 1), (64, 8192, 0)]
+# Lists, tiles, blocks of queries: words that are not full, 16 bits a tile, warps without a list, one warp.
+SHAPES = [(1, 1, 0), (13, 129, 3), (5, 300, 7), (9, 2048, MAX_QUERY_BLOCKS), (2049, 70, 1), (64, 8192, 0)]
 
 
-def drawn(lists, tiles, parts, seed=0):
+def drawn(lists, tiles, query_blocks, seed=0):
     rng = np.random.default_rng(seed)
     density = rng.choice([0.0, 0.1, 0.9, 1.0], (lists, 1))
     some = rng.random((lists, tiles)) < density
     every = rng.random((lists, tiles)) < 0.5
-    return some, every, [rng.random((lists, tiles)) < 0.5 for _ in range(parts)]
+    return some, every, [rng.random((lists, tiles)) < 0.5 for _ in range(query_blocks)]
 
 
-def lists_of(some, every, parts):
+def lists_of(some, every, query_blocks):
     """Each list, and how many of its tiles are seen in part."""
     for row, (seen, whole) in enumerate(zip(some, some & every, strict=True)):
         tiles = [*np.flatnonzero(seen & ~whole)[::-1], *np.flatnonzero(whole)]
-        bits = lambda tile, row=row: sum(int(part[row, tile]) << n for n, part in enumerate(parts))
-        yield [int(tile) + (bits(tile) << PART_SHIFT) for tile in tiles], int((seen & ~whole).sum())
+        bits = lambda tile, row=row: sum(int(sees[row, tile]) << n for n, sees in enumerate(query_blocks))
+        yield [int(tile) + (bits(tile) << QUERY_BLOCK_SHIFT) for tile in tiles], int((seen & ~whole).sum())
 
 
-def check(listed, some, every, parts):
+def check(listed, some, every, query_blocks):
     entries, num_partial, num_full = map(np.asarray, listed)
-    for row, (wanted, partial) in enumerate(lists_of(some, every, parts)):
+    for row, (wanted, partial) in enumerate(lists_of(some, every, query_blocks)):
         assert (num_partial[row], num_full[row]) == (partial, len(wanted) - partial)
         assert entries[row, : len(wanted)].tolist() == wanted
 
 
-def codes(some, every, parts):
-    return codes_of(jnp.asarray(some), jnp.asarray(every), [jnp.asarray(part) for part in parts])
+def codes(some, every, query_blocks):
+    return codes_of(jnp.asarray(some), jnp.asarray(every), [jnp.asarray(part) for part in query_blocks])
 
 
 def test_lists_name_tiles_seen_in_part_first():
@@ -69,7 +69,7 @@ def test_more_tiles_than_are_counted_are_refused():
 
 def aot_cases():
     """Name -> function and abstract arguments."""
-    of = lambda lists, tiles, parts: jax.eval_shape(lambda: codes(*drawn(lists, tiles, parts)))
+    of = lambda lists, tiles, query_blocks: jax.eval_shape(lambda: codes(*drawn(lists, tiles, query_blocks)))
     return {str(shape): (list_tiles, (of(*shape),)) for shape in (*SHAPES, (4, 16384, 1), (8224, 256, 2))}
 
 

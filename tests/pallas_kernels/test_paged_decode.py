@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import why_not
-from pallas_kernels.paged_decode import BlockList, Tiles, paged_decode, reference, schedule_for
+from pallas_kernels.paged_decode import BlockList, KernelSizes, paged_decode, reference, schedule_for
 from pallas_kernels.paged_decode.mma_products import MmaProducts
 from pallas_kernels.paged_decode.products import Products
 from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
@@ -71,14 +71,14 @@ def has_kernel(case):
     return is_wide or case.get("head_dim", 64) in EIGHT_BIT_HEAD_DIMS
 
 
-def tiles_of(case):
+def sizes_of(case):
     """Few thread blocks, so that spans cut requests and interpret mode stays fast."""
     by_warp = case.get("by_warp", False)
     max_rows = 8 if by_warp and case["head_dim"] > 128 else 16
-    return Tiles(stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), by_warp=by_warp)
+    return KernelSizes(stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), by_warp=by_warp)
 
 
-def attend(problem: Problem, interpret=None, tiles=None):
+def attend(problem: Problem, interpret=None, sizes=None):
     """The decode region by the kernel, the prefill region by XLA."""
 
     def run(query, kv, metadata, per_head):
@@ -94,8 +94,8 @@ def attend(problem: Problem, interpret=None, tiles=None):
     per_head = {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
     per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
     with pytest.MonkeyPatch.context() as patched:
-        if tiles is not None:
-            patched.setattr(why_not.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+        if sizes is not None:
+            patched.setattr(why_not.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
         return jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 
@@ -103,18 +103,18 @@ class TestContract:
     @pytest.mark.parametrize("case", cases(FAST)[::2], ids=case_id)
     def test_equals_float64_whatever_meets_whatever(self, case):
         problem = Problem(case)
-        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
     def test_equals_float64_with_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
-        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     def test_a_mixed_step(self):
         case = plain_case(padded=True, sinks=True, window=(70, 2))
         problem = Problem(case)
-        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
 
 @pytest.mark.gpu
@@ -123,7 +123,7 @@ class TestOnGpu:
     def test_equals_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem))
-        problem.check(*attend(problem, tiles=tiles_of(case)))
+        problem.check(*attend(problem, sizes=sizes_of(case)))
 
     def test_attend_takes_it_when_asked_for_nothing(self):
         problem = Problem(plain_case())
@@ -218,7 +218,7 @@ LISTED = [
 
 
 def check_listed(listed, interpret=None):
-    list_block_size, block_size, query_len, score, sizes, layout = listed
+    list_block_size, block_size, query_len, score, changed, layout = listed
     lens = [330, 0, 70, 5, 200]
     (query, k, v, *rest), kwargs = random_step(lens, 6, 2, 64, block_size, query_len, **score)
     lists = random_lists(lens, 2, list_block_size)
@@ -227,8 +227,8 @@ def check_listed(listed, interpret=None):
     one |= {"block_list": lists, "list_block_size": list_block_size}
     if layout == "HND":
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    tiles = Tiles(stages=2, ctas=6, **sizes)
-    run = functools.partial(paged_decode, score=kwargs["score"], tiles=tiles, interpret=interpret)
+    sizes = KernelSizes(stages=2, ctas=6, **changed)
+    run = functools.partial(paged_decode, score=kwargs["score"], sizes=sizes, interpret=interpret)
     static = ("layout", "decode_query_len", "list_block_size")
     out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **one)
     want, want_lse = reference.paged_decode(
@@ -260,8 +260,8 @@ class TestRaces:
     )
     def test_there_are_none(self, query_len, score, by_warp):
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
-        tiles = Tiles(stages=2, ctas=6, by_warp=by_warp)
-        out, _ = interpreted(*args, **kwargs, tiles=tiles, detect_races=True)
+        sizes = KernelSizes(stages=2, ctas=6, by_warp=by_warp)
+        out, _ = interpreted(*args, **kwargs, sizes=sizes, detect_races=True)
         out.block_until_ready()
         races.check_none_were_found()
 
@@ -277,11 +277,11 @@ class TestProducts:
 
 
 class TestSchedule:
-    def schedule(self, lens, tiles, max_kv=None, **score):
+    def schedule(self, lens, sizes, max_kv=None, **score):
         return schedule_for(
             jnp.asarray(lens, jnp.int32),
             score=Score(scale=1.0, **score),
-            tiles=tiles,
+            sizes=sizes,
             kv_heads=2,
             group=4,
             decode_query_len=1,
@@ -289,7 +289,7 @@ class TestSchedule:
         )
 
     def test_spans_are_equal_and_meet_requests_in_order(self):
-        got = self.schedule([130, 0, 64, 320], Tiles(tile_kv=64, ctas=6))
+        got = self.schedule([130, 0, 64, 320], KernelSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
@@ -311,13 +311,13 @@ class TestSchedule:
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
     def test_a_window_shortens_what_is_read(self):
-        got = self.schedule([1000, 64], Tiles(tile_kv=64, ctas=4), window=(63, 0))
+        got = self.schedule([1000, 64], KernelSizes(tile_kv=64, ctas=4), window=(63, 0))
         np.testing.assert_array_equal(got.unit_ends, [2, 3])
 
     @pytest.mark.parametrize("reqs", [1, 33, 257])
     def test_ends_add_up_however_many_requests(self, reqs):
         lens = np.random.default_rng(reqs).integers(0, 1000, reqs)
-        got = self.schedule(lens, Tiles(tile_kv=64, ctas=6))
+        got = self.schedule(lens, KernelSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
     @pytest.mark.parametrize("way", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
@@ -326,9 +326,9 @@ class TestSchedule:
         assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
         counts = np.random.default_rng(reqs).integers(0, 100, (reqs, 8)).astype(np.int32)
         lists = BlockList(jnp.zeros((reqs, 8, 100), jnp.int32), jnp.asarray(counts))
-        sizes = {"tiles": Tiles(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
+        static = {"sizes": KernelSizes(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
         lens = jnp.full(reqs, 1600, jnp.int32)
-        got = schedule_for(lens, score=Score(scale=1.0), **sizes, block_list=lists, list_block_size=16)
+        got = schedule_for(lens, score=Score(scale=1.0), **static, block_list=lists, list_block_size=16)
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
 
     @pytest.mark.gpu
@@ -353,20 +353,20 @@ class TestSchedule:
                 assert [int(x[slot]) for x in found] == [int(x) for x in want]
 
     def test_there_are_no_more_spans_than_units(self):
-        assert self.schedule([70], Tiles(tile_kv=64, ctas=264), max_kv=128).slots == 2
-        assert self.schedule([70], Tiles(tile_kv=64, ctas=6), max_kv=1024).slots == 3
+        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=264), max_kv=128).slots == 2
+        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=6), max_kv=1024).slots == 3
 
     def test_fixed_splits_ignore_the_rest_of_the_batch(self):
-        tiles = Tiles(tile_kv=64, stages=2, ctas=6, split_kv=128)
+        sizes = KernelSizes(tile_kv=64, stages=2, ctas=6, split_kv=128)
         (query, k, v, table, lens), kwargs = random_step([300, 17, 500], 4, 2, 64, 16)
-        together = interpreted(query, k, v, table, lens, **kwargs, tiles=tiles)[0]
-        alone = interpreted(query[:1], k, v, table[:1], lens[:1], **kwargs, tiles=tiles)[0]
+        together = interpreted(query, k, v, table, lens, **kwargs, sizes=sizes)[0]
+        alone = interpreted(query[:1], k, v, table[:1], lens[:1], **kwargs, sizes=sizes)[0]
         np.testing.assert_array_equal(together[:1], alone)
 
     def test_a_schedule_made_before_changes_no_bit(self):
         args, kwargs = random_step([130, 40], 4, 2, 64, 16)
-        kwargs["tiles"] = Tiles(tile_kv=64, stages=2, ctas=4)
-        made = self.schedule([130, 40], kwargs["tiles"])
+        kwargs["sizes"] = KernelSizes(tile_kv=64, stages=2, ctas=4)
+        made = self.schedule([130, 40], kwargs["sizes"])
         np.testing.assert_array_equal(
             interpreted(*args, **kwargs)[0], interpreted(*args, **kwargs, schedule=made)[0]
         )
@@ -380,7 +380,7 @@ class TestReference:
         want, want_lse = reference.paged_decode(
             *args, scale=score.scale, window=(9, 0), soft_cap=3.0, decode_query_len=2, sinks=sinks
         )
-        out, lse = interpreted(*args, **kwargs, tiles=Tiles(ctas=4, stages=2), sinks=sinks)
+        out, lse = interpreted(*args, **kwargs, sizes=KernelSizes(ctas=4, stages=2), sinks=sinks)
         np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
         np.testing.assert_allclose(lse, want_lse, atol=1e-2)
 
@@ -483,7 +483,7 @@ class TestRefusals:
     )  # fmt: skip
     def test_tiles_that_cannot_be_are_named(self, change, message):
         with pytest.raises(ValueError, match=message):
-            Tiles(**change)
+            KernelSizes(**change)
 
 
 class TestAheadOfTime:

@@ -17,9 +17,9 @@ from pallas_kernels import support
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.list_tiles import codes_of, list_tiles
-from pallas_kernels.paged_decode import Tiles, default_tiles, paged_decode, schedule_for
+from pallas_kernels.paged_decode import KernelSizes, default_sizes, paged_decode, schedule_for
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import Tiles as PrefillTiles
+from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
 from pallas_kernels.varlen_prefill import make_lists, make_schedule, varlen_prefill
 
 HEAD_DIMS = [128, 64, 16, 32, 48, 72, 80, 96, 112, 120, 160, 192, 256, 320, 512]
@@ -274,7 +274,7 @@ class TestSchedulesOfOthers:
         query, cache, table, lens, *_ = zeros_of(decode)
         score = Score(scale=0.1)
         made = lambda lens, **sizes: schedule_for(
-            lens, score=score, tiles=Tiles(**sizes), kv_heads=1, group=1, decode_query_len=1
+            lens, score=score, sizes=KernelSizes(**sizes), kv_heads=1, group=1, decode_query_len=1
         )
         run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
         with pytest.raises(ValueError, match="schedule must have units of 64 keys, got 2048"):
@@ -285,7 +285,7 @@ class TestSchedulesOfOthers:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"tiles": PrefillTiles(teams=2)}, r"schedule.table must have shape \(4, 32\) .*got \(5, 32\)"),
+            ({"sizes": PrefillSizes(teams=2)}, r"schedule.table must have shape \(4, 32\) .*got \(5, 32\)"),
             ({"num_tokens": 999}, r"schedule.table must have shape \(4, 32\) .*got \(10, 32\)"),
             ({"reqs": 1}, r"schedule.table must have shape \(4, 32\) .*got \(3, 32\)"),
         ],
@@ -293,25 +293,25 @@ class TestSchedulesOfOthers:
     def test_prefill(self, change, message):
         query, kv, starts, lens, table = zeros_of(prefill, tokens=150, reqs=2)
         score = Score(scale=0.1)
-        options = {"tiles": PrefillTiles(), "num_tokens": 150} | change
+        options = {"sizes": PrefillSizes(), "num_tokens": 150} | change
         reqs = options.pop("reqs", 2)
         schedule = make_schedule(starts[: reqs + 1], lens[:reqs], score=score, **options)
         run = functools.partial(varlen_prefill, query, kv, kv, starts, lens, block_table=table, score=score)
         with pytest.raises(ValueError, match=message):
-            run(schedule=schedule, tiles=PrefillTiles())
+            run(schedule=schedule, sizes=PrefillSizes())
 
     def test_lists(self):
         query, kv, starts, lens, table = zeros_of(prefill)
-        score, tiles = Score(scale=0.1), PrefillTiles()
-        schedule = make_schedule(starts, lens, num_tokens=1, score=score, tiles=tiles, has_lists=True)
+        score, sizes = Score(scale=0.1), PrefillSizes()
+        schedule = make_schedule(starts, lens, num_tokens=1, score=score, sizes=sizes, has_lists=True)
         run = functools.partial(varlen_prefill, query, kv, kv, starts, lens, block_table=table, score=score)
         message = r"lists.table must have shape \(2, 32\) .2 tiles of queries, 1 heads., got \(4, 32\)"
         with pytest.raises(ValueError, match=message):
-            run(schedule=schedule, lists=lists_of(schedule, 2, 1), tiles=tiles)
+            run(schedule=schedule, lists=lists_of(schedule, 2, 1), sizes=sizes)
 
     def test_lists_of_no_tiles_of_keys_are_lists_of_nothing(self):
         _, _, starts, lens, _ = zeros_of(prefill)
-        schedule = make_schedule(starts, lens, num_tokens=1, score=Score(scale=0.1), tiles=PrefillTiles())
+        schedule = make_schedule(starts, lens, num_tokens=1, score=Score(scale=0.1), sizes=PrefillSizes())
         lists = lists_of(schedule, 1, 0)
         assert lists.entries.shape == (2, 1)
 
@@ -355,7 +355,7 @@ def test_a_request_longer_than_its_table_is_cut():
     q, k, v = draw(0, 3, 1, 64), draw(1, 9, 16, 1, 64), draw(2, 9, 16, 1, 64)
     run = functools.partial(
         varlen_prefill, q, k, v, jnp.asarray([0, 3]), block_table=jnp.asarray([[4, 2]]),
-        score=Score(scale=0.1), tiles=PrefillTiles(ctas=1), interpret=plgpu.InterpretGPUParams(),
+        score=Score(scale=0.1), sizes=PrefillSizes(ctas=1), interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     np.testing.assert_array_equal(run(jnp.asarray([1000]))[0], run(jnp.asarray([32]))[0])
 
@@ -372,4 +372,4 @@ def test_decode_reads_no_table_behind_its_end():
 
 def test_heads_without_tiles_are_refused_as_by_the_kernel():
     with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 112 in 8 bits"):
-        default_tiles(112, rows=1, kv_dtypes=("int8", "int8"))
+        default_sizes(112, rows=1, kv_dtypes=("int8", "int8"))

@@ -12,13 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations.layers import regions_of
-from jattn.implementations.mosaic_gpu import block_lists, score_of, sparse_tiles, tile_lists
-from pallas_kernels.list_tiles import PART_SHIFT, codes_of
+from jattn.implementations.mosaic_gpu import block_lists, score_of, sparse_sizes, tile_lists
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
 from pallas_kernels.ptx import item_order
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
-from pallas_kernels.varlen_prefill import Schedule, Tiles, make_lists, varlen_prefill
-from pallas_kernels.varlen_prefill import tiles as tiles_module
+from pallas_kernels.varlen_prefill import KernelSizes, Schedule, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, make_schedule
 from tests import aot, contract, races
@@ -135,8 +135,8 @@ CASES = covering_array(CHOICES, lambda case: True)
 def _few_thread_blocks(request, monkeypatch):
     """Interpreted, those without work take time too."""
     if "gpu" not in request.keywords:
-        few = {width: dataclasses.replace(tiles, ctas=2) for width, tiles in tiles_module.LIST_TABLE.items()}
-        monkeypatch.setattr(tiles_module, "LIST_TABLE", few)
+        few = {width: dataclasses.replace(sizes, ctas=2) for width, sizes in sizes_module.LIST_TABLE.items()}
+        monkeypatch.setattr(sizes_module, "LIST_TABLE", few)
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def solved(case, interpret=None, *, is_sparse=False):
     plain = {name: values[0] for name, values in FACTORS.items()}
     mask, rule = MASKS[case["mask"]]
     case = plain | {"heads": (4, 2), "dtype": "bfloat16"} | case
-    tile_kv = sparse_tiles(contract.make_spec(case), mask).tile_kv if is_sparse else None
+    tile_kv = sparse_sizes(contract.make_spec(case), mask).tile_kv if is_sparse else None
     problem = ListedProblem(case, mask=rule, sparse_tile_kv=tile_kv)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     query, metadata = jnp.asarray(problem.query), problem.metadata
@@ -249,21 +249,21 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
     blocks = jnp.asarray([[[True, False, False], [True, True, False], [False, False, True]]])
     mask = masks.BlockMask(blocks=blocks, block_q=64, block_kv=64)
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
-    tiles = Tiles(tile_kv=64)
+    sizes = KernelSizes(tile_kv=64)
     schedule = make_schedule(
         jnp.asarray([0, 192]),
         jnp.asarray([192]),
         num_tokens=192,
         score=score_of(spec),
-        tiles=tiles,
+        sizes=sizes,
         has_lists=True,
     )
-    lists = tile_lists.tile_lists(mask, spec, schedule, tiles, tile_lists.ListsCall(192))
+    lists = tile_lists.tile_lists(mask, spec, schedule, sizes, tile_lists.ListsCall(192))
     column = len(COLUMNS) + ITEM_COLUMNS.index("list")
     entries = np.asarray(lists.entries)[np.asarray(lists.table)[:2, column]]
     # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.
-    assert entries[0, :2].tolist() == [1 + (0b010 << PART_SHIFT), 0 + (0b011 << PART_SHIFT)]
-    assert entries[1, 0] == 2 + (0b001 << PART_SHIFT)
+    assert entries[0, :2].tolist() == [1 + (0b010 << QUERY_BLOCK_SHIFT), 0 + (0b011 << QUERY_BLOCK_SHIFT)]
+    assert entries[1, 0] == 2 + (0b001 << QUERY_BLOCK_SHIFT)
     assert int(lists.num_live[0]) == int(schedule.num_live[0])
 
 
@@ -368,7 +368,7 @@ def test_masks_without_block_lists_are_named(mask, q_heads, message):
 def test_arguments_that_disagree_are_named(options, message):
     x = jnp.zeros((8, 1, 64), jnp.bfloat16)
     starts = jnp.asarray([0, 8]), jnp.asarray([8])
-    run = functools.partial(varlen_prefill, score=Score(scale=1.0), tiles=Tiles())
+    run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=KernelSizes())
     if "lists" in options:
         options["lists"] = TileLists(*[jnp.zeros((1, 32), jnp.int32)] * 3)
     with pytest.raises(Exception, match=f"{message}|Type-check"):

@@ -7,15 +7,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import memory, tiles, tops
-from pallas_kernels.varlen_prefill.bias import LOG2E
+from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.varlen_prefill import memory, tops
+from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
-from pallas_kernels.varlen_prefill.tiles import Tiles
 
 
 def spec_of(*, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, **fields):
     shape = Shape(q_heads=2, group=1, cut=head_cut(64), in_cache=None, heads_at_once=2)
-    fields = {"tiles": Tiles(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
+    fields = {"sizes": KernelSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap)
     call = {"mask": None, "has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
     return PrefillSpec(score=score, dtype=jnp.dtype(dtype), **fields, **call)
@@ -85,12 +85,12 @@ class TestSums:
         np.testing.assert_allclose(np.log2(total.sum(axis=1)) + top, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("table", [tiles.TABLE, tiles.LIST_TABLE], ids=["items", "lists"])
+@pytest.mark.parametrize("table", [TABLE, LIST_TABLE], ids=["items", "lists"])
 @pytest.mark.parametrize("heads_at_once", [1, 2])
 def test_no_kernel_asks_for_more_registers_than_there_are(table, heads_at_once):
     for width, sizes in table.items():
         shape = Shape(q_heads=2, group=1, cut=head_cut(width), in_cache=None, heads_at_once=heads_at_once)
-        spec = spec_of(shape=shape, tiles=sizes, has_lists=table is tiles.LIST_TABLE)
+        spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
         load, compute = memory.registers(spec)
         assert (load + sizes.warpgroups * compute) * 128 <= memory.REGISTERS
         assert load % 8 == 0

@@ -14,7 +14,7 @@ from jattn.implementations.mosaic_gpu import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_prefill
-from pallas_kernels.varlen_prefill import Tiles, default_tiles, make_schedule, reference, varlen_prefill
+from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, make_schedule, reference, varlen_prefill
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, contract, races
@@ -77,10 +77,10 @@ def plain_case(**changes):
     return plain | {"head_dim": 64, "block_size": 16} | changes
 
 
-def tiles_of(case):
+def sizes_of(case):
     """Few thread blocks, so that each has several tiles, and tiles of both widths of keys."""
     is_wide = case["head_dim"] > 128
-    return Tiles(
+    return KernelSizes(
         tile_kv=64 if is_wide or case["causal"] else 128,
         stages=2,
         warpgroups=3 if case["head_dim"] == 64 else 2,
@@ -89,7 +89,7 @@ def tiles_of(case):
     )
 
 
-def attend(problem: Problem, interpret=None, tiles=None):
+def attend(problem: Problem, interpret=None, sizes=None):
     """The whole step by the kernel; no row of these problems is a decode."""
     spec, metadata, kv = problem.spec, problem.metadata, problem.kv
     assert metadata.bucket.max_decodes == 0
@@ -100,7 +100,7 @@ def attend(problem: Problem, interpret=None, tiles=None):
         varlen_prefill,
         score=score_of(spec),
         layout="NHD" if is_packed else kv.layout,
-        tiles=tiles,
+        sizes=sizes,
         return_lse=True,
         interpret=interpret,
     )
@@ -124,16 +124,16 @@ class TestContract:
     @pytest.mark.parametrize("case", cases(FAST)[::2], ids=case_id)
     def test_equals_float64_whatever_meets_whatever(self, case):
         problem = Problem(case)
-        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
     def test_equals_float64_with_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
-        problem.check(*attend(problem, plgpu.InterpretGPUParams(), tiles_of(case)))
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     def test_queries_before_the_first_key_see_nothing(self):
-        spec = {"score": Score(scale=0.1, chunk_size=4), "tiles": Tiles(tile_kv=64, ctas=1)}
+        spec = {"score": Score(scale=0.1, chunk_size=4), "sizes": KernelSizes(tile_kv=64, ctas=1)}
         q, k, v = (
             jax.random.normal(jax.random.key(i), (n, 2, 64), jnp.bfloat16) for i, n in enumerate((70, 5, 5))
         )
@@ -254,9 +254,9 @@ class TestRaces:
         draw = lambda seed, heads: jax.random.normal(
             jax.random.key(seed), (sum(lens), heads, 64), jnp.bfloat16
         )
-        tiles = Tiles(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
+        sizes = KernelSizes(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
         args = draw(0, 2), draw(1, 1), draw(2, 1)
-        out, _ = packed(lens, lens, *args, score=Score(scale=0.1), tiles=tiles, detect_races=True)
+        out, _ = packed(lens, lens, *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
         out.block_until_ready()
         races.check_none_were_found()
 
@@ -270,7 +270,7 @@ class TestSchedule:
             as_jax(kv_starts),
             num_tokens=num_tokens,
             score=Score(scale=1.0, **score),
-            tiles=Tiles(tile_kv=64),
+            sizes=KernelSizes(tile_kv=64),
             has_lists=has_lists,
         )
 
@@ -310,7 +310,7 @@ class TestSchedule:
     def test_made_before_it_changes_no_bit(self):
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (96, 1, 64), jnp.bfloat16)
         args, lens = (draw(0), draw(1), draw(2)), [33, 60]
-        options = {"score": Score(scale=0.1), "tiles": Tiles(tile_kv=64, ctas=2)}
+        options = {"score": Score(scale=0.1), "sizes": KernelSizes(tile_kv=64, ctas=2)}
         made = make_schedule(
             jnp.asarray([0, 33, 93]), jnp.asarray(lens), jnp.asarray([0, 33]), num_tokens=96, **options
         )
@@ -321,13 +321,13 @@ class TestSchedule:
 
 class TestHeadsAtOnce:
     def test_as_many_as_fit(self):
-        of = functools.partial(schedule_module.heads_at_once, 32, 8, tiles=Tiles())
+        of = functools.partial(schedule_module.heads_at_once, 32, 8, sizes=KernelSizes())
         assert of(kv_bytes=4 * 10**6, rows=128) == 32
         assert of(kv_bytes=8 * 10**6, rows=128) == 16
         assert of(kv_bytes=10**9, rows=512) == 4
 
     def test_as_many_as_keep_all_thread_blocks_busy(self):
-        of = functools.partial(schedule_module.heads_at_once, 32, 8, tiles=Tiles(), kv_bytes=10**9)
+        of = functools.partial(schedule_module.heads_at_once, 32, 8, sizes=KernelSizes(), kv_bytes=10**9)
         assert of(rows=132) == 4
         assert of(rows=131) == 8
         assert of(rows=1) == 32
@@ -336,7 +336,7 @@ class TestHeadsAtOnce:
         """Four parts of heads: every other takes the rows in the opposite order."""
         draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (300, heads, 64), jnp.bfloat16)
         args, lens = (draw(0, 4), draw(1, 4), draw(2, 4)), [33, 260]
-        options = {"score": Score(scale=0.1), "tiles": Tiles(tile_kv=64, ctas=1)}
+        options = {"score": Score(scale=0.1), "sizes": KernelSizes(tile_kv=64, ctas=1)}
         out, _ = packed(lens, lens, *args, **options)
         monkeypatch.setattr(schedule_module, "L2_BYTES", 1)
         again, _ = packed(lens, lens, *args, **options)
@@ -348,7 +348,7 @@ class TestReference:
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (40, 2, 64), jnp.bfloat16)
         q, k, v = draw(0)[:24], draw(1), draw(2)
         score = Score(scale=0.1, window=(9, None))
-        out, _ = packed([24], [40], q, k, v, score=score, tiles=Tiles(tile_kv=64, ctas=1))
+        out, _ = packed([24], [40], q, k, v, score=score, sizes=KernelSizes(tile_kv=64, ctas=1))
         want = reference.attend_request(q, k, v, scale=0.1, window=(9, None))
         np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
 
@@ -396,16 +396,16 @@ class TestRefusals:
     )
     def test_tiles_that_cannot_be_are_named(self, change, message):
         with pytest.raises(ValueError, match=message):
-            Tiles(**change)
+            KernelSizes(**change)
 
     @pytest.mark.parametrize("has_lists", [False, True])
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-    def test_default_tiles_fit_shared_memory(self, head_dim, has_lists):
+    def test_default_sizes_fit_shared_memory(self, head_dim, has_lists):
         from pallas_kernels.shared.head_dims import head_cut
-        from pallas_kernels.varlen_prefill.tiles import SHARED_MEMORY
+        from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
-        tiles = default_tiles(head_dim, has_lists=has_lists)
-        assert tiles.shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
+        sizes = default_sizes(head_dim, has_lists=has_lists)
+        assert sizes.shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
 
 
 class TestBothEdgesInOneTile:
@@ -415,7 +415,7 @@ class TestBothEdgesInOneTile:
         problem = Problem(plain_case(region="chunked", window=(9, None), dtype="bfloat16"))
         kv, metadata = problem.kv, problem.metadata
         score = Score(scale=problem.spec.softmax_scale, window=(9, None))
-        run = functools.partial(varlen_prefill, score=score, tiles=tiles_of(problem.case), return_lse=True)
+        run = functools.partial(varlen_prefill, score=score, sizes=sizes_of(problem.case), return_lse=True)
         run = jax.jit(functools.partial(run, interpret=interpret))
         lens = metadata.query_start_loc, metadata.seq_lens
         for _ in range(runs):
@@ -446,7 +446,7 @@ class TestTops:
         q[:, :, 0], k[:, 0, 0] = 1.0, np.repeat(self.RISES, 64) / 8
         score = Score(scale=8.0, window=window)
         q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-        run = functools.partial(packed, score=score, tiles=Tiles(tile_kv=64, ctas=1), return_lse=True)
+        run = functools.partial(packed, score=score, sizes=KernelSizes(tile_kv=64, ctas=1), return_lse=True)
         alibi = None if slopes is None else jnp.asarray(slopes, jnp.float32)
         out, lse = run([tokens], [keys], q, k, v, alibi_slopes=alibi, interpret=interpret)
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

@@ -28,8 +28,8 @@ def decode_problem(is_interpreted):
     cache = (BLOCKS, SIZE, HEADS, DIM)
     table = jnp.asarray([np.arange(12).reshape(2, 6), np.arange(12)[::-1].reshape(2, 6)], jnp.int32)
     lens = jnp.asarray([[90, 7], [0, 70]], jnp.int32)
-    tiles = decode.Tiles(tile_kv=64, stages=2, ctas=2 * HEADS, max_rows=16)
-    run = functools.partial(decode.paged_decode, score=Score(scale=0.1), tiles=tiles)
+    sizes = decode.KernelSizes(tile_kv=64, stages=2, ctas=2 * HEADS, max_rows=16)
+    run = functools.partial(decode.paged_decode, score=Score(scale=0.1), sizes=sizes)
     run = functools.partial(run, interpret=plgpu.InterpretGPUParams() if is_interpreted else None)
     arguments = normal(0, 2, 2, 4, DIM), normal(KEY, *cache), normal(VALUE, *cache), table, lens
     return run, arguments, (0, None, None, 0, 0)
@@ -37,7 +37,7 @@ def decode_problem(is_interpreted):
 
 def prefill_problem(is_interpreted):
     """The queries of two steps over the same packed keys."""
-    tiles = prefill.Tiles(tile_kv=64, stages=2, ctas=3)
+    sizes = prefill.KernelSizes(tile_kv=64, stages=2, ctas=3)
     starts = jnp.asarray([0, 20, 30], jnp.int32)
 
     def run(query, key, value):
@@ -49,7 +49,7 @@ def prefill_problem(is_interpreted):
             seq_lens=jnp.asarray([20, 10], jnp.int32),
             kv_start_loc=starts[:-1],
             score=Score(scale=0.1),
-            tiles=tiles,
+            sizes=sizes,
             interpret=plgpu.InterpretGPUParams() if is_interpreted else None,
         )[0]
 

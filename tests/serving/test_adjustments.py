@@ -50,8 +50,9 @@ def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
     last = jnp.asarray([output[-1] if output else 9 for _, _, output in requests], jnp.int32)
     end_ids = (2, 7)
     asked = [
-        Adjusted(params, prompt, output[:-1] if row >= 0 else output, end_ids, row)
+        Adjusted(params, np.asarray(prompt), known, end_ids, len(known), row)
         for (params, prompt, output), row in zip(requests, pending, strict=True)
+        for known in [output[:-1] if row >= 0 else output]
     ]
     by = build_adjustments(asked, last, num_rows=5, vocab_size=VOCAB)
     counts = np.zeros(5, np.int32)
@@ -66,14 +67,14 @@ def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
 
 
 def test_where_nobody_asks_for_anything_there_is_nothing():
-    plain = Adjusted(SamplingParams(min_tokens=2), [1], [2, 3], (0,), -1)
+    plain = Adjusted(SamplingParams(min_tokens=2), [1], [2, 3], (0,), 2, -1)
     assert build_adjustments([plain], jnp.zeros(1), num_rows=1, vocab_size=9) is None
 
 
 def test_longer_lists_compile_a_few_times_in_all():
     shapes = set()
     for length in range(1, 40):
-        one = Adjusted(SamplingParams(presence_penalty=1.0), [1] * length, [2] * length, (), -1)
+        one = Adjusted(SamplingParams(presence_penalty=1.0), [1] * length, [2] * length, (), length, -1)
         by = build_adjustments([one], jnp.zeros(1), num_rows=1, vocab_size=9)
         shapes.add((by.prompt_ids.shape, by.output_ids.shape))
     assert len(shapes) == 7

@@ -22,6 +22,7 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         super().__init__()
         self.manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
         self.tokens = {}  # request -> the tokens it wrote or inherited
+        self.gone = {}  # request -> how many blocks of them it gave up
         self.memory = {}  # (block, offset) -> token
         self.next_id = self.next_token = self.peak = 0
 
@@ -36,6 +37,7 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
     def fresh(self):
         self.next_id += 1
         self.tokens[self.next_id] = []
+        self.gone[self.next_id] = 0
         return self.next_id
 
     @rule(target=requests, count=st.integers(0, 17))
@@ -50,15 +52,17 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         return request
 
     @rule(request=requests, count=st.integers(0, 9))
-    def append(self, request, count):
-        free, need = self.manager.num_free, self.manager.blocks_to_append(request, count)
+    def extend(self, request, count):
+        first = len(self.tokens[request])
+        where = request, first, first + count
+        free, need = self.manager.num_free, self.manager.blocks_to_extend(*where)
         if need > free:
             before = self.manager.block_table(request)
             with pytest.raises(ValueError, match=f"at most the {free} free, got {need}"):
-                self.manager.append(request, count)
+                self.manager.extend(*where)
             assert self.manager.block_table(request) == before
             return
-        for source, target in self.manager.append(request, count):
+        for source, target in self.manager.extend(*where):
             for offset in range(BLOCK_SIZE):
                 self.memory[target, offset] = self.memory.get((source, offset))
         assert self.manager.num_free == free - need
@@ -70,8 +74,15 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         child, free = self.fresh(), self.manager.num_free
         self.manager.fork(parent, child, count)
         self.tokens[child] = self.tokens[parent][:count]
+        self.gone[child] = min(self.gone[parent], -(-count // BLOCK_SIZE))
         assert self.manager.num_free == free
         return child
+
+    @rule(request=requests, share=st.floats(0, 1))
+    def give_up(self, request, share):
+        count = round(share * len(self.tokens[request]))
+        self.manager.give_up(request, count)
+        self.gone[request] = max(self.gone[request], count // BLOCK_SIZE)
 
     @precondition(lambda self: self.tokens)
     @rule(request=consumes(requests))
@@ -84,14 +95,24 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         for request, tokens in self.tokens.items():
             table = self.manager.block_table(request)
             assert len(table) == -(-len(tokens) // BLOCK_SIZE)
-            assert self.manager.num_tokens(request) == len(tokens)
-            read = [self.memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in range(len(tokens))]
-            assert read == tokens
+            assert self.manager.room(request) == len(table) * BLOCK_SIZE
+            first = self.gone[request] * BLOCK_SIZE
+            assert set(table[: self.gone[request]]) <= {0}
+            read = [self.memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in range(first, len(tokens))]
+            assert read == tokens[first:]
+
+    @invariant()
+    def tables_together_are_those_of_each(self):
+        requests = list(self.tokens)[::-1]
+        together = self.manager.block_tables(requests)
+        for request, row in zip(requests, together.tolist(), strict=True):
+            table = list(self.manager.block_table(request))
+            assert row == table + [0] * (len(row) - len(table))
+            assert self.manager.block_tables([request]).tolist() == [table]
 
     @invariant()
     def every_block_is_counted(self):
-        owners = collections.Counter(b for r in self.tokens for b in self.manager.block_table(r))
-        assert 0 not in owners
+        owners = collections.Counter(b for r in self.tokens for b in self.manager.block_table(r) if b)
         assert [self.manager.ref_count(b) for b in range(NUM_BLOCKS)] == [
             owners[b] for b in range(NUM_BLOCKS)
         ]
@@ -109,9 +130,9 @@ def test_two_forks_of_a_partial_block_copy_once():
     manager = BlockManager(8, 4)
     (block,) = manager.allocate(1, 3)
     manager.fork(1, 2)
-    ((source, target),) = manager.append(2)
+    ((source, target),) = manager.extend(2, 3, 4)
     assert (source, manager.block_table(2)) == (block, (target,))
-    assert manager.append(1) == []  # alone now
+    assert manager.extend(1, 3, 4) == []  # alone now
     assert manager.block_table(1) == (block,)
 
 
@@ -119,7 +140,7 @@ def test_a_full_shared_block_is_never_copied():
     manager = BlockManager(8, 4)
     manager.allocate(1, 4)
     manager.fork(1, 2)
-    assert manager.append(2) == []
+    assert manager.extend(2, 4, 5) == []
     assert manager.block_table(2)[0] == manager.block_table(1)[0]
 
 
@@ -140,13 +161,16 @@ def test_peak_counts_a_shared_block_once_and_stays_after_free():
         (lambda m: m.allocate(7, 1), r"request_id must be new, got 7\."),
         (lambda m: m.allocate(8, -2), r"num_tokens must be at least 0, got -2\."),
         (lambda m: m.allocate(8, 40), r"blocks wanted must be at most the 5 free, got 10\."),
-        (lambda m: m.append(9), r"request_id must have blocks, got 9\."),
-        (lambda m: m.append(7, -1), r"num_tokens must be at least 0, got -1\."),
+        (lambda m: m.extend(9, 0, 1), r"request_id must have blocks, got 9\."),
+        (lambda m: m.extend(7, 3, 2), r"first must be in \[0, 2\], the end, got 3\."),
+        (lambda m: m.extend(7, 5, 40), r"blocks wanted must be at most the 5 free, got 8\."),
+        (lambda m: m.give_up(9, 4), r"request_id must have blocks, got 9\."),
+        (lambda m: m.room(9), r"request_id must have blocks, got 9\."),
         (lambda m: m.free(9), r"request_id must have blocks, got 9\."),
         (lambda m: m.block_table(9), r"request_id must have blocks, got 9\."),
         (lambda m: m.fork(9, 10), r"request_id must have blocks, got 9\."),
         (lambda m: m.fork(7, 7), r"child_id must be new, got 7\."),
-        (lambda m: m.fork(7, 8, 6), r"num_tokens must be in \[0, 5\], the parent's, got 6\."),
+        (lambda m: m.fork(7, 8, 9), r"num_tokens must be in \[0, 8\], the parent's room, got 9\."),
         (lambda m: m.ref_count(8), r"block must be in \[0, 8\), got 8\."),
     ],
 )

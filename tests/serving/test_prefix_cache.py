@@ -41,14 +41,21 @@ class Pool:
         self.memory, self.tokens, self.known, self.hashes, self.left = {}, {}, {}, {}, {}
         self.weights, self.unread, self.num_done = 0, [], 0
         self.made_by = {}  # request -> the weights that were in force when its oldest keys were made
+        self.parents, self.begun = {}, {}  # of completions, whose keys may be as old as their first sibling's
 
-    def add(self, request, tokens, max_tokens):
+    def add(self, request, tokens, max_tokens, *, parent=None, is_found=True):
         self.tokens[request], self.left[request] = list(tokens), max_tokens
         self.hashes[request] = BlockHashes(BLOCK_SIZE, tokens)
-        self.scheduler.add(request, len(tokens), max_tokens, self.hashes[request])
+        hashes = self.hashes[request] if is_found else None
+        self.parents[request] = request if parent is None else parent
+        self.scheduler.add(request, len(tokens), max_tokens, hashes, parent_id=parent)
 
     def slot(self, table, position):
         return table[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+    def first_read(self, length, count):
+        """The first position that a row reads."""
+        return 0
 
     def step(self):
         """Runs a step; what the step before made becomes known to the host only now."""
@@ -63,13 +70,14 @@ class Pool:
         rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
         for request, count, length, table in rows:
             tokens = self.tokens[request]
-            self.made_by.setdefault(request, self.weights)
+            begun = self.begun.setdefault(self.parents[request], self.weights)
+            self.made_by.setdefault(request, self.weights if self.parents[request] == request else begun)
             for position in range(length - count, length):
                 self.memory[self.slot(table, position)] = (*tokens[: position + 1], "by", self.weights)
         finished, unread = [], []
-        for (request, _, length, table), samples in zip(rows, step.samples, strict=True):
+        for (request, count, length, table), samples in zip(rows, step.samples, strict=True):
             tokens = self.tokens[request]
-            for position in range(length):
+            for position in range(self.first_read(length, count), length):
                 *prefix, _, weights = self.memory[self.slot(table, position)]
                 assert prefix == tokens[: position + 1]
                 assert weights >= self.made_by[request]  # of no weights older than its beginning
@@ -120,20 +128,22 @@ def test_thousands_of_random_steps_share_nothing_that_differs_and_leak_nothing(s
             pool.update_weights()
         elif what < 0.33 and len(forks) < 1 and pool.made_by:
             request = draw.choice(list(pool.made_by))
-            count = draw.randint(0, pool.manager.num_tokens(request))
-            forks.append(-1 - next_id)
-            pool.manager.fork(request, forks[-1], count)
+            count = draw.randint(0, pool.manager.room(request))
+            forks.append((-1 - next_id, count))
+            pool.manager.fork(request, *forks[-1])
         elif what < 0.40 and forks:
-            if draw.random() < 0.5 and pool.manager.blocks_to_append(forks[0], 1) <= pool.manager.num_free:
-                for _, target in pool.manager.append(forks[0], 1):
+            fork, count = forks.pop()
+            where = fork, count, count + 1
+            if draw.random() < 0.5 and pool.manager.blocks_to_extend(*where) <= pool.manager.num_free:
+                for _, target in pool.manager.extend(*where):
                     for offset in range(BLOCK_SIZE):
                         pool.memory[target, offset] = None
-                table, end = pool.manager.block_table(forks[0]), pool.manager.num_tokens(forks[0])
-                pool.memory[pool.slot(table, end - 1)] = None  # what it writes is nobody else's
-            pool.manager.free(forks.pop())
+                # What it writes is nobody else's.
+                pool.memory[pool.slot(pool.manager.block_table(fork), count)] = None
+            pool.manager.free(fork)
         else:
             pool.step()
-    for fork in forks:
+    for fork, _ in forks:
         pool.manager.free(fork)
     while pool.step():
         pass
@@ -219,7 +229,7 @@ def test_refuses_hashes_of_another_block_size():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda m: m.publish(7, 1, b"x"), r"index must be of a full block, in \[0, 1\), got 1\."),
+        (lambda m: m.publish(7, 2, b"x"), r"index must be of a block, in \[0, 2\), got 2\."),
         (lambda m: m.publish(8, 0, b"x"), r"request_id must have blocks, got 8\."),
         (
             lambda m: m.allocate(8, 3, m.block_table(7)[:1]),

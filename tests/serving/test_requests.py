@@ -17,12 +17,12 @@ from tests.serving.tiny import BYTES, one_layer_model
 MODEL = one_layer_model()
 
 
-def engine_of(num_blocks=65, budget=64, max_num_seqs=4, model=MODEL, **options):
+def engine_of(num_blocks=65, budget=64, max_num_seqs=4, model=MODEL, max_blocks=None, **options):
     bucket = Bucket(
         max_decodes=max_num_seqs,
         max_prefills=max_num_seqs,
         max_prefill_tokens=budget,
-        max_blocks=num_blocks - 1,
+        max_blocks=num_blocks - 1 if max_blocks is None else max_blocks,
     )
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "buckets": [bucket]}
     return Engine(model, num_blocks=num_blocks, block_size=8, check_batches=True, **sizes, **options)

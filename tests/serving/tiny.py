@@ -25,13 +25,14 @@ def byte_tokenizer():
 BYTES = byte_tokenizer()
 
 
-def one_layer_model(seed=0):
+def one_layer_model(seed=0, sliding_window=None):
     """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
     config = read_config(GOLDEN / "hf" / "llama")
     config = dataclasses.replace(
         config,
         num_hidden_layers=1,
-        layer_types=config.layer_types[:1],
+        layer_types=("sliding_attention",) if sliding_window else config.layer_types[:1],
+        sliding_window=sliding_window,
         ropes=config.ropes[:1],
         eos_token_ids=(),
     )

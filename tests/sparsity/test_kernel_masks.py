@@ -14,7 +14,7 @@ import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask, words_of
 from jattn.implementations.mosaic_gpu.tile_lists import taken_apart
-from pallas_kernels.varlen_prefill import PairTile, Tiles
+from pallas_kernels.varlen_prefill import KernelSizes, PairTile
 from tests.sparsity import rules
 
 pytestmark = pytest.mark.kernels  # minutes, together
@@ -155,10 +155,10 @@ def test_masks_without_a_kernel_are_named(mask, message):
 def test_a_mask_is_taken_apart():
     block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
     fine, wide = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
-    tiles, strided = Tiles(tile_kv=64), jattn.LocalStrided()
-    parts = taken_apart(strided & block & fine & wide & masks.Sinks(9), tiles, is_packed=False)
+    sizes, strided = KernelSizes(tile_kv=64), jattn.LocalStrided()
+    parts = taken_apart(strided & block & fine & wide & masks.Sinks(9), sizes, is_packed=False)
     assert parts.pairs == strided & fine & wide & masks.Sinks(9)
     assert parts.blocks == (block,)
     assert parts.block_q == 64
-    assert taken_apart(block, tiles, is_packed=True).pairs == block
-    assert taken_apart(block, Tiles(tile_kv=128), is_packed=False).pairs == block
+    assert taken_apart(block, sizes, is_packed=True).pairs == block
+    assert taken_apart(block, KernelSizes(tile_kv=128), is_packed=False).pairs == block

@@ -127,8 +127,8 @@ def read_in_tiles(size):
     ids=str,
 )
 def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, monkeypatch):
-    tiles = why_not.decode_kernel.Tiles(stages=2, ctas=4)
-    monkeypatch.setattr(why_not.decode_kernel, "default_tiles", lambda *args, **kwargs: tiles)
+    sizes = why_not.decode_kernel.KernelSizes(stages=2, ctas=4)
+    monkeypatch.setattr(why_not.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
     monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))
     problem, mask = problem_of(name, *options, region=region)
     assert share_of_poison(problem) > 0.2

@@ -3,7 +3,7 @@
 from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.implementations.mosaic_gpu.planning import DecodeWork, Work, decode_work, prefill_work, work_key
 from jattn.implementations.mosaic_gpu.run import attend
-from jattn.implementations.mosaic_gpu.why_not import choose_kernel, sparse_tiles
+from jattn.implementations.mosaic_gpu.why_not import choose_kernel, sparse_sizes
 
 __all__ = [
     "DecodeKernel",
@@ -16,6 +16,6 @@ __all__ = [
     "decode_work",
     "prefill_work",
     "score_of",
-    "sparse_tiles",
+    "sparse_sizes",
     "work_key",
 ]

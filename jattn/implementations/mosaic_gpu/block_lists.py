@@ -10,9 +10,8 @@ from jattn.implementations.layers import Region
 from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, coverage_of_tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import MAX_PARTS, codes_of, list_tiles
-from pallas_kernels.paged_decode import BlockList
-from pallas_kernels.paged_decode.call import LIST_BLOCK_SIZES
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, codes_of, list_tiles
+from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
 
 
 def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | str:
@@ -35,8 +34,8 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | st
             sizes.append(factor.block_size)
         else:
             return "block lists are for whole blocks"
-    if tells_heads(mask, spec) and spec.q_heads_per_kv_head > MAX_PARTS:
-        return f"block lists tell at most {MAX_PARTS} query heads of a kv head apart"
+    if tells_heads(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:
+        return f"block lists tell at most {MAX_QUERY_BLOCKS} query heads of a kv head apart"
     size = math.gcd(*sizes)
     fits = size % region.block_size == 0 or region.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:

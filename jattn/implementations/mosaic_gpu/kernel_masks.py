@@ -13,13 +13,11 @@ from jaxtyping import Array, Bool, Int32
 from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Pairs, Prefix, VerticalSlash, Window
 from jattn.masks.base import leaves, quotient, remainder
 from jattn.masks.blocks import blocks_of_tile
-from pallas_kernels.varlen_prefill import KernelMask, PairTile
-from pallas_kernels.varlen_prefill.masks import WORD, Words
-from pallas_kernels.varlen_prefill.tiles import WARPGROUP_ROWS
+from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
 MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
-MAX_QUERY_BLOCKS = 10  # of 64 rows: a word is read for each
+MAX_TOUCHED = 10  # blocks of queries, by 64 rows: a word is read for each
 ROWS_BEFORE = 16  # a tile's first row may lie so far before its request
 
 
@@ -45,8 +43,8 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int) -> str | None:
     """Why the kernel cannot compute a mask pair by pair; None if it can."""
     for leaf in leaves(mask):
         if isinstance(leaf, BlockMask):
-            if leaf.block_q is not None and blocks_of_tile(WARPGROUP_ROWS, leaf.block_q) > MAX_QUERY_BLOCKS:
-                few = f"{WARPGROUP_ROWS} touch more than {MAX_QUERY_BLOCKS}"
+            if leaf.block_q is not None and blocks_of_tile(WARPGROUP_ROWS, leaf.block_q) > MAX_TOUCHED:
+                few = f"{WARPGROUP_ROWS} touch more than {MAX_TOUCHED}"
                 return f"there is no kernel for blocks of {leaf.block_q} queries ({few})"
             if blocks_of_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
                 few = f"{tile_kv} touch more than {MAX_BLOCKS}"

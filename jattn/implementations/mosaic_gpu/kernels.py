@@ -4,7 +4,7 @@ import dataclasses
 
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode, varlen_prefill
-from pallas_kernels.shared.score import Score
+from pallas_kernels.shared import Score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,12 +12,12 @@ class DecodeKernel:
     """paged_decode, of one size.
 
     Attributes:
-        tiles: Its sizes.
+        sizes: What it is compiled for.
         list_block_size: Keys of a listed block; None = it reads all that the spec's numbers let queries see.
         lists_tell_heads: Whether lists say which query heads see a block.
     """
 
-    tiles: paged_decode.Tiles
+    sizes: paged_decode.KernelSizes
     list_block_size: int | None = None
     lists_tell_heads: bool = False
 
@@ -26,15 +26,15 @@ class DecodeKernel:
         return f"paged_decode{over}"
 
     @property
-    def sizes(self) -> str:
+    def tiles(self) -> str:
         """Its tiles in few words."""
-        return _in_words(self.tiles.max_rows, self.tiles)
+        return _in_words(self.sizes.max_rows, self.sizes)
 
     @property
     def split(self) -> str:
         """How the keys of a request are shared among thread blocks."""
-        fixed = self.tiles.split_kv
-        return f"{self.tiles.ctas} equal spans" if fixed is None else f"every {fixed} keys"
+        fixed = self.sizes.split_kv
+        return f"{self.sizes.ctas} equal spans" if fixed is None else f"every {fixed} keys"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,13 @@ class PrefillKernel:
     """varlen_prefill, of one size.
 
     Attributes:
-        tiles: Its sizes.
+        sizes: What it is compiled for.
         has_lists: Whether it walks through lists of tiles.
         is_packed: Whether keys are outside a paged cache.
         is_widened: Whether an 8-bit cache is read into 16 bits first.
     """
 
-    tiles: varlen_prefill.Tiles
+    sizes: varlen_prefill.KernelSizes
     has_lists: bool = False
     is_packed: bool = False
     is_widened: bool = False
@@ -58,9 +58,9 @@ class PrefillKernel:
         return f"{first}varlen_prefill{' over lists of tiles' if self.has_lists else ''}"
 
     @property
-    def sizes(self) -> str:
+    def tiles(self) -> str:
         """Its tiles in few words."""
-        return _in_words(self.tiles.tile_q, self.tiles)
+        return _in_words(self.sizes.tile_q, self.sizes)
 
     @property
     def split(self) -> str:
@@ -71,8 +71,8 @@ class PrefillKernel:
 type Kernel = DecodeKernel | PrefillKernel
 
 
-def _in_words(queries: int, tiles: paged_decode.Tiles | varlen_prefill.Tiles) -> str:
-    return f"{queries} x {tiles.tile_kv} keys, {tiles.stages} stages"
+def _in_words(queries: int, sizes: paged_decode.KernelSizes | varlen_prefill.KernelSizes) -> str:
+    return f"{queries} x {sizes.tile_kv} keys, {sizes.stages} stages"
 
 
 def score_of(spec: AttentionSpec) -> Score:

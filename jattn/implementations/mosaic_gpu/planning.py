@@ -51,11 +51,11 @@ def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
     mask = *score_of(spec).mask, spec.sparsity
     if isinstance(kernel, DecodeKernel):
         heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
-        return "decode", *heads, spec.batch_invariant, *mask, kernel.tiles.spans, kernel.list_block_size
+        return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
     if kernel.is_packed or kernel.is_widened:
         return None
     of_lists = (spec.num_q_heads, spec.num_kv_heads) if kernel.has_lists else ()
-    return "prefill", *of_lists, *mask, kernel.tiles, kernel.has_lists
+    return "prefill", *of_lists, *mask, kernel.sizes, kernel.has_lists
 
 
 def decode_work(
@@ -82,7 +82,7 @@ def decode_work(
     schedule = decode_kernel.schedule_for(
         metadata.seq_lens,
         score=score_of(spec),
-        tiles=kernel.tiles,
+        sizes=kernel.sizes,
         kv_heads=spec.num_kv_heads,
         group=spec.q_heads_per_kv_head,
         decode_query_len=metadata.bucket.decode_query_len,
@@ -120,14 +120,14 @@ def prefill_work(
         kv_start_loc,
         num_tokens=metadata.bucket.max_tokens,
         score=score_of(spec),
-        tiles=kernel.tiles,
+        sizes=kernel.sizes,
         has_lists=kernel.has_lists,
     )
     if mask is None:
         return PrefillWork(schedule=schedule, lists=None, mask_arrays=())
     call = lists_call(kernel, metadata, max_seq_len)
-    lists = tile_lists.tile_lists(mask, spec, schedule, kernel.tiles, call)
-    of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.tiles, call)
+    lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, call)
+    of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.sizes, call)
     arrays = () if of_pairs is None else of_pairs.arrays
     return PrefillWork(schedule=schedule, lists=lists, mask_arrays=arrays)
 

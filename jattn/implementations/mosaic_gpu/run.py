@@ -91,7 +91,7 @@ def _of_decode(
         "list_block_size": kernel.list_block_size,
         "lists_tell_heads": kernel.lists_tell_heads,
         "schedule": work.schedule,
-        "tiles": kernel.tiles,
+        "sizes": kernel.sizes,
     }
 
 
@@ -119,10 +119,10 @@ def _prefill(
         where = {"block_table": metadata.block_table, "layout": kv.layout}
     if mask is not None:
         call = lists_call(kernel, metadata, max_seq_len)
-        of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.tiles, call)
+        of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.sizes, call)
         where |= {
             "lists": work.lists,
-            "block_q": tile_lists.taken_apart(mask, kernel.tiles, is_packed=kernel.is_packed).block_q,
+            "block_q": tile_lists.taken_apart(mask, kernel.sizes, is_packed=kernel.is_packed).block_q,
             "mask": None if of_pairs is None else of_pairs._replace(arrays=work.mask_arrays),
         }
     return varlen_prefill(
@@ -133,7 +133,7 @@ def _prefill(
         metadata.seq_lens,
         score=score_of(spec),
         schedule=work.schedule,
-        tiles=kernel.tiles,
+        sizes=kernel.sizes,
         **where,
         **options,
     )

@@ -21,10 +21,17 @@ from jattn.masks import (
 )
 from jattn.masks.base import leaves
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import MAX_PARTS, codes_of
-from pallas_kernels.varlen_prefill import KernelMask, Schedule, TileLists, Tiles, make_lists
-from pallas_kernels.varlen_prefill.lists import num_parts
-from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, codes_of
+from pallas_kernels.varlen_prefill import (
+    ALIGN,
+    COLUMNS,
+    KernelMask,
+    KernelSizes,
+    Schedule,
+    TileLists,
+    make_lists,
+    num_query_blocks,
+)
 
 MAX_POSITION = 2**30
 
@@ -57,12 +64,12 @@ class Factors(NamedTuple):
     block_q: int | None
 
 
-def taken_apart(mask: Mask, tiles: Tiles, *, is_packed: bool) -> Factors:
+def taken_apart(mask: Mask, sizes: KernelSizes, *, is_packed: bool) -> Factors:
     """Takes a mask apart.
 
     Args:
         mask: Beyond the spec's numbers.
-        tiles: The kernel's sizes.
+        sizes: The kernel's sizes.
         is_packed: Keys are not in a paged cache, so that tiles of keys may begin anywhere.
     """
     pairs: list[Mask] = []
@@ -72,9 +79,9 @@ def taken_apart(mask: Mask, tiles: Tiles, *, is_packed: bool) -> Factors:
         if (
             isinstance(factor, BlockMask)
             and not is_packed
-            and factor.block_kv % tiles.tile_kv == 0
+            and factor.block_kv % sizes.tile_kv == 0
             and (block_q is None or factor.block_q in (None, block_q))
-            and (factor.block_q is None or num_parts(tiles.tile_q, factor.block_q) <= MAX_PARTS)
+            and (factor.block_q is None or num_query_blocks(sizes.tile_q, factor.block_q) <= MAX_QUERY_BLOCKS)
         ):
             blocks.append(factor)
             block_q = block_q or factor.block_q
@@ -83,10 +90,10 @@ def taken_apart(mask: Mask, tiles: Tiles, *, is_packed: bool) -> Factors:
     return Factors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
 
 
-def why_not_lists(mask: Mask, tiles: Tiles, *, is_packed: bool) -> str | None:
+def why_not_lists(mask: Mask, sizes: KernelSizes, *, is_packed: bool) -> str | None:
     """Why varlen_prefill cannot serve a mask; None if it can. Arguments are those of taken_apart."""
-    pairs = taken_apart(mask, tiles, is_packed=is_packed).pairs
-    return None if pairs is None else why_not_kernel_mask(pairs, tiles.tile_kv)
+    pairs = taken_apart(mask, sizes, is_packed=is_packed).pairs
+    return None if pairs is None else why_not_kernel_mask(pairs, sizes.tile_kv)
 
 
 def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
@@ -103,22 +110,22 @@ def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
     return any(size is not None and size % tile_q != 0 for size in sizes)
 
 
-def mask_of_pairs(mask: Mask, spec: AttentionSpec, tiles: Tiles, call: ListsCall) -> KernelMask | None:
+def mask_of_pairs(mask: Mask, spec: AttentionSpec, sizes: KernelSizes, call: ListsCall) -> KernelMask | None:
     """What varlen_prefill computes for each pair of a tile that is seen in part; None = nothing. Traced.
 
     Arguments are tile_lists'.
     """
-    pairs = taken_apart(mask, tiles, is_packed=call.is_packed).pairs
+    pairs = taken_apart(mask, sizes, is_packed=call.is_packed).pairs
     if pairs is None:
         return None
     num_heads = (spec.num_q_heads, spec.num_kv_heads)
     return kernel_mask(
-        pairs, Call(num_heads, call.is_prefill, call.is_packed, call.max_seq_len, tiles.tile_kv)
+        pairs, Call(num_heads, call.is_prefill, call.is_packed, call.max_seq_len, sizes.tile_kv)
     )
 
 
 def tile_lists(
-    mask: Mask, spec: AttentionSpec, schedule: Schedule, tiles: Tiles, call: ListsCall
+    mask: Mask, spec: AttentionSpec, schedule: Schedule, sizes: KernelSizes, call: ListsCall
 ) -> TileLists:
     """The lists of a step's tiles of queries under a mask and the spec's numbers. Traced.
 
@@ -126,11 +133,11 @@ def tile_lists(
         mask: Beyond the spec's numbers; why_not_lists is None.
         spec: The layer.
         schedule: The tiles of queries.
-        tiles: The kernel's sizes.
+        sizes: The kernel's sizes.
         call: What is static.
     """
-    factors = taken_apart(mask, tiles, is_packed=call.is_packed)
-    items = _Items(schedule, spec, tiles, call)
+    factors = taken_apart(mask, sizes, is_packed=call.is_packed)
+    items = _Items(schedule, spec, sizes, call)
     numbers = _of_spec(spec) if factors.pairs is None else _of_spec(spec) & factors.pairs
     some, every = items.coverage(numbers, items.first, items.last)
     every &= items.is_inside()[:, None, :]
@@ -138,7 +145,7 @@ def tile_lists(
     if factors.blocks:
         blocks = functools.reduce(operator.and_, factors.blocks)
         size = factors.block_q or MAX_POSITION
-        for nth in range(num_parts(tiles.tile_q, size) if factors.block_q else 1):
+        for nth in range(num_query_blocks(sizes.tile_q, size) if factors.block_q else 1):
             begin = (items.first // size + nth) * size
             ends = jnp.maximum(begin, items.first), jnp.minimum(begin + (size - 1), items.last)
             seen = items.coverage(blocks, *ends, is_inside_blocks=True).some
@@ -147,21 +154,21 @@ def tile_lists(
         some &= functools.reduce(operator.or_, seen_by_block)
     # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
-    sets = spec.num_kv_heads if per_kv_head >= 2 * tiles.workers else 1
+    sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
     return make_lists(schedule, codes_of(some, every, seen_by_block), sets=sets)
 
 
 class _Items:
     """A schedule's tiles of queries as masks look at them: positions of the first query and the last one."""
 
-    def __init__(self, schedule: Schedule, spec: AttentionSpec, tiles: Tiles, call: ListsCall) -> None:
+    def __init__(self, schedule: Schedule, spec: AttentionSpec, sizes: KernelSizes, call: ListsCall) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = jnp.maximum(column["position"] + column["begin"], 0)
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._skew = column["kv_start"] % ALIGN if call.is_packed else None
-        self._max_kv_tiles = -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // tiles.tile_kv)
-        self._spec, self._tiles, self._is_prefill = spec, tiles, call.is_prefill
+        self._max_kv_tiles = -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // sizes.tile_kv)
+        self._spec, self._sizes, self._is_prefill = spec, sizes, call.is_prefill
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         """How much of each tile the queries from first to last see."""
@@ -172,7 +179,7 @@ class _Items:
             num_queries=last - first + 1,
             seq_lens=self._seq_lens,
             num_heads=(self._spec.num_q_heads, self._spec.num_kv_heads),
-            size=(self._tiles.tile_q, self._tiles.tile_kv),
+            size=(self._sizes.tile_q, self._sizes.tile_kv),
             max_kv_tiles=self._max_kv_tiles,
             skew=self._skew,
             is_prefill=self._is_prefill,
@@ -181,7 +188,7 @@ class _Items:
 
     def is_inside(self) -> Any:
         """Which tiles of keys lie within the request's keys: [items, max_kv_tiles]."""
-        tile_kv = self._tiles.tile_kv
+        tile_kv = self._sizes.tile_kv
         first_key = jnp.arange(self._max_kv_tiles, dtype=jnp.int32)[None, :] * tile_kv
         if self._skew is not None:
             first_key = first_key - self._skew[:, None]

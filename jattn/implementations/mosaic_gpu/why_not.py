@@ -52,14 +52,14 @@ def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKer
         if isinstance(found, str):
             return found
         size, tells_heads = found, block_lists.tells_heads(mask, spec)
-    tiles = decode_kernel.default_tiles(
+    sizes = decode_kernel.default_sizes(
         spec.head_dim,
         rows=spec.q_heads_per_kv_head * region.bucket.decode_query_len,
         kv_dtypes=cache.dtypes,
         batch_invariant=spec.batch_invariant,
         has_lists=mask is not None,
     )
-    return DecodeKernel(tiles=tiles, list_block_size=size, lists_tell_heads=tells_heads)
+    return DecodeKernel(sizes=sizes, list_block_size=size, lists_tell_heads=tells_heads)
 
 
 def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillKernel | str:
@@ -93,22 +93,22 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
     if reason is not None:
         return reason
     if mask is None:
-        tiles = prefill_kernel.default_tiles(spec.head_dim)
+        sizes = prefill_kernel.default_sizes(spec.head_dim)
     else:
-        tiles = sparse_tiles(spec, mask)
-        reason = tile_lists.why_not_lists(mask, tiles, is_packed=is_packed)
+        sizes = sparse_sizes(spec, mask)
+        reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
         if reason is not None:
             return reason
-    return PrefillKernel(tiles=tiles, has_lists=mask is not None, is_packed=is_packed, is_widened=is_widened)
+    return PrefillKernel(sizes=sizes, has_lists=mask is not None, is_packed=is_packed, is_widened=is_widened)
 
 
-def sparse_tiles(spec: AttentionSpec, mask: Mask) -> prefill_kernel.Tiles:
+def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.KernelSizes:
     """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
-    tiles = prefill_kernel.default_tiles(spec.head_dim, has_lists=True)
-    if tiles.tile_kv == 128:
-        narrow = dataclasses.replace(tiles, tile_kv=64, stages=2 * tiles.stages)
-        if tile_lists.has_narrow_queries(mask, tiles.tile_q):
-            return dataclasses.replace(narrow, teams=narrow.warpgroups, stages=tiles.stages)
-        if tile_lists.has_narrow_blocks(mask, tiles.tile_kv):
+    sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True)
+    if sizes.tile_kv == 128:
+        narrow = dataclasses.replace(sizes, tile_kv=64, stages=2 * sizes.stages)
+        if tile_lists.has_narrow_queries(mask, sizes.tile_q):
+            return dataclasses.replace(narrow, teams=narrow.warpgroups, stages=sizes.stages)
+        if tile_lists.has_narrow_blocks(mask, sizes.tile_kv):
             return narrow
-    return tiles
+    return sizes

@@ -149,7 +149,7 @@ def _read(
             scale=None if scale is None else jnp.asarray(scale),
             layout=cache.layout,
             kv_start_loc=starts,
-            num_rows=rows,
+            buffer_len=rows,
             interpret=interpret,
         )
 

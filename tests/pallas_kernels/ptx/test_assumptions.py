@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +106,10 @@ def test_another_layout_is_refused_with_a_sentence():
 
 @pytest.fixture
 def memory():
-    """What a kernel is handed for memory of a type."""
+    """The type of memory that a kernel is handed."""
     with ir.Context() as context, ir.Location.unknown():
         context.allow_unregistered_dialects = True
-        yield lambda text: SimpleNamespace(type=ir.Type.parse(f"memref<{text}>"))
+        yield lambda text: ir.MemRefType(ir.Type.parse(f"memref<{text}>"))
 
 
 def test_tiles_of_shared_memory_are_pieces_of_8_rows(memory):

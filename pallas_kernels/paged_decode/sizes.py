@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
+from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.support import why_not_head
 
-NUM_SMS = 132  # H100 SXM, H200
 MAX_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
+class KernelSizes:
     """Static sizes of one decode kernel.
 
     Attributes:
@@ -78,15 +78,15 @@ IN_FLIGHT, MOST_STAGES = 96 * 1024, 4
 LISTED_IN_FLIGHT = 64 * 1024
 
 
-def default_tiles(
+def default_sizes(
     head_dim: int,
     *,
     rows: int,
     kv_dtypes: tuple[DTypeLike, DTypeLike] = ("bfloat16", "bfloat16"),
     batch_invariant: bool = False,
     has_lists: bool = False,
-) -> Tiles:
-    """Tiles for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results).
+) -> KernelSizes:
+    """Sizes for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results).
 
     Args:
         head_dim: Width of a head.
@@ -117,7 +117,7 @@ def default_tiles(
     in_flight = LISTED_IN_FLIGHT if has_lists else IN_FLIGHT
     tile_kv = 64
     stage = tile_kv * width * sum(itemsizes)
-    return Tiles(
+    return KernelSizes(
         tile_kv=tile_kv,
         stages=min(max(in_flight // ctas_per_sm // stage, 2), MOST_STAGES),
         ctas=ctas_per_sm * NUM_SMS,

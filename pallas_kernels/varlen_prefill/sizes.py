@@ -3,15 +3,15 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
 
-NUM_SMS = 132  # H100 SXM, H200
 WARPGROUP_ROWS = 64  # the tensor core's M
 SHARED_MEMORY = 221 * 1024  # bytes a thread block may have, less columns, barriers and reductions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
+class KernelSizes:
     """Static sizes of one prefill kernel.
 
     Attributes:
@@ -64,22 +64,22 @@ class Tiles:
 # in benchmarks/results). Three warpgroups have 160 registers a thread: heads of 64 beside the scores of 128
 # keys fit them, heads of 128 beside those of 64 keys, wider heads do not.
 TABLE = {
-    64: Tiles(tile_kv=128, stages=3, warpgroups=3),
-    128: Tiles(tile_kv=64, stages=3, warpgroups=3),
-    192: Tiles(tile_kv=64, stages=3, query_buffers=1),
-    256: Tiles(tile_kv=64, stages=2, query_buffers=1),
+    64: KernelSizes(tile_kv=128, stages=3, warpgroups=3),
+    128: KernelSizes(tile_kv=64, stages=3, warpgroups=3),
+    192: KernelSizes(tile_kv=64, stages=3, query_buffers=1),
+    256: KernelSizes(tile_kv=64, stages=2, query_buffers=1),
 }
 # With lists: blocks of masks are of 64 or 128 queries, which tiles of 192 would cut.
 LIST_TABLE = {
-    64: Tiles(tile_kv=128, stages=4),
-    128: Tiles(tile_kv=128, stages=2),
-    192: Tiles(tile_kv=64, stages=2),
-    256: Tiles(tile_kv=64, stages=2, query_buffers=1),
+    64: KernelSizes(tile_kv=128, stages=4),
+    128: KernelSizes(tile_kv=128, stages=2),
+    192: KernelSizes(tile_kv=64, stages=2),
+    256: KernelSizes(tile_kv=64, stages=2, query_buffers=1),
 }
 
 
-def default_tiles(head_dim: int, *, has_lists: bool = False) -> Tiles:
-    """The tiles of varlen_prefill where the caller names none.
+def default_sizes(head_dim: int, *, has_lists: bool = False) -> KernelSizes:
+    """The sizes of varlen_prefill where the caller names none.
 
     Args:
         head_dim: Width of a head.

@@ -3,13 +3,13 @@
 import dataclasses
 
 from pallas_kernels.checks import require_positive
+from pallas_kernels.shared.gpu import NUM_SMS
 
-NUM_SMS = 132  # H100 SXM, H200
 SHARED_MEMORY = 96 * 1024  # bytes a thread block may take, so that two fit an SM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
+class KernelSizes:
     """Static sizes of one write kernel.
 
     Attributes:
@@ -22,7 +22,7 @@ class Tiles:
         require_positive(rows=self.rows)
 
 
-def default_tiles(tokens: int, row_bytes: int, heads: int | None = None) -> Tiles:
+def default_sizes(tokens: int, row_bytes: int, heads: int | None = None) -> KernelSizes:
     """One token a thread block while that fills the SMs, then up to 8.
 
     Args:
@@ -33,4 +33,4 @@ def default_tiles(tokens: int, row_bytes: int, heads: int | None = None) -> Tile
     most = max(min(SHARED_MEMORY // (2 * row_bytes), 8), 1)
     if heads is not None:
         most = max(min(most, 64 // heads), 1)
-    return Tiles(rows=min(-(-tokens // NUM_SMS), most))
+    return KernelSizes(rows=min(-(-tokens // NUM_SMS), most))

@@ -1,0 +1,203 @@
+"""A call of varlen_prefill: whether it may be, its static sizes, and the kernel's inputs made of it."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
+from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
+from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.support import why_not_prefill
+from pallas_kernels.varlen_prefill.lists import TileLists, num_query_blocks
+from pallas_kernels.varlen_prefill.masks import KernelMask
+from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, ScheduleRefs
+from pallas_kernels.varlen_prefill.schedule import (
+    ALIGN,
+    TABLE_WIDTH,
+    Schedule,
+    heads_at_once,
+    make_schedule,
+    max_tiles,
+)
+from pallas_kernels.varlen_prefill.sizes import KernelSizes
+from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Arguments of varlen_prefill.
+
+    Attributes:
+        query: Tokens of all requests, one request after the other; behind the last there may be padding. The
+            last token of a request stands at position `seq_len - 1`.
+        key: With kv_start_loc: packed keys [kv_tokens, kv_heads, head_dim]. With block_table: a paged cache,
+            NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim]. Keys
+            and values that no query sees may be anything.
+        value: As key.
+        query_start_loc: First token of each request, and one past the last; starts with 0.
+        seq_lens: Keys of each request, at most those that the table has room for.
+        kv_start_loc: First key of each request in packed keys.
+        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
+            that no query sees are never used.
+        layout: "NHD" or "HND"; of a paged cache.
+        sinks: One more score of each head, without a value.
+        alibi_slopes: Slope of each head.
+        lists: make_lists' for the call's schedule: each head's tiles of keys. Of a listed tile, values must
+            be finite from the first key that some query of the request sees by the score's numbers to the
+            request's last, even where the mask hides them; the others may be anything.
+        block_q: Queries of a block of queries, where the lists tell these apart: queries
+            of one block see a tile's keys alike, but for what `score` and `mask` hide.
+        mask: What queries see in tiles that are listed as seen in part; static but for its arrays. Only with
+            lists.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    kv_start_loc: jax.Array | None
+    block_table: jax.Array | None
+    layout: str
+    sinks: jax.Array | None
+    alibi_slopes: jax.Array | None
+    lists: TileLists | None
+    block_q: int | None
+    mask: KernelMask | None
+
+    def check(self) -> None:
+        """Raises what varlen_prefill raises, but for what tiles and schedules are given."""
+        self._check_kv()
+        (_, q_heads, head_dim), kv_heads = self.query.shape, self.kv_heads
+        reqs, table = self.seq_lens.shape[0], self.block_table
+        require_positive(kv_heads=kv_heads, q_heads=q_heads)
+        require_shape("value", self.value.shape, self.key.shape, "as key")
+        require_shape("key's head_dim", self.key.shape[-1:], (head_dim,), "as query")
+        require_shape("query_start_loc", self.query_start_loc.shape, (reqs + 1,), "reqs + 1")
+        if self.kv_start_loc is not None:
+            require_shape("kv_start_loc", self.kv_start_loc.shape, (reqs,), "reqs")
+        if table is not None:
+            require_shape("block_table", table.shape, (reqs, *table.shape[1:2]), "reqs, max_blocks")
+        require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+        for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
+        reason = why_not_prefill(
+            dtype=self.query.dtype, kv_dtype=self.key.dtype, head_dim=head_dim, block_size=self.block_size
+        )
+        if reason is not None:
+            raise unsupported("varlen_prefill", reason, "Use another implementation")
+
+    def _check_kv(self) -> None:
+        """Where keys are, and how many axes they have."""
+        require_one_of("layout", self.layout, ("NHD", "HND"))
+        given = (self.kv_start_loc is not None) + (self.block_table is not None)
+        require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
+        num_axes = 3 if self.block_table is None else 4
+        require(self.key.ndim == num_axes, "key", f"have {num_axes} axes", self.key.shape)
+
+    def check_lists(self, sizes: KernelSizes) -> None:
+        """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
+        has_lists = self.lists is not None
+        require(
+            has_lists or (self.mask is None and self.block_q is None), "lists", "be given with a mask", None
+        )
+        if self.block_q is not None:
+            touched = num_query_blocks(sizes.tile_q, self.block_q)
+            rule = f"cut {sizes.tile_q} queries into {MAX_QUERY_BLOCKS} at most"
+            require(touched <= MAX_QUERY_BLOCKS, "block_q", rule, self.block_q)
+
+    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
+        """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""
+        (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
+        rows = max_tiles(num_tokens, reqs, sizes.tile_q)
+        what = f"{num_tokens} tokens of {reqs} requests in tiles of {sizes.tile_q}"
+        require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
+        require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), what)
+        if lists is not None:
+            what = f"{rows} tiles of queries, {q_heads} heads"
+            require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
+            require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), what)
+
+    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
+        """Its own."""
+        seq_lens = self.seq_lens
+        if self.block_table is not None and self.block_size is not None:  # no table is read behind its end
+            max_kv = self.block_table.shape[1] * self.block_size
+            seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), max_kv)
+        return make_schedule(
+            self.query_start_loc,
+            seq_lens,
+            self.kv_start_loc,
+            num_tokens=self.query.shape[0],
+            score=score,
+            sizes=sizes,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody sees a key, as shapes tell."""
+        rows = self.seq_lens if self.block_table is None else self.block_table
+        return 0 in (self.query.shape[0], *self.key.shape, *rows.shape)
+
+    @property
+    def block_size(self) -> int | None:
+        """Of a paged cache, else None."""
+        return None if self.block_table is None else sizes_of(self.key, is_hnd=self.layout == "HND")[1]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        if self.block_table is None:
+            return self.key.shape[1]
+        return sizes_of(self.key, is_hnd=self.layout == "HND")[2]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a kv head's keys and values in 16 bits, of all requests together, at most."""
+        kv_tokens = self.key.shape[0]
+        if self.block_table is not None and self.block_size is not None:
+            kv_tokens = min(kv_tokens, math.prod(self.block_table.shape)) * self.block_size
+        return 4 * kv_tokens * self.key.shape[-1]
+
+    def shape(self, schedule: Schedule, sizes: KernelSizes) -> Shape:
+        """Static sizes."""
+        (_, q_heads, head_dim), rows = self.query.shape, schedule.table.shape[0]
+        cut, in_cache = head_cut(head_dim), None
+        if self.block_size is not None:
+            is_hnd = self.layout == "HND"
+            in_cache = CacheCut(block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=cut)
+        return Shape(
+            q_heads=q_heads,
+            group=q_heads // self.kv_heads,
+            cut=cut,
+            in_cache=in_cache,
+            heads_at_once=heads_at_once(
+                q_heads, self.kv_heads, kv_bytes=self.kv_bytes, rows=rows, sizes=sizes
+            ),
+            block_q=self.block_q,
+        )
+
+    def inputs(self, schedule: Schedule, spec: PrefillSpec) -> Inputs:
+        """The kernel's."""
+        in_cache, cut = spec.shape.in_cache, spec.shape.cut
+        as_copied = lambda x: cut.split(_whole_rows(x)) if in_cache is None else in_cache.cut_cache(x)
+        in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
+        return Inputs(
+            query=cut.split(_whole_rows(self.query)),
+            cache=CacheRefs(as_copied(self.key), as_copied(self.value), self.block_table),
+            slopes=in_log2(self.alibi_slopes),
+            sinks=in_log2(self.sinks),
+            schedule=ScheduleRefs(*(self.lists or (schedule.table, schedule.num_live, None))),
+            mask=() if self.mask is None else self.mask.arrays,
+        )
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    """Tokens padded to what TMA takes."""
+    missing = -x.shape[0] % ALIGN
+    return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x
