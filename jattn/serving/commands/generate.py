@@ -6,7 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jattn.models import load
-from jattn.serving.commands.options import add_engine_options, add_sampling_options, make_engine
+from jattn.serving.commands.options import (
+    SAMPLING_OPTIONS,
+    add_engine_options,
+    add_sampling_options,
+    make_engine,
+)
 from jattn.serving.outputs import GenerationResult
 from jattn.serving.sampling_params import SamplingParams
 
@@ -26,8 +31,7 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def generate(args: argparse.Namespace) -> None:
     """Completes prompts."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    sampling_params = SamplingParams(**{name: getattr(args, name) for name in names})
+    sampling_params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()
     engine = make_engine(args, functools.partial(load, progress=is_terminal))

@@ -11,6 +11,7 @@ from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models.scales import CalibrationWarning
 from jattn.serving.engine import Engine
 
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
     *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
