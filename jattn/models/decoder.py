@@ -14,6 +14,7 @@ from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
+from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import RMSNorm, matmul_precision
 from jattn.models.scales import KVScales, static_scales
@@ -44,6 +45,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
+        self.generation_config = GenerationConfig()
         self.embed_tokens = nnx.Embed(
             config.vocab_size,
             config.hidden_size,

@@ -22,6 +22,7 @@ from jattn.models.checkpoint import (
 )
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
+from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import from_hf, hf_shapes, to_hf
 from jattn.models.scales import KVScales, is_scale
 
@@ -51,6 +52,7 @@ def load_shapes(
         files = open_tensors(directory, stack)
         model = _shapes(config, files, dtype, implementation)
         model.kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
+    model.generation_config = GenerationConfig.read(directory)
     return model
 
 
@@ -98,7 +100,7 @@ def load(
         ImportError: safetensors, tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
-    config = read_config(directory)
+    config, generation_config = read_config(directory), GenerationConfig.read(directory)
     with contextlib.ExitStack() as stack:
         files = open_tensors(directory, stack)
         graph, state = nnx.split(_shapes(config, files, dtype, implementation))
@@ -115,16 +117,17 @@ def load(
             array = from_hf(path, value.shape, of_name)
             flat[path] = value.replace(jnp.array(array.astype(value.dtype)))  # never the file's memory
     model = nnx.merge(graph, nnx.from_flat_state(flat))
-    model.kv_scales = kv_scales
+    model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return model
 
 
 def save(model: Decoder, directory: str | pathlib.Path) -> None:
-    """Writes what `load` and transformers read: config.json, model.safetensors, tokenizer.json if it has one.
+    """Writes what `load` and transformers read, a Hugging Face folder.
 
-    Every bit of the parameters is kept.
+    config.json and model.safetensors; tokenizer.json and generation_config.json where it has something for
+    them. Every bit of the parameters is kept.
 
     Raises:
         ImportError: safetensors is missing.
@@ -140,6 +143,7 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     )
     hf = model.config.to_hf() | {"torch_dtype": str(model.dtype)}
     (directory / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+    model.generation_config.write(directory)
     if model.tokenizer is not None:
         model.tokenizer.save(str(directory / "tokenizer.json"))
 
@@ -154,7 +158,7 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
     """
     directory = pathlib.Path(directory)
     hf = read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
+    generation = directory / FILE
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
         hf = hf if eos is None else hf | {"eos_token_id": eos}

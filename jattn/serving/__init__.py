@@ -4,6 +4,7 @@ from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine import Engine
 from jattn.serving.logprobs import Logprob
+from jattn.serving.ngram_proposer import NgramProposer
 from jattn.serving.outputs import (
     GenerationMetrics,
     GenerationResult,
@@ -26,6 +27,7 @@ __all__ = [
     "GenerationMetrics",
     "GenerationResult",
     "Logprob",
+    "NgramProposer",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

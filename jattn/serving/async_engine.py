@@ -8,7 +8,7 @@ from typing import Any, Self
 from jattn.serving.engine import Engine
 from jattn.serving.engine_thread import EngineThread, Reader
 from jattn.serving.outputs import RequestError, RequestOutput
-from jattn.serving.prompts import GREEDY, Prompt, token_ids_of
+from jattn.serving.prompts import Prompt, token_ids_of
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.stats import EngineStats
 from pallas_kernels.checks import require_type
@@ -53,7 +53,7 @@ class AsyncEngine:
 
         Args:
             prompt: Text or token ids.
-            params: How its tokens are picked, and where it ends; None = 16 tokens, greedily.
+            params: How its tokens are picked, and where it ends; None = the engine's default_sampling_params.
             request_id: What to call it; None = a number that is free.
 
         Yields:
@@ -63,7 +63,7 @@ class AsyncEngine:
             ValueError: The prompt cannot be served, the name is taken, or the engine is closed.
             RequestError: It could not be finished: a step failed, or the engine was closed.
         """
-        params = GREEDY if params is None else params
+        params = self.engine.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
         prompt = await self._tokens_of(prompt)
         if params.structured_outputs is not None:  # compiled here, not where steps wait for it

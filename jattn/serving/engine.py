@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.compilation_cache import keep_executables_in
+from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
+from jattn.serving.engine_stats import stats_of
 from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
-    GREEDY,
     Prompt,
     PromptLimits,
     Request,
@@ -26,6 +27,7 @@ from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
+from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
 from jattn.serving.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
@@ -53,6 +55,8 @@ class Engine:
         cache_dtype: DTypeLike | None = None,
         quantization: str | None = None,
         skip_layers: Sequence[int] = (),
+        speculative: Any = None,
+        num_speculative_tokens: int = 4,
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -73,32 +77,49 @@ class Engine:
             cache_dtype: Of keys and values; None = the model's.
             quantization: Of the cache, as in `CacheSpec`. Static scales are the model's kv_scales.
             skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
+            speculative: Who drafts tokens for the model to verify: "ngram" or an NgramProposer (what followed
+                the last tokens before), or a model of the same vocabulary or its folder. None = nobody.
+            num_speculative_tokens: Drafts of a request in a step.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
             cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
             check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
-            ValueError: A size is no positive int, both num_blocks and cache_bytes are given, they make less
-                than two blocks, or no bucket fits the largest step; an argument is of another kind.
+            ValueError: A size or an argument is not as above, both num_blocks and cache_bytes are given, they
+                make less than two blocks, no bucket fits the largest step, or vocabularies differ.
             NotImplementedError: This machine does not have the implementation.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        step_sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        limits = StepLimits(block_size, **step_sizes, max_model_len=max_model_len)
+        limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
         limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
-        self.model = as_served(model)
-        self.tokenizer, self.block_size = self.model.tokenizer, block_size
-        self.max_model_len, self._shares_prefixes = limits.longest(self.model), enable_prefix_caching
+        self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
+        self._default_params = default_params(self.model)
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
-        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache)
-        self.scheduler = limits.scheduler(self.model, num_blocks)
-        how: dict[str, Any] = {"implementation": implementation, "checks_batches": check_batches}
-        self._runner = Runner(self.model, limits, num_blocks=num_blocks, buckets=buckets, cache=cache, **how)
-        self._core = EngineCore(self.scheduler, self._runner)
+        drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
+        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
+        how = {"num_blocks": num_blocks, "implementation": implementation}
+        self._make_parts(limits, drafter, how, buckets=buckets, cache=cache, checks_batches=check_batches)
+
+    def _make_parts(self, limits: StepLimits, drafter: Drafter, how: dict[str, Any], **more: Any) -> None:
+        """Who schedules, drafts and runs; `how` is for all that have caches of their own."""
+        self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
+        self.max_model_len = limits.longest(self.model)
+        self.scheduler = limits.scheduler(self.model, how["num_blocks"])
+        self._speculation = speculation_of(drafter, self.model, limits, **how)
+        self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
+        self._core = EngineCore(self.scheduler, self._runner, self._speculation)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What requests get that say nothing: 16 tokens, greedily, unless the checkpoint asks for sampling.
+
+        Then they are its generation_config.json's. `SamplingParams()` is greedy all the same.
+        """
+        return self._default_params
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -114,24 +135,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Now, and counts since the engine was made."""
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_steps=self._runner.num_steps,
-            num_failed_steps=self._core.num_failed_steps,
-            num_compiles=self.graphs.num_compiles,
-            num_preemptions=scheduler.num_preemptions,
-            num_blocks=manager.capacity,
-            num_used_blocks=manager.num_used,
-            peak_blocks=manager.peak_used,
-            num_prefix_tokens=scheduler.num_prefix_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_forked_tokens=scheduler.num_forked_tokens,
-            num_generated_tokens=self._core.num_generated,
-            time_to_first_token=self._core.first_times,
-            inter_token_latency=self._core.times,
-        )
+        return stats_of(self.scheduler, self._core, self._runner, self._speculation)
 
     def explain(self) -> str:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""
@@ -170,7 +174,7 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            params: How its tokens are picked, and where it ends; None = 16 tokens, greedily.
+            params: How its tokens are picked, and where it ends; None = default_sampling_params.
             request_id: What to call it; None = a number that is free.
 
         Returns:
@@ -182,7 +186,7 @@ class Engine:
         require_type("request_id", request_id, (int, str, type(None)), "or None, for a free number")
         require(request_id not in self._open, "request_id", "be new", repr(request_id))
         self._runner.weights.refresh()
-        params = GREEDY if params is None else params
+        params = self.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
         request = build_request("prompt", prompt, params, **self._served())
         ids = self._core.admit([request])
@@ -242,7 +246,8 @@ class Engine:
 
         Args:
             prompts: Text or token ids, mixed as you like.
-            sampling_params: How tokens are picked, for all prompts or for each; None = greedily.
+            sampling_params: How tokens are picked, for all prompts or for each; None = as
+                default_sampling_params say.
             max_tokens: Most new tokens, for all prompts or for each; None = as sampling_params say (16). The
                 longest context may end a prompt earlier.
             stop_ids: Token ids that end a prompt, besides the model's eos and those of sampling_params.
@@ -309,6 +314,7 @@ class Engine:
     ) -> list[Request]:
         self._runner.weights.refresh()
         ends: dict[str, Any] = {"stop_ids": stop_ids, "ignore_eos": ignore_eos}
+        sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
         return build_requests(prompts, max_tokens, sampling_params, **ends, **self._served())
 
     def _stream(self, requests: list[Request]) -> Generator[StreamedToken]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jattn.serving.drafting import Drafting
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
@@ -43,6 +44,7 @@ class Generation:
     stop_reason: int | str | None = None
     error: Exception | None = None
     num_pending: int = 0
+    drafting: Drafting = dataclasses.field(default_factory=Drafting)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
     unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)
@@ -54,10 +56,10 @@ class Generation:
         self._has_text = self.text.has_tokenizer
         self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
-        self._is_told = False  # that it has failed
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
         self.is_adjusted = params.is_adjusted or self.mask is not None
-        self._ids = TokenBuffer(self.token_ids) if params.has_penalties else None
+        self._ids = TokenBuffer() if params.has_penalties else None
+        self._is_told = False  # that it has failed
 
     @property
     def num_generated(self) -> int:
@@ -76,7 +78,7 @@ class Generation:
 
     def penalised_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of the prompt, and those generated and read, where penalties want them; else none."""
-        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.view
+        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.caught_up(self.token_ids)
         return ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :]
 
     @property
@@ -92,15 +94,13 @@ class Generation:
         """Takes the next token, and finishes where it is the last one."""
         self.times.append(time.perf_counter() - self.started)
         self.token_ids.append(token_id)
-        if self._ids is not None:
-            self._ids.append(token_id)
         if self.hashes is not None and len(self.token_ids) % self.hashes.block_size == 0:
             self.hashes.extend(self.token_ids[self.hashes.num_tokens :])
         if logprobs is not None:
             self.logprobs.append(logprobs)
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
         if self.mask is not None:
             self.mask.accept(token_id)
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
         may_stop = num_generated >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"

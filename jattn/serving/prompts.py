@@ -17,8 +17,6 @@ from pallas_kernels.checks import require
 
 type Prompt = str | Sequence[int] | np.ndarray
 
-GREEDY = SamplingParams()
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLimits:
@@ -62,7 +60,7 @@ class Request(NamedTuple):
 def build_requests(
     prompts: Sequence[Prompt],
     max_tokens: int | Sequence[int] | None,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
     *,
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
@@ -76,7 +74,7 @@ def build_requests(
     require(_is_list(prompts), "prompts", "be a list of prompts", repr(prompts))
     samplers = per_prompt(
         "sampling_params",
-        GREEDY if sampling_params is None else sampling_params,
+        sampling_params,
         len(prompts),
         is_one=lambda params: isinstance(params, SamplingParams),
         kind="SamplingParams (how many tokens is max_tokens=)",

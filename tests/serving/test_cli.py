@@ -37,6 +37,10 @@ class Recorded:
     def stats(self):
         return self.engine.stats
 
+    @property
+    def default_sampling_params(self):
+        return self.engine.default_sampling_params
+
 
 @pytest.fixture(scope="module")
 def small_engine():

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import importlib
 import pathlib
@@ -12,9 +13,9 @@ from typing import Any
 from jattn.models import load
 from jattn.serving.commands.events import events
 from jattn.serving.commands.options import (
-    SAMPLING_OPTIONS,
     add_engine_options,
     add_sampling_options,
+    asked_for,
     make_engine,
 )
 from jattn.serving.sampling_params import SamplingParams
@@ -70,10 +71,11 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
     template = templates.load_chat_template(folder, file)
     has_one = template is not None
     require(has_one, "model", "have a chat template (or give --chat-template FILE)", args.model)
-    names = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
-    params = SamplingParams(max_tokens=args.max_tokens, **names)
+    asked = asked_for(args) | {"max_tokens": args.max_tokens}
+    SamplingParams(**asked)  # an error now, not when the model is loaded
     engine = make_engine(args, functools.partial(load, progress=sys.stderr.isatty()))
     require(engine.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", args.model)
+    params = dataclasses.replace(engine.default_sampling_params, **asked)
 
     def speak(messages: list[Message]) -> Iterator[str]:
         prompt = engine.tokenizer.encode(template.render(messages), add_special_tokens=False).ids
@@ -84,8 +86,8 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
 
 
 def _of_server(args: argparse.Namespace) -> Speaker:
-    body = {name: getattr(args, name) for name in (*SAMPLING_OPTIONS, "max_tokens", "model")}
-    asked = {name: value for name, value in body.items() if value not in (None, [])}
+    others = {"max_tokens": args.max_tokens, "model": args.model}
+    asked = asked_for(args) | {name: value for name, value in others.items() if value is not None}
 
     def speak(messages: list[Message]) -> Iterator[str]:
         with asyncio.Runner() as runner:

@@ -1,17 +1,14 @@
 """`jattn generate`: prompts completed, as their text comes."""
 
 import argparse
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
 
 from jattn.models import load
-from jattn.serving.commands.options import (
-    SAMPLING_OPTIONS,
-    add_engine_options,
-    add_sampling_options,
-    make_engine,
-)
+from jattn.serving.commands.options import add_engine_options, add_sampling_options, asked_for, make_engine
+from jattn.serving.default_params import as_told
 from jattn.serving.outputs import GenerationResult
 from jattn.serving.sampling_params import SamplingParams
 
@@ -31,10 +28,15 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def generate(args: argparse.Namespace) -> None:
     """Completes prompts."""
-    sampling_params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
+    asked = asked_for(args)
+    SamplingParams(**asked)  # an error now, not when the model is loaded
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()
     engine = make_engine(args, functools.partial(load, progress=is_terminal))
+    defaults = engine.default_sampling_params
+    if told := as_told(defaults):
+        print(f"jattn: the checkpoint asks for {told}; --temperature 0 is greedy", file=sys.stderr)
+    sampling_params = dataclasses.replace(defaults, **asked)
     write = lambda text: print(text, end="", flush=True)
     printer = StreamPrinter(prompts, write, has_colours=sys.stdout.isatty())
     results = engine.generate(

@@ -44,14 +44,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Those that say how tokens are picked."""
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = greedy [0]")
-    parser.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest P [1]")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="as likely as P x best [0]")
+    own = "[the checkpoint's, else"
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"0 = greedy {own} 0]")
+    parser.add_argument("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens {own} all]")
+    parser.add_argument("--top-p", type=float, metavar="P", help=f"only the likeliest P {own} 1]")
+    parser.add_argument("--min-p", type=float, metavar="P", help=f"as likely as P x best {own} 0]")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="the text ends before it; may be repeated"
     )
+
+
+def asked_for(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the options name."""
+    return {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
 
 
 def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:

@@ -1,10 +1,10 @@
 """From a request's parameters to SamplingParams."""
 
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.models.generation_config import GenerationConfig
 from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.forms import structured_outputs
@@ -16,7 +16,6 @@ COPIED = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
     *("ignore_eos", "include_stop_str_in_output"),
 )
-FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def default_sampling(folder: pathlib.Path | None) -> dict[str, Any]:
@@ -24,12 +23,7 @@ def default_sampling(folder: pathlib.Path | None) -> dict[str, Any]:
 
     Source: vLLM `--generation-config auto`.
     """
-    defaults: dict[str, Any] = {"temperature": 1.0}
-    path = folder and folder / "generation_config.json"
-    if path and path.exists():
-        told = json.loads(path.read_text())
-        defaults |= {name: told[name] for name in FROM_CHECKPOINT if told.get(name) is not None}
-    return defaults
+    return {"temperature": 1.0} | (GenerationConfig.read(folder).told() if folder else {})
 
 
 def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
