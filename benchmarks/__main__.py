@@ -4,6 +4,7 @@ import argparse
 
 from benchmarks import (
     decode,
+    drafts,
     engine,
     gpu_tests,
     graphs,
@@ -24,6 +25,7 @@ SUITES = {
     "graphs": graphs,
     "host": host,
     "engine": engine,
+    "drafts": drafts,
     "quantization": quantization,
     "gpu-tests": gpu_tests,
     "table": table,

@@ -5,9 +5,11 @@ Tokens are checked first: the log-probabilities that the engine reports must be 
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ QWEN3_8B = {
 DECODES = ((1, 1024), (8, 1024), (64, 4096), (256, 1024))
 WARM = SamplingParams(temperature=0.6, ignore_eos=True)
 TOLERANCE = 0.1  # of a log-probability: logits of 16-bit hidden states, in another order of sums
-CASES = ("start", "decode", "prefill", "nano")
+CASES = ("start", "decode", "host", "prefill", "first_token", "prefix", "nano", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,22 +69,43 @@ def main(arguments: argparse.Namespace) -> None:
     if "decode" in cases:
         for batch, context in DECODES:
             rows.add(name=f"decode_{batch}x{context}", **decode_step(engine, batch, context), **checked)
+    if "host" in cases:
+        rows.add(name="host_256x1024", **host_time(engine, 256, 1024), **checked)
     if "prefill" in cases:
         prompts = drawn_prompts(16, 4096, seed=1)
         seconds = timed(lambda: engine.generate(prompts, WARM, max_tokens=1))
         rows.add(name="prefill_16x4096", s=seconds, tokens_per_s=16 * 4096 / seconds, **checked)
+    if "first_token" in cases:
+        rows.add(name="first_token_1024_beside_64", **first_token(engine), **checked)
     for run in (1, 2) if "nano" in cases else ():
         rows.add(name="nano_bench", run=run, **nano_bench(engine), **checked)
+    del engine
+    if "prefix" in cases:
+        rows.add(
+            name="prefix_2048_of_2248", **shared_prefix(engine_of(model, arguments.cache_dir, keeps=True))
+        )
+    if "fp8" in cases:
+        engine = engine_of(model, arguments.cache_dir, quantization="fp8_per_token_head", blocks=70_000)
+        for batch in (64, 256):
+            rows.add(name=f"decode_fp8_{batch}x4096", **decode_step(engine, batch, 4096))
 
 
-def engine_of(model: Any, cache_dir: str | None) -> Engine:
-    """As nano-vllm is run: 256 requests at most; no prefixes kept, whose hits would be measured."""
+def engine_of(
+    model: Any,
+    cache_dir: str | None,
+    *,
+    keeps: bool = False,
+    quantization: str | None = None,
+    blocks: int = 24_000,
+) -> Engine:
+    """As nano-vllm is run: 256 requests at most; prefixes, whose hits would be measured, kept if asked."""
     return Engine(
         model,
-        num_blocks=24_000,
+        num_blocks=blocks,
+        quantization=quantization,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
+        enable_prefix_caching=keeps,
         cache_dir=cache_dir,
     )
 
@@ -122,6 +145,73 @@ def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     run(2)
     short, long = (min(run(count) for _ in range(2)) for count in (few, many))
     return {"step_ms": 1e3 * (long - short) / (many - few)}
+
+
+def host_time(engine: Engine, batch: int, context: int) -> dict[str, Any]:
+    """Milliseconds of a step, and of them how long the host waits for the device: if it does, it is ahead."""
+    asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=200)
+    names = [engine.add_request(prompt, asked) for prompt in drawn_prompts(batch, context, seed=3)]
+    while engine.stats.num_waiting or engine.stats.num_running < batch:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    waits: list[float] = []
+    with mock.patch.object(jax, "device_get", lambda x, get=jax.device_get: waited(waits, get, x)):
+        seconds = timed(lambda: [engine.step() for _ in range(100)]) / 100
+    for name in names:
+        engine.abort(name)
+    engine.step()
+    return {"step_ms": 1e3 * seconds, "host_waits_ms": 1e3 * sum(waits) / 100}
+
+
+def waited(waits: list[float], get: Callable[[Any], Any], x: Any) -> Any:
+    """What `get(x)` is; how long it took goes to `waits`."""
+    start = time.perf_counter()
+    got = get(x)
+    waits.append(time.perf_counter() - start)
+    return got
+
+
+def first_token(engine: Engine) -> dict[str, Any]:
+    """Milliseconds until a prompt of 1,024 has its first token: alone, and while 64 requests decode."""
+    long = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
+
+    def taken(seed: int) -> float:
+        (prompt,) = drawn_prompts(1, 1024, seed=seed)
+        start = time.perf_counter()
+        name = engine.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=2))
+        while not any(output.request_id == name for output in engine.step()):
+            pass
+        seconds = time.perf_counter() - start
+        engine.abort(name)
+        return 1e3 * seconds
+
+    alone = min(taken(seed) for seed in range(10, 15))
+    names = [engine.add_request(prompt, long) for prompt in drawn_prompts(64, 1024, seed=4)]
+    while engine.stats.num_waiting or engine.stats.num_running < 64:
+        engine.step()
+    beside = []
+    for seed in range(20, 30):
+        for _ in range(10):
+            engine.step()
+        beside.append(taken(seed))
+    for name in names:
+        engine.abort(name)
+    engine.step()
+    return {"alone_ms": alone, "ms": statistics.median(beside), "worst_ms": max(beside)}
+
+
+def shared_prefix(engine: Engine) -> dict[str, Any]:
+    """Seconds of 256 prompts of 2,248 tokens with 100 new ones: 2,048 shared, and none."""
+    asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=100)
+    run = lambda prompts: timed(lambda: engine.generate(prompts, asked))
+    own = drawn_prompts(256, 200, seed=5)
+    run([[*drawn_prompts(1, 2048, seed=6)[0], *last] for last in own])  # compiles what it needs
+    shared = run([[*drawn_prompts(1, 2048, seed=7)[0], *last] for last in own])
+    hits = engine.stats.num_prefix_hit_tokens
+    apart = run(drawn_prompts(256, 2248, seed=8))
+    assert engine.stats.num_prefix_hit_tokens == hits > 0
+    return {"s": shared, "without_s": apart, "gain": apart / shared}
 
 
 def nano_bench(engine: Engine) -> dict[str, Any]:

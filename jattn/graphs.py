@@ -160,6 +160,7 @@ class DecodeGraphs:
         num_prefills: int = 0,
         num_prefill_tokens: int = 0,
         num_blocks: int = 0,
+        decode_query_len: int | None = None,
     ) -> Bucket:
         """The smallest bucket that fits a batch: fewest tokens, then fewest rows, then fewest block columns.
 
@@ -175,14 +176,19 @@ class DecodeGraphs:
             num_prefills: The other requests.
             num_prefill_tokens: New tokens of these together.
             num_blocks: Blocks of the longest request.
+            decode_query_len: Tokens of a bucket's decode rows; None = any.
 
         Raises:
-            ValueError: The batch is larger than every bucket; the message lists them.
+            ValueError: The batch is larger than every bucket, or there is none with such rows; the message
+                lists them.
         """
+        able = [one for one in self.buckets if decode_query_len in (None, one.decode_query_len)]
+        lens = sorted({one.decode_query_len for one in self.buckets})
+        require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
         counts = num_decodes, num_prefills, num_prefill_tokens
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting = []
-        for bucket in self.buckets:
+        for bucket in able:
             if query_lens is not None:
                 if bucket.decode_query_len not in counted:
                     counted[bucket.decode_query_len] = _counts(query_lens, bucket.decode_query_len)
@@ -191,7 +197,7 @@ class DecodeGraphs:
                 fitting.append(bucket)
         if not fitting:
             batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
-            raise ValueError(f"the batch must fit one of the buckets {named(self.buckets)}, got {batch}.")
+            raise ValueError(f"the batch must fit one of the buckets {named(able)}, got {batch}.")
         return self._ready_one(fitting)
 
     def _ready_one(self, fitting: Sequence[Bucket]) -> Bucket:

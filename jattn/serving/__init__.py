@@ -4,6 +4,7 @@ from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine import Engine
 from jattn.serving.logprobs import Logprob
+from jattn.serving.ngram_proposer import NgramProposer
 from jattn.serving.outputs import (
     GenerationMetrics,
     GenerationResult,
@@ -16,6 +17,7 @@ from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.stats import EngineStats
+from jattn.serving.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "AsyncEngine",
@@ -25,6 +27,7 @@ __all__ = [
     "GenerationMetrics",
     "GenerationResult",
     "Logprob",
+    "NgramProposer",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -32,4 +35,5 @@ __all__ = [
     "ServedModel",
     "Step",
     "StreamedToken",
+    "StructuredOutputsParams",
 ]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 from jattn.serving.sampler import in_rows
 from jattn.serving.sampling_params import SamplingParams
@@ -28,6 +28,7 @@ class Adjustments(NamedTuple):
         repetition: repetition_penalty.
         frequency: frequency_penalty.
         presence: presence_penalty.
+        allowed: Tokens that may come next, as `TokenMask.allowed` has them; None = no row has a mask.
     """
 
     bias_ids: Int32[Array, "reqs biases"]
@@ -41,6 +42,7 @@ class Adjustments(NamedTuple):
     repetition: Float32[Array, " reqs"]
     frequency: Float32[Array, " reqs"]
     presence: Float32[Array, " reqs"]
+    allowed: UInt32[Array, "reqs words"] | None
 
 
 class Adjusted(NamedTuple):
@@ -53,6 +55,7 @@ class Adjusted(NamedTuple):
         end_ids: Tokens that end it, where it has min_tokens.
         num_generated: How many it has generated and the host has read.
         pending_row: Row of the step before whose token it waits for; -1 = none.
+        allowed: What its mask allows; None = it has none.
     """
 
     params: SamplingParams
@@ -61,12 +64,13 @@ class Adjusted(NamedTuple):
     end_ids: Sequence[int]
     num_generated: int
     pending_row: int
+    allowed: np.ndarray | None = None
 
     @property
     def is_needed(self) -> bool:
         """False where the logits stay as they are."""
         bans = self.num_generated < self.params.min_tokens
-        return bool(self.params.has_penalties or self.params.logit_bias or bans)
+        return bool(self.params.has_penalties or self.params.logit_bias or bans or self.allowed is not None)
 
 
 def build_adjustments(
@@ -104,13 +108,14 @@ def build_adjustments(
         repetition=column([one.repetition_penalty for one in params], 1, np.float32),
         frequency=column([one.frequency_penalty for one in params], 0, np.float32),
         presence=column([one.presence_penalty for one in params], 0, np.float32),
+        allowed=_allowed([one.allowed for one in requests], num_rows, vocab_size),
     )
 
 
 def adjusted(
     logits: Float32[Array, "reqs vocab"], by: Adjustments, num_generated: Int[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
-    """Logits with biases and penalties; -inf for what would end a text too soon. Traced.
+    """Logits with biases and penalties; -inf for what would end a text too soon or may not come. Traced.
 
     Source: vLLM V1 `MinTokensLogitsProcessor`, `LogitBiasLogitsProcessor`, `apply_all_penalties`.
     """
@@ -126,7 +131,22 @@ def adjusted(
     factor = by.repetition[:, None]
     logits = jnp.where(is_seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
     logits = logits - by.frequency[:, None] * counts.astype(jnp.float32)
-    return logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
+    logits = logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
+    if by.allowed is None:
+        return logits
+    bits = (by.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+    return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
+
+
+def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int) -> Any:
+    """Masks as rows of a table; rows without one allow everything."""
+    if all(mask is None for mask in masks):
+        return None
+    table = np.full((num_rows, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            table[row] = mask
+    return table
 
 
 def _width(lists: Sequence[Sized], shortest: int) -> int:

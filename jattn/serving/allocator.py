@@ -49,6 +49,13 @@ class Allocator:
         request.room = self._manager.room(request.request_id)
         return True
 
+    def can_extend(self, requests: Sequence[Progress], count: int) -> bool:
+        """Whether all of these can have so many tokens more, and none of them less."""
+        if any(self.fitting(request, count) < count for request in requests):
+            return False
+        ends = [(one.request_id, one.num_computed, one.num_computed + count) for one in requests]
+        return sum(self._manager.blocks_to_extend(*one) for one in ends) <= self._manager.num_free
+
     def copies_of(self, request_ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """What is to be copied before a step of these requests."""
         if not self.copies:

@@ -66,6 +66,8 @@ class AsyncEngine:
         params = self.engine.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
         prompt = await self._tokens_of(prompt)
+        if params.structured_outputs is not None:  # compiled here, not where steps wait for it
+            await asyncio.to_thread(self.engine.grammars.mask, params.structured_outputs)
         reader = Reader(params.n)
         self._thread.add(reader, prompt, params, request_id)
         num_unfinished = params.n

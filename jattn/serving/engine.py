@@ -1,6 +1,7 @@
 """The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,7 +26,9 @@ from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
+from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
+from jattn.serving.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
 
@@ -51,6 +54,8 @@ class Engine:
         cache_dtype: DTypeLike | None = None,
         quantization: str | None = None,
         skip_layers: Sequence[int] = (),
+        speculative: Any = None,
+        num_speculative_tokens: int = 4,
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -71,14 +76,17 @@ class Engine:
             cache_dtype: Of keys and values; None = the model's.
             quantization: Of the cache, as in `CacheSpec`. Static scales are the model's kv_scales.
             skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
+            speculative: Who drafts tokens for the model to verify: "ngram" or an NgramProposer (what followed
+                the last tokens before), or a model of the same vocabulary or its folder. None = nobody.
+            num_speculative_tokens: Drafts of a request in a step.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
             cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
             check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
-            ValueError: A size is no positive int, both num_blocks and cache_bytes are given, they make less
-                than two blocks, or no bucket fits the largest step; an argument is of another kind.
+            ValueError: A size or an argument is not as above, both num_blocks and cache_bytes are given, they
+                make less than two blocks, no bucket fits the largest step, or vocabularies differ.
             NotImplementedError: This machine does not have the implementation.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
@@ -86,16 +94,22 @@ class Engine:
         limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
-        self.model = as_served(model)
+        self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
         self._default_params = default_params(self.model)
-        self.tokenizer, self.block_size = self.model.tokenizer, block_size
-        self.max_model_len, self._shares_prefixes = limits.longest(self.model), enable_prefix_caching
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
-        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache)
-        self.scheduler = limits.scheduler(self.model, num_blocks)
-        how: dict[str, Any] = {"implementation": implementation, "checks_batches": check_batches}
-        self._runner = Runner(self.model, limits, num_blocks=num_blocks, buckets=buckets, cache=cache, **how)
-        self._core = EngineCore(self.scheduler, self._runner)
+        drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
+        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
+        how = {"num_blocks": num_blocks, "implementation": implementation}
+        self._make_parts(limits, drafter, how, buckets=buckets, cache=cache, checks_batches=check_batches)
+
+    def _make_parts(self, limits: StepLimits, drafter: Drafter, how: dict[str, Any], **more: Any) -> None:
+        """Who schedules, drafts and runs; `how` is for all that have caches of their own."""
+        self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
+        self.max_model_len = limits.longest(self.model)
+        self.scheduler = limits.scheduler(self.model, how["num_blocks"])
+        self._speculation = speculation_of(drafter, self.model, limits, **how)
+        self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
+        self._core = EngineCore(self.scheduler, self._runner, self._speculation)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
 
     @property
@@ -111,16 +125,23 @@ class Engine:
         """The executables."""
         return self._runner.graphs
 
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The forms that texts have been given, compiled for the model's vocabulary."""
+        config = self.model.config
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
+
     @property
     def stats(self) -> EngineStats:
         """Now, and counts since the engine was made."""
         scheduler, manager = self.scheduler, self.scheduler.block_manager
+        drafts = self._speculation
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_steps=self._runner.num_steps,
             num_failed_steps=self._core.num_failed_steps,
-            num_compiles=self.graphs.num_compiles,
+            num_compiles=self._runner.num_compiles,
             num_preemptions=scheduler.num_preemptions,
             num_blocks=manager.capacity,
             num_used_blocks=manager.num_used,
@@ -129,6 +150,9 @@ class Engine:
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_forked_tokens=scheduler.num_forked_tokens,
             num_generated_tokens=self._core.num_generated,
+            num_drafts=0 if drafts is None else drafts.num_drafts,
+            num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
+            num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
             time_to_first_token=self._core.first_times,
             inter_token_latency=self._core.times,
         )
@@ -297,7 +321,8 @@ class Engine:
             shares_prefixes=self._shares_prefixes,
         )
         eos_ids = frozenset(self.model.config.eos_token_ids)
-        return {"eos_ids": eos_ids, "tokenizer": self.tokenizer, "limits": limits}
+        how = {"tokenizer": self.tokenizer, "limits": limits, "grammars": self.grammars}
+        return {"eos_ids": eos_ids, **how}
 
     def _checked(
         self,

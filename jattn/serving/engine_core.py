@@ -2,7 +2,8 @@
 
 The host prepares a step while the device runs the last, and learns one step late that a request has stopped;
 the token made in between is dropped, and the request's blocks may be given away at once, since the device
-takes steps in order.
+takes steps in order. A step with drafts is read before the next one is scheduled, which begins behind those
+drafts that stay.
 
 A step that fails takes its caches with it, which it was given to write into, and with them the keys of every
 request: all end with the error, and the next ones find new caches.
@@ -12,18 +13,21 @@ import itertools
 from collections.abc import Sequence
 
 from jattn.serving.generation import Generation
+from jattn.serving.outputs import Logprobs
 from jattn.serving.prompts import Request
 from jattn.serving.runner import NewTokens, Runner
+from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
+from jattn.serving.speculation import Speculation
 from jattn.serving.stats import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
 
 
 class EngineCore:
     """Generations under way, by numbers of its own: the scheduler's request ids."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        """Starts with nothing under way."""
-        self._scheduler, self._runner = scheduler, runner
+    def __init__(self, scheduler: Scheduler, runner: Runner, speculation: Speculation | None = None) -> None:
+        """Starts with nothing under way; no speculation = no drafts."""
+        self._scheduler, self._runner, self._speculation = scheduler, runner, speculation
         self._generations: dict[int, Generation] = {}  # unfinished ones
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
@@ -56,7 +60,7 @@ class EngineCore:
         """Forgets those of them that are unfinished; what is on its way for them will not be read."""
         for number in numbers:
             generation = self._generations.pop(number, None)
-            if generation is not None and generation.num_asked_for < generation.max_tokens:
+            if generation is not None and number in self._scheduler:
                 self._scheduler.abort(number)
 
     def run_step(self) -> None:
@@ -72,20 +76,50 @@ class EngineCore:
             raise
 
     def _run_step(self) -> None:
-        self._read(keep=1)  # more are left where a reading was interrupted
+        # More are left where a reading was interrupted; none may be where a token decides what the next is.
+        waits = self._runner.is_verifying or self._any_needs_its_last_token()
+        self._read(keep=0 if waits else 1)
         if self._runner.have_weights_changed():
             self._scheduler.forget_prefixes()
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(self._num_draft_tokens())
         if step is not None:
-            generations = [self._generations[number] for number in step.request_ids]
-            self._runner.start(step, generations)
-            ended = []  # no step more, whatever its tokens are
-            for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
-                one.num_pending += samples
-                if samples and one.num_asked_for == one.max_tokens:
-                    ended.append(number)
-            self._scheduler.complete(step, ended)
-        self._read(keep=0 if step is None else 1)
+            self._start(step)
+        self._read(keep=0 if step is None or step.num_draft_tokens else 1)
+
+    def _start(self, step: Step) -> None:
+        generations = [self._generations[number] for number in step.request_ids]
+        for number in step.preempted:
+            self._generations[number].drafting.num_read = 0
+        self._runner.start(step, generations)
+        ended = []  # no step more, whatever its tokens are
+        for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
+            one.num_pending += samples
+            if samples and one.num_asked_for == one.max_tokens:
+                ended.append(number)
+        self._scheduler.complete(step, ended)
+
+    def _num_draft_tokens(self) -> int:
+        """Drafts for each row of the next step; waits for the rows' tokens where drafts promise to pay."""
+        speculation = self._speculation
+        if speculation is None or not self._scheduler.can_draft(speculation.num_tokens):
+            return 0
+        if self._any_needs_its_last_token():
+            return 0  # nobody knows what may follow a draft
+        if not speculation.proposes(self._running()):
+            return 0
+        if self._runner.num_in_flight:
+            promising = [one for one in self._running() if one.drafting.num_drafted]
+            self._read(keep=0)
+            if not speculation.proposes(self._running()):
+                speculation.note_none([one for one in promising if not one.drafting.num_drafted])
+                return 0
+        return speculation.num_tokens
+
+    def _any_needs_its_last_token(self) -> bool:
+        return any([generation.needs_last_token for generation in self._generations.values()])
+
+    def _running(self) -> list[Generation]:
+        return [self._generations[number] for number in self._scheduler.running]
 
     def _fail_all(self, error: Exception) -> None:
         self.num_failed_steps += 1
@@ -112,10 +146,23 @@ class EngineCore:
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
         if new.prompt_logprobs and new.prompt_start == len(generation.prompt_logprobs):
             generation.prompt_logprobs += new.prompt_logprobs  # else known, from before a preemption
-        if new.token_id is None:
+        if not new.token_ids:
             return
+        num_accepted = len(new.token_ids) - 1
+        if self._speculation is not None and new.is_verified:
+            self._speculation.note(generation, num_accepted)
+        if num_accepted and new.request_id in self._scheduler:
+            self._scheduler.accept(new.request_id, num_accepted)
         generation.num_pending -= 1
-        generation.append(new.token_id, new.logprobs)
+        of_each = new.logprobs or [None] * len(new.token_ids)
+        for token_id, logprobs in zip(new.token_ids, of_each, strict=True):
+            self._append(generation, token_id, logprobs)
+            if generation.finish_reason is not None:  # what was accepted behind it is nobody's
+                self.drop([new.request_id])
+                break
+
+    def _append(self, generation: Generation, token_id: int, logprobs: Logprobs | None) -> None:
+        generation.append(token_id, logprobs)
         self.num_generated += 1
         times = generation.times
         if len(times) == 1:

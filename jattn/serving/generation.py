@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jattn.serving.drafting import Drafting
 from jattn.serving.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.structured_outputs import TokenMask
 from jattn.serving.text import StopFilter, TextStream
 from jattn.serving.token_buffer import TokenBuffer
 
@@ -37,10 +39,12 @@ class Generation:
     eos_ids: frozenset[int]
     text: TextStream
     hashes: BlockHashes | None = None
+    mask: TokenMask | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
     num_pending: int = 0
+    drafting: Drafting = dataclasses.field(default_factory=Drafting)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
     unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)
@@ -54,7 +58,7 @@ class Generation:
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
         self.is_adjusted = params.is_adjusted
-        self._ids = TokenBuffer(self.token_ids) if params.has_penalties else None
+        self._ids = TokenBuffer() if params.has_penalties else None
         self._is_told = False  # that it has failed
 
     @property
@@ -63,13 +67,18 @@ class Generation:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token cannot be asked for: what it may be depends on one that is on its way."""
+        return self.mask is not None and self.num_pending > 0
+
+    @property
     def num_asked_for(self) -> int:
         """New tokens so far, and those that are on their way."""
         return len(self.token_ids) - self.num_prompt_tokens + self.num_pending
 
     def penalised_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of the prompt, and those generated and read, where penalties want them; else none."""
-        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.view
+        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.caught_up(self.token_ids)
         return ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :]
 
     @property
@@ -85,13 +94,13 @@ class Generation:
         """Takes the next token, and finishes where it is the last one."""
         self.times.append(time.perf_counter() - self.started)
         self.token_ids.append(token_id)
-        if self._ids is not None:
-            self._ids.append(token_id)
         if self.hashes is not None and len(self.token_ids) % self.hashes.block_size == 0:
             self.hashes.extend(self.token_ids[self.hashes.num_tokens :])
         if logprobs is not None:
             self.logprobs.append(logprobs)
         num_generated = len(self.token_ids) - self.num_prompt_tokens
+        if self.mask is not None:
+            self.mask.accept(token_id)
         may_stop = num_generated >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"
@@ -101,8 +110,9 @@ class Generation:
             piece = self.text.append(token_id) if self._has_text else ""
             if piece:
                 piece = self._passed(piece, may_stop=may_stop)
-            if self.finish_reason is None and num_generated == self.max_tokens:
-                self.finish_reason = "length"
+            is_whole = self.mask is not None and self.mask.is_done
+            if self.finish_reason is None and (is_whole or num_generated == self.max_tokens):
+                self.finish_reason = "stop" if is_whole else "length"
                 piece += self._ended(self.text.flush())
         self.unread.append(NewToken(token_id, piece, logprobs))
 

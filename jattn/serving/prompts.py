@@ -11,6 +11,7 @@ from jattn.serving.generation import Generation
 from jattn.serving.outputs import GenerationResult
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.structured_outputs import Grammars
 from jattn.serving.text import TextStream
 from pallas_kernels.checks import require
 
@@ -107,6 +108,7 @@ def build_request(
     eos_ids: frozenset[int],
     tokenizer: Any | None,
     limits: PromptLimits,
+    grammars: Grammars,
 ) -> Request:
     """One prompt's Request; `name` is what errors call it.
 
@@ -133,6 +135,7 @@ def build_request(
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
             text=TextStream(tokenizer),
             hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
+            mask=None if params.structured_outputs is None else grammars.mask(params.structured_outputs),
         )
 
     return Request(params, [generation(params.of_completion(index)) for index in range(params.n)])

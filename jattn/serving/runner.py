@@ -27,11 +27,13 @@ from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
 from jattn.serving.outputs import Logprobs
+from jattn.serving.rejection_sampler import Verified, rejection_sample
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
+from jattn.serving.speculation import Speculation
 from jattn.serving.step import (
     Sampled,
     StepTokens,
@@ -49,24 +51,26 @@ class NewTokens(NamedTuple):
 
     Attributes:
         request_id: Whose.
-        token_id: Its next token; None where the row made none.
-        logprobs: Of it, where asked for.
+        token_ids: Its next tokens: none where the row made none, several where drafts of it stay.
+        logprobs: Of each of them, None where not asked for; None = nobody asked.
         prompt_logprobs: Of the tokens of the prompt from position prompt_start on, where asked for.
         prompt_start: Position of the first of them.
+        is_verified: The step had drafts.
     """
 
     request_id: int
-    token_id: int | None
-    logprobs: Logprobs | None
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprobs | None] | None = None
     prompt_logprobs: Sequence[Logprobs] = ()
     prompt_start: int = 0
+    is_verified: bool = False
 
 
 class _InFlight(NamedTuple):
     """A step whose tokens the host has not read."""
 
     step: Step
-    sampled: Sampled
+    sampled: Sampled | Verified
     num_logprobs: list[int | None]  # that each request asked for
     prompt: list[PromptPart]
     prompt_logprobs: TokenLogprobs | None
@@ -85,12 +89,15 @@ class Runner:
         implementation: str | Sequence[str] | None,
         checks_batches: bool,
         cache: dict[str, Any],
+        speculation: Speculation | None = None,
     ) -> None:
         """Makes the caches; compiles nothing yet. Arguments as `Engine` has them."""
         self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
         self.weights = Weights(model)
         self._graphdef = nnx.graphdef(with_implementation(model, implementation))
-        self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks)
+        self._proposer = None if speculation is None else speculation.proposer
+        num_drafts = 0 if speculation is None else speculation.num_tokens
+        self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks, num_drafts)
         self._leaves = self.graphs.leaves_of(self.weights.state)
         self._new_caches = functools.partial(
             model.create_caches, num_blocks, block_size=self.block_size, **cache
@@ -110,12 +117,24 @@ class Runner:
         """Steps started and not read."""
         return len(self._in_flight)
 
+    @property
+    def num_compiles(self) -> int:
+        """Executables compiled, one a bucket, a draft model's too."""
+        return self.graphs.num_compiles + (0 if self._proposer is None else self._proposer.num_compiles)
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether the last step started has drafts, and is not read."""
+        return bool(self._in_flight) and self._in_flight[-1].step.num_draft_tokens > 0
+
     def reset(self) -> None:
         """Makes new caches and forgets the steps in flight: what a failed call was given is gone."""
         self._in_flight.clear()
         self._caches = None  # before there is memory for others
         self._caches = self._new_caches()
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
+        if self._proposer is not None:
+            self._proposer.reset()
 
     def have_weights_changed(self) -> bool:
         """Whether the next step's weights are others than at the last look, however they were changed."""
@@ -133,7 +152,8 @@ class Runner:
 
         def inputs(bucket: Bucket) -> list[StepTokens]:
             tokens = whole(bucket.max_tokens)
-            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(self._rows_of(bucket)))]
+            places = self._rows_of(bucket) * bucket.decode_query_len
+            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places))]
 
         self.graphs.precompile(
             self.weights.refresh(),
@@ -143,25 +163,32 @@ class Runner:
             progress=progress,
             wait=wait,
         )
-        needed = {self._rows_of(bucket) for bucket in self.graphs.executables}
+        if self._proposer is not None:
+            self._proposer.precompile(progress=progress, wait=wait)
+        sizes = lambda bucket: (self._rows_of(bucket), bucket.decode_query_len)
+        needed = {sizes(bucket) for bucket in self.graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-        compiling = [pool.submit(self._compile_samplers, rows) for rows in needed]
-        for rows in {self._rows_of(bucket) for bucket in self.graphs.buckets} - needed:
-            pool.submit(self._compile_samplers, rows)
+        compiling = [pool.submit(self._compile_samplers, *size) for size in needed]
+        for size in {sizes(bucket) for bucket in self.graphs.buckets} - needed:
+            pool.submit(self._compile_samplers, *size)
         for done in compiling:
             done.result()
         pool.shutdown(wait=wait)
 
-    def _compile_samplers(self, rows: int) -> None:
+    def _compile_samplers(self, rows: int, query_len: int) -> None:
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
-        logits = jnp.zeros((rows, self._vocab_size))
+        logits, ids = jnp.zeros((rows * query_len, self._vocab_size)), jnp.zeros(rows * query_len, jnp.int32)
         for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
-            self._next_tokens(logits, build_sampling_metadata([params], rows), np.zeros(rows, np.int32))
+            sampling = build_sampling_metadata([params], rows)
+            self._sampled(logits, ids, sampling, np.zeros(rows, np.int32))
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
         lens = np.asarray(step.query_lens)
-        bucket = self.graphs.choose(lens, num_blocks=step.block_tables.shape[1])
+        # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
+        query_len = None if self._proposer is None else 1 + step.num_draft_tokens
+        num_blocks = step.block_tables.shape[1]
+        bucket = self.graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
         metadata = build_batch_metadata(
             lens,
             np.asarray(step.seq_lens),
@@ -173,16 +200,26 @@ class Runner:
         if self._checks_batches:
             check_batch(metadata, self._cache_spec)
         rows, before, last = self._rows_of(bucket), self._rows_before(), self._last_tokens
-        tokens = step_tokens(step, generations, bucket, before, last, rows)
         sampling, num_generated = self._sampling.of(step, generations, rows)
         sizes = {"num_rows": rows, "vocab_size": self._vocab_size}
         adjustments = step_adjustments(step, generations, before, last, **sizes)
         if step.block_copies:
-            self._caches = copy_blocks(self._caches, padded_pairs(step.block_copies))
+            pairs = padded_pairs(step.block_copies)
+            self._caches = copy_blocks(self._caches, pairs)
+            if self._proposer is not None:
+                self._proposer.copy_blocks(pairs)
+        if step.num_draft_tokens and self._proposer is not None:
+            drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
+            places: Any = np.arange(bucket.max_tokens, dtype=np.int32)
+            tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
+        else:
+            tokens = step_tokens(step, generations, bucket, before, last, rows)
         outputs, self._caches = self.graphs(self._leaves, self._caches, metadata, tokens)
         wanted = [generation.sampling_params.logprobs for generation in generations]
-        sampled = self._next_tokens(outputs.logits, sampling, num_generated, adjustments, _most(wanted))
-        self._last_tokens = sampled.tokens
+        drawn_by = (sampling, num_generated, adjustments, _most(wanted))
+        sampled = self._sampled(outputs.logits, tokens.ids, *drawn_by)
+        if isinstance(sampled, Sampled):
+            self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
         parts = prompt_parts(step, generations, bucket)
         of_prompts = self._prompt_logprobs(parts, outputs.hidden, bucket)
         for array in jax.tree.leaves((sampled, of_prompts)):
@@ -193,27 +230,32 @@ class Runner:
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
         step, sampled, wanted, parts, of_prompts = self._in_flight[0]
-        token_ids = jax.device_get(sampled.tokens)[: len(step.request_ids)].tolist()
+        token_ids, query_len = _read_tokens(sampled, len(step.request_ids))
         logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
         places = None if of_prompts is None else fetched(of_prompts)
         self._in_flight.popleft()
-        if logprobs is None and places is None:
+        if logprobs is None and places is None and isinstance(sampled, Sampled):
             yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),
-                           itertools.compress(token_ids, step.samples), itertools.repeat(None))  # fmt: skip
+                           itertools.compress(token_ids, step.samples))  # fmt: skip
             return
         by_request = {part.request_id: part for part in parts}
         each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
-        for row, (request_id, token_id, samples, num) in enumerate(each):
+        for row, (request_id, ids, samples, num) in enumerate(each):
             part = by_request.get(request_id)
+            new = ids if samples else []
             yield NewTokens(
                 request_id,
-                token_id if samples else None,
-                logprobs.at(row, token_id, num) if logprobs and samples and num is not None else None,
+                new,
+                [
+                    logprobs.at(row * query_len + i, token, num) if logprobs and num is not None else None
+                    for i, token in enumerate(new)
+                ],
                 [
                     places.at(part.place + i, token, part.num)
                     for i, token in enumerate(part.token_ids)
                 ] if places and part else [],
                 part.start if part else 0,
+                isinstance(sampled, Verified),
             )  # fmt: skip
 
     # --------------------------------------------------------------------------------------- inside
@@ -226,16 +268,24 @@ class Runner:
         }
 
     def _rows_of(self, bucket: Bucket) -> int:
+        """Rows of the sampler: of steps with drafts those of the step, else all requests."""
+        if bucket.decode_query_len > 1:
+            return bucket.max_decodes
         return sampler_rows(bucket, self._max_num_seqs)
 
-    def _next_tokens(
+    def _sampled(
         self,
         logits: jax.Array,
+        token_ids: Any,
         sampling: SamplingMetadata,
         num_generated: Any,
         adjustments: Adjustments | None = None,
         num_logprobs: int | None = None,
-    ) -> Sampled:
+    ) -> Sampled | Verified:
+        """The next token of each row; where rows have drafts, all that they come by."""
+        if logits.shape[0] > len(num_generated):
+            drawn_by = (sampling, num_generated, adjustments)
+            return rejection_sample(logits, token_ids, *drawn_by, num_logprobs=num_logprobs)
         static = {"max_rows": self._max_rows, "num_logprobs": num_logprobs}
         return next_tokens(logits, sampling, num_generated, adjustments, **static)
 
@@ -250,6 +300,14 @@ class Runner:
         num = _most([part.num for part in parts])
         assert num is not None
         return prompt_logprobs(self._graphdef, self.weights.state, hidden, next_ids, num=num)
+
+
+def _read_tokens(sampled: Sampled | Verified, num_rows: int) -> tuple[list[list[int]], int]:
+    """New tokens of each row, and how many places a row has; waits for them."""
+    if isinstance(sampled, Sampled):
+        return jax.device_get(sampled.tokens)[:num_rows, None].tolist(), 1
+    tokens, num_accepted = jax.device_get((sampled.tokens, sampled.num_accepted))
+    return [tokens[row, : 1 + num_accepted[row]].tolist() for row in range(num_rows)], tokens.shape[1]
 
 
 def _most(wanted: Sequence[int | None]) -> int | None:

@@ -104,14 +104,11 @@ def sample(
     """
     logits = logits.astype(jnp.float32)
     samples = params.temperature >= GREEDY_BELOW
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    if not params.draws:
-        return greedy
-    z = _filtered(logits, params, samples)
-    noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
-    drawn = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
-    return jnp.where(samples, drawn, greedy)
+    if params.draws:
+        z = _filtered(logits, params, samples)
+        noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
+        logits = jnp.where(samples[:, None], z + noise, logits)  # one pass over them picks for all rows
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def make_sampler(

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jattn.serving.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require, require_int, require_positive
 
 GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
@@ -41,6 +42,8 @@ class SamplingParams:
         logprobs: Each new token comes with its log-probability and that of so many likeliest tokens, by the
             model's own logits, before penalties and temperature. None = without; at most 20.
         prompt_logprobs: The same for each token of the prompt but the first.
+        structured_outputs: The form that the text has: a JSON schema, a regular expression, a grammar. It
+            ends where that does.
 
     Source: vLLM `SamplingParams`; greedy by default.
     """
@@ -63,6 +66,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -110,6 +114,9 @@ class SamplingParams:
         for token, value in (bias or {}).items():
             is_one = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
             require(is_one, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
+        form = self.structured_outputs
+        is_form = form is None or isinstance(form, StructuredOutputsParams)
+        require(is_form, "structured_outputs", "be StructuredOutputsParams", repr(form))
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 

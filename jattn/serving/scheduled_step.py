@@ -18,8 +18,9 @@ class Step:
         block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`): rows that
             would write into a block that others share have one of their own now.
         samples: Whether the row's last token is the last one that its request has: its logits make the next.
-        num_decodes: Leading rows with exactly one new token and context before it.
+        num_decodes: Leading rows with exactly one new token (and its drafts) and context before it.
         preempted: Requests that lost their blocks to make room; they wait to be computed again.
+        num_draft_tokens: Drafts of each row behind its new token; `query_lens` and `seq_lens` count them.
     """
 
     request_ids: tuple[int, ...]
@@ -30,6 +31,7 @@ class Step:
     samples: tuple[bool, ...]
     num_decodes: int
     preempted: tuple[int, ...]
+    num_draft_tokens: int = 0
 
     @property
     def num_prefills(self) -> int:

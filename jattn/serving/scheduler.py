@@ -124,11 +124,34 @@ class Scheduler:
             self._parent_of(request, parent_id).completions.append(request)
         self._known[request_id] = request
 
-    def schedule(self) -> Step | None:
+    def __contains__(self, request_id: int) -> bool:
+        """Whether a request waits or runs."""
+        return request_id in self._known
+
+    @property
+    def running(self) -> list[int]:
+        """Requests that have blocks, in order of arrival."""
+        return [request.request_id for request in self._running]
+
+    def can_draft(self, num_draft_tokens: int) -> bool:
+        """Whether the next step can have so many drafts a row: all decode, and nobody pays with blocks."""
+        count, rows = 1 + num_draft_tokens, self._running
+        if not rows or any(request.num_new != 1 or not request.num_computed for request in rows):
+            return False
+        if count * len(rows) > self.max_num_batched_tokens:
+            return False
+        is_wanted = (self._waiting or self._forked) and len(rows) < self.max_num_seqs
+        return not is_wanted and self._blocks.can_extend(rows, count)
+
+    def schedule(self, num_draft_tokens: int = 0) -> Step | None:
         """The next step, its blocks allocated; None if there is nothing to run.
 
         Follow it with `complete` once it is on its way; without, the same rows are scheduled again.
+
+        Args:
+            num_draft_tokens: Drafts for each row, where `can_draft`; else the step is one without drafts.
         """
+        drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
         if self._num_forks != self.block_manager.num_forks:
             self._num_forks = self.block_manager.num_forks
             for request in self._running:  # what one was to write into may be shared now
@@ -137,7 +160,7 @@ class Scheduler:
         preempted: list[int] = []
         budget = self.max_num_batched_tokens
         for request in self._running:  # the latest may leave it meanwhile
-            count = request.num_tokens - request.num_computed
+            count = request.num_tokens - request.num_computed + drafts
             if count > budget:
                 count = budget
             if request.num_computed + count > request.room:
@@ -146,14 +169,15 @@ class Scheduler:
                 break
             chunks.append((request, count))
             budget -= count
-        if len(chunks) == len(self._running):
+        if len(chunks) == len(self._running) and not drafts:
             chunks += self._admit(budget)
-        return self._step(chunks, preempted) if chunks else None
+        return self._step(chunks, preempted, drafts) if chunks else None
 
     def complete(self, step: Step, finished: Collection[int] = ()) -> None:
         """Notes that a step runs: each row that samples has one more token, unless it is finished.
 
-        The token need not be known yet; a request that turns out to have ended is aborted.
+        The token need not be known yet; a request that turns out to have ended is aborted. Of drafts none is
+        taken to stay: `accept` says which do.
 
         Args:
             step: From `schedule`.
@@ -168,7 +192,7 @@ class Scheduler:
         size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
             request = self._known[request_id]
-            request.num_computed += count
+            request.num_computed += count - step.num_draft_tokens
             request.num_tokens += samples
             if request.num_computed >= (request.num_published + 1) * size:
                 self._blocks.publish(request)  # the device takes steps in order: who reads comes later
@@ -177,6 +201,19 @@ class Scheduler:
         self._blocks.copies.clear()
         for request_id in finished:
             self.abort(request_id)
+
+    def accept(self, request_id: int, num_draft_tokens: int) -> None:
+        """Notes that so many drafts of a request's last step stay, before any other step is scheduled.
+
+        The blocks that the others took stay for the tokens to come.
+
+        Raises:
+            ValueError: No such request.
+        """
+        require(request_id in self._known, "request_id", "wait or run", request_id)
+        request = self._known[request_id]
+        request.num_computed += num_draft_tokens
+        request.num_tokens += num_draft_tokens
 
     def abort(self, request_id: int) -> None:
         """Drops a request, wherever it is, and frees its blocks.
@@ -289,8 +326,8 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _step(self, chunks: list[tuple[Progress, int]], preempted: list[int]) -> Step:
-        is_decode = [count == 1 and request.num_computed > 0 for request, count in chunks]
+    def _step(self, chunks: list[tuple[Progress, int]], preempted: list[int], drafts: int) -> Step:
+        is_decode = [count == 1 + drafts and request.num_computed > 0 for request, count in chunks]
         if not all(is_decode):
             order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
             chunks = [chunks[i] for i in order]
@@ -301,7 +338,8 @@ class Scheduler:
             seq_lens=tuple([request.num_computed + count for request, count in chunks]),
             block_tables=self.block_manager.block_tables(request_ids),
             block_copies=self._blocks.copies_of(request_ids),
-            samples=tuple([request.num_tokens - request.num_computed == count for request, count in chunks]),
+            samples=tuple([request.num_new + drafts == count for request, count in chunks]),
             num_decodes=sum(is_decode),
             preempted=tuple(preempted),
+            num_draft_tokens=drafts,
         )

@@ -12,9 +12,11 @@ from jattn.serving.prompts import require_list_of_ints
 from jattn.serving.reach import reach_of
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
+from jattn.serving.speculation import draft_buckets
 from pallas_kernels.checks import require, require_int, require_positive
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
+NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
 SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
 
 
@@ -24,6 +26,18 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
     while sizes[-1] >= 64:
         sizes.append(sizes[-1] // 4)
     return sizes
+
+
+def table_widths(max_blocks: int) -> list[int]:
+    """Columns of block tables: enough for the longest request, and eighths of that down to NARROW_TABLE.
+
+    A step sends its table to the device, rows x columns, and what a request might have decides what serves
+    it: neither should be of 131,072 tokens where 2,000 are there.
+    """
+    widths = [max_blocks]
+    while widths[-1] > NARROW_TABLE:
+        widths.append(max(widths[-1] // 8, NARROW_TABLE))
+    return widths
 
 
 def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -> int:
@@ -82,6 +96,13 @@ class StepLimits(NamedTuple):
     def _blocks_of_longest(self, model: ServedModel) -> int:
         return -(-self.longest(model) // self.block_size)
 
+    def max_blocks(self, model: ServedModel, num_blocks: int) -> int:
+        """Block-table columns of the longest request, of so many blocks in all."""
+        longest, capacity, reach = self._blocks_of_longest(model), num_blocks - 1, reach_of(model)
+        if reach is not None and reach.fits(capacity * self.block_size, self.block_size):
+            return longest
+        return min(longest, capacity)
+
     def _blocks_at_once(self, model: ServedModel) -> int:
         """Blocks that the longest request has need of at once."""
         longest, reach = self._blocks_of_longest(model), reach_of(model)
@@ -90,7 +111,12 @@ class StepLimits(NamedTuple):
         return min(longest, reach.blocks_at_once(self.max_num_batched_tokens, self.block_size))
 
     def num_blocks_for(
-        self, model: ServedModel, num_blocks: int | None, cache_bytes: int | None, cache: dict[str, Any]
+        self,
+        model: ServedModel,
+        num_blocks: int | None,
+        cache_bytes: int | None,
+        cache: dict[str, Any],
+        draft: ServedModel | None = None,
     ) -> int:
         """Blocks of each layer's cache.
 
@@ -99,6 +125,7 @@ class StepLimits(NamedTuple):
             num_blocks: So many; None = as cache_bytes says.
             cache_bytes: Memory for all layers; None = enough, where there is enough.
             cache: What else `ServedModel.cache_specs` takes.
+            draft: A model whose caches, of as many blocks, share the memory.
 
         Raises:
             ValueError: Both are given, or not even two blocks fit.
@@ -106,7 +133,10 @@ class StepLimits(NamedTuple):
         if num_blocks is not None:
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
             return num_blocks
-        specs = model.cache_specs(1, block_size=self.block_size, **cache)
+        specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
+        if draft is not None:
+            plain: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
+            specs += draft.cache_specs(1, block_size=self.block_size, **plain)
         most = self._blocks_at_once(model) * self.max_num_seqs + 1
         return num_blocks_in(cache_bytes, sum(spec.bytes_per_block for spec in specs), most=most)
 
@@ -119,25 +149,46 @@ class StepLimits(NamedTuple):
         sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
         return Scheduler(BlockManager(num_blocks, self.block_size), **sizes, reach=reach_of(model))
 
+    def draft_buckets(self, model: ServedModel, num_blocks: int, num_draft_tokens: int) -> list[Bucket]:
+        """Of steps with so many drafts a row."""
+        widths = table_widths(self.max_blocks(model, num_blocks))
+        return [one for n in widths for one in draft_buckets(self.max_num_seqs, num_draft_tokens, n)]
+
+    def reading_buckets(self, model: ServedModel, num_blocks: int) -> list[Bucket]:
+        """Of steps that only read prompts, the largest last."""
+        return [
+            Bucket(max_prefills=min(self.max_num_seqs, size), max_prefill_tokens=size, max_blocks=width)
+            for width in sorted(table_widths(self.max_blocks(model, num_blocks)))
+            for size in sorted(prefill_sizes(self.max_num_batched_tokens))
+        ]
+
     def graphs(
-        self, model: ServedModel, step: GraphStep, buckets: Sequence[Bucket] | None, num_blocks: int
+        self,
+        model: ServedModel,
+        step: GraphStep,
+        buckets: Sequence[Bucket] | None,
+        num_blocks: int,
+        num_draft_tokens: int = 0,
     ) -> DecodeGraphs:
-        """The executables of a step, for the buckets given or a handful.
+        """The executables of a step, for the buckets given or a handful, and those of steps with drafts.
 
         Raises:
             ValueError: No bucket fits the largest step.
         """
-        max_blocks, capacity = self._blocks_of_longest(model), num_blocks - 1
-        reach = reach_of(model)
-        if reach is None or not reach.fits(capacity * self.block_size, self.block_size):
-            max_blocks = min(max_blocks, capacity)
+        max_blocks = self.max_blocks(model, num_blocks)
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
             # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
             rows = max(self.max_num_seqs, 2)
-            buckets = default_buckets(rows, max_blocks=max_blocks, prefill_tokens=chunks)
-            buckets = tuple(bucket for bucket in buckets if bucket.max_tokens > 1)
+            buckets = [
+                bucket
+                for width in table_widths(max_blocks)
+                for bucket in default_buckets(rows, max_blocks=width, prefill_tokens=chunks)
+                if bucket.max_tokens > 1
+            ]
+        if num_draft_tokens:
+            buckets = [*buckets, *self.draft_buckets(model, num_blocks, num_draft_tokens)]
         graphs = DecodeGraphs(step, buckets)
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,

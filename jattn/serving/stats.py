@@ -59,6 +59,9 @@ class EngineStats:
         num_prefix_hit_tokens: Those of them that others had computed.
         num_forked_tokens: Tokens of prompts that completions took over from the first one of theirs.
         num_generated_tokens: Tokens handed out.
+        num_drafts: How often a request was drafted for.
+        num_draft_tokens: Tokens drafted.
+        num_accepted_tokens: Those of them that the model would have picked.
         time_to_first_token: Seconds from a request's arrival.
         inter_token_latency: Seconds between two of its tokens.
     """
@@ -76,8 +79,16 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_forked_tokens: int
     num_generated_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     time_to_first_token: Histogram
     inter_token_latency: Histogram
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted; 0 where none was drafted."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def cache_usage(self) -> float:

@@ -27,13 +27,13 @@ class StepTokens(NamedTuple):
         rows: The sampler's row in the step before whose new token stands here; -1 where `ids` has it.
         last: New tokens of the step before, by its rows.
         ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
-            the sampler. The rest of these rows are padding.
+            the sampler. The rest of these rows are padding. In a step with drafts all tokens, place by place.
     """
 
     ids: Int32[Array, " tokens"]
     rows: Int32[Array, " tokens"]
     last: Int32[Array, " max_rows"]
-    ends: Int32[Array, " rows"]
+    ends: Int32[Array, " places"]
 
 
 class StepOutputs(NamedTuple):
@@ -44,7 +44,7 @@ class StepOutputs(NamedTuple):
         hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
     """
 
-    logits: Float32[Array, "rows vocab"]
+    logits: Float32[Array, "places vocab"]
     hidden: Float[Array, "tokens hidden"]
 
 

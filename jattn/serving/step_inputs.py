@@ -86,7 +86,7 @@ def step_adjustments(
 
     `sizes` are build_adjustments' num_rows and vocab_size.
     """
-    if not any([generation.is_adjusted for generation in generations]):
+    if not any([generation.is_adjusted or generation.mask is not None for generation in generations]):
         return None
     requests = [
         Adjusted(
@@ -95,6 +95,7 @@ def step_adjustments(
             end_ids=one.end_ids,
             num_generated=one.num_generated,
             pending_row=row_before[request_id] if one.num_pending else -1,
+            allowed=None if one.mask is None else one.mask.allowed(),
         )
         for request_id, one in zip(step.request_ids, generations, strict=True)
     ]

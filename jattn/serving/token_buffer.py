@@ -3,25 +3,21 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int
 
 
 class TokenBuffer:
-    """Token ids, int32: taken into a step's table at once, where a list would be read one by one."""
+    """Token ids, int32: looked at and taken into a step's table at once, where a list would be copied."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        """Begins with `token_ids`."""
-        self._count = len(token_ids)
-        self._array = np.zeros(2 * self._count, np.int32)
-        self._array[: self._count] = token_ids
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._ids, self._count = np.zeros(256, np.int32), 0
 
-    @property
-    def view(self) -> np.ndarray:
-        """All of them, until the next one comes."""
-        return self._array[: self._count]
-
-    def append(self, token_id: int) -> None:
-        """Takes one more."""
-        if self._count == len(self._array):
-            self._array = np.concatenate([self._array, np.zeros_like(self._array)])
-        self._array[self._count] = token_id
-        self._count += 1
+    def caught_up(self, token_ids: Sequence[int]) -> Int[np.ndarray, " tokens"]:
+        """All of `token_ids`, which begin with those of the last time."""
+        count = len(token_ids)
+        if count > len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(max(count, len(self._ids)), np.int32)])
+        self._ids[self._count : count] = token_ids[self._count :]
+        self._count = count
+        return self._ids[:count]

@@ -293,7 +293,9 @@ class TestSchedule:
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
-        starts = [narrowed_down(got.unit_ends, got.unit_ends, slot, slots=got.slots) for slot in range(4)]
+        starts = [
+            narrowed_down(got.unit_ends, got.unit_ends, jnp.int32(slot), slots=got.slots) for slot in range(4)
+        ]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
             (0, 0, 0, 3),
             (4, 2, 4, 5),

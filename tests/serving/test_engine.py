@@ -349,8 +349,8 @@ class TestCheckedBatches:
         engine = Engine(golden.model, **one_bucket(4, 160, 65) | options)
         schedule = engine.scheduler.schedule
 
-        def changed():
-            step = schedule()
+        def changed(*drafts):
+            step = schedule(*drafts)
             return step and dataclasses.replace(step, **change(step))
 
         engine.scheduler.schedule = changed

@@ -15,7 +15,8 @@ from starlette.types import Send
 
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.server.errors import as_api_error
+from jattn.serving.server.errors import ApiError, as_api_error
+from jattn.serving.server.forms import structured_outputs
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.service import Service
 
@@ -66,6 +67,15 @@ class Job:
 
     async def answer(self, request: Request) -> Response:
         """The answer, whole or as a stream; nothing where the client has gone."""
+        try:
+            return await self._answer(request)
+        except ValueError as error:
+            form = structured_outputs(self.body)
+            if form is not None and str(error).startswith("structured_outputs "):
+                raise ApiError(400, str(error), form[0]) from error
+            raise
+
+    async def _answer(self, request: Request) -> Response:
         outputs = self._outputs()
         if not self.body.stream:
             return JSONResponse(await _unless_gone(request, self._whole(outputs)))

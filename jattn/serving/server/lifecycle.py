@@ -73,9 +73,10 @@ class Server(uvicorn.Server):
             await asyncio.gather(preparing, return_exceptions=True)
 
     async def _prepare(self) -> None:
-        """Compiles, while /health says that it is not done."""
+        """Compiles what a first step may need, while /health says that it is not done; the rest goes on."""
+        progress = sys.stderr.isatty()
         try:
-            await self.service.engine.call(lambda engine: engine.precompile(progress=sys.stderr.isatty()))
+            await self.service.engine.call(lambda engine: engine.precompile(progress=progress, wait=False))
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:

@@ -21,6 +21,32 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+class JsonSchema(Body):
+    """OpenAI's: a schema and its name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of a text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputsBody(Body):
+    """vLLM's StructuredOutputsParams."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Body):
     """What both kinds of completions may ask for; None = the model's default."""
 
@@ -43,6 +69,12 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # of a client's own books: they change no text
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 from jattn.models.generation_config import GenerationConfig
 from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.server.errors import ApiError
+from jattn.serving.server.forms import structured_outputs
 from jattn.serving.server.protocol import GenerationBody
 from pallas_kernels.checks import require
 
@@ -36,6 +37,9 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others:
         asked["seed"] = body.seed % NUM_SEEDS
     if body.logit_bias:
         asked["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+    form = structured_outputs(body)
+    if form is not None:
+        asked["structured_outputs"] = form[1]
     return SamplingParams(**{**defaults, **asked, **others})
 
 

@@ -295,7 +295,7 @@ class TestKeys:
 class TestReadiness:
     def test_nothing_is_served_before_everything_is_compiled(self, engine):
         go = threading.Event()
-        with prepared_by(engine, lambda: go.wait(60)), running(engine, waits=False) as server:
+        with prepared_by(engine, lambda **options: go.wait(60)), running(engine, waits=False) as server:
             server.until(lambda: server.server.started)
             status, headers, answer = server.ask("GET", "/health")
             assert (status, headers["Retry-After"], answer["error"]["code"]) == (503, "1", "not_ready")
@@ -306,7 +306,7 @@ class TestReadiness:
             assert server.post(TEXT, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
 
     def test_who_cannot_be_made_ready_stops(self, engine):
-        def fail():
+        def fail(**options):
             raise RuntimeError("ptxas fell over")
 
         with prepared_by(engine, fail), running(engine, waits=False) as server:

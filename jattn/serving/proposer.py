@@ -1,0 +1,52 @@
+"""Who drafts tokens for the model to verify."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Array, Int32
+
+from jattn.bucket import Bucket
+from jattn.serving.generation import Generation
+from jattn.serving.sampler import SamplingMetadata
+from jattn.serving.scheduled_step import Step
+
+
+class Proposer:
+    """Drafts tokens of requests; what it keeps of one is in its `Generation.drafting`."""
+
+    @property
+    def num_compiles(self) -> int:
+        """Executables compiled so far."""
+        return 0
+
+    def look(self, generation: Generation, num_tokens: int) -> int:
+        """How many drafts it has for a request now, `num_tokens` at most. Host only, and asked often."""
+        raise NotImplementedError
+
+    def token_ids(
+        self,
+        step: Step,
+        generations: Sequence[Generation],
+        bucket: Bucket,
+        sampling: SamplingMetadata,
+        num_generated: Any,
+    ) -> Int32[Array, " tokens"]:
+        """A step's tokens, `1 + k` a row of the bucket: its last one and its drafts.
+
+        Args:
+            step: All rows with k drafts.
+            generations: Of its rows; those with num_drafted 0 want none.
+            bucket: Its bucket.
+            sampling: Of the bucket's rows.
+            num_generated: Of the bucket's rows, as in `sample`.
+        """
+        raise NotImplementedError
+
+    def copy_blocks(self, pairs: Any) -> None:
+        """Copies cache blocks, `(source, target)` pairs, as the engine does in its own caches."""
+
+    def reset(self) -> None:
+        """Makes new caches, where a failed call may have been given the old ones."""
+
+    def precompile(self, *, progress: bool, wait: bool) -> None:
+        """Compiles all that drafting runs; as `DecodeGraphs.precompile`."""

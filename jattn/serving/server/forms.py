@@ -1,0 +1,45 @@
+"""The form that a request wants its text to have: the ways to say it that clients know."""
+
+from typing import Any
+
+from jattn.serving.server.errors import ApiError
+from jattn.serving.server.protocol import GenerationBody, ResponseFormat
+from jattn.serving.structured_outputs import StructuredOutputsParams
+from pallas_kernels.checks import require
+
+GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's guided_ parameters
+
+
+def structured_outputs(body: GenerationBody) -> tuple[str, StructuredOutputsParams] | None:
+    """Which parameter wants a form, and which form; None = none does.
+
+    Raises:
+        ValueError: Several do, or one wants no form, or several.
+    """
+    found: dict[str, dict[str, Any]] = {
+        f"guided_{name}": {name: value}
+        for name in GUIDED
+        if (value := getattr(body, f"guided_{name}")) is not None
+    }
+    if body.structured_outputs is not None:
+        told = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        found["structured_outputs"] = told
+    if body.response_format is not None and body.response_format.type != "text":
+        found["response_format"] = _of_response_format(body.response_format)
+    if not found:
+        return None
+    name, *others = found
+    require(not others, name, "be the only one of its kind", list(found))
+    try:
+        return name, StructuredOutputsParams(**found[name])
+    except ValueError as error:
+        raise ApiError(400, str(error), name) from error
+
+
+def _of_response_format(told: ResponseFormat) -> dict[str, Any]:
+    if told.type == "json_object":
+        return {"json_object": True}
+    has_one = told.json_schema is not None
+    require(has_one, "response_format", 'have a json_schema with type "json_schema"', None)
+    assert told.json_schema is not None
+    return {"json": told.json_schema.schema_}

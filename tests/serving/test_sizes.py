@@ -1,0 +1,52 @@
+"""What the engine makes of the sizes that it was told, and of those that it was not."""
+
+import math
+
+import pytest
+
+from jattn.graphs import DecodeGraphs
+from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths
+from jattn.serving.step import sampler_rows
+from tests.serving.tiny import one_layer_model
+
+
+@pytest.mark.parametrize(
+    ("most", "widths"),
+    [(9, [9]), (1024, [1024]), (1025, [1025, 1024]), (8192, [8192, 1024]), (65536, [65536, 8192, 1024])],
+)
+def test_tables_are_as_wide_as_the_longest_request_and_narrower(most, widths):
+    assert table_widths(most) == widths
+
+
+class TestDefaultBuckets:
+    def graphs(self, **limits):
+        given = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | limits
+        model = one_layer_model()
+        most = NARROW_TABLE * 8
+        object.__setattr__(model.config, "max_position_embeddings", 16 * most)
+        return StepLimits(**given).graphs(model, lambda *_: None, None, most + 1)
+
+    def test_hold_vllms_capture_sizes_in_each_width(self):
+        graphs = self.graphs()
+        assert isinstance(graphs, DecodeGraphs)
+        of_width = lambda width: [
+            b.max_decodes for b in graphs.buckets if not b.max_prefill_tokens and b.max_blocks == width
+        ]
+        sizes = [2, 4, *range(8, 257, 8)]
+        assert of_width(8192) == of_width(1024) == sizes
+
+    def test_a_short_step_has_a_narrow_table(self):
+        graphs = self.graphs()
+        assert graphs.choose([1] * 256, num_blocks=1024).max_blocks == 1024
+        assert graphs.choose([1] * 256, num_blocks=1025).max_blocks == 8192
+
+    def test_a_single_row_is_two(self):
+        assert self.graphs().choose([1], num_blocks=1).max_decodes == 2
+
+    def test_samplers_are_few_and_nobody_pays_for_half_as_many_rows_again(self):
+        rows = {bucket: sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
+        assert len({*rows.values()}) <= 2 * math.log2(256)
+        for bucket, size in rows.items():
+            asked = min(bucket.max_reqs, 256)
+            assert asked <= size <= 256
+            assert size < 1.5 * asked
