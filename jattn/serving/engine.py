@@ -136,7 +136,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Now, and counts since the engine was made."""
-        return stats_of(self._core, self.scheduler, self._runner, self._speculation)
+        return stats_of(self.scheduler, self._core, self._runner, self._speculation)
 
     def explain(self) -> str:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""

@@ -1,4 +1,4 @@
-"""The counts of an engine's parts, put together."""
+"""An engine's counts, gathered from its parts."""
 
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.runner import Runner
@@ -8,9 +8,9 @@ from jattn.serving.stats import EngineStats
 
 
 def stats_of(
-    core: EngineCore, scheduler: Scheduler, runner: Runner, drafts: Speculation | None
+    scheduler: Scheduler, core: EngineCore, runner: Runner, drafts: Speculation | None
 ) -> EngineStats:
-    """What `Engine.stats` is."""
+    """Now, and since the engine was made; no drafts = none are made."""
     manager = scheduler.block_manager
     return EngineStats(
         num_running=scheduler.num_running,
