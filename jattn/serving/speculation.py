@@ -55,6 +55,10 @@ class Speculation:
             expected += one.drafting.expected(one.drafting.num_drafted)
         return self._pays(len(generations), expected)
 
+    def can_pay(self, num_rows: int) -> bool:
+        """Whether so many rows could gain, were all drafts accepted."""
+        return num_rows > 0 and self._pays(num_rows, float(num_rows * self.num_tokens))
+
     def note(self, generation: Generation, num_accepted: int) -> None:
         """Takes in how many drafts of a row stay, before its tokens are handed out."""
         drafted = generation.drafting.num_drafted

@@ -282,6 +282,15 @@ class TestPolicy:
         speculation = Speculation(NgramProposer(), K, max_model_len=512, draft_cost=draft_cost)
         assert speculation._pays(rows, float(accepted)) is pays
 
+    def test_of_many_rows_nobody_is_asked(self):
+        speculation = Speculation(NgramProposer(), K, max_model_len=512)
+        assert [speculation.can_pay(rows) for rows in (0, 1, 200, BALANCE_TOKENS)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
+
     def test_buckets_are_powers_of_two_up_to_what_can_pay(self):
         rows = lambda most: [bucket.max_decodes for bucket in draft_buckets(most, K, 8)]
         assert (rows(1), rows(5), rows(1000)[-1]) == ([1], [1, 2, 4, 8], BALANCE_TOKENS)
