@@ -20,6 +20,7 @@ from flax import nnx
 
 from jattn.bucket import Bucket
 from jattn.cache.move import copy_blocks, padded_pairs
+from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.serving.adjustments import Adjustments
@@ -113,12 +114,16 @@ class Runner:
         self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._max_num_seqs = limits.max_num_seqs
-        self._all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
         self._max_rows = max(
             self._rows_of(bucket) for graphs in self._all_graphs for bucket in graphs.buckets
         )
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         self._sampling = StepSampling()
+
+    @property
+    def _all_graphs(self) -> list[DecodeGraphs]:
+        """The executables of steps, and of those with a common prefix."""
+        return [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
 
     @property
     def num_in_flight(self) -> int:
@@ -202,7 +207,7 @@ class Runner:
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
         prefix_len = 0 if self._cascades is None else self._cascades.prefix_len(step)
-        graphs = self._all_graphs[prefix_len > 0]
+        graphs = self.graphs if self._cascades is None or not prefix_len else self._cascades.graphs
         num_blocks = step.block_tables.shape[1]
         bucket = graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
         metadata = build_batch_metadata(
