@@ -96,7 +96,6 @@ class Engine:
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
         self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
-        self._default_params = default_params(self.model)
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
@@ -105,6 +104,7 @@ class Engine:
 
     def _make_parts(self, limits: StepLimits, drafter: Drafter, how: dict[str, Any], **more: Any) -> None:
         """Who schedules, drafts and runs; `how` is for all that have caches of their own."""
+        self._default_params = default_params(self.model)
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
         self.max_model_len = limits.longest(self.model)
         self.scheduler = limits.scheduler(self.model, how["num_blocks"])
