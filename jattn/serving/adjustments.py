@@ -1,6 +1,6 @@
 """What a request asks of the logits before a token is picked: biases, penalties, no end too soon."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 from jattn.serving.sampler import in_rows
 from jattn.serving.sampling_params import SamplingParams
+
+SHORTEST_LIST, SHORTEST_TEXT = 8, 64  # tables are never narrower: fewer widths to compile for
 
 
 class Adjustments(NamedTuple):
@@ -76,27 +78,31 @@ def build_adjustments(
 ) -> Adjustments | None:
     """Puts what each request asks for into the row of its number; None where nobody asks for anything.
 
-    Lists are padded to powers of two: a longer one compiles the sampler anew, a few times in all.
+    Lists are padded to powers of two, prompts and outputs to one length for both: a longer one compiles the
+    sampler anew, a few times in all.
     """
     if not any(one.is_needed for one in requests):
         return None
     rows = np.arange(len(requests))
-    table = lambda lists: _table(lists, num_rows, vocab_size)
+    table = lambda lists, width: _table(lists, num_rows, width, vocab_size)
     column = lambda values, off, dtype: in_rows(values, rows, np.full(num_rows, off, dtype))
     params = [one.params for one in requests]
     biased = [dict(one.logit_bias or {}) for one in params]
-    bias_ids = table([list(bias) for bias in biased])
+    bias_ids = table([list(bias) for bias in biased], _width(biased, SHORTEST_LIST))
     biases: Any = np.zeros(bias_ids.shape, np.float32)
     for row, bias in enumerate(biased):
         biases[row, : len(bias)] = list(bias.values())
+    ends = [one.end_ids for one in requests]
+    prompts, outputs = [one.prompt_ids for one in requests], [one.output_ids for one in requests]
+    longest = _width(prompts + outputs, SHORTEST_TEXT)
     penalised = [one if one.params.has_penalties else None for one in requests]
     return Adjustments(
         bias_ids=bias_ids,
         biases=biases,
-        end_ids=table([one.end_ids for one in requests]),
+        end_ids=table(ends, _width(ends, SHORTEST_LIST)),
         min_tokens=column([one.min_tokens for one in params], 0, np.int32),
-        prompt_ids=table([one.prompt_ids for one in requests]),
-        output_ids=table([one.output_ids for one in requests]),
+        prompt_ids=table(prompts, longest),
+        output_ids=table(outputs, longest),
         pending_rows=column([one.pending_row if one else -1 for one in penalised], -1, np.int32),
         last=last,
         repetition=column([one.repetition_penalty for one in params], 1, np.float32),
@@ -143,10 +149,14 @@ def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int)
     return table
 
 
-def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, pad: int) -> Any:
-    """Lists as rows of a table whose width is a power of two."""
-    longest = max(map(len, lists), default=0)
-    table = np.full((num_rows, 1 << max(longest - 1, 0).bit_length()), pad, np.int32)
+def _width(lists: Sequence[Sized], shortest: int) -> int:
+    """Columns of a table of lists: a power of two."""
+    return max(shortest, 1 << (max(map(len, lists), default=1) - 1).bit_length())
+
+
+def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, width: int, pad: int) -> Any:
+    """Lists as rows of a table."""
+    table = np.full((num_rows, width), pad, np.int32)
     for row, values in enumerate(lists):
         if len(values):
             table[row, : len(values)] = values

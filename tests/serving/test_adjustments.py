@@ -73,8 +73,10 @@ def test_where_nobody_asks_for_anything_there_is_nothing():
 
 def test_longer_lists_compile_a_few_times_in_all():
     shapes = set()
-    for length in range(1, 40):
-        one = Adjusted(SamplingParams(presence_penalty=1.0), [1] * length, [2] * length, (), length, -1)
+    for length in range(1, 200):
+        one = Adjusted(
+            SamplingParams(presence_penalty=1.0), [1] * length, [2] * (200 - length), (), length, -1
+        )
         by = build_adjustments([one], jnp.zeros(1), num_rows=1, vocab_size=9)
         shapes.add((by.prompt_ids.shape, by.output_ids.shape))
-    assert len(shapes) == 7
+    assert shapes == {((1, 128),) * 2, ((1, 256),) * 2}

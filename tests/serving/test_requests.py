@@ -12,7 +12,7 @@ import jattn
 from jattn.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.text import StopFilter
-from tests.serving.tiny import BYTES, one_layer_model
+from tests.serving.tiny import one_layer_model
 
 MODEL = one_layer_model()
 
@@ -276,55 +276,3 @@ def test_executables_are_kept_where_it_was_said(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
-
-
-@pytest.mark.kernels
-def test_many_requests_of_random_parameters_get_what_each_would_alone():
-    """And nothing is left behind: 300 requests, arriving, aborted and preempted as it comes."""
-    rng, crowded, alone = random.Random(7), engine_of(num_blocks=9, budget=11), engine_of()
-    shared = rng.choices(range(256), k=20)
-    asked, open_names, got = {}, set(), {}
-    for number in range(300):
-        prompt = shared[: rng.randint(0, 20)] + rng.choices(range(256), k=rng.randint(1, 9))
-        temperature = rng.choice([0.0, 0.0, 0.7, 2.0])
-        params = SamplingParams(
-            max_tokens=rng.randint(1, 12),
-            temperature=temperature,
-            seed=number,
-            n=rng.choice([1, 1, 2]) if temperature else 1,
-            top_k=rng.choice([None, 3]),
-            top_p=rng.choice([1.0, 0.8]),
-            min_p=rng.choice([0.0, 0.05]),
-            stop=rng.choice([(), ("a",), ("\x10", "bc")]),
-            stop_token_ids=rng.choice([(), (3, 200)]),
-            presence_penalty=rng.choice([0.0, 0.0, 1.0]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
-            logit_bias=rng.choice([None, None, {9: 4.0}]),
-        )
-        name = crowded.add_request(prompt, params)
-        asked[name] = prompt, params
-        open_names.add(name)
-        for _ in range(rng.randint(0, 3)):
-            for output in crowded.step():
-                got.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
-        open_names = {one for one in open_names if one in crowded._open}
-        if open_names and rng.random() < 0.05:
-            dropped = rng.choice(sorted(open_names))
-            crowded.abort(dropped)
-            open_names.remove(dropped)
-            del asked[dropped]
-    ids, _, _ = drained(crowded)
-    for key, tokens in ids.items():
-        got.setdefault(key, []).extend(tokens)
-    assert (crowded.stats.num_used_blocks, crowded.scheduler.num_unfinished) == (0, 0)
-    assert crowded.stats.num_preemptions > 0
-    assert crowded.stats.num_prefix_hit_tokens > 0
-    names = list(asked)
-    for start in range(0, len(names), 4):
-        some = names[start : start + 4]
-        results = alone.generate([asked[one][0] for one in some], [asked[one][1] for one in some])
-        for name, result in zip(some, results, strict=True):
-            assert [got[name, i] for i in range(len(result.outputs))] == [
-                one.token_ids for one in result.outputs
-            ]
-    assert BYTES.get_vocab_size() == 256

@@ -16,6 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
     *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
+    *("speculative", "num_speculative_tokens"),
 )
 
 
@@ -34,6 +35,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-blocks", type=int, metavar="N", help="of each layer's cache [what fits]")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="the longest context [the model's]")
     parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
+    parser.add_argument("--speculative", metavar="DRAFTER", help="ngram, or the folder of a smaller model")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="N", help="drafts of a request in a step [4]"
+    )
     parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -1,0 +1,131 @@
+"""Requests of random parameters through a small engine: each must get what it would get alone.
+
+python -m tests.serving.random_requests --count 10000 [--seed N] [--window W]: more than a test affords.
+"""
+
+import argparse
+import collections
+import random
+import time
+
+from jattn.serving import SamplingParams
+from tests.serving.test_requests import engine_of
+from tests.serving.tiny import one_layer_model
+
+MAX_OPEN = 24  # requests that wait or run at once: some of them for long
+
+
+class Crowd:
+    """A crowded engine, and a roomy one that serves each request alone."""
+
+    def __init__(self, seed, sliding_window=None):
+        model = one_layer_model(sliding_window=sliding_window)
+        self.draw = random.Random(seed)
+        self.longest = 20 if sliding_window is None else 90  # of 64 tokens that fit the cache
+        self.crowded = engine_of(9, 11, model=model, max_blocks=None if sliding_window is None else 64)
+        self.alone = engine_of(model=model, enable_prefix_caching=False)
+        self.shared = self.draw.choices(range(256), k=self.longest)
+        self.asked, self.counts = {}, collections.Counter()
+        self.got, self.ended = collections.defaultdict(list), collections.Counter()
+
+    def params(self, number):
+        """Of one request."""
+        choice = self.draw.choice
+        temperature = choice([0.0, 0.0, 0.7, 2.0])
+        max_tokens = self.draw.randint(1, 12)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=choice([0, 0, min(3, max_tokens)]),
+            temperature=temperature,
+            seed=number,
+            n=choice([1, 1, 2, 4]) if temperature else 1,
+            top_k=choice([None, 3]),
+            top_p=choice([1.0, 0.8]),
+            min_p=choice([0.0, 0.05]),
+            stop=choice([(), ("a",), ("\x10", "bc")]),
+            stop_token_ids=choice([(), (3, 200)]),
+            presence_penalty=choice([0.0, 0.0, 1.0]),
+            frequency_penalty=choice([0.0, 0.0, -0.5]),
+            repetition_penalty=choice([1.0, 1.0, 1.3]),
+            logit_bias=choice([None, None, {9: 4.0}]),
+            prompt_logprobs=choice([None] * 5 + [0]),
+        )
+
+    def add(self, number):
+        """Puts one more request in the queue."""
+        beginning = self.shared[: self.draw.randint(0, self.longest)]
+        prompt = beginning + self.draw.choices(range(256), k=self.draw.randint(1, 9))
+        params = self.params(number)
+        name = self.crowded.add_request(prompt, params)
+        self.asked[name] = prompt, params
+        self.counts["requests"] += 1
+        self.counts["completions"] += params.n
+
+    def step(self):
+        """Runs a step, and compares those that it ended."""
+        for output in self.crowded.step():
+            name = output.request_id
+            self.got[name, output.index] += output.new_token_ids
+            self.ended[name] += output.finish_reason is not None
+            if self.ended[name] == self.asked[name][1].n:
+                self.compare(name)
+
+    def compare(self, name):
+        """A request that has ended against itself alone."""
+        prompt, params = self.asked.pop(name)
+        (alone,) = self.alone.generate([prompt], params)
+        want = [one.token_ids for one in alone.outputs]
+        got = [self.got.pop((name, index)) for index in range(params.n)]
+        assert got == want, f"{name}: {prompt} with {params}"
+        self.counts["compared"] += params.n
+        self.counts["tokens"] += sum(map(len, got))
+
+    def abort(self):
+        """Drops one of the open ones."""
+        name = self.draw.choice(sorted(self.asked))
+        self.crowded.abort(name)
+        _, params = self.asked.pop(name)
+        for index in range(params.n):
+            self.got.pop((name, index), None)
+        self.counts["aborted"] += params.n
+
+    def run(self, count):
+        """So many requests, arriving, aborted and preempted as it comes."""
+        for number in range(count):
+            self.add(number)
+            while self.draw.random() < 0.7 or len(self.asked) > MAX_OPEN:
+                self.step()
+            if self.asked and self.draw.random() < 0.05:
+                self.abort()
+        while self.crowded.has_unfinished_requests():
+            self.step()
+
+    def check(self):
+        """Nothing is left, nothing was lost, and it was a crowd."""
+        stats, counts = self.crowded.stats, self.counts
+        assert (stats.num_used_blocks, self.crowded.scheduler.num_unfinished, self.asked) == (0, 0, {})
+        assert counts["compared"] + counts["aborted"] == counts["completions"]
+        assert counts["aborted"] > 0
+        assert stats.num_preemptions > 0
+        assert stats.num_prefix_hit_tokens > 0
+        assert stats.num_forked_tokens > 0
+        assert self.alone.stats.num_used_blocks == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window", type=int, help="of the model's layers; None = they see everything")
+    arguments = parser.parse_args()
+    crowd, start = Crowd(arguments.seed, arguments.window), time.perf_counter()
+    crowd.run(arguments.count)
+    crowd.check()
+    stats = crowd.crowded.stats
+    names = ("num_steps", "num_preemptions", "num_prefix_hit_tokens", "num_forked_tokens", "peak_blocks")
+    told = {name: getattr(stats, name) for name in names}
+    print(dict(crowd.counts) | told | {"seconds": round(time.perf_counter() - start, 1)}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

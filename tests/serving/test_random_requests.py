@@ -1,0 +1,14 @@
+"""Whatever shares the engine with a request, it gets what it would alone, and nothing is left behind."""
+
+import pytest
+
+from tests.serving.random_requests import Crowd
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.parametrize(("sliding_window", "count"), [(None, 400), (24, 200)])
+def test_many_requests_of_random_parameters_get_what_each_would_alone(sliding_window, count):
+    crowd = Crowd(7, sliding_window)
+    crowd.run(count)
+    crowd.check()
