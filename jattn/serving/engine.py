@@ -104,6 +104,7 @@ class Engine:
 
     def _make_parts(self, limits: StepLimits, drafter: Drafter, num_blocks: int, **more: Any) -> None:
         """Who schedules, drafts and runs."""
+        self._default_params = default_params(self.model)
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
         self._default_params = default_params(self.model)
         self.max_model_len = limits.longest(self.model)

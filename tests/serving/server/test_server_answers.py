@@ -201,6 +201,10 @@ class TestOthers:
             "num_preemptions_total",
         ):
             assert f"vllm:{name}" in after
+        for name in ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total"):
+            assert after[f"vllm:spec_decode_{name}"] == 0
+        for name in ("failed_steps_total",):
+            assert f"vllm:{name}" in after
 
 
 def samples(server):
