@@ -27,12 +27,12 @@ class FailingGraphs:
 def device_fails(engine, at=1):
     """Call number `at` from now of the engine's executables fails."""
     runner = engine._runner
-    whole = runner._all_graphs
-    runner._all_graphs = [FailingGraphs(whole[0], at), *whole[1:]]
+    graphs = runner.graphs
+    runner.graphs = FailingGraphs(graphs, at)
     try:
         yield
     finally:
-        runner._all_graphs = whole
+        runner.graphs = graphs
 
 
 @contextlib.contextmanager
