@@ -21,6 +21,7 @@ from jattn.serving.prompts import (
     Request,
     build_request,
     build_requests,
+    require_one_each,
 )
 from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
@@ -38,6 +39,10 @@ class Engine:
     Requests share the blocks of what they begin with. What a prompt becomes does not depend on what else
     runs, but for rounding: matrix products of another size may round differently. Not for several threads at
     once; several streams may be open, and requests of `add_request` run beside them.
+
+    Attributes:
+        default_sampling_params: What requests get that say nothing: 16 tokens, greedily, unless the
+            checkpoint's generation_config.json asks for sampling. `SamplingParams()` is greedy all the same.
     """
 
     def __init__(
@@ -95,7 +100,6 @@ class Engine:
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
         keep_executables_in(cache_dir)
         self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
-        self._default_params = default_params(self.model)
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
@@ -105,20 +109,15 @@ class Engine:
     def _make_parts(self, limits: StepLimits, drafter: Drafter, how: dict[str, Any], **more: Any) -> None:
         """Who schedules, drafts and runs; `how` is for all that have caches of their own."""
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
-        self.max_model_len = limits.longest(self.model)
+        self.max_model_len, self.default_sampling_params = (
+            limits.longest(self.model),
+            default_params(self.model),
+        )
         self.scheduler = limits.scheduler(self.model, how["num_blocks"])
         self._speculation = speculation_of(drafter, self.model, limits, **how)
         self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
         self._core = EngineCore(self.scheduler, self._runner, self._speculation)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
-
-    @property
-    def default_sampling_params(self) -> SamplingParams:
-        """What requests get that say nothing: 16 tokens, greedily, unless the checkpoint asks for sampling.
-
-        Then they are its generation_config.json's. `SamplingParams()` is greedy all the same.
-        """
-        return self._default_params
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -286,7 +285,7 @@ class Engine:
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         if on_token is not None:
-            _require_one_each(requests, "with on_token")
+            require_one_each(requests, "with on_token")
         with contextlib.closing(self._stream(requests)) as tokens:
             for token in tokens:
                 if on_token is not None:
@@ -307,7 +306,7 @@ class Engine:
         Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
         """
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
-        _require_one_each(requests, "in a stream")
+        require_one_each(requests, "in a stream")
         return self._stream(requests)
 
     # --------------------------------------------------------------------------------------- inside
@@ -357,8 +356,3 @@ class Engine:
 
 def _request_error(index: int, error: Exception) -> RequestError:
     return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")
-
-
-def _require_one_each(requests: Sequence[Request], where: str) -> None:
-    for request in requests:
-        require(request.params.n == 1, "n", f"be 1 {where}", request.params.n)
