@@ -2,7 +2,6 @@
 
 import numbers
 from collections.abc import Collection
-from typing import Any
 
 
 def require(condition: bool, name: str, rule: str, got: object) -> None:
@@ -11,20 +10,20 @@ def require(condition: bool, name: str, rule: str, got: object) -> None:
         raise ValueError(f"{name} must {rule}, got {got}.")
 
 
-def require_int(**values: Any) -> None:
+def require_int(**values: object) -> None:
     """Every named value must be an int, Python's or numpy's; a bool is none."""
     for name, value in values.items():
         is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         require(is_int, name, "be an int", repr(value))
 
 
-def require_bool(**values: Any) -> None:
+def require_bool(**values: object) -> None:
     """Every named value must be a bool, Python's or numpy's."""
     for name, value in values.items():
         require(type(value).__name__ in ("bool", "bool_"), name, "be True or False", repr(value))
 
 
-def require_number(**values: Any) -> None:
+def require_number(**values: object) -> None:
     """Every named value must be a real number, Python's or numpy's; a bool is none."""
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -37,7 +36,7 @@ def require_positive(**values: int | float) -> None:
         require(value > 0, name, "be positive", value)
 
 
-def require_one_of(name: str, value: object, allowed: Collection[Any]) -> None:
+def require_one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """`value` must be a member of `allowed`, which the message lists."""
     listed = ", ".join(repr(choice) for choice in allowed)
     require(value in allowed, name, f"be one of {listed}", repr(value))

@@ -1,10 +1,10 @@
 """Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require_one_of, unsupported
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
@@ -19,7 +19,7 @@ COMPUTE_CAPABILITY = "9.0"
 GPU_PLATFORMS = ("gpu", "cuda")
 
 
-def device_of(*trees: Any) -> jax.Device:
+def device_of(*trees: object) -> jax.Device:
     """The device of the first array that has one; else jax's default one: a traced array does not say."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, jax.Array) and is_concrete(leaf):
@@ -30,18 +30,18 @@ def device_of(*trees: Any) -> jax.Device:
     return jax.devices()[0] if default is None else default
 
 
-def is_concrete(*trees: Any) -> bool:
+def is_concrete(*trees: object) -> bool:
     """Whether all arrays have values: none is traced, none a shape alone."""
     leaves = jax.tree.leaves(trees)
     return not any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
 
 
-def is_gpu(*trees: Any) -> bool:
+def is_gpu(*trees: object) -> bool:
     """Whether these arrays are on a GPU, of any kind."""
     return device_of(*trees).platform in GPU_PLATFORMS
 
 
-def why_not_on(*trees: Any) -> str | None:
+def why_not_on(*trees: object) -> str | None:
     """Why the Mosaic GPU kernels cannot run at all where these arrays are; None if they can."""
     device = device_of(*trees)
     if device.platform not in GPU_PLATFORMS:
@@ -75,9 +75,9 @@ def takes_kernel(what: str, implementation: str | None, reason: str | None) -> b
 
 def why_not_decode(
     *,
-    dtype: Any,
-    k_dtype: Any,
-    v_dtype: Any,
+    dtype: DTypeLike,
+    k_dtype: DTypeLike,
+    v_dtype: DTypeLike,
     head_dim: int,
     block_size: int,
     group: int,
@@ -125,12 +125,12 @@ def why_not_decode(
     return _first_broken(rules)
 
 
-def why_not_head(head_dim: int, kv_dtypes: tuple[Any, Any]) -> str | None:
+def why_not_head(head_dim: int, kv_dtypes: tuple[DTypeLike, DTypeLike]) -> str | None:
     """Why paged_decode has no kernel for heads of a width, stored as these dtypes; None if it has."""
     return _first_broken(_head_rules(head_dim, kv_dtypes))
 
 
-def _head_rules(head_dim: int, kv_dtypes: tuple[Any, ...]) -> tuple[tuple[bool, str], ...]:
+def _head_rules(head_dim: int, kv_dtypes: tuple[DTypeLike, ...]) -> tuple[tuple[bool, str], ...]:
     is_wide = all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes)
     served = HEAD_DIMS if is_wide else EIGHT_BIT_HEAD_DIMS
     kind = "" if is_wide else " in 8 bits"
@@ -139,8 +139,8 @@ def _head_rules(head_dim: int, kv_dtypes: tuple[Any, ...]) -> tuple[tuple[bool, 
 
 def why_not_prefill(
     *,
-    dtype: Any,
-    kv_dtype: Any,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
     head_dim: int,
     block_size: int | None,
     layout: str = "NHD",
@@ -169,7 +169,7 @@ def why_not_prefill(
 
 
 def why_not_read(
-    *, dtype: Any, cache_dtype: Any, head_dim: int, block_size: int, layout: str = "NHD"
+    *, dtype: DTypeLike, cache_dtype: DTypeLike, head_dim: int, block_size: int, layout: str = "NHD"
 ) -> str | None:
     """Why cache_read has no kernel for a cache; None if it has.
 
@@ -194,9 +194,9 @@ def why_not_read(
 
 def why_not_write(
     *,
-    dtype: Any,
-    k_dtype: Any,
-    v_dtype: Any,
+    dtype: DTypeLike,
+    k_dtype: DTypeLike,
+    v_dtype: DTypeLike,
     layout: str,
     kv_heads: int,
     head_dim: int,
@@ -242,7 +242,7 @@ def why_not_write(
     return _first_broken(rules)
 
 
-def _listed(values: tuple[Any, ...]) -> str:
+def _listed(values: tuple[object, ...]) -> str:
     return ", ".join(map(str, values))
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jattn.serving.commands.bench_serve import add_bench_serve
+from jattn.serving.commands.chat import add_chat
 from jattn.serving.commands.doctor import add_doctor
 from jattn.serving.commands.generate import add_generate
 from jattn.serving.commands.serve import add_serve, with_config
@@ -43,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jattn", "jax")]
     parser.add_argument("--version", action="version", version=", ".join(versions))
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_generate, add_serve, add_doctor):
+    for add in (add_generate, add_chat, add_serve, add_bench_serve, add_doctor):
         add(commands)
     return parser
 

@@ -14,6 +14,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
+from jattn.serving.engine_stats import stats_of
 from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.prompts import (
     Prompt,
@@ -133,28 +134,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Now, and counts since the engine was made."""
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        drafts = self._speculation
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_steps=self._runner.num_steps,
-            num_failed_steps=self._core.num_failed_steps,
-            num_compiles=self._runner.num_compiles,
-            num_preemptions=scheduler.num_preemptions,
-            num_blocks=manager.capacity,
-            num_used_blocks=manager.num_used,
-            peak_blocks=manager.peak_used,
-            num_prefix_tokens=scheduler.num_prefix_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_forked_tokens=scheduler.num_forked_tokens,
-            num_generated_tokens=self._core.num_generated,
-            num_drafts=0 if drafts is None else drafts.num_drafts,
-            num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
-            num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
-            time_to_first_token=self._core.first_times,
-            inter_token_latency=self._core.times,
-        )
+        return stats_of(self.scheduler, self._core, self._runner, self._speculation)
 
     def explain(self) -> str:
         """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""

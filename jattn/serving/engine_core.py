@@ -29,6 +29,7 @@ class EngineCore:
         """Starts with nothing under way; no speculation = no drafts."""
         self._scheduler, self._runner, self._speculation = scheduler, runner, speculation
         self._generations: dict[int, Generation] = {}  # unfinished ones
+        self._masked: dict[int, Generation] = {}  # those of them that have a mask
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
         self.num_generated = self.num_failed_steps = 0
@@ -46,6 +47,8 @@ class EngineCore:
         generations = [generation for request in requests for generation in request.generations]
         numbers = list(itertools.islice(self._new_numbers, len(generations)))
         self._generations.update(zip(numbers, generations, strict=True))
+        masked = [number for number in numbers if self._generations[number].mask is not None]
+        self._masked.update((number, self._generations[number]) for number in masked)
         new = iter(numbers)
         for request in requests:
             parent = None  # the first completion, which computes the prompt for all
@@ -60,6 +63,7 @@ class EngineCore:
         """Forgets those of them that are unfinished; what is on its way for them will not be read."""
         for number in numbers:
             generation = self._generations.pop(number, None)
+            self._masked.pop(number, None)
             if generation is not None and number in self._scheduler:
                 self._scheduler.abort(number)
 
@@ -103,7 +107,7 @@ class EngineCore:
         speculation = self._speculation
         if speculation is None or not self._scheduler.can_draft(speculation.num_tokens):
             return 0
-        if self._any_needs_its_last_token():
+        if self._masked:
             return 0  # nobody knows what may follow a draft
         if not speculation.proposes(self._running()):
             return 0
@@ -116,7 +120,7 @@ class EngineCore:
         return speculation.num_tokens
 
     def _any_needs_its_last_token(self) -> bool:
-        return any([generation.needs_last_token for generation in self._generations.values()])
+        return any([generation.needs_last_token for generation in self._masked.values()])
 
     def _running(self) -> list[Generation]:
         return [self._generations[number] for number in self._scheduler.running]
@@ -126,6 +130,7 @@ class EngineCore:
         for generation in self._generations.values():
             generation.fail(error)
         self._generations.clear()
+        self._masked.clear()
         self._scheduler.abort_all()
         self._scheduler.forget_prefixes()
         self._runner.reset()

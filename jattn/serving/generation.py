@@ -57,7 +57,7 @@ class Generation:
         self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
-        self.is_adjusted = params.is_adjusted
+        self.is_adjusted = params.is_adjusted or self.mask is not None
         self._ids = TokenBuffer() if params.has_penalties else None
         self._is_told = False  # that it has failed
 

@@ -86,7 +86,7 @@ def step_adjustments(
 
     `sizes` are build_adjustments' num_rows and vocab_size.
     """
-    if not any([generation.is_adjusted or generation.mask is not None for generation in generations]):
+    if not any([generation.is_adjusted for generation in generations]):
         return None
     requests = [
         Adjusted(

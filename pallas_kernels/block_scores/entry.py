@@ -1,12 +1,12 @@
 """block_scores: the most that a product with a key of a cache block can be, for each kv head."""
 
-from typing import Any
-
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_scores.kernel import MAX_SMEM, ROWS, Shape, score_tiles
 from pallas_kernels.checks import require, require_positive, require_shape, unsupported
+from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import DTYPES
 
 KV_HEADS = (8, 16, 32, ROWS)  # a row of a tile is a head; 8 rows are what is laid out as one
@@ -14,7 +14,7 @@ MAX_Q_HEADS = 256
 HEAD_DIMS = (64, 128, 256)
 
 
-def why_not_scores(*, dtype: Any, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
+def why_not_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why block_scores has no kernel for some heads; None if it has.
 
     Args:
@@ -48,7 +48,7 @@ def block_scores(
     seq_lens: Int32[Array, " reqs"],
     *,
     block_size: int,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Float[Array, "reqs kv_heads max_blocks"]:
     """No query head of a kv head has a larger product with a key between a block's bounds; unscaled, f32.
 

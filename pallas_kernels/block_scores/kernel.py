@@ -18,7 +18,7 @@ keeps a block's bounds one piece of memory. A thread block has every `ctas`-th t
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from pallas_kernels.ptx.signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTable
-from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
 
 W = plgpu.Layout.WGMMA
 CONSUMER, PRODUCER = range(2)  # warpgroups
@@ -132,7 +132,7 @@ def score_tiles(
     seq_lens: jax.Array,
     *,
     shape: Shape,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> jax.Array:
     """f32 [reqs, kv_heads, blocks of max_tiles]: the bound of each block; garbage past a request's end.
 
@@ -162,7 +162,7 @@ def score_tiles(
             ),
         ),
         grid=(reqs, ctas),
-        grid_names=("req", "part"),
+        grid_names=("req", "cta"),
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="block_scores",
@@ -183,7 +183,7 @@ def score_body(
 ) -> None:
     """What a thread block does; `out` is score_tiles'."""
     stages = shape.stages
-    req, first = lax.axis_index("req"), lax.axis_index("part")
+    req, first = lax.axis_index("req"), lax.axis_index("cta")
     num_blocks = lax.div(inputs.seq_lens[req] + (shape.block_size - 1), jnp.int32(shape.block_size))
     num = lax.div(num_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
     steps = lax.div(jnp.maximum(num - first, 0) + (ctas - 1), jnp.int32(ctas))
@@ -200,10 +200,10 @@ def score_body(
             stage = lax.rem(step, jnp.int32(stages))
             following = ids_of(step + 1)  # before the wait, so that the latencies overlap
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, pipeline.free.at[stage]))
-            for part, bounds in enumerate((inputs.low, inputs.high)):
+            for side, bounds in enumerate((inputs.low, inputs.high)):
                 for j, block in enumerate(ids):
                     rows = pl.ds(j * shape.kv_heads, shape.kv_heads)
-                    to = smem.bounds.at[stage, part, rows]
+                    to = smem.bounds.at[stage, side, rows]
                     plgpu.copy_gmem_to_smem(bounds.at[block], to, pipeline.full.at[stage])
             return following
 
@@ -227,8 +227,8 @@ def score_body(
             plgpu.barrier_wait(pipeline.full.at[stage])
 
             def product(acc: Ref) -> Tile:
-                for part in range(2):
-                    plgpu.wgmma(acc, smem.bounds.at[stage, part], smem.q.at[part].T)
+                for side in range(2):
+                    plgpu.wgmma(acc, smem.bounds.at[stage, side], smem.q.at[side].T)
                 return acc[...]
 
             s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.q_heads), f32))

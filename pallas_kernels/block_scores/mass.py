@@ -1,13 +1,13 @@
 """The least score of each row that a share of its softmax needs: a bit at a time, by summing."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
+
+from pallas_kernels.shared.types import Interpret, Layout, Rows, Scalar
 
 WIDTH = 128  # threads of a warpgroup
 MAX_SHARES = 8192  # of a row: scores and probabilities stay in registers
@@ -18,7 +18,7 @@ f32 = jnp.float32
 
 
 def least_of_mass(
-    scores: Float[Array, "rows len"], mass: float, *, interpret: Any = None
+    scores: Float[Array, "rows len"], mass: float, *, interpret: Interpret = None
 ) -> Float[Array, " rows"]:
     """The largest score such that it and all that score more have `mass` of the row's softmax.
 
@@ -34,14 +34,14 @@ def least_of_mass(
     together = TOGETHER if width <= MAX_SHORT else 1
     spare = -num_rows % together
     scores = jnp.pad(scores, ((0, spare), (0, width - length)), constant_values=-jnp.inf)
-    layout: Any = plgpu.Layout.WGMMA
-    one_each: Any = plgpu.Layout.WGMMA.reduce(1)
+    layout: Layout = plgpu.Layout.WGMMA
+    one_each: Layout = plgpu.Layout.WGMMA.reduce(1)
     if together == 1:
         layout, one_each = plgpu.Layout.WG_STRIDED((width,), 1), None
 
     def body(scores_g, out_g):  # type: ignore[no-untyped-def]
-        part = lax.axis_index("part")
-        rows = part if together == 1 else pl.ds(part * together, together)
+        nth = lax.axis_index("cta")
+        rows = nth if together == 1 else pl.ds(nth * together, together)
         scores = plgpu.load(scores_g.at[rows], layout=layout, optimized=False)
         wide = lambda x: x if one_each is None else lax.broadcast_in_dim(x, (together, width), [0])
         top = scores.max(axis=-1)
@@ -50,7 +50,7 @@ def least_of_mass(
         sum_from = lambda least: jnp.where(bits >= wide(least), p, 0.0).sum(axis=-1)
         wanted = p.sum(axis=-1) * mass
 
-        def with_bit(nth: Any, least: Any) -> Any:
+        def with_bit(nth: Scalar, least: Rows) -> Rows:
             larger = least + lax.shift_left(jnp.int32(1), TOP_BIT - nth)
             return jnp.where(sum_from(larger) >= wanted, larger, least)
 
@@ -64,7 +64,7 @@ def least_of_mass(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows + spare,), f32),
         grid=((num_rows + spare) // together,),
-        grid_names=("part",),
+        grid_names=("cta",),
         kernel_name="least_of_mass",
         interpret=interpret,
     )

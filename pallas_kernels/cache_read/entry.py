@@ -1,7 +1,5 @@
 """cache_read: keys or values of each request, one after the other, in 16 bits."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
@@ -10,6 +8,7 @@ from pallas_kernels.cache_read.kernel import TILE, Inputs, Shape, read_tiles
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
+from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_read
 
 
@@ -29,7 +28,7 @@ def cache_read(
     layout: str = "NHD",
     kv_start_loc: Int[Array, " reqs"] | None = None,
     buffer_len: int | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Shaped[Array, "rows kv_heads head_dim"]:
     """Key i of each request r in row `kv_start_loc[r] + i`, for i from `first_keys[r]` to `seq_lens[r]`.
 

@@ -16,7 +16,7 @@ Nothing is in flight beside anything else of a thread block; other thread blocks
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.dequant import swizzled_smem, widened
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 from pallas_kernels.shared.tma import padded_slice
-from pallas_kernels.shared.types import Barriers, Ref, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
 
 TILE = 64  # keys of a thread block
 W = plgpu.Layout.WGMMA
@@ -92,7 +92,7 @@ class Smem(NamedTuple):
     loaded: Barriers
 
 
-def read_tiles(inputs: Inputs, *, shape: Shape, interpret: Any = None) -> jax.Array:
+def read_tiles(inputs: Inputs, *, shape: Shape, interpret: Interpret = None) -> jax.Array:
     """Keys in 16 bits: [rows, kv_heads, chunks, chunk].
 
     Args:

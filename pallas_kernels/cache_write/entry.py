@@ -10,6 +10,7 @@ from pallas_kernels.cache_write.kernel import Both, Refs, Shape, Side, write_row
 from pallas_kernels.cache_write.sizes import KernelSizes, default_sizes
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.paged_kv import sizes_of
+from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_write
 
 
@@ -24,7 +25,7 @@ def cache_write(
     v_scale: Float32[Array, "..."] | None = None,
     layout: str = "NHD",
     sizes: KernelSizes | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."], Array | None, Array | None]:
     """Writes each token's key and value to its slot; the caches are changed in place where they are donated.
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.paged_kv import place_of_slot
 from pallas_kernels.shared.store import store_unoptimized
-from pallas_kernels.shared.types import Barriers, Memory, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Memory, Ref, Scalar, Tile
 
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -130,7 +130,7 @@ class Shape:
         return self.rows * sum(side.dtype is None for side in self.sides)
 
 
-def write_rows(refs: Refs, *, shape: Shape, interpret: Any = None) -> None:
+def write_rows(refs: Refs, *, shape: Shape, interpret: Interpret = None) -> None:
     """Writes into the caches behind refs, and into the scales per token and head."""
     smem = [side.smem(shape.rows, new) for side, new in zip(shape.sides, refs.new, strict=True)]
     loaded = plgpu.Barrier(num_arrivals=shape.copies) if shape.copies else None

@@ -78,7 +78,7 @@ def merge_partials(
         Merger(spec=spec, share=share, by_request=by_request).body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
         grid=(candidates, spec.shape.head_tiles, cut.padded_dim // share.columns),
-        grid_names=("candidate", "head_tile", "part"),
+        grid_names=("candidate", "head_tile", "strip"),
         # There is no shared memory that barriers could guard.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_merge",
@@ -107,13 +107,13 @@ class Merger:
 
     def body(self, refs: MergeRefs, unused_g: Ref) -> None:
         """The kernel."""
-        nth, head_tile, part = (lax.axis_index(name) for name in ("candidate", "head_tile", "part"))
+        nth, head_tile, strip = (lax.axis_index(name) for name in ("candidate", "head_tile", "strip"))
         candidate = self.candidate(refs.unit_ends, nth)
 
         @pl.when(candidate.is_mine)
         def merge() -> None:
             share, is_interpreted = self.share, self.spec.is_interpreted
-            accs, top, total = self.summed(refs.partials, candidate, head_tile, part)
+            accs, top, total = self.summed(refs.partials, candidate, head_tile, strip)
             _, heads = self.spec.shape.request_of(candidate.row, head_tile)
             sink = (
                 None
@@ -123,7 +123,7 @@ class Merger:
             factor, lse = normalized(top, total, sink)
             to = refs.out.at[candidate.row, head_tile], refs.lse.at[candidate.row, head_tile]
             accs = [acc * factor for acc in accs]
-            store(*to, accs, lse, part, share=share, is_interpreted=is_interpreted)
+            store(*to, accs, lse, strip, share=share, is_interpreted=is_interpreted)
 
     def candidate(self, unit_ends: Ref, nth: Scalar) -> Candidate:
         """The `nth` request, or the one that lies across the end of span `nth`."""
@@ -142,7 +142,7 @@ class Merger:
         return Candidate(row, first, count, is_mine)
 
     def summed(
-        self, refs: Partials, candidate: Candidate, head_tile: Scalar, part: Scalar
+        self, refs: Partials, candidate: Candidate, head_tile: Scalar, strip: Scalar
     ) -> tuple[list[Rows], Rows, Rows]:
         """Accumulators, largest score and sum of the exponentials of a request, each thread its own."""
         share, full = self.share, lambda x: plgpu.layout_cast(jnp.full((THREADS,), x, f32), BY_THREAD)
@@ -151,7 +151,7 @@ class Merger:
             accs, top, total = carry
             done = i * share.at_once
             # All loads of a round before any use.
-            place = candidate.first + done, candidate.num_partials - done, head_tile, part
+            place = candidate.first + done, candidate.num_partials - done, head_tile, strip
             tops, totals, outs = partials(
                 tuple(refs), *place, share=share, is_interpreted=self.spec.is_interpreted
             )

@@ -114,9 +114,11 @@ class MmaProducts(Products):
         outs = []
         for chunk in range(self.cut.chunks):
             rows = slice(chunk * self.cut.width, (chunk + 1) * self.cut.width)
-            parts = [plgpu.load(merge_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
-            column = functools.partial(lax.broadcast_in_dim, shape=parts[0].shape, broadcast_dimensions=[1])
+            of_warps = [plgpu.load(merge_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
+            column = functools.partial(
+                lax.broadcast_in_dim, shape=of_warps[0].shape, broadcast_dimensions=[1]
+            )
             outs.append(
-                functools.reduce(jnp.add, [x * column(y) for x, y in zip(parts, weights, strict=True)])
+                functools.reduce(jnp.add, [x * column(y) for x, y in zip(of_warps, weights, strict=True)])
             )
         return tuple(outs), of_all, total

@@ -96,12 +96,12 @@ def _partials(
     first: Scalar | int,
     left: Scalar | int,
     head_tile: Scalar | int,
-    part: Scalar | int,
+    strip: Scalar | int,
     *,
     share: Share,
 ) -> Partials:
     query, group = share.places()
-    column = part * share.columns + group * share.each
+    column = strip * share.columns + group * share.each
     found: list[PerThread] = []
     for j in range(share.at_once):
         o, top, total = (ref[first + jnp.minimum(j, left - 1), head_tile] for ref in refs)
@@ -117,7 +117,7 @@ def partials(
     first: Scalar | int,
     left: Scalar | int,
     head_tile: Scalar | int,
-    part: Scalar | int,
+    strip: Scalar | int,
     *,
     share: Share,
 ) -> Partials:
@@ -128,13 +128,13 @@ def partials(
         first: The next.
         left: How many there are.
         head_tile: Which tile of query rows.
-        part: Which columns of the head.
+        strip: Which columns of the head.
         share: Static sizes.
     """
     types = *[plgpu.RefType()] * 3, SCALAR, SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=(ONE,) * (share.at_once * (share.each + 2)))
     load = functools.partial(_load_partials, share=share)
-    return _by_kind(list(run(load)(*(ref.at[first, head_tile] for ref in refs), left, part)), share)
+    return _by_kind(list(run(load)(*(ref.at[first, head_tile] for ref in refs), left, strip)), share)
 
 
 def _by_kind(found: list[PerThread], share: Share) -> Partials:
@@ -150,14 +150,14 @@ def _load_partials(
     top_ref: ir.Value,
     total_ref: ir.Value,
     left: mgpu.FragmentedArray,
-    part: mgpu.FragmentedArray,
+    strip: mgpu.FragmentedArray,
     *,
     share: Share,
 ) -> tuple[mgpu.FragmentedArray, ...]:
     query, group = _query_and_group(share)
     group = arith.minsi(group, lanes.const(share.groups - 1))
     n, num_left = share.tile_q, fragments.scalar(left)
-    column = lanes.add(lanes.times(fragments.scalar(part), share.columns), lanes.times(group, share.each))
+    column = lanes.add(lanes.times(fragments.scalar(strip), share.columns), lanes.times(group, share.each))
     at = lanes.element(o_ref, lanes.add(lanes.times(column, n), query), 4)
     of_query = [
         (lanes.element(top_ref, query, 4), "0fFF800000"),
@@ -182,24 +182,24 @@ def _load_partials(
 
 # ------------------------------------------------------------------------------------- stores
 def _store(
-    out_ref: Ref, lse_ref: Ref, accs: list[PerThread], lse: PerThread, part: Scalar | int, *, share: Share
+    out_ref: Ref, lse_ref: Ref, accs: list[PerThread], lse: PerThread, strip: Scalar | int, *, share: Share
 ) -> None:
     n, cut = share.tile_q, share.cut
     block = jnp.stack(accs)[:, : share.groups * n].reshape(share.each, share.groups, n)
     block = block.T.reshape(n, share.columns)[: share.rows].astype(out_ref.dtype)
     if cut.is_padded:
-        out_ref[:, part] = block[:, : cut.chunk]
+        out_ref[:, strip] = block[:, : cut.chunk]
     else:
-        out_ref[:, pl.ds(part * share.columns, share.columns)] = block
+        out_ref[:, pl.ds(strip * share.columns, share.columns)] = block
 
-    @pl.when(part == 0)
+    @pl.when(strip == 0)
     def _() -> None:
         lse_ref[...] = lse[:n]
 
 
 @with_twin(_store)
 def store(
-    out_ref: Ref, lse_ref: Ref, accs: list[PerThread], lse: PerThread, part: Scalar | int, *, share: Share
+    out_ref: Ref, lse_ref: Ref, accs: list[PerThread], lse: PerThread, strip: Scalar | int, *, share: Share
 ) -> None:
     """Output and LSE of a request.
 
@@ -208,14 +208,14 @@ def store(
         lse_ref: [tile_q] f32.
         accs: The thread's neighbours, normalized.
         lse: Of the thread's query.
-        part: Which columns of the head.
+        strip: Which columns of the head.
         share: Static sizes.
     """
     ref = plgpu.RefType()
     types = ref, ref, [BY_THREAD] * share.each, BY_THREAD, SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=())
     run(functools.partial(_store_by_thread, share=share, dtype=out_ref.dtype))(
-        out_ref, lse_ref, accs, lse, part
+        out_ref, lse_ref, accs, lse, strip
     )
 
 
@@ -225,13 +225,13 @@ def _store_by_thread(
     lse_ref: ir.Value,
     accs: list[mgpu.FragmentedArray],
     lse: mgpu.FragmentedArray,
-    part: mgpu.FragmentedArray,
+    strip: mgpu.FragmentedArray,
     *,
     share: Share,
     dtype: np.dtype,
 ) -> tuple[()]:
     query, group = _query_and_group(share)
-    nth, cut = fragments.scalar(part), share.cut
+    nth, cut = fragments.scalar(strip), share.cut
     inside = lanes.times(group, share.each)
     column = lanes.add(lanes.times(nth, cut.chunk if cut.is_padded else share.columns), inside)
     at = lanes.element(out_ref, lanes.add(lanes.times(query, cut.chunks * cut.chunk), column), 2)

@@ -1,13 +1,15 @@
 """8-bit tiles in registers, and the shared memory that tiles stand in."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.shared.types import Memory, Ref, Tile
 
 
-def widened(ref: Any, dtype: Any) -> Any:
+def widened(ref: Ref, dtype: DTypeLike) -> Tile:
     """An 8-bit tile in registers, in a 16-bit dtype, exactly."""
     x = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     # The ways that have instructions: int8 to bf16, fp8 to f16; the others go on through f32.
@@ -18,12 +20,14 @@ def widened(ref: Any, dtype: Any) -> Any:
     return plgpu.layout_cast(x.astype(dtype), plgpu.Layout.WGMMA)
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, width: int = 64) -> Any:
+def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 64) -> Memory:
     """Shared memory that TMA fills and the tensor core reads; for `width`, see swizzle_of."""
     return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(jnp.dtype(dtype).itemsize, width))
 
 
-def swizzle_transforms(itemsize: int, width: int = 64) -> tuple[Any, Any]:
+def swizzle_transforms(
+    itemsize: int, width: int = 64
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """How swizzled_smem lies in memory."""
     swizzle = swizzle_of(itemsize, width)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]

@@ -1,14 +1,14 @@
 """The end of an online softmax in powers of 2, the same for decode, its merge and prefill."""
 
 import math
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)  # scores times it are powers of 2
 
 
-def normalized(top: Any, total: Any, sink: Any) -> tuple[Any, Any]:
+def normalized(top: jax.Array, total: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """What each query's accumulator is multiplied by, and its natural log-sum-exp, once a sink has joined.
 
     Args:

@@ -1,12 +1,12 @@
 """Slices of global memory that TMA copies."""
 
-from typing import Any
-
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.shared.types import Scalar, Slice
 
-def padded_slice(size: int, length: int, zero: Any) -> Any:
+
+def padded_slice(size: int, length: int, zero: Scalar) -> Slice:
     """The first `size` of `length` elements of an axis; past the end TMA reads zeros and writes nothing.
 
     JAX refuses a slice that is known to reach past the end, so such a one begins at a zero that it does not

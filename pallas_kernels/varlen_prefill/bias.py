@@ -12,7 +12,7 @@ from pallas_kernels.varlen_prefill.query_rows import KvTile
 from pallas_kernels.varlen_prefill.refs import AlibiOperands
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 
-SLOPE_PARTS = 3  # 16-bit numbers that add up to f32
+SLOPE_TERMS = 3  # 16-bit numbers that add up to f32
 SLOPE_WIDTH = 16  # the tensor core's K
 
 
@@ -34,18 +34,18 @@ class Bias:
             return
         columns_s = self.of_all.columns
         iota = [plgpu.broadcasted_iota(jnp.int32, columns_s.shape[1:], axis, layout=W) for axis in (0, 1)]
-        columns_s[wg] = jnp.where(iota[1] < SLOPE_PARTS, iota[0], 0).astype(f32).astype(self.spec.dtype)
+        columns_s[wg] = jnp.where(iota[1] < SLOPE_TERMS, iota[0], 0).astype(f32).astype(self.spec.dtype)
 
     def store_slope(self, slope: Scalar) -> None:
-        """Makes the tensor core add a head's slope times the column to scores; the slope as 16-bit parts."""
+        """Makes the tensor core add a head's slope times the column to scores; the slope as 16-bit terms."""
         if self.operands is None:
             return
         slopes_s, dtype = self.operands.slopes, self.spec.dtype
         rest, tile = slope * (1 / self.factor), plgpu.layout_cast(jnp.zeros(slopes_s.shape, f32), W)
         at = plgpu.broadcasted_iota(jnp.int32, slopes_s.shape, 1, layout=W)
-        for part in range(SLOPE_PARTS):
+        for nth in range(SLOPE_TERMS):
             rounded = rest.astype(dtype).astype(f32)
-            rest, tile = rest - rounded, jnp.where(at == part, rounded, tile)
+            rest, tile = rest - rounded, jnp.where(at == nth, rounded, tile)
         slopes_s[...] = tile.astype(dtype)
         plgpu.commit_smem()
 

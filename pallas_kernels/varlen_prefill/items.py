@@ -118,11 +118,11 @@ class Worklist:
         at_once = jnp.int32(shape.heads_at_once)
         if shape.heads_at_once == shape.q_heads:
             return lax.div(number, at_once), lax.rem(number, at_once)
-        per_part, parts = num_rows * at_once, shape.q_heads // shape.heads_at_once
-        part = sum((number >= n * per_part).astype(jnp.int32) for n in range(1, parts))
-        rest = number - part * per_part
-        row, is_turned = lax.div(rest, at_once), lax.rem(parts - 1 - part, jnp.int32(2)) == 1
-        return jnp.where(is_turned, num_rows - 1 - row, row), part * at_once + lax.rem(rest, at_once)
+        per_set, sets = num_rows * at_once, shape.q_heads // shape.heads_at_once
+        nth = sum((number >= n * per_set).astype(jnp.int32) for n in range(1, sets))
+        rest = number - nth * per_set
+        row, is_turned = lax.div(rest, at_once), lax.rem(sets - 1 - nth, jnp.int32(2)) == 1
+        return jnp.where(is_turned, num_rows - 1 - row, row), nth * at_once + lax.rem(rest, at_once)
 
 
 def aligned(row: Scalar) -> Scalar:

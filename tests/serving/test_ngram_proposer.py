@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jattn.serving.drafting import TokenBuffer
+from jattn.serving.token_buffer import TokenBuffer
 from jattn.serving.ngram_proposer import NgramProposer
 
 

@@ -21,7 +21,9 @@ sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjusted)
 
 
 def adjustments_of(params, outputs, rows=1):
-    requests = [Adjusted(one, [1, 2], ids, [4], -1) for one, ids in zip(params, outputs, strict=True)]
+    requests = [
+        Adjusted(one, [1, 2], ids, [4], len(ids), -1) for one, ids in zip(params, outputs, strict=True)
+    ]
     sizes = {"num_rows": rows, "vocab_size": VOCAB}
     return build_adjustments(requests, jnp.zeros(1, jnp.int32), **sizes)
 

@@ -112,7 +112,7 @@ class TestMasks:
         allowed = np.zeros(3, np.uint32)
         for token in (0, 31, 32, 69):
             allowed[token // 32] |= np.uint32(1 << (token % 32))
-        row = lambda mask: Adjusted(params, [], [], [], -1, mask)
+        row = lambda mask: Adjusted(params, [], [], [], 0, -1, mask)
         sizes = {"num_rows": 3, "vocab_size": vocab}
         by = build_adjustments([row(allowed), row(None)], jnp.zeros(4, jnp.int32), **sizes)
         logits = np.asarray(adjusted(jnp.ones((3, vocab)), by, jnp.zeros(3, jnp.int32)))
@@ -121,7 +121,7 @@ class TestMasks:
 
     def test_without_masks_nothing_is_sent(self):
         sizes = {"num_rows": 2, "vocab_size": 9}
-        row = Adjusted(SamplingParams(logit_bias={1: 2.0}), [], [], [], -1)
+        row = Adjusted(SamplingParams(logit_bias={1: 2.0}), [], [], [], 0, -1)
         assert build_adjustments([row], jnp.zeros(4, jnp.int32), **sizes).allowed is None
 
     def test_a_grammar_is_compiled_once(self):

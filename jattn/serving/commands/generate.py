@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jattn.models import load
-from jattn.serving.commands.options import add_engine_options, add_sampling_options, make_engine
+from jattn.serving.commands.options import add_engine_options, add_sampling_options, asked_for, make_engine
 from jattn.serving.default_params import as_told
 from jattn.serving.outputs import GenerationResult
 from jattn.serving.sampling_params import SamplingParams
@@ -28,8 +28,7 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def generate(args: argparse.Namespace) -> None:
     """Completes prompts."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    asked = asked_for(args)
     SamplingParams(**asked)  # an error now, not when the model is loaded
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()

@@ -11,6 +11,7 @@ from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models.scales import CalibrationWarning
 from jattn.serving.engine import Engine
 
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
     *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
@@ -52,6 +53,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="the text ends before it; may be repeated"
     )
+
+
+def asked_for(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the options name."""
+    return {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
 
 
 def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:

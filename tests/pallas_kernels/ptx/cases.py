@@ -223,28 +223,28 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
     share = partial_results.Share(
         tile_q=tile_q, rows=rows, cut=cut, columns=columns, head_tiles=2, at_once=at_once
     )
-    parts = cut.padded_dim // columns
+    strips = cut.padded_dim // columns
     o = jnp.asarray(drawn(4, 2, cut.padded_dim, tile_q))
     top, total = (jnp.asarray(drawn(4, 2, tile_q, seed=seed)) for seed in (1, 2))
     lefts = jnp.asarray([left], jnp.int32)
     out = (rows, cut.chunks, cut.chunk) if cut.is_padded else (rows, head_dim)
-    found = parts, at_once + at_once + 1, THREADS
+    found = strips, at_once + at_once + 1, THREADS
 
-    def one(code: str, refs: Any, left: Any, part: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
+    def one(code: str, refs: Any, left: Any, strip: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
         get = lambda piece: functools.partial(getattr(getattr(partial_results, piece), code), share=share)
-        tops, totals, accs = get("partials")(refs, 1, left, 1, part)
+        tops, totals, accs = get("partials")(refs, 1, left, 1, strip)
         query = get("of_queries")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
         for i, x in enumerate([*tops, *totals, query]):
-            write(part, i, x)
+            write(strip, i, x)
         sums = [functools.reduce(jnp.add, of_column) for of_column in zip(*accs, strict=True)]
-        get("store")(out_ref, lse_ref, sums, query, part)
+        get("store")(out_ref, lse_ref, sums, query, strip)
 
     def body(o_g, top_g, total_g, left_g, found_g, out_g, lse_g):
-        def write(part: Any, i: int, x: Any) -> None:
-            store_unoptimized(found_g.at[part, i], plgpu.layout_cast(x, BY_THREAD))
+        def write(strip: Any, i: int, x: Any) -> None:
+            store_unoptimized(found_g.at[strip, i], plgpu.layout_cast(x, BY_THREAD))
 
-        part = lax.axis_index("slot")
-        one("on_gpu", (o_g, top_g, total_g), left_g[0], part, write, out_g, lse_g)
+        strip = lax.axis_index("slot")
+        one("on_gpu", (o_g, top_g, total_g), left_g[0], strip, write, out_g, lse_g)
 
     def twin(o, top, total, left):
         refs = tuple(map(jax.new_ref, (o, top, total)))
@@ -252,16 +252,16 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
             jax.new_ref(jnp.zeros(*x)) for x in ((found, f32), (out, jnp.bfloat16), ((tile_q,), f32))
         )
 
-        def write(part: Any, i: int, x: Any) -> None:
-            found_ref[part, i] = x
+        def write(strip: Any, i: int, x: Any) -> None:
+            found_ref[strip, i] = x
 
-        for part in range(parts):
-            one("twin", refs, left[0], part, write, out_ref, lse_ref)
+        for strip in range(strips):
+            one("twin", refs, left[0], strip, write, out_ref, lse_ref)
         return found_ref[...], out_ref[...], lse_ref[...]
 
     outs = (found, f32), (out, jnp.bfloat16), ((tile_q,), f32)
     codes = partial_results.partials, partial_results.of_queries, partial_results.store
-    return Case((o, top, total, lefts), kernel(body, *outs, grid=parts), twin, codes)
+    return Case((o, top, total, lefts), kernel(body, *outs, grid=strips), twin, codes)
 
 
 def start_of_spans(reqs: int) -> Case:

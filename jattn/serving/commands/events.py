@@ -1,0 +1,75 @@
+"""A client of servers with OpenAI's API: one request, its events as they come."""
+
+import asyncio
+import json
+import urllib.parse
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from pallas_kernels.checks import require
+
+DATA, DONE = b"data: ", b"[DONE]"
+
+
+class ServerError(OSError):
+    """The server answered with an error."""
+
+
+async def events(
+    url: str, path: str, body: dict[str, Any], api_key: str | None = None
+) -> AsyncGenerator[dict[str, Any]]:
+    """Asks for a stream, and yields its chunks.
+
+    Args:
+        url: Of the server, "http://127.0.0.1:8000"; https too.
+        path: Below it.
+        body: What to ask.
+        api_key: The server's, where it wants one.
+
+    Raises:
+        ValueError: The url is none.
+        ServerError: The server says that something is wrong.
+        OSError: There is no server.
+    """
+    parts = urllib.parse.urlsplit(url)
+    require(parts.scheme in ("http", "https") and bool(parts.hostname), "url", "be http://HOST:PORT", url)
+    is_tls = parts.scheme == "https"
+    port = parts.port or (443 if is_tls else 80)
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None, limit=2**24)
+    try:
+        writer.write(_request(parts.netloc, parts.path.rstrip("/") + path, body, api_key))
+        await writer.drain()
+        status = int((await reader.readline()).split()[1:2][0])
+        while (await reader.readline()).strip():
+            pass
+        if status != 200:
+            raise ServerError(_told(status, await reader.read()))
+        async for line in reader:
+            data = line.strip().removeprefix(DATA)
+            if data and data != DONE:
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ServerError(chunk["error"]["message"])
+                yield chunk
+    finally:
+        writer.close()
+
+
+def _request(host: str, path: str, body: dict[str, Any], api_key: str | None) -> bytes:
+    """As HTTP 1.0 has it, where an answer ends with its connection and is not cut into chunks."""
+    data = json.dumps(body | {"stream": True}).encode()
+    head = [
+        f"POST {path} HTTP/1.0",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        *([f"Authorization: Bearer {api_key}"] if api_key else []),
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + data
+
+
+def _told(status: int, body: bytes) -> str:
+    try:
+        return f"{status}: {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{status}: {body[:200]!r}"

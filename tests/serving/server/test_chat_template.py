@@ -1,0 +1,88 @@
+"""Conversations become the text that transformers makes of them."""
+
+import json
+import types
+
+import jinja2
+import pytest
+import tokenizers
+
+from jattn.serving.server.chat import chat_tokens
+from jattn.serving.server.chat_template import ChatTemplate, load_chat_template
+from jattn.serving.server.protocol import ChatTemplateBody
+from tests.conftest import GOLDEN
+from tests.serving.tiny import byte_tokenizer
+
+FOLDER = GOLDEN / "chat_templates"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text())
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jinja")), ids=lambda path: path.stem)
+def test_a_template_makes_the_text_that_transformers_makes(path):
+    template = ChatTemplate(path.read_text(), EXPECTED["special_tokens"])
+    cases = [case for case in EXPECTED["cases"] if case["template"] == path.name]
+    assert len(cases) == 18
+    for case in cases:
+        if "text" in case:
+            assert template.render(case["messages"], **case["others"]) == case["text"]
+        else:
+            with pytest.raises(jinja2.TemplateError) as raised:
+                template.render(case["messages"], **case["others"])
+            assert case["error"] in str(raised.value)
+
+
+class TestSandbox:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.append(1) }}",
+            "{{ raise_exception.__globals__.json }}",
+            "{{ messages[0].content.x.y }}",
+        ],
+    )
+    def test_nothing_can_be_reached_or_changed(self, source):
+        with pytest.raises(jinja2.TemplateError):
+            ChatTemplate(source).render([{"role": "user", "content": "a"}])
+
+    def test_what_fails_over_a_message_is_an_error_of_the_template(self):
+        with pytest.raises(jinja2.TemplateRuntimeError, match="TypeError: can only concatenate str"):
+            ChatTemplate("{{ 'a' + messages[0].content }}").render([{"role": "user", "content": None}])
+
+
+def test_there_is_no_second_bos(types_unchecked):
+    tokenizer = byte_tokenizer()
+    bos = tokenizers.processors.TemplateProcessing(single="a $A", special_tokens=[("a", 64)])
+    tokenizer.post_processor = bos
+    service = types.SimpleNamespace(tokenizer=tokenizer, chat_template=ChatTemplate("{{ 'a' }}b"))
+    body = ChatTemplateBody(messages=[{"role": "user", "content": "x"}])
+    assert tokenizer.encode("b").ids == [64, 65]
+    assert chat_tokens(service, body) == [64, 65]
+
+
+class TestFolders:
+    def rendered(self, folder, **others):
+        template = load_chat_template(folder, **others)
+        return template and template.render([{"role": "user", "content": "x"}], add_generation_prompt=False)
+
+    def test_without_a_template_there_is_none(self, tmp_path):
+        assert load_chat_template(tmp_path) is None
+        assert load_chat_template(None) is None
+
+    def test_it_stands_in_the_tokenizer_s_config_or_in_a_file_which_goes_first(self, tmp_path):
+        config = {
+            "bos_token": {"content": "<s>", "lstrip": False},
+            "eos_token": "</s>",
+            "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+        }
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert self.rendered(tmp_path) == "<s>x</s>"
+        (tmp_path / "chat_template.jinja").write_text("file {{ bos_token }}")
+        assert self.rendered(tmp_path) == "file <s>"
+        (tmp_path / "given").write_text("given {{ eos_token }}")
+        assert self.rendered(tmp_path, file=tmp_path / "given") == "given </s>"
+
+    def test_of_several_it_is_the_default(self, tmp_path):
+        named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        assert self.rendered(tmp_path) == "d"

@@ -1,0 +1,134 @@
+"""`jattn chat` and `jattn bench-serve` against a server on this machine, and chat with a folder."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from jattn.models import save
+from jattn.serving.cli import main
+from jattn.serving.commands import chat, options
+from jattn.serving.commands.bench_serve import Sample, as_line, summary
+from tests.serving.server.running import running
+from tests.serving.tiny import BYTES, one_layer_model
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    file = tmp_path_factory.mktemp("template") / "template.jinja"
+    file.write_text(TEMPLATE)
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(engine, template):
+    with running(engine, chat_template=template, api_keys=("secret",)) as server:
+        yield server
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Sets what stands on the input."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+class TestChat:
+    WORDS = ("chat", "--max-tokens=5", "--temperature=0.7", "--seed=3")
+
+    def test_with_a_server(self, server, says, capsys):
+        says("hi\nmore\n")
+        assert main([*self.WORDS, f"--url={server.url}", "--api-key=secret", "--system=be kind"]) == 0
+        messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+        wanted = ""
+        for line in ("more", None):
+            asked = {"messages": messages, "max_tokens": 5, "temperature": 0.7, "seed": 3}
+            headers = {"Authorization": "Bearer secret"}
+            _, _, answer = server.ask("POST", "/v1/chat/completions", asked, headers)
+            text = answer["choices"][0]["message"]["content"]
+            wanted += text + "\n"
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": line}]
+        assert capsys.readouterr().out == wanted
+
+    def test_with_a_folder(self, engine, says, capsys, tmp_path, template, monkeypatch):
+        save(one_layer_model(), tmp_path)
+        BYTES.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        monkeypatch.setattr(options, "Engine", lambda model, **_: engine)
+        says("hi\n")
+        assert main([*self.WORDS, f"--model={tmp_path}"]) == 0
+        params = chat.SamplingParams(max_tokens=5, temperature=0.7, seed=3)
+        (want,) = engine.generate(["<user>hi"], params)
+        assert capsys.readouterr().out == want.text + "\n"
+
+    def test_an_interrupt_ends_the_answer_and_not_the_conversation(self, says, capsys, monkeypatch):
+        def speak(messages):
+            yield "begun"
+            if len(messages) == 1:
+                raise KeyboardInterrupt
+            yield " ended"
+
+        monkeypatch.setattr(chat, "_of_server", lambda args: speak)
+        says("a\nb\n")
+        assert main([*self.WORDS, "--url=http://x"]) == 0
+        assert capsys.readouterr().out == "begun\nbegun ended\n"
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ([], "model must be a folder, or url a server, got None"),
+            (["--url=ftp://x"], "url must be http://HOST:PORT, got ftp://x"),
+            (["--url=http://127.0.0.1:1"], "Connect call failed"),
+            (
+                ["--model=examples/tiny_model"],
+                r"model must have a chat template (or give --chat-template FILE)",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, says, capsys, words, message):
+        says("hi\n")
+        assert main([*self.WORDS, *words]) == 1
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+
+    def test_what_the_server_refuses_is_told(self, server, says, capsys):
+        says("hi\n")
+        assert main([*self.WORDS, f"--url={server.url}", "--api-key=wrong"]) == 1
+        assert "jattn: 401: a request must have one of the server's API keys" in capsys.readouterr().err
+
+
+class TestBench:
+    def test_a_run_of_each_rate_is_printed_written_and_drawn(self, server, capsys, tmp_path):
+        files = [f"--json={tmp_path / 'rows.json'}", f"--plot={tmp_path / 'plot.svg'}"]
+        sizes = ["--num-prompts=6", "--input-len=20", "--output-len=9", "--request-rate", "50", "200"]
+        words = ["bench-serve", f"--url={server.url}", "--api-key=secret", *files, *sizes]
+        assert main(words) == 0
+        rows = json.loads((tmp_path / "rows.json").read_text())
+        assert [row["request_rate"] for row in rows] == [50, 200]
+        for row in rows:
+            assert (row["num_ok"], row["num_failed"], row["errors"]) == (6, 0, [])
+            assert row["tokens_per_second"] == pytest.approx(54 / row["seconds"])
+            for times in (row[f"{name}_ms"] for name in ("time_to_first_token", "end_to_end")):
+                assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+        assert (tmp_path / "plot.svg").read_text().count("requests a second") > 0
+        assert len(capsys.readouterr().out.splitlines()) == 2 + 2
+
+    def test_what_fails_is_counted_and_told(self, server, capsys):
+        sizes = ["--num-prompts=2", "--input-len=20", "--output-len=9", "--request-rate=99"]
+        assert main(["bench-serve", f"--url={server.url}", *sizes]) == 0
+        assert "401: a request must have one" in capsys.readouterr().out
+
+    def test_times_are_by_percentile(self):
+        samples = [Sample([1.0, 1.5, 2.5], 3.0, 4), Sample([2.0], 2.0, 1), Sample(error="gone")]
+        row = summary(samples, 1.0, 10.0)
+        assert (row["num_ok"], row["num_failed"], row["tokens_per_second"]) == (2, 1, 0.5)
+        assert row["time_to_first_token_ms"]["p50"] == 1500
+        assert row["inter_token_latency_ms"]["p50"] == 750
+        assert as_line(row).endswith("\n  gone")
+
+    def test_sizes_are_positive(self, capsys):
+        assert main(["bench-serve", "--num-prompts=0"]) == 1
+        assert "num_prompts must be positive, got 0" in capsys.readouterr().err

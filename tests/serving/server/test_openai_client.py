@@ -1,0 +1,124 @@
+"""The openai package, as its users use it, against a server on this machine."""
+
+import asyncio
+import json
+import subprocess
+
+import openai
+import pydantic
+import pytest
+
+from tests.serving.server.running import running
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(engine, tmp_path_factory):
+    file = tmp_path_factory.mktemp("template") / "template.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    with running(engine, chat_template=file, api_keys=("secret",), served_model_names=("tiny",)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+class TestCompletions:
+    def test_at_once_and_streamed(self, client):
+        asked = {"model": "tiny", "prompt": "abc", "max_tokens": 8, "seed": 3, "temperature": 0.8}
+        whole = client.completions.create(**asked, logprobs=2)
+        assert whole.usage.completion_tokens == 8
+        assert len(whole.choices[0].logprobs.tokens) == 8
+        with client.completions.create(**asked, stream=True) as stream:
+            assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+    def test_vllm_s_parameters_go_by_extra_body(self, client):
+        extra = {"guided_regex": "[0-9]{3}", "top_k": 50}
+        whole = client.completions.create(model="tiny", prompt="abc", max_tokens=9, extra_body=extra)
+        assert whole.choices[0].text.isdigit()
+
+
+class TestChat:
+    def test_at_once_and_streamed(self, client):
+        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "seed": 3}
+        whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+        assert whole.choices[0].message.role == "assistant"
+        assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+        chunks = list(
+            client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        )
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert said == whole.choices[0].message.content
+        assert chunks[-1].usage.completion_tokens == 8
+
+    def test_its_stream_helper_puts_the_message_together(self, client):
+        asked = {"model": "tiny", "messages": MESSAGES, "extra_body": {"guided_choice": ["yes"]}}
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            assert stream.get_final_completion().choices[0].message.content == "yes"
+
+    def test_a_pydantic_class_is_filled(self, client):
+        class Answer(pydantic.BaseModel):
+            model_config = pydantic.ConfigDict(extra="forbid")
+            yes: bool
+
+        parsed = client.chat.completions.parse(
+            model="tiny", messages=MESSAGES, response_format=Answer, max_tokens=400, seed=2
+        )
+        assert isinstance(parsed.choices[0].message.parsed, Answer)
+
+    def test_many_at_once(self, server):
+        async def main():
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
+                ask = client.chat.completions.create
+                tasks = [ask(model="tiny", messages=MESSAGES, max_tokens=n, seed=n) for n in range(1, 13)]
+                return await asyncio.gather(*tasks)
+
+        counts = [answer.usage.completion_tokens for answer in asyncio.run(main())]
+        assert counts == list(range(1, 13))
+
+
+class TestErrors:
+    def test_they_are_the_client_s_own(self, client, server):
+        with pytest.raises(openai.BadRequestError, match="temperature must be at least 0") as raised:
+            client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
+        assert (raised.value.param, raised.value.type) == ("temperature", "invalid_request_error")
+        with pytest.raises(openai.NotFoundError, match="does not exist") as raised:
+            client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+        assert raised.value.code == "model_not_found"
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        with pytest.raises(openai.UnprocessableEntityError, match="tools"):
+            client.chat.completions.create(model="tiny", messages=MESSAGES, tools=tools)
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong") as other,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            other.models.list()
+
+    def test_a_stream_that_is_left_frees_its_blocks(self, client, server):
+        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=400, stream=True, seed=1)
+        next(iter(stream))
+        stream.close()
+        server.until(lambda: server.is_idle)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "jattn"
+
+
+def test_curl(server):
+    data = json.dumps({"prompt": "abc", "max_tokens": 3})
+    words = ["curl", "-sS", f"{server.url}/v1/completions", "-H", "Authorization: Bearer secret"]
+    done = subprocess.run(
+        [*words, "-H", "Content-Type: application/json", "-d", data],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] == 3
