@@ -1,5 +1,6 @@
 """Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -13,9 +14,11 @@ from jattn.implementations.choice import Asked, asked_for
 from jattn.implementations.layers import Layer, layer_of
 from jattn.implementations.underivable import underivable
 from jattn.masks import Mask
+from jattn.merge import merge_attn_states
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.cascade import CascadeMetadata
 from jattn.metadata.regions import Part, part_of
-from jattn.planning import LayerPlan, Plan, check_batch_of, choose_layers, planned
+from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.checks import require, require_shape, require_type
@@ -99,9 +102,54 @@ def attend(
     _check_types(query, cache, metadata, spec, plan, mask)
     per_head = PerHead(_one_a_head("sinks", sinks, spec), _one_a_head("alibi_slopes", alibi_slopes, spec))
     _check(query, cache, metadata, spec, per_head)
+    if plan is not None and plan.cascade is not None and can_cascade(spec, per_head.alibi_slopes):
+        assert isinstance(cache, PagedCache)
+        check_batch_of(plan, metadata)
+        parts, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
+        both = attend_cascade(query, cache, parts, spec, plans, sinks=sinks, implementation=implementation)
+        return both if return_lse else both[0]
     chosen = _chosen(layer_of(spec, cache, query.dtype), metadata, plan, mask, implementation)
     out, lse = _attend_once(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def attend_cascade(
+    query: Array,
+    cache: PagedCache,
+    metadata: CascadeMetadata,
+    spec: AttentionSpec,
+    plans: tuple[Plan | None, Plan | None] = (None, None),
+    *,
+    sinks: Array | None = None,
+    implementation: Asked = None,
+) -> tuple[Array, Array]:
+    """`attend` with LSE over a prefix that all rows share, once, and over what each has besides, merged.
+
+    Args:
+        query: As in `attend`.
+        cache: As in `attend`.
+        metadata: From build_cascade_metadata.
+        spec: As in `attend`; one that `why_no_cascade` has nothing against.
+        plans: Of the prefix, where causal is False, and of the suffix; None = made here.
+        sinks: As in `attend`; they join the prefix, once.
+        implementation: As in `attend`.
+    """
+    run = lambda part, spec, plan, sinks: attend(
+        query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True
+    )
+    prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], sinks)
+    suffix = run(metadata.suffix, spec, plans[1], None)
+    return _merge_once(*prefix, *suffix, metadata.suffix.is_live_token)
+
+
+@jax.jit
+def _merge_once(
+    prefix_out: Array, prefix_lse: Array, suffix_out: Array, suffix_lse: Array, is_live: Array
+) -> tuple[Array, Array]:
+    """Both sides' tokens as one; padding without keys."""
+    out, lse = merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse)
+    out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
+    return out, jnp.where(is_live[None, :], lse, -jnp.inf)
 
 
 class PerHead(NamedTuple):

@@ -1,16 +1,14 @@
 """Cascade attention: the shared prefix once for all tokens, then each request's own keys, merged."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Literal, overload
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.attending import attend
+from jattn.attending import attend_cascade
 from jattn.cache import PagedCache
-from jattn.merge import merge_attn_states
 from jattn.metadata.cascade import CascadeMetadata
+from jattn.planning.cascading import why_no_cascade
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 
@@ -64,24 +62,7 @@ def cascade_attend(
 
     Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
     """
-    if spec.batch_invariant:
-        reason = "whether a prefix is shared, and so how it is summed, depends on the batch"
-        raise unsupported("spec.batch_invariant=True", reason, "Use attend with the step's own metadata")
-    for name in ("window", "chunk_size", "sparsity"):
-        if getattr(spec, name) is not None:
-            way_out = "Use attend with the step's own metadata"
-            raise unsupported(
-                f"spec.{name}={getattr(spec, name)}",
-                "cascade attention needs masks that ignore distance",
-                way_out,
-            )
-    run = lambda part, spec, sinks: attend(
-        query, cache, part, spec, sinks=sinks, implementation=implementation, return_lse=True
-    )
-    prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), sinks)
-    suffix = run(metadata.suffix, spec, None)
-    out, lse = merge_attn_states(*prefix, *suffix)
-    is_live = metadata.suffix.is_live_token
-    out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
-    lse = jnp.where(is_live[None, :], lse, -jnp.inf)
+    if (found := why_no_cascade(spec)) is not None:
+        raise unsupported(*found, "Use attend with the step's own metadata")
+    out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
     return (out, lse) if return_lse else out

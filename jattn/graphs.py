@@ -113,6 +113,7 @@ class DecodeGraphs:
         inputs: Callable[[Bucket], Sequence[Any]] = lambda bucket: (),
         progress: bool = True,
         wait: bool = True,
+        serves_all: bool = True,
     ) -> None:
         """Compiles the buckets that are not compiled yet, in parallel.
 
@@ -127,14 +128,20 @@ class DecodeGraphs:
             progress: Show a bar, if tqdm is installed.
             wait: False = return when every batch has some bucket that fits it; the rest are traced and
                 compiled in threads behind (`wait` below waits for them), out of reach of context managers.
+            serves_all: False, without wait = return at once: batches without a bucket go elsewhere meanwhile.
         """
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
         lower = self._lower_with(params, caches, block_size, inputs)
-        first = missing if wait else [one for one in missing if not _is_covered(one, missing)]
+        first = missing if wait else [one for one in missing if serves_all and not _is_covered(one, missing)]
         with bar(len(first), progress) as moved:
             self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, moved=moved)
         if rest := sorted(set(missing) - set(first), key=_usefulness):
             self._executables.compile_behind(rest, lower, progress=progress)
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether some are being compiled behind what runs."""
+        return self._executables.are_coming
 
     def wait(self) -> None:
         """Returns when nothing is being compiled behind; raises what went wrong there, if something did."""

@@ -190,7 +190,7 @@ class TestCompilingBehind:
         for rows in (0, 4)
     )
 
-    def gated(self, gate):
+    def gated(self, gate, buckets=(*SIZES, *MIXED)):
         """A step whose buckets of fewer than 4 rows are not traced before the gate opens."""
 
         def run(params, caches, metadata):
@@ -198,12 +198,22 @@ class TestCompilingBehind:
                 assert gate.wait(60)
             return first_element(params, caches, metadata)
 
-        return DecodeGraphs(run, buckets=[*self.SIZES, *self.MIXED])
+        return DecodeGraphs(run, buckets=buckets)
 
     def precompile(self, graphs):
         caches = new_caches()
         graphs.precompile(jnp.int32(1), caches, block_size=BLOCK_SIZE, progress=False, wait=False)
         return caches
+
+    def test_begins_with_none_where_batches_can_go_elsewhere(self):
+        gate = threading.Event()
+        graphs = self.gated(gate, self.SIZES[:2])
+        how = {"block_size": BLOCK_SIZE, "progress": False, "wait": False}
+        graphs.precompile(jnp.int32(1), new_caches(), serves_all=False, **how)
+        assert (graphs.num_compiles, graphs.are_coming) == (0, True)
+        gate.set()
+        graphs.wait()
+        assert (graphs.num_compiles, graphs.are_coming) == (2, False)
 
     def test_begins_with_those_that_take_every_batch_and_goes_on_to_all(self):
         gate = threading.Event()

@@ -138,3 +138,63 @@ def test_states_whose_shapes_disagree_are_named(index, shape, message):
     shapes[index] = shape
     with pytest.raises(ValueError, match=message):
         jattn.merge_attn_states(*map(jnp.zeros, shapes))
+
+
+def cascade_problem(rng, windows):
+    """Four rows over a prefix of two blocks, and a plan of layers, each with its window."""
+    table = [[1, 2, 3, 7], [1, 2, 4, 8], [1, 2, 5], [1, 2, 6]]
+    metadata = jattn.build_batch_metadata([1] * 4, [14, 16, 9, 10], table, block_size=4)
+    cache_spec = jattn.CacheSpec(num_blocks=9, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    cache = jattn.PagedCache(k=draw(9, 4, 2, 8), v=draw(9, 4, 2, 8))
+    specs = [jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, window=w) for w in windows]
+    return metadata, cache_spec, cache, specs, draw(4, 4, 8), draw(4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_plan_with_a_common_prefix_serves_all_its_layers_alike(implementation):
+    metadata, cache_spec, cache, specs, query, sinks = cascade_problem(
+        np.random.default_rng(0), [None, (5, 0)]
+    )
+    plan_of = lambda **prefix: jattn.plan(
+        metadata, specs, cache_spec, implementation=implementation, query_dtype=jnp.float32, **prefix
+    )
+    plain, cascade = plan_of(), plan_of(common_prefix_len=8)
+    assert plain.cascade is None
+    assert [len(part.layers) for part in (cascade.cascade.prefix, cascade.cascade.suffix)] == [1, 1]
+    for spec in specs:
+        for more in ({}, {"sinks": sinks}, {"alibi_slopes": sinks}):
+            want, want_lse = jattn.attend(query, cache, metadata, spec, plain, return_lse=True, **more)
+            got, got_lse = jattn.attend(query, cache, metadata, spec, cascade, return_lse=True, **more)
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(got_lse, want_lse, rtol=2e-5, atol=2e-6)
+            alone = jattn.attend(query, cache, metadata, spec, cascade, **more)
+            np.testing.assert_array_equal(alone, got)
+
+
+def test_a_plan_reads_a_common_prefix_in_the_first_rows_blocks_alone():
+    metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(1), [None])
+    plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
+    want = jattn.attend(query, cache, metadata, specs[0], plan)
+    other = metadata.block_table.at[1:, :2].set(0)
+    moved = jattn.pytree.replace(metadata, block_table=other)
+    plan = jattn.plan(moved, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
+    np.testing.assert_array_equal(jattn.attend(query, cache, moved, specs[0], plan), want)
+
+
+def test_plans_of_other_prefixes_are_not_traced_again(traced_once):
+    metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(2), [None])
+
+    def run(length):
+        plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=length)
+        return jattn.attend(query, cache, metadata, specs[0], plan)
+
+    four, eight = traced_once(run, (jnp.int32(4),), (jnp.int32(8),))
+    np.testing.assert_allclose(four, eight, rtol=2e-5, atol=2e-6)
+
+
+def test_a_common_prefix_with_a_mask_is_refused():
+    metadata, cache_spec, _, specs, _, _ = cascade_problem(np.random.default_rng(3), [None])
+    mask = jattn.masks.Document(ids=jnp.zeros(16, jnp.int32))
+    with pytest.raises(NotImplementedError, match="common_prefix_len with a mask: a row's mask tells"):
+        jattn.plan(metadata, specs, cache_spec, mask=mask, common_prefix_len=4)

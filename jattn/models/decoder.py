@@ -122,7 +122,12 @@ class Decoder(nnx.Module):
         return self.norm(x), None if caches is None else tuple(written)
 
     def plan(
-        self, metadata: BatchMetadata, caches: tuple[PagedCache, ...] | None, *, mask: Mask | None = None
+        self,
+        metadata: BatchMetadata,
+        caches: tuple[PagedCache, ...] | None,
+        *,
+        mask: Mask | None = None,
+        common_prefix_len: Int[Array, ""] | int | None = None,
     ) -> Plan:
         """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them."""
         layers = [layer.self_attn for layer in self.layers]
@@ -133,6 +138,7 @@ class Decoder(nnx.Module):
             mask=mask,
             implementation=layers[0].implementation,
             query_dtype=self.dtype,
+            common_prefix_len=common_prefix_len,
         )
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:

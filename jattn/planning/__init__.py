@@ -1,5 +1,6 @@
 """The plan of a step: what serves each kind of layer (choosing), and what the layers share (works)."""
 
+from jattn.planning.cascading import can_cascade
 from jattn.planning.choosing import KernelFallbackWarning, choose_layers
 from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, table_lines
 from jattn.planning.plans import Plan, check_batch_of, plan, planned
@@ -10,6 +11,7 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "aligned",
+    "can_cascade",
     "check_batch_of",
     "choose_layers",
     "plan",

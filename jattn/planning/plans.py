@@ -1,11 +1,12 @@
 """The plan of a step: which implementation serves each kind of layer, and what is made once for all."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int, Int32
 
 from jattn.bucket import Bucket
 from jattn.implementations.choice import Asked
@@ -14,14 +15,16 @@ from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata
 from jattn.metadata.regions import REGIONS
+from jattn.planning.cascading import can_cascade
 from jattn.planning.choosing import choose_layers
 from jattn.planning.layer_plans import LayerPlan, table
 from jattn.planning.works import make_works, make_works_eagerly, numbered, shared_works
-from jattn.pytree import pytree, static
+from jattn.pytree import pytree, replace, static
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_type
+from pallas_kernels.checks import require, require_type, unsupported
 
 
 @pytree
@@ -33,6 +36,7 @@ class Plan:
         query_tiles: The prefill region's tiles for XLA; None where no layer wants them.
         mask: Which keys the queries of all layers see, besides what their specs say; None = no such mask.
         seq_lens: Those of the batch that it was made for.
+        cascade: For layers that attend to a prefix of all rows once; None = no layer does.
         layers: Static: the kinds of layers, and what serves each.
         bucket: Static: the bucket that it was made for.
     """
@@ -41,6 +45,7 @@ class Plan:
     query_tiles: QueryTiles | None
     mask: Mask | None
     seq_lens: Int32[Array, " reqs"]
+    cascade: Optional["CascadePlan"] = None
     layers: tuple[LayerPlan, ...] = static()
     bucket: Bucket = static()
 
@@ -65,6 +70,21 @@ class Plan:
         return table(self.layers)
 
 
+@pytree
+class CascadePlan:
+    """How layers attend to a prefix of all rows once, and to what each row has besides.
+
+    Attributes:
+        metadata: The step in two.
+        prefix: Plan of the prefix, of layers that are not causal.
+        suffix: Plan of the rest.
+    """
+
+    metadata: CascadeMetadata
+    prefix: Plan
+    suffix: Plan
+
+
 def plan(
     metadata: BatchMetadata,
     specs: AttentionSpec | Sequence[AttentionSpec],
@@ -73,6 +93,7 @@ def plan(
     mask: Mask | None = None,
     implementation: Asked = None,
     query_dtype: DTypeLike | None = None,
+    common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
     """Chooses what serves each layer of a step, and makes what the layers share. Traced.
 
@@ -89,14 +110,38 @@ def plan(
         implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
             that the device and the layer allow.
         query_dtype: Of the layers' queries; None = the dtype of their caches, as their CacheSpecs have it.
+        common_prefix_len: Tokens that all rows have in the same blocks, as in build_cascade_metadata; may be
+            traced. Layers without window, chunks, sparsity and ALiBi attend to them once.
 
     Raises:
         ValueError: Specs and cache specs, or metadata and cache specs, do not belong together.
-        NotImplementedError: No implementation asked for can serve a layer; the message says why.
+        NotImplementedError: No implementation asked for can serve a layer, or there is both a common prefix
+            and a mask; the message says why.
     """
     layers = _kinds(metadata, specs, cache_specs, query_dtype)
     chosen = choose_layers(metadata, layers, mask, implementation=implementation)
-    return planned(metadata, chosen, mask)
+    whole = planned(metadata, chosen, mask)
+    if common_prefix_len is None:
+        return whole
+    if mask is not None:
+        reason = "a row's mask tells its own keys apart, not those of a prefix of all"
+        raise unsupported("common_prefix_len with a mask", reason, "Leave common_prefix_len=None")
+    parts = build_cascade_metadata(metadata, common_prefix_len)
+    return replace(whole, cascade=_cascade_plan(parts, layers, implementation))
+
+
+def _cascade_plan(
+    parts: CascadeMetadata, layers: Sequence[Layer], implementation: Asked
+) -> CascadePlan | None:
+    """The plans of both parts, for the layers that can."""
+    able = tuple(layer for layer in layers if can_cascade(layer.spec))
+    if not able:
+        return None
+    blind = (dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able)
+    each = ((parts.prefix, tuple(dict.fromkeys(blind))), (parts.suffix, able))
+    chosen = [(part, choose_layers(part, kinds, None, implementation=implementation)) for part, kinds in each]
+    prefix, suffix = (planned(part, of, None) for part, of in chosen)
+    return CascadePlan(metadata=parts, prefix=prefix, suffix=suffix)
 
 
 def planned(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:

@@ -62,6 +62,7 @@ class Engine:
         skip_layers: Sequence[int] = (),
         speculative: Any = None,
         num_speculative_tokens: int = 4,
+        cascade_attention: bool | None = None,
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -82,18 +83,17 @@ class Engine:
             cache_dtype: Of keys and values; None = the model's.
             quantization: Of the cache, as in `CacheSpec`. Static scales are the model's kv_scales.
             skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
-            speculative: Who drafts tokens for the model to verify: "ngram" or an NgramProposer (what followed
-                the last tokens before), or a model of the same vocabulary or its folder. None = nobody.
+            speculative: Who drafts: None, "ngram", an NgramProposer, or another model or its folder.
             num_speculative_tokens: Drafts of a request in a step.
+            cascade_attention: Blocks that all decoding requests begin with are read once; None = if it pays.
             buckets: Sizes to compile; one of them must fit every step. None = a handful.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
             cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
             check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
-            ValueError: A size or an argument is not as above, both num_blocks and cache_bytes are given, they
-                make less than two blocks, no bucket fits the largest step, or vocabularies differ.
-            NotImplementedError: This machine does not have the implementation.
+            ValueError: An argument is not as above, or another forbids it; no bucket fits the largest step.
+            NotImplementedError: This machine does not have the implementation, or the model no cascades.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
         limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
@@ -104,17 +104,16 @@ class Engine:
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
-        how = {"num_blocks": num_blocks, "implementation": implementation}
-        self._make_parts(limits, drafter, how, buckets=buckets, cache=cache, checks_batches=check_batches)
+        more = {"buckets": buckets, "cascade_attention": cascade_attention, "checks_batches": check_batches}
+        self._make_parts(limits, drafter, num_blocks, implementation=implementation, cache=cache, **more)
 
-    def _make_parts(self, limits: StepLimits, drafter: Drafter, how: dict[str, Any], **more: Any) -> None:
-        """Who schedules, drafts and runs; `how` is for all that have caches of their own."""
+    def _make_parts(self, limits: StepLimits, drafter: Drafter, num_blocks: int, **more: Any) -> None:
+        """Who schedules, drafts and runs."""
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
-        self.max_model_len, self.default_sampling_params = (
-            limits.longest(self.model),
-            default_params(self.model),
-        )
-        self.scheduler = limits.scheduler(self.model, how["num_blocks"])
+        self.max_model_len = limits.longest(self.model)
+        self.default_sampling_params = default_params(self.model)
+        self.scheduler = limits.scheduler(self.model, num_blocks)
+        how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": more.pop("implementation")}
         self._speculation = speculation_of(drafter, self.model, limits, **how)
         self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
         self._core = EngineCore(self.scheduler, self._runner, self._speculation)

@@ -16,6 +16,7 @@ def stats_of(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_steps=runner.num_steps,
+        num_cascade_steps=runner.num_cascade_steps,
         num_failed_steps=core.num_failed_steps,
         num_compiles=runner.num_compiles,
         num_preemptions=scheduler.num_preemptions,

@@ -89,7 +89,8 @@ def _behind_drafts(
 ) -> Adjustments:
     """The rows' adjustments for each place: the drafts before it have been generated, those behind it not."""
     query_len = drafts.shape[1] + 1
-    rows = {name: jnp.repeat(of, query_len, axis=0) for name, of in by._asdict().items() if name != "last"}
+    given = {name: of for name, of in by._asdict().items() if name != "last" and of is not None}
+    rows = {name: jnp.repeat(of, query_len, axis=0) for name, of in given.items()}
     nobody = jnp.iinfo(jnp.int32).max  # beyond every vocabulary: dropped
     before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
     drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), nobody)

@@ -23,6 +23,7 @@ from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.serving.adjustments import Adjustments
+from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
@@ -90,6 +91,7 @@ class Runner:
         checks_batches: bool,
         cache: dict[str, Any],
         speculation: Speculation | None = None,
+        cascade_attention: bool | None = None,
     ) -> None:
         """Makes the caches; compiles nothing yet. Arguments as `Engine` has them."""
         self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
@@ -97,7 +99,10 @@ class Runner:
         self._graphdef = nnx.graphdef(with_implementation(model, implementation))
         self._proposer = None if speculation is None else speculation.proposer
         num_drafts = 0 if speculation is None else speculation.num_tokens
-        self.graphs = limits.graphs(model, make_step(self._graphdef), buckets, num_blocks, num_drafts)
+        step = make_step(self._graphdef)
+        self.graphs = limits.graphs(model, step, buckets, num_blocks, num_drafts)
+        how: dict[str, Any] = {"max_num_seqs": limits.max_num_seqs, "block_size": limits.block_size}
+        self._cascades = cascade_steps_of(model, step, self.graphs.buckets, wanted=cascade_attention, **how)
         self._leaves = self.graphs.leaves_of(self.weights.state)
         self._new_caches = functools.partial(
             model.create_caches, num_blocks, block_size=self.block_size, **cache
@@ -105,10 +110,13 @@ class Runner:
         self._caches: Any = self._new_caches()
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
         self._checks_batches = checks_batches
-        self.num_steps = 0
+        self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._max_num_seqs = limits.max_num_seqs
-        self._max_rows = max(map(self._rows_of, self.graphs.buckets))
+        self._all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
+        self._max_rows = max(
+            self._rows_of(bucket) for graphs in self._all_graphs for bucket in graphs.buckets
+        )
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         self._sampling = StepSampling()
 
@@ -119,8 +127,9 @@ class Runner:
 
     @property
     def num_compiles(self) -> int:
-        """Executables compiled, one a bucket, a draft model's too."""
-        return self.graphs.num_compiles + (0 if self._proposer is None else self._proposer.num_compiles)
+        """Executables compiled, one a bucket, those of cascades and of a draft model too."""
+        drafting = 0 if self._proposer is None else self._proposer.num_compiles
+        return drafting + sum(graphs.num_compiles for graphs in self._all_graphs)
 
     @property
     def is_verifying(self) -> bool:
@@ -150,26 +159,30 @@ class Runner:
         """As `Engine.precompile`."""
         whole: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
-        def inputs(bucket: Bucket) -> list[StepTokens]:
+        def inputs(prefix: list[Any], bucket: Bucket) -> list[Any]:
             tokens = whole(bucket.max_tokens)
             places = self._rows_of(bucket) * bucket.decode_query_len
-            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places))]
+            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places)), *prefix]
 
-        self.graphs.precompile(
-            self.weights.refresh(),
-            self._caches,
-            block_size=self.block_size,
-            inputs=inputs,
-            progress=progress,
-            wait=wait,
-        )
+        for graphs in self._all_graphs:
+            prefix = [] if graphs is self.graphs else [whole()]
+            graphs.precompile(
+                self.weights.refresh(),
+                self._caches,
+                block_size=self.block_size,
+                inputs=functools.partial(inputs, prefix),
+                progress=progress,
+                wait=wait,
+                serves_all=graphs is self.graphs,
+            )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)
         sizes = lambda bucket: (self._rows_of(bucket), bucket.decode_query_len)
-        needed = {sizes(bucket) for bucket in self.graphs.executables}
+        needed = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         compiling = [pool.submit(self._compile_samplers, *size) for size in needed]
-        for size in {sizes(bucket) for bucket in self.graphs.buckets} - needed:
+        known = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.buckets}
+        for size in known - needed:
             pool.submit(self._compile_samplers, *size)
         for done in compiling:
             done.result()
@@ -187,8 +200,10 @@ class Runner:
         lens = np.asarray(step.query_lens)
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
+        prefix_len = 0 if self._cascades is None else self._cascades.prefix_len(step)
+        graphs = self._all_graphs[prefix_len > 0]
         num_blocks = step.block_tables.shape[1]
-        bucket = self.graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
+        bucket = graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
         metadata = build_batch_metadata(
             lens,
             np.asarray(step.seq_lens),
@@ -214,7 +229,8 @@ class Runner:
             tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
         else:
             tokens = step_tokens(step, generations, bucket, before, last, rows)
-        outputs, self._caches = self.graphs(self._leaves, self._caches, metadata, tokens)
+        prefix = [np.asarray(prefix_len, np.int32)] if prefix_len else []
+        outputs, self._caches = graphs(self._leaves, self._caches, metadata, tokens, *prefix)
         wanted = [generation.sampling_params.logprobs for generation in generations]
         drawn_by = (sampling, num_generated, adjustments, _most(wanted))
         sampled = self._sampled(outputs.logits, tokens.ids, *drawn_by)
@@ -226,6 +242,7 @@ class Runner:
             array.copy_to_host_async()
         self._in_flight.append(_InFlight(step, sampled, wanted, parts, of_prompts))
         self.num_steps += 1
+        self.num_cascade_steps += prefix_len > 0
 
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""

@@ -49,6 +49,7 @@ class EngineStats:
         num_running: Requests that have blocks.
         num_waiting: Requests that wait for some.
         num_steps: Steps run.
+        num_cascade_steps: Those that attended to a prefix of all requests once.
         num_failed_steps: Steps that failed, and took all requests with them that were open.
         num_compiles: Executables compiled, one a bucket.
         num_preemptions: Times that a request lost its blocks to an older one and was computed again.
@@ -69,6 +70,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_steps: int
+    num_cascade_steps: int
     num_failed_steps: int
     num_compiles: int
     num_preemptions: int

@@ -63,13 +63,18 @@ class Sampled(NamedTuple):
 def make_step(graphdef: Any) -> GraphStep:
     """The step that is compiled for each bucket: a batch to StepOutputs and caches.
 
+    What is given behind the tokens is the length of a prefix that all rows share: it is attended to once.
+
     Args:
         graphdef: Of the model, from `nnx.split`; the params are its state.
     """
 
-    def step(params: Any, caches: Any, metadata: Any, tokens: StepTokens) -> tuple[Any, Any]:
+    def step(
+        params: Any, caches: Any, metadata: Any, tokens: StepTokens, common_prefix_len: Any = None
+    ) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
-        shared = model.plan(metadata, caches)
+        prefix = {} if common_prefix_len is None else {"common_prefix_len": common_prefix_len}
+        shared = model.plan(metadata, caches, **prefix)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
         return StepOutputs(model.logits(hidden[tokens.ends]), hidden), caches

@@ -1,6 +1,6 @@
 import pytest
 
-from jattn.vllm.cascade import use_cascade_attention
+from jattn.vllm import use_cascade_attention
 from tests.golden_cases import golden
 
 LONG_SHARED_PREFIX = dict(

@@ -1,4 +1,4 @@
-"""When vLLM attends to a shared prefix once."""
+"""When it pays to attend to a shared prefix once, as vLLM reckons."""
 
 import numpy as np
 
