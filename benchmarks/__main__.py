@@ -3,6 +3,7 @@
 import argparse
 
 from benchmarks import (
+    cascades,
     decode,
     drafts,
     engine,
@@ -26,6 +27,7 @@ SUITES = {
     "host": host,
     "engine": engine,
     "drafts": drafts,
+    "cascades": cascades,
     "quantization": quantization,
     "gpu-tests": gpu_tests,
     "table": table,

@@ -166,7 +166,7 @@ def main(what: str, module: str, names: list[str]) -> None:
             print(lowered.as_text().count("custom_call @mosaic_gpu"), flush=True)
         if what == "compile":
             memory = lowered.compile().memory_analysis()
-            num_bytes = sum(arguments[i].size * arguments[i].dtype.itemsize for i in donated)
+            num_bytes = sum(x.size * x.dtype.itemsize for i in donated for x in jax.tree.leaves(arguments[i]))
             assert memory.alias_size_in_bytes >= num_bytes, f"{name}: {memory} of {num_bytes} donated bytes"
             assert not donated or memory.temp_size_in_bytes < num_bytes / 16, f"{name}: {memory}"
 

@@ -4,6 +4,7 @@ import ast
 import pathlib
 import re
 import shlex
+import urllib.parse
 
 import jax.numpy as jnp
 import pytest
@@ -13,6 +14,7 @@ from benchmarks import bars
 from benchmarks.__main__ import SUITES
 from benchmarks.table import PAGES, PICTURES, filled, pictures
 from jattn.serving.cli import build_parser
+from jattn.serving.server.app import ROUTES
 from tests.in_place import check_in_place
 from tests.readme import Block, blocks, examples, run, run_all
 
@@ -75,6 +77,8 @@ def test_every_other_block_is_of_commands_that_exist_or_a_drawing(page):
                 assert f"\n{words[0]}:" in makefile, line
             elif first == "jattn":
                 build_parser().parse_args(words)
+            elif first == "curl":
+                assert urllib.parse.urlsplit(words[0]).path in {route.path for route in ROUTES}, line
             else:
                 assert [first, *words[:2]] == ["python", "-m", "benchmarks"], line
                 assert words[2] in SUITES, line

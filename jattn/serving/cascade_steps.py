@@ -25,7 +25,13 @@ class CascadeSteps:
     """
 
     def __init__(
-        self, step: GraphStep, buckets: list[Bucket], spec: AttentionSpec, *, block_size: int, always: bool
+        self,
+        step: GraphStep,
+        buckets: list[Bucket],
+        spec: AttentionSpec,
+        *,
+        block_size: int,
+        num_sms: int | None,
     ) -> None:
         """Compiles nothing yet.
 
@@ -34,12 +40,12 @@ class CascadeSteps:
             buckets: Of decode rows of one token.
             spec: Of the model's layers, or of one of them.
             block_size: Tokens of a block.
-            always: Any prefix is worth it.
+            num_sms: Multiprocessors of the GPU, by which it is told what pays; None = any prefix does.
         """
         self.graphs, self._spec = DecodeGraphs(step, buckets), spec
-        self._block_size, self._always = block_size, always
+        self._block_size = block_size
         self._most_rows = max(bucket.max_decodes for bucket in buckets)
-        self._num_sms = 1 if always else jax.local_devices()[0].core_count
+        self._num_sms = num_sms
 
     def prefix_len(self, step: Step) -> int:
         """Tokens of the prefix that a step should attend to once; 0 = none."""
@@ -48,7 +54,7 @@ class CascadeSteps:
             return 0
         length = num_common_prefix_blocks(step.block_tables, min(step.seq_lens) - 1, self._block_size)
         length *= self._block_size
-        is_worth_it = length > 0 and (self._always or self._pays(length, rows))
+        is_worth_it = length > 0 and self._pays(length, rows)
         return length if is_worth_it and self._is_ready(rows, step.block_tables.shape[1]) else 0
 
     def _is_ready(self, num_decodes: int, num_blocks: int) -> bool:
@@ -57,6 +63,8 @@ class CascadeSteps:
         return bucket in self.graphs.executables or not self.graphs.are_coming
 
     def _pays(self, length: int, rows: int) -> bool:
+        if self._num_sms is None:
+            return True
         heads = self._spec.num_q_heads, self._spec.num_kv_heads
         lens = np.ones(rows, np.int32)
         return use_cascade_attention(length, lens, *heads, False, False, False, self._num_sms)
@@ -97,7 +105,8 @@ def cascade_steps_of(
     Raises:
         NotImplementedError: It is wanted, and a layer cannot.
     """
-    if wanted is False or (wanted is None and jax.default_backend() != "gpu"):
+    num_sms = None if wanted else getattr(jax.local_devices()[0], "core_count", None)
+    if wanted is False or (wanted is None and (jax.default_backend() != "gpu" or num_sms is None)):
         return None
     if (found := _why_not(model)) is not None:
         if wanted:
@@ -111,7 +120,7 @@ def cascade_steps_of(
         return None
     spec, *_ = _specs(model)
     sizes = [Bucket(max_decodes=n, max_blocks=width) for width in widths for n in rows]
-    return CascadeSteps(step, sizes, spec, block_size=block_size, always=bool(wanted))
+    return CascadeSteps(step, sizes, spec, block_size=block_size, num_sms=num_sms)
 
 
 def _specs(model: Any) -> list[AttentionSpec]:

@@ -13,7 +13,7 @@ class Drafting:
     """Of one generation.
 
     Attributes:
-        num_drafted: Drafts that it has now and can use; those that pad its row do not count.
+        num_drafted: Drafts that it has now and can use; what pads its row does not count.
         drafts: These, where the host knows them.
         hope: How many of its drafts are accepted of late; None = it has had none.
         num_misses: How often none was, since one was.

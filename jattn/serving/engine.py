@@ -109,7 +109,9 @@ class Engine:
 
     def _make_parts(self, limits: StepLimits, drafter: Drafter, num_blocks: int, **more: Any) -> None:
         """Who schedules, drafts and runs."""
+        self._default_params = default_params(self.model)
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
+        self._default_params = default_params(self.model)
         self.max_model_len = limits.longest(self.model)
         self.default_sampling_params = default_params(self.model)
         self.scheduler = limits.scheduler(self.model, num_blocks)

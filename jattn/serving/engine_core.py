@@ -105,10 +105,10 @@ class EngineCore:
     def _num_draft_tokens(self) -> int:
         """Drafts for each row of the next step; waits for the rows' tokens where drafts promise to pay."""
         speculation = self._speculation
-        if speculation is None or not self._scheduler.can_draft(speculation.num_tokens):
+        if speculation is None or not speculation.can_pay(self._scheduler.num_running):
             return 0
-        if self._masked:
-            return 0  # nobody knows what may follow a draft
+        if not self._scheduler.can_draft(speculation.num_tokens):
+            return 0
         if not speculation.proposes(self._running()):
             return 0
         if self._runner.num_in_flight:

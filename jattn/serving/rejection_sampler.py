@@ -32,6 +32,7 @@ class Verified(NamedTuple):
 def rejection_sample(
     logits: Float[Array, "places vocab"],
     token_ids: Int[Array, " places"],
+    num_drafts: Int[Array, " reqs"],
     sampling: SamplingMetadata,
     num_generated: Int[Array, " reqs"],
     adjustments: Adjustments | None = None,
@@ -52,8 +53,9 @@ def rejection_sample(
 
     Args:
         logits: Of each place.
-        token_ids: The step's tokens by the same places: a row's last token and its drafts. Any token may
-            stand for a draft that a row has not; where the model picks it, it stays like others.
+        token_ids: The step's tokens by the same places: a row's last token and its drafts, behind which any
+            token may stand.
+        num_drafts: How many drafts each row has.
         sampling: Of the rows.
         num_generated: Tokens that each row's request has generated before this step.
         adjustments: What rows ask of the logits first; drafts count as generated for what comes behind them.
@@ -75,7 +77,8 @@ def rejection_sample(
     columns = {name: of_places(getattr(sampling, name)) for name in _COLUMNS}
     picked = sample(wanted, replace(sampling, **columns), counts)
     tokens = picked.reshape(num_rows, query_len)
-    agrees = tokens[:, :-1] == drafts
+    is_draft = jnp.arange(query_len - 1)[None, :] < num_drafts[:, None]
+    agrees = (tokens[:, :-1] == drafts) & is_draft
     num_accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     logprobs = None if num_logprobs is None else logprobs_of(logits, picked, num_logprobs)
     return Verified(tokens, num_accepted, logprobs)
@@ -89,10 +92,9 @@ def _behind_drafts(
 ) -> Adjustments:
     """The rows' adjustments for each place: the drafts before it have been generated, those behind it not."""
     query_len = drafts.shape[1] + 1
-    given = {name: of for name, of in by._asdict().items() if name != "last" and of is not None}
-    rows = {name: jnp.repeat(of, query_len, axis=0) for name, of in given.items()}
+    repeated = jax.tree.map(lambda rows: jnp.repeat(rows, query_len, axis=0), by)
     nobody = jnp.iinfo(jnp.int32).max  # beyond every vocabulary: dropped
     before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
     drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), nobody)
-    rows["output_ids"] = jnp.concatenate([rows["output_ids"], drafted], axis=1)
-    return by._replace(**rows)
+    outputs = jnp.concatenate([repeated.output_ids, drafted], axis=1)
+    return repeated._replace(output_ids=outputs, last=by.last)

@@ -191,9 +191,10 @@ class Runner:
     def _compile_samplers(self, rows: int, query_len: int) -> None:
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
         logits, ids = jnp.zeros((rows * query_len, self._vocab_size)), jnp.zeros(rows * query_len, jnp.int32)
+        drafts = (ids, np.zeros(rows, np.int32)) if query_len > 1 else None
         for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
             sampling = build_sampling_metadata([params], rows)
-            self._sampled(logits, ids, sampling, np.zeros(rows, np.int32))
+            self._sampled(logits, drafts, sampling, np.zeros(rows, np.int32))
 
     def start(self, step: Step, generations: Sequence[Generation]) -> None:
         """Starts a step of these generations, one a row; waits for nothing."""
@@ -223,17 +224,20 @@ class Runner:
             self._caches = copy_blocks(self._caches, pairs)
             if self._proposer is not None:
                 self._proposer.copy_blocks(pairs)
+        drafts = None
         if step.num_draft_tokens and self._proposer is not None:
             drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
             places: Any = np.arange(bucket.max_tokens, dtype=np.int32)
             tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
+            num_drafts = [one.drafting.num_drafted for one in generations]
+            drafts = drafted, np.pad(np.asarray(num_drafts, np.int32), (0, rows - len(num_drafts)))
         else:
             tokens = step_tokens(step, generations, bucket, before, last, rows)
         prefix = [np.asarray(prefix_len, np.int32)] if prefix_len else []
         outputs, self._caches = graphs(self._leaves, self._caches, metadata, tokens, *prefix)
         wanted = [generation.sampling_params.logprobs for generation in generations]
         drawn_by = (sampling, num_generated, adjustments, _most(wanted))
-        sampled = self._sampled(outputs.logits, tokens.ids, *drawn_by)
+        sampled = self._sampled(outputs.logits, drafts, *drawn_by)
         if isinstance(sampled, Sampled):
             self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
         parts = prompt_parts(step, generations, bucket)
@@ -293,16 +297,16 @@ class Runner:
     def _sampled(
         self,
         logits: jax.Array,
-        token_ids: Any,
+        drafts: tuple[Any, Any] | None,
         sampling: SamplingMetadata,
         num_generated: Any,
         adjustments: Adjustments | None = None,
         num_logprobs: int | None = None,
     ) -> Sampled | Verified:
-        """The next token of each row; where rows have drafts, all that they come by."""
-        if logits.shape[0] > len(num_generated):
+        """The next token of each row; with drafts (tokens, and how many a row has) all that they come by."""
+        if drafts is not None:
             drawn_by = (sampling, num_generated, adjustments)
-            return rejection_sample(logits, token_ids, *drawn_by, num_logprobs=num_logprobs)
+            return rejection_sample(logits, *drafts, *drawn_by, num_logprobs=num_logprobs)
         static = {"max_rows": self._max_rows, "num_logprobs": num_logprobs}
         return next_tokens(logits, sampling, num_generated, adjustments, **static)
 

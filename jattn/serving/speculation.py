@@ -41,7 +41,9 @@ class Speculation:
         """
         if any(self._length(one) + self.num_tokens > self._max_model_len for one in generations):
             return False
-        awake = [one for one in generations if one.drafting.sleeps_until <= self._length(one)]
+        # What may follow a draft in a text of a given form, nobody has told the sampler.
+        free = [one for one in generations if one.mask is None]
+        awake = [one for one in free if one.drafting.sleeps_until <= self._length(one)]
         best = math.fsum(one.drafting.expected(self._most(one)) for one in awake)
         if not self._pays(len(generations), best):
             return False  # not even if all of them had as many drafts as can be
@@ -53,6 +55,10 @@ class Speculation:
             expected += one.drafting.expected(one.drafting.num_drafted)
         return self._pays(len(generations), expected)
 
+    def can_pay(self, num_rows: int) -> bool:
+        """Whether so many rows could gain, were all drafts accepted."""
+        return num_rows > 0 and self._pays(num_rows, float(num_rows * self.num_tokens))
+
     def note(self, generation: Generation, num_accepted: int) -> None:
         """Takes in how many drafts of a row stay, before its tokens are handed out."""
         drafted = generation.drafting.num_drafted
@@ -60,10 +66,9 @@ class Speculation:
             return
         self.num_drafts += 1
         self.num_draft_tokens += drafted
-        accepted = min(num_accepted, drafted)  # padding may be right by chance
-        self.num_accepted_tokens += accepted
+        self.num_accepted_tokens += num_accepted
         generation.drafting.num_read += min(num_accepted, self.num_tokens - 1)  # the last draft was not read
-        generation.drafting.note(accepted, self._length(generation))
+        generation.drafting.note(num_accepted, self._length(generation))
 
     def note_none(self, generations: Sequence[Generation]) -> None:
         """Notes that these were waited for in vain."""

@@ -27,12 +27,12 @@ class FailingGraphs:
 def device_fails(engine, at=1):
     """Call number `at` from now of the engine's executables fails."""
     runner = engine._runner
-    graphs = runner.graphs
-    runner.graphs = FailingGraphs(graphs, at)
+    whole = runner._all_graphs
+    runner._all_graphs = [FailingGraphs(whole[0], at), *whole[1:]]
     try:
         yield
     finally:
-        runner.graphs = graphs
+        runner._all_graphs = whole
 
 
 @contextlib.contextmanager

@@ -136,9 +136,7 @@ class TestPays:
     def steps(self):
         spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
         buckets = [Bucket(max_decodes=256, max_blocks=1024)]
-        steps = CascadeSteps(lambda: None, buckets, spec, block_size=16, always=True)
-        steps._always, steps._num_sms = False, 132  # as on an H200
-        return steps
+        return CascadeSteps(lambda: None, buckets, spec, block_size=16, num_sms=132)  # as on an H200
 
     def test_where_many_share_much(self, steps):
         assert steps.prefix_len(step_of(64, 512)) == 8192

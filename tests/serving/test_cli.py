@@ -83,6 +83,7 @@ class TestGenerate:
         options += ["--implementation=xla", "--quantization=int8_token_head", "--skip-layers=0,-1"]
         options += ["--max-num-seqs=3", "--max-num-batched-tokens=40", "--block-size=8"]
         options += ["--num-blocks=9", "--max-model-len=99", "--no-enable-prefix-caching"]
+        options += ["--speculative=ngram", "--num-speculative-tokens=2", "--no-cascade-attention"]
         assert main([*MODEL, "--max-tokens", "1", *options, "a"]) == 0
         assert recorded.calls[0]["sampling_params"] == SamplingParams(
             temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, stop=("x", "yz")
@@ -98,6 +99,9 @@ class TestGenerate:
             "max_model_len": 99,
             "enable_prefix_caching": False,
             "cache_dir": None,
+            "speculative": "ngram",
+            "num_speculative_tokens": 2,
+            "cascade_attention": False,
         }
 
     def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):

@@ -22,7 +22,8 @@ sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjusted)
 
 def adjustments_of(params, outputs, rows=1):
     requests = [
-        Adjusted(one, [1, 2], ids, [4], len(ids), -1) for one, ids in zip(params, outputs, strict=True)
+        Adjusted(one, [1, 2], ids, [4] if one.min_tokens else [], num_generated=len(ids), pending_row=-1)
+        for one, ids in zip(params, outputs, strict=True)
     ]
     sizes = {"num_rows": rows, "vocab_size": VOCAB}
     return build_adjustments(requests, jnp.zeros(1, jnp.int32), **sizes)
@@ -40,13 +41,13 @@ def one_by_one(params, last, outputs, count):
     return outputs[-count:]
 
 
-def verified(params, lasts, outputs, drafts, **options):
+def verified(params, lasts, outputs, drafts, num_drafts=None, **options):
     ids = np.concatenate([np.reshape(lasts, (-1, 1)), drafts], axis=1).reshape(-1).astype(np.int32)
     generated = np.array([len(one) for one in outputs], np.int32)
     by = adjustments_of(params, outputs, len(params))
-    return rejection_sample(
-        jnp.asarray(TABLE[ids]), ids, build_sampling_metadata(params), generated, by, **options
-    )
+    drafted = ids, np.full(len(params), np.shape(drafts)[1] if num_drafts is None else num_drafts, np.int32)
+    rows = build_sampling_metadata(params), generated, by
+    return rejection_sample(jnp.asarray(TABLE[ids]), *drafted, *rows, **options)
 
 
 some_values = st.fixed_dictionaries(
@@ -97,6 +98,16 @@ def test_greedy_rows_accept_what_argmax_says_and_nothing_behind_a_wrong_draft():
     assert got.tokens[1, :2].tolist() == chain[:2]
     assert got.tokens[2, 0] == chain[0]
     assert got.logprobs is None
+
+
+def test_what_pads_a_row_never_stays():
+    argmax = TABLE.argmax(axis=1)
+    chain = [0]
+    for _ in range(K):
+        chain.append(int(argmax[chain[-1]]))
+    for count in range(K + 1):
+        got = verified([SamplingParams()], [0], [[]], [chain[1:]], num_drafts=count)
+        assert got.num_accepted.tolist() == [count]
 
 
 # 99.9th percentile of chi-square by degrees of freedom: of one token, of a pair of tokens.
@@ -174,6 +185,7 @@ def test_other_values_are_not_traced_again(traced_once):
     rows = lambda seed: (
         jnp.asarray(np.random.default_rng(seed).normal(size=(8, VOCAB)).astype(np.float32)),
         jnp.full(8, seed, jnp.int32),
+        jnp.full(2, seed, jnp.int32),
         build_sampling_metadata([SamplingParams(temperature=1.0 + seed, seed=seed)] * 2),
         jnp.full(2, seed, jnp.int32),
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jattn.bucket import Bucket
-from jattn.serving import Engine, NgramProposer, SamplingParams
+from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutputsParams
 from jattn.serving.drafting import MAX_SLEEP, Drafting
 from jattn.serving.rejection_sampler import rejection_sample
 from jattn.serving.speculation import BALANCE_TOKENS, Speculation, draft_buckets
@@ -177,6 +177,18 @@ class TestTexts:
         assert len(prompts[0]) == 1 + K
         same(engine.generate(prompts, max_tokens=3), plain.generate(prompts, max_tokens=3))
 
+    def test_of_a_form_keep_it_beside_drafts_of_others(self, plain, engine, oracle):
+        form = StructuredOutputsParams(regex="(!a!b!c!d){3}")  # "!" is token 0, as padding is
+        prompts = [[1, 2, 3], [4, 5]]
+        params = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, structured_outputs=form)]
+        want = plain.generate(prompts, params)
+        oracle.learn(prompts[:1], want[:1])
+        oracle.wrong = 0.0
+        before = engine.stats.num_accepted_tokens
+        same(engine.generate(prompts, params), want)
+        assert want[1].text == "!a!b!c!d" * 3
+        assert engine.stats.num_accepted_tokens > before
+
     def test_that_are_aborted_leave_nothing(self, plain, engine, oracle):
         prompts, params = [[7, 7, 7], [8, 9]], SamplingParams(max_tokens=30)
         want = plain.generate(prompts, params)
@@ -269,6 +281,15 @@ class TestPolicy:
     def test_drafts_pay_where_more_tokens_come_than_time_goes(self, rows, accepted, draft_cost, pays):
         speculation = Speculation(NgramProposer(), K, max_model_len=512, draft_cost=draft_cost)
         assert speculation._pays(rows, float(accepted)) is pays
+
+    def test_of_many_rows_nobody_is_asked(self):
+        speculation = Speculation(NgramProposer(), K, max_model_len=512)
+        assert [speculation.can_pay(rows) for rows in (0, 1, 200, BALANCE_TOKENS)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
 
     def test_buckets_are_powers_of_two_up_to_what_can_pay(self):
         rows = lambda most: [bucket.max_decodes for bucket in draft_buckets(most, K, 8)]

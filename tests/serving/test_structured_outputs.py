@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving import SamplingParams, StructuredOutputsParams
+from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
 from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
 from jattn.serving.structured_outputs import Grammars
 from tests.serving.test_requests import engine_of
-from tests.serving.tiny import BYTES
+from tests.serving.tiny import BYTES, one_layer_model
 
 SCHEMA = {
     "type": "object",
@@ -61,6 +61,7 @@ class TestEngine:
         assert [result.token_ids for result in engine.generate(["p"] * 6, params)] == alone
         assert len(set(map(tuple, alone))) > 1
 
+    @pytest.mark.kernels
     def test_it_is_the_same_after_preemption(self, engine):
         params = [asks(seed, max_tokens=60, regex=r"[a-z]{50}") for seed in range(4)]
         want = [result.token_ids for result in engine.generate(["p"] * 4, params)]
@@ -89,6 +90,7 @@ class TestEngine:
         )
         assert re.fullmatch("[a-c]{8}", engine.generate(["p"], params)[0].text)
 
+    @pytest.mark.kernels
     def test_the_model_s_end_may_come_where_the_form_allows_it(self):
         model = engine_of().model
         old, model.config = model.config, _with_eos(model.config, (255,))
@@ -175,3 +177,15 @@ class TestErrors:
     def test_params_that_are_none(self, types_unchecked):
         with pytest.raises(ValueError, match="structured_outputs must be StructuredOutputsParams, got 'a'"):
             SamplingParams(structured_outputs="a")
+
+
+@pytest.mark.kernels
+def test_beside_drafts_every_text_has_its_form():
+    engine = Engine(one_layer_model(), num_blocks=65, max_num_seqs=2, speculative="ngram")
+    plain = SamplingParams(max_tokens=30)
+    (want,) = engine.generate([[1, 2, 3] * 6], plain)
+    form = StructuredOutputsParams(regex="(abc){4,9}d")
+    params = [SamplingParams(max_tokens=40, structured_outputs=form), plain]
+    formed, other = engine.generate(["abcabcabcabc", [1, 2, 3] * 6], params)
+    assert re.fullmatch("(abc){4,9}d", formed.text) or len(formed.token_ids) == 40
+    assert other.token_ids == want.token_ids

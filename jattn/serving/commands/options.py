@@ -16,6 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
     *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
+    *("speculative", "num_speculative_tokens", "cascade_attention"),
 )
 
 
@@ -33,6 +34,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block [16]")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="of each layer's cache [what fits]")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="the longest context [the model's]")
+    parser.add_argument(
+        "--speculative", metavar="WHO", help='who drafts: "ngram", or the DIR of a small model'
+    )
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="N", help="drafts of a request in a step [4]"
+    )
+    parser.add_argument(
+        "--cascade-attention",
+        action=argparse.BooleanOptionalAction,
+        help="what all decoding requests begin with is read once [where it pays]",
+    )
     parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
     parser.add_argument(
         "--enable-prefix-caching",

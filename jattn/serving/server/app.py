@@ -22,6 +22,8 @@ from jattn.serving.server.metrics import exposition
 from jattn.serving.server.service import Service
 from jattn.serving.server.tokens import detokenize, tokenize
 
+type Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
 OPEN_TO_ALL = ("/health", "/metrics")  # what probes and scrapers ask for; they have no key
 STARTED = int(time.time())
 
@@ -53,20 +55,9 @@ def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = No
         service: What answers.
         lifespan: What goes before the first request and behind the last, as Starlette has it.
     """
-    post = lambda path, handler: Route(path, _quiet(handler), methods=["POST"])
     keys = service.options.api_keys
     app = Starlette(
-        routes=[
-            post("/v1/completions", create_completion),
-            post("/v1/chat/completions", create_chat_completion),
-            post("/tokenize", tokenize),
-            post("/detokenize", detokenize),
-            Route("/v1/models", _quiet(models)),
-            Route("/v1/models/{name:path}", _quiet(model)),
-            Route("/health", health),
-            Route("/version", version),
-            Route("/metrics", metrics),
-        ],
+        routes=ROUTES,
         middleware=[Middleware(BearerKey, keys=keys)] if keys else [],
         exception_handlers={HTTPException: respond},
         lifespan=lifespan,
@@ -75,7 +66,7 @@ def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = No
     return app
 
 
-def _quiet(handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
+def _quiet(handler: Handler) -> Any:
     """A handler whose errors are answers."""
 
     async def quietly(request: Request) -> Response:
@@ -134,3 +125,20 @@ async def metrics(request: Request) -> Response:
     service: Service = request.app.state.service
     page = exposition(service.model_name, service.engine.stats, service.counts, service.num_waiting())
     return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+def _post(path: str, handler: Handler) -> Route:
+    return Route(path, _quiet(handler), methods=["POST"])
+
+
+ROUTES = [
+    _post("/v1/completions", create_completion),
+    _post("/v1/chat/completions", create_chat_completion),
+    _post("/tokenize", tokenize),
+    _post("/detokenize", detokenize),
+    Route("/v1/models", _quiet(models)),
+    Route("/v1/models/{name:path}", _quiet(model)),
+    Route("/health", health),
+    Route("/version", version),
+    Route("/metrics", metrics),
+]

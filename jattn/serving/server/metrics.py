@@ -29,6 +29,9 @@ ENGINE_COUNTERS = {
     "generation_tokens": ("Tokens generated.", lambda now: now.num_generated_tokens),
     "prefix_cache_queries": ("Tokens that requests came with.", lambda now: now.num_prefix_tokens),
     "prefix_cache_hits": ("Those that others had computed.", lambda now: now.num_prefix_hit_tokens),
+    "spec_decode_num_drafts": ("Times that a request was drafted for.", lambda now: now.num_drafts),
+    "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda now: now.num_draft_tokens),
+    "spec_decode_num_accepted_tokens": ("Those that stayed.", lambda now: now.num_accepted_tokens),
     "failed_steps": ("Steps that failed, with all that was open.", lambda now: now.num_failed_steps),
 }
 ENGINE_HISTOGRAMS = {

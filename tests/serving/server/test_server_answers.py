@@ -193,7 +193,17 @@ class TestOthers:
         assert grown('request_success_total{finished_reason="length"}') == 1
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert after[f"vllm:{name}"] == 0
-        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"):
+        drafts = (f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+        for name in (
+            *drafts,
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "num_preemptions_total",
+        ):
+            assert f"vllm:{name}" in after
+        for name in ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total"):
+            assert after[f"vllm:spec_decode_{name}"] == 0
+        for name in ("failed_steps_total",):
             assert f"vllm:{name}" in after
 
 

@@ -1,0 +1,52 @@
+"""Steps that only an engine has, to compile ahead of time: with drafts, of a draft model, of a cascade."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.bucket import Bucket
+from jattn.metadata.batch import abstract_metadata
+from jattn.models.decoder import Decoder
+from jattn.serving.draft_model import FIRST_TOKENS, make_draft_step
+from jattn.serving.sampler import build_sampling_metadata
+from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.step import StepTokens, make_step
+from tests.models.decoder_aot_cases import BLOCK_SIZE, config
+
+ROWS, NUM_DRAFTS = 8, 4
+ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def case(make, query_len, inputs):
+    """A step of decode rows with `query_len` tokens each, on a GPU that is not here."""
+    bucket = Bucket(max_decodes=ROWS, decode_query_len=query_len, max_blocks=64)
+    model = nnx.eval_shape(lambda: Decoder(config(2, "llama"), rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    caches = jax.eval_shape(lambda: model.create_caches(10_000, block_size=BLOCK_SIZE))
+
+    def run(*arguments):
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
+            return make(graphdef)(*arguments)
+
+    return run, (params, caches, abstract_metadata(bucket, BLOCK_SIZE), *inputs), (1,)
+
+
+def tokens_of(query_len):
+    count = ROWS * query_len
+    return StepTokens(ints(count), ints(count), ints(ROWS), ints(count))
+
+
+@functools.cache
+def aot_cases():
+    warm = SamplingParams(temperature=1.0, seed=0)
+    sampling = jax.eval_shape(lambda: build_sampling_metadata([warm], num_rows=ROWS))
+    draft = functools.partial(make_draft_step, num_tokens=NUM_DRAFTS)
+    return {
+        "plain": case(make_step, 1, [tokens_of(1)]),
+        "drafts": case(make_step, 1 + NUM_DRAFTS, [tokens_of(1 + NUM_DRAFTS)]),
+        "cascade": case(make_step, 1, [tokens_of(1), ints()]),
+        "draft model": case(draft, FIRST_TOKENS, [ints(ROWS * FIRST_TOKENS), sampling, ints(ROWS)]),
+    }
