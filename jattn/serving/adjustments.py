@@ -87,11 +87,12 @@ def build_adjustments(
     table = lambda lists, width: _table(lists, num_rows, width, vocab_size)
     column = lambda values, off, dtype: in_rows(values, rows, np.full(num_rows, off, dtype))
     params = [one.params for one in requests]
-    biased = [dict(one.logit_bias or {}) for one in params]
+    biased = [one.logit_bias or {} for one in params]
     bias_ids = table([list(bias) for bias in biased], _width(biased, SHORTEST_LIST))
     biases: Any = np.zeros(bias_ids.shape, np.float32)
     for row, bias in enumerate(biased):
-        biases[row, : len(bias)] = list(bias.values())
+        if bias:
+            biases[row, : len(bias)] = list(bias.values())
     ends = [one.end_ids for one in requests]
     prompts, outputs = [one.prompt_ids for one in requests], [one.output_ids for one in requests]
     longest = _width(prompts + outputs, SHORTEST_TEXT)

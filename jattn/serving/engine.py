@@ -22,6 +22,7 @@ from jattn.serving.prompts import (
     Request,
     build_request,
     build_requests,
+    require_one_each,
 )
 from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
@@ -39,6 +40,10 @@ class Engine:
     Requests share the blocks of what they begin with. What a prompt becomes does not depend on what else
     runs, but for rounding: matrix products of another size may round differently. Not for several threads at
     once; several streams may be open, and requests of `add_request` run beside them.
+
+    Attributes:
+        default_sampling_params: What requests get that say nothing: 16 tokens, greedily, unless the
+            checkpoint's generation_config.json asks for sampling. `SamplingParams()` is greedy all the same.
     """
 
     def __init__(
@@ -108,20 +113,13 @@ class Engine:
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
         self._default_params = default_params(self.model)
         self.max_model_len = limits.longest(self.model)
+        self.default_sampling_params = default_params(self.model)
         self.scheduler = limits.scheduler(self.model, num_blocks)
         how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": more.pop("implementation")}
         self._speculation = speculation_of(drafter, self.model, limits, **how)
         self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
         self._core = EngineCore(self.scheduler, self._runner, self._speculation)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
-
-    @property
-    def default_sampling_params(self) -> SamplingParams:
-        """What requests get that say nothing: 16 tokens, greedily, unless the checkpoint asks for sampling.
-
-        Then they are its generation_config.json's. `SamplingParams()` is greedy all the same.
-        """
-        return self._default_params
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -268,7 +266,7 @@ class Engine:
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         if on_token is not None:
-            _require_one_each(requests, "with on_token")
+            require_one_each(requests, "with on_token")
         with contextlib.closing(self._stream(requests)) as tokens:
             for token in tokens:
                 if on_token is not None:
@@ -289,7 +287,7 @@ class Engine:
         Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
         """
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
-        _require_one_each(requests, "in a stream")
+        require_one_each(requests, "in a stream")
         return self._stream(requests)
 
     # --------------------------------------------------------------------------------------- inside
@@ -339,8 +337,3 @@ class Engine:
 
 def _request_error(index: int, error: Exception) -> RequestError:
     return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")
-
-
-def _require_one_each(requests: Sequence[Request], where: str) -> None:
-    for request in requests:
-        require(request.params.n == 1, "n", f"be 1 {where}", request.params.n)

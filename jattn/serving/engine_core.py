@@ -159,6 +159,9 @@ class EngineCore:
         if num_accepted and new.request_id in self._scheduler:
             self._scheduler.accept(new.request_id, num_accepted)
         generation.num_pending -= 1
+        if not (num_accepted or new.logprobs):  # nearly always
+            self._append(generation, new.token_ids[0], None)
+            return
         of_each = new.logprobs or [None] * len(new.token_ids)
         for token_id, logprobs in zip(new.token_ids, of_each, strict=True):
             self._append(generation, token_id, logprobs)

@@ -157,6 +157,16 @@ def _most_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int | None, 
     return max_tokens
 
 
+def require_one_each(requests: Sequence[Request], where: str) -> None:
+    """Each request must have one completion.
+
+    Raises:
+        ValueError: One has several; `where` says what that does not go with.
+    """
+    for request in requests:
+        require(request.params.n == 1, "n", f"be 1 {where}", request.params.n)
+
+
 def per_prompt[T](
     name: str, values: T | Sequence[T], count: int, *, is_one: Callable[[Any], bool], kind: str
 ) -> list[T]:

@@ -8,10 +8,18 @@ import collections
 import random
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
 from jattn.serving import SamplingParams
+from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
+from jattn.serving.sampler import build_sampling_metadata, sample
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import one_layer_model
 
+ROUNDING = 1e-5  # of a logit, in f32: a step of other sizes rounds elsewhere
 MAX_OPEN = 24  # requests that wait or run at once: some of them for long
 
 
@@ -74,11 +82,33 @@ class Crowd:
         """A request that has ended against itself alone."""
         prompt, params = self.asked.pop(name)
         (alone,) = self.alone.generate([prompt], params)
-        want = [one.token_ids for one in alone.outputs]
-        got = [self.got.pop((name, index)) for index in range(params.n)]
-        assert got == want, f"{name}: {prompt} with {params}"
-        self.counts["compared"] += params.n
-        self.counts["tokens"] += sum(map(len, got))
+        for index, one in enumerate(alone.outputs):
+            got, want = self.got.pop((name, index)), one.token_ids
+            if got != want:
+                asked = f"completion {index} of {prompt} with {params}"
+                assert self.is_near_tie(prompt, params.of_completion(index), got, want), asked
+                self.counts["near_ties"] += 1
+            self.counts["compared"] += 1
+            self.counts["tokens"] += len(got)
+
+    def is_near_tie(self, prompt, params, got, want):
+        """Whether the first tokens that differ are as good as each other, but for rounding."""
+        pairs = enumerate(zip(got, want, strict=False))
+        first = next((i for i, (mine, other) in pairs if mine != other), None)
+        if first is None:
+            return False
+        ids, before = jnp.asarray([*prompt, *want[:first]]), np.asarray(want[:first], np.int32)
+        model, count = self.alone.model, np.asarray([first], np.int32)
+        hidden, _ = model(ids, None, jattn.build_batch_metadata([len(ids)], [len(ids)], None))
+        logits = model.logits(hidden)[-1:].astype(jnp.float32)
+        asked = Adjusted(params, np.asarray(prompt), before, params.stop_token_ids, first, -1)
+        by = build_adjustments([asked], jnp.zeros(1, jnp.int32), num_rows=1, vocab_size=logits.shape[1])
+        logits = logits if by is None else adjusted(logits, by, count)
+        sampling, likely = build_sampling_metadata([params]), set()
+        for seed in range(64):
+            noise = ROUNDING * jax.random.normal(jax.random.key(seed), logits.shape)
+            likely.add(int(sample(logits + noise, sampling, count)[0]))
+        return {got[first], want[first]} <= likely
 
     def abort(self):
         """Drops one of the open ones."""
@@ -105,6 +135,7 @@ class Crowd:
         stats, counts = self.crowded.stats, self.counts
         assert (stats.num_used_blocks, self.crowded.scheduler.num_unfinished, self.asked) == (0, 0, {})
         assert counts["compared"] + counts["aborted"] == counts["completions"]
+        assert counts["near_ties"] <= max(counts["tokens"] // 10_000, 1)
         assert counts["aborted"] > 0
         assert stats.num_preemptions > 0
         assert stats.num_prefix_hit_tokens > 0

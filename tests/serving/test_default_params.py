@@ -74,6 +74,7 @@ def test_requests_that_say_nothing_get_them_and_others_what_they_say(folder):
     engine.abort(name)
 
 
+@pytest.mark.kernels
 def test_an_async_engine_gives_them_too(folder):
     engine = engine_of(folder({"do_sample": True, "temperature": 1.0, "top_k": 1}))
     asked, add = [], engine.add_request
@@ -145,6 +146,7 @@ class TestCommandLine:
         monkeypatch.setattr(Engine, "generate", recorded)
         return asked
 
+    @pytest.mark.kernels
     def test_says_what_the_checkpoint_asks_for_and_takes_what_it_is_not_told(self, folder, asked, capsys):
         where = folder(LLAMA3)
         (where / "tokenizer.json").write_text(BYTES.to_str())

@@ -204,6 +204,7 @@ class TestEngine:
         assert [one.token_ids for one in result.outputs] == [one.token_ids for one in want]
         assert len({tuple(one.token_ids) for one in want}) == 4
 
+    @pytest.mark.kernels
     def test_completions_of_several_requests_under_preemption(self):
         crowded, alone = engine_of(num_blocks=9, budget=11), engine_of()
         prompts = [random.Random(i).choices(range(320), k=15 + i) for i in range(4)]
