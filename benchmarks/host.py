@@ -135,7 +135,7 @@ class Steps:
         )
         runner = self.engine._runner
         self.calls = Timed(runner.graphs), Timed(runner._sampled)
-        runner._all_graphs[0], runner._sampled = self.calls
+        runner.graphs, runner._sampled = self.calls
         params = SamplingParams(max_tokens=None, **CASES[case])
         prompts = np.random.default_rng(0).integers(VOCAB, size=(batch, CONTEXT))
         self.expected = {self.engine.add_request(p, params): int(p[-1]) + 1 for p in prompts}

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks import bars
 from benchmarks.recorded import rows_of
+from benchmarks.serving_tables import drafts_table, engine_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "benchmarks.md")
@@ -44,6 +45,8 @@ def filled(text: str) -> str:
         "sparse beside vLLM": sparse_peers_table,
         "graphs": graphs_table,
         "write": write_table,
+        "engine": engine_table,
+        "drafts": drafts_table,
         "quantization": quantization_table,
         "GPU tests": gpu_tests_line,
     }
