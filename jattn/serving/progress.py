@@ -47,6 +47,18 @@ class Progress:
         """Tokens that are to be computed."""
         return self.num_tokens - self.num_computed
 
+    def heir(self) -> "Progress":
+        """The first completion that waits for this one, which others wait for from now on."""
+        heir, *others = self.completions
+        heir.parent, heir.completions, self.completions = None, others, []
+        for request in others:
+            request.parent = heir
+        return heir
+
+    def forget(self) -> None:
+        """It has no blocks any more."""
+        self.num_computed, self.room, self.is_stale = 0, 0, False
+
 
 def by_arrival(request: Progress) -> int:
     """What queues are ordered by."""

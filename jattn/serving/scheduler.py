@@ -107,8 +107,7 @@ class Scheduler:
                 alone, is empty, or is there already; there is no such parent, its prompt is computed, or it
                 has another length.
         """
-        counts = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
-        require_positive(**counts)
+        require_positive(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         require(request_id not in self._known, "request_id", "be new", request_id)
         if hashes is not None:
             size = self.block_manager.block_size
@@ -156,13 +155,20 @@ class Scheduler:
             self._num_forks = self.block_manager.num_forks
             for request in self._running:  # what one was to write into may be shared now
                 request.room = 0
-        chunks: list[tuple[Progress, int]] = []
         preempted: list[int] = []
+        chunks = self._chunks(drafts, preempted)
+        while not chunks and len(self._running) + len(self._forked) > 1:  # all wait for each other's blocks
+            preempted.append(self._preempt(self._latest()))
+            chunks = self._chunks(drafts, preempted)
+        return self._step(chunks, preempted, drafts) if chunks else None
+
+    def _chunks(self, drafts: int, preempted: list[int]) -> list[tuple[Progress, int]]:
+        """Who runs, and how many tokens of each; who loses blocks to them is added to `preempted`."""
+        chunks: list[tuple[Progress, int]] = []
         budget = self.max_num_batched_tokens
         for request in self._running:  # the latest may leave it meanwhile
             count = request.num_tokens - request.num_computed + drafts
-            if count > budget:
-                count = budget
+            count = budget if count > budget else count  # min() takes longer
             if request.num_computed + count > request.room:
                 count = self._extended(request, count, preempted)
             if count == 0:
@@ -171,7 +177,7 @@ class Scheduler:
             budget -= count
         if len(chunks) == len(self._running) and not drafts:
             chunks += self._admit(budget)
-        return self._step(chunks, preempted, drafts) if chunks else None
+        return chunks
 
     def complete(self, step: Step, finished: Collection[int] = ()) -> None:
         """Notes that a step runs: each row that samples has one more token, unless it is finished.
@@ -227,7 +233,7 @@ class Scheduler:
             request.parent.completions.remove(request)
             return
         if request.completions:
-            self._leave_to_the_next(request)
+            bisect.insort(self._waiting, request.heir(), key=by_arrival)
         for queue in (self._running, self._forked, self._waiting):
             if request in queue:
                 queue.remove(request)
@@ -252,8 +258,7 @@ class Scheduler:
         parent = self._known[parent_id]
         is_early = parent.num_computed == 0 and parent.parent is None and parent not in self._forked
         require(is_early, "parent_id", "name a request whose prompt is not computed yet", parent_id)
-        rule = f"be its parent's ({parent.num_tokens})"
-        is_same = request.num_tokens == parent.num_tokens
+        is_same, rule = request.num_tokens == parent.num_tokens, f"be its parent's ({parent.num_tokens})"
         require(is_same, "num_prompt_tokens", rule, request.num_tokens)
         request.parent = parent
         return parent
@@ -270,14 +275,6 @@ class Scheduler:
             bisect.insort(self._forked, request, key=by_arrival)
         parent.completions = []
 
-    def _leave_to_the_next(self, parent: Progress) -> None:
-        """Has the next completion compute the prompt that the others wait for."""
-        heir, *others = parent.completions
-        heir.parent, heir.completions, parent.completions = None, others, []
-        for request in others:
-            request.parent = heir
-        bisect.insort(self._waiting, heir, key=by_arrival)
-
     def _extended(self, request: Progress, count: int, preempted: list[int]) -> int:
         """Finds room for the next `count` tokens of a running request, or for as many as fit the cache.
 
@@ -293,16 +290,24 @@ class Scheduler:
         """Takes the latest requests' blocks until `request` can have its tokens or is the latest."""
         preempted = []
         while self._blocks.num_missing(request, end) > 0:
-            queue = max((self._running, self._forked), key=lambda queue: queue[-1].arrival if queue else -1)
+            queue = self._latest()
             if queue[-1] is request:
                 break
-            victim = queue.pop()
-            self._blocks.free(victim)
-            victim.num_computed, victim.room, victim.is_stale = 0, 0, False
-            bisect.insort(self._waiting, victim, key=by_arrival)
-            self.num_preemptions += 1
-            preempted.append(victim.request_id)
+            preempted.append(self._preempt(queue))
         return preempted
+
+    def _latest(self) -> list[Progress]:
+        """The queue whose last request is the latest of all that have blocks."""
+        return max((self._running, self._forked), key=lambda queue: queue[-1].arrival if queue else -1)
+
+    def _preempt(self, queue: list[Progress]) -> int:
+        """Takes the blocks of a queue's last request, which waits to be computed again."""
+        victim = queue.pop()
+        self._blocks.free(victim)
+        victim.forget()
+        bisect.insort(self._waiting, victim, key=by_arrival)
+        self.num_preemptions += 1
+        return victim.request_id
 
     def _admit(self, budget: int) -> list[tuple[Progress, int]]:
         """Those that may begin with what is left of the budget, oldest first, and how many tokens of each."""

@@ -115,6 +115,18 @@ class TestScheduler:
         scheduler.abort(0)
         assert rows(scheduler.schedule()) == {1: 7}
 
+    def test_the_latest_gives_way_where_all_wait_for_each_others_blocks(self):
+        scheduler = scheduler_of(4, max_num_seqs=2)  # 3 blocks
+        add_completions(scheduler, 3, 6, max_tokens=2)
+        scheduler.add(9, 4, 5)
+        step = scheduler.schedule()
+        assert rows(step) == {0: 6, 9: 4}
+        scheduler.complete(step, finished=[0])  # 1 and 2 share two blocks, 9 has one and needs another
+        step = scheduler.schedule()
+        assert step.preempted == (9,)
+        assert rows(step) == {1: 1, 2: 1}
+        scheduler.complete(step)
+
     @pytest.mark.parametrize("dropped", [0, 1])
     def test_a_completion_that_is_dropped_before_the_prompt_is_computed_leaves_the_others_theirs(
         self, dropped
