@@ -152,6 +152,7 @@ def cascade_problem(rng, windows):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.kernels
 def test_a_plan_with_a_common_prefix_serves_all_its_layers_alike(implementation):
     metadata, cache_spec, cache, specs, query, sinks = cascade_problem(
         np.random.default_rng(0), [None, (5, 0)]

@@ -68,6 +68,7 @@ tokens = st.integers(0, VOCAB - 1)
 
 
 @hypothesis.given(st.data())
+@pytest.mark.kernels
 def test_what_stays_and_one_more_are_the_tokens_that_steps_without_drafts_pick(data):
     values = data.draw(st.lists(some_values, min_size=2, max_size=2))
     params = [SamplingParams(**one) for one in values]

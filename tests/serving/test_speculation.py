@@ -246,6 +246,7 @@ class TestPolicy:
         drafting.note(0, 500)
         assert drafting.sleeps_until == 502
 
+    @pytest.mark.kernels
     def test_wrong_drafts_cost_few_steps(self, plain, engine, oracle):
         prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=300)
         want = plain.generate(prompts, params)
@@ -298,6 +299,7 @@ class TestPolicy:
 
 
 class TestDraftModels:
+    @pytest.mark.kernels
     def test_of_the_same_weights_are_always_right(self, plain):
         engine = engine_of(speculative=MODEL)
         prompts = [[1, 2, 3], [5], list(range(100, 200))]
