@@ -27,7 +27,7 @@ from jattn.serving.prompts import (
 from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.served_model import as_served
-from jattn.serving.sizes import StepLimits
+from jattn.serving.sizes import StepLimits, check_switches
 from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
 from jattn.serving.structured_outputs import Grammars
@@ -63,6 +63,7 @@ class Engine:
         speculative: Any = None,
         num_speculative_tokens: int = 4,
         cascade_attention: bool | None = None,
+        batch_invariant: bool = False,
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -73,8 +74,7 @@ class Engine:
         Args:
             model: A `jattn.models.Decoder`, another ServedModel, or a Hugging Face folder to load one from.
             num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
-            cache_bytes: Of all layers' caches. None = enough for max_num_seqs of the longest context, but at
-                most 80 % of the device's free memory, or 1 GiB where it is unknown.
+            cache_bytes: Of all caches. None = enough for any step, or 80 % of what is free (1 GiB: unknown).
             block_size: Tokens of a block.
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks.
@@ -86,38 +86,46 @@ class Engine:
             speculative: Who drafts: None, "ngram", an NgramProposer, or another model or its folder.
             num_speculative_tokens: Drafts of a request in a step.
             cascade_attention: Blocks that all decoding requests begin with are read once; None = if it pays.
-            buckets: Sizes to compile; one of them must fit every step. None = a handful.
+            batch_invariant: Must be False: a request's bits depend on the bucket that its step runs in.
+            buckets: Sizes to compile; one must fit every step. None = vLLM's capture sizes, and more.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
             cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
             check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
 
         Raises:
             ValueError: An argument is not as above, or another forbids it; no bucket fits the largest step.
-            NotImplementedError: This machine does not have the implementation, or the model no cascades.
+            NotImplementedError: This machine lacks the implementation, the model cascades; batch_invariant.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
         limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
         limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
-        require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
+        check_switches(enable_prefix_caching=enable_prefix_caching, batch_invariant=batch_invariant)
         keep_executables_in(cache_dir)
         self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
-        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
         more = {"buckets": buckets, "cascade_attention": cascade_attention, "checks_batches": check_batches}
-        self._make_parts(limits, drafter, num_blocks, implementation=implementation, cache=cache, **more)
+        self._make_parts(limits, drafter, num_blocks, cache_bytes, cache, implementation, **more)
 
-    def _make_parts(self, limits: StepLimits, drafter: Drafter, num_blocks: int, **more: Any) -> None:
+    def _make_parts(
+        self,
+        limits: StepLimits,
+        drafter: Drafter,
+        num_blocks: int | None,
+        cache_bytes: int | None,
+        cache: dict[str, Any],
+        implementation: str | Sequence[str] | None,
+        **more: Any,
+    ) -> None:
         """Who schedules, drafts and runs."""
-        self._default_params = default_params(self.model)
+        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
-        self._default_params = default_params(self.model)
         self.max_model_len = limits.longest(self.model)
         self.default_sampling_params = default_params(self.model)
         self.scheduler = limits.scheduler(self.model, num_blocks)
-        how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": more.pop("implementation")}
+        how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": implementation}
         self._speculation = speculation_of(drafter, self.model, limits, **how)
-        self._runner = Runner(self.model, limits, speculation=self._speculation, **how, **more)
+        self._runner = Runner(self.model, limits, speculation=self._speculation, cache=cache, **how, **more)
         self._core = EngineCore(self.scheduler, self._runner, self._speculation)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
 

@@ -13,7 +13,7 @@ from jattn.serving.reach import reach_of
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.speculation import draft_buckets
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
 NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
@@ -54,6 +54,21 @@ def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -
     num_blocks = cache_bytes // bytes_per_block
     require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
     return num_blocks
+
+
+def check_switches(*, batch_invariant: bool, **switches: bool) -> None:
+    """Checks the engine's switches.
+
+    Raises:
+        ValueError: One is neither True nor False.
+        NotImplementedError: A request's bits must not depend on what else runs.
+    """
+    for name, value in {"batch_invariant": batch_invariant, **switches}.items():
+        require_type(name, value, bool, "True or False")
+    if batch_invariant:
+        reason = "matrix products of another bucket round otherwise"
+        way_out = "One bucket (buckets=[...]) and layers with AttentionSpec.batch_invariant come nearest"
+        raise unsupported("batch_invariant=True", reason, way_out)
 
 
 class StepLimits(NamedTuple):

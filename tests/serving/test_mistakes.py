@@ -77,6 +77,7 @@ WANT = {
     "(add('a', request_id='x'), add('b', request_id='x'))": r"request_id must be new, got 'x'\.",
     "Engine(m.model, max_model_len=513)": r"max_model_len must be at most the .* 512 positions, got 513",
     "Engine(m.model, max_model_len=0)": r"max_model_len must be positive, got 0\.",
+    "Engine(m.model, batch_invariant=1)": r"batch_invariant must be a bool .*, got int: 1\.",
     "Engine(m.model, enable_prefix_caching=1)": r"enable_prefix_caching must be a bool .*, got int: 1\.",
     # SamplingParams
     "SamplingParams(max_tokens=0)": r"max_tokens must be positive, got 0\.",
