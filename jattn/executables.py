@@ -62,13 +62,15 @@ class Executables:
         running = []
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             for bucket in buckets:
+                slots.acquire()
+                if _is_over():  # before a claim that nobody would make good
+                    return
                 future, is_mine = self._claim(bucket)
                 running.append(future)
                 if is_mine:
-                    slots.acquire()
-                    if _is_over():
-                        return
                     pool.submit(compile, bucket, future, self._lowered(bucket, future, lower))
+                else:
+                    slots.release()
         for future in running:
             future.result()
 

@@ -1,6 +1,6 @@
 """A decoder's parameters as Hugging Face's tensors; what is one matrix here is several there."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,16 +41,15 @@ def to_hf(path: Path, array: Any) -> dict[str, Any]:
     return {_name([*modules[:-1], part], leaf): matrix(values) for part, values in parts.items()}
 
 
-def from_hf(path: Path, shape: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+def from_hf(path: Path, shape: tuple[int, ...], tensors: Sequence[np.ndarray]) -> np.ndarray:
     """The parameter at an nnx path.
 
     Args:
         path: Where it is.
         shape: Of the parameter.
-        tensor: The tensor of a name.
+        tensors: Those that `hf_shapes` names, in its order.
     """
     module = path[-2] if len(path) > 1 else None
-    tensors = [tensor(name) for name in hf_shapes(path, shape)]
     if module == "qkv_proj":
         *inputs, kv_heads, _, head_dim = shape
         heads = [part.T.reshape(*inputs, kv_heads, -1, head_dim) for part in tensors]

@@ -105,16 +105,14 @@ def load(
         files = open_tensors(directory, stack)
         graph, state = nnx.split(_shapes(config, files, dtype, implementation))
         flat = dict(nnx.to_flat_state(state))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path, value in flat.items():
-            shapes |= hf_shapes(path, value.shape)
+        tensors = {path: hf_shapes(path, value.shape) for path, value in flat.items()}
+        shapes = {name: shape for parts in tensors.values() for name, shape in parts.items()}
         kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
         files = {name: file for name, file in files.items() if not is_scale(name)}
         check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
         bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
-        of_name = lambda name: files[name].get_tensor(name)
         for path, value in bar:
-            array = from_hf(path, value.shape, of_name)
+            array = from_hf(path, value.shape, [files[name].get_tensor(name) for name in tensors[path]])
             flat[path] = value.replace(jnp.array(array.astype(value.dtype)))  # never the file's memory
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.kv_scales, model.generation_config = kv_scales, generation_config

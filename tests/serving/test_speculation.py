@@ -104,6 +104,17 @@ def same(results, expected):
             )
 
 
+def counts_of_a_text(plain, engine, oracle, max_tokens, wrong):
+    """The engine's counts before and behind a text, which is that without drafts."""
+    prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=max_tokens)
+    want = plain.generate(prompts, params)
+    oracle.learn(prompts, want)
+    oracle.wrong = wrong
+    before = engine.stats
+    same(engine.generate(prompts, params), want)
+    return before, engine.stats
+
+
 class TestTexts:
     @pytest.mark.kernels
     @pytest.mark.parametrize("wrong", [0.0, 0.15, 0.6])
@@ -130,13 +141,7 @@ class TestTexts:
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
     def test_come_in_fewer_steps_where_drafts_are_right(self, plain, engine, oracle):
-        prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=41)
-        want = plain.generate(prompts, params)
-        oracle.learn(prompts, want)
-        oracle.wrong = 0.0
-        before = engine.stats
-        same(engine.generate(prompts, params), want)
-        after = engine.stats
+        before, after = counts_of_a_text(plain, engine, oracle, max_tokens=41, wrong=0.0)
         assert after.num_steps - before.num_steps == 1 + 8  # the prompt, and 8 of 5 tokens
         assert after.num_drafts - before.num_drafts == 8
         assert after.num_accepted_tokens - before.num_accepted_tokens == 40 - 8
@@ -248,13 +253,7 @@ class TestPolicy:
 
     @pytest.mark.kernels
     def test_wrong_drafts_cost_few_steps(self, plain, engine, oracle):
-        prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=300)
-        want = plain.generate(prompts, params)
-        oracle.learn(prompts, want)
-        oracle.wrong = 1.0
-        before = engine.stats
-        same(engine.generate(prompts, params), want)
-        after = engine.stats
+        before, after = counts_of_a_text(plain, engine, oracle, max_tokens=300, wrong=1.0)
         assert after.num_accepted_tokens == before.num_accepted_tokens
         assert 5 <= after.num_drafts - before.num_drafts <= 6 + 300 // MAX_SLEEP
         assert after.num_steps - before.num_steps == 300
