@@ -5,11 +5,23 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, token_ids
+from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
+from jattn.models.layer_spec import LayerSpec
 from jattn.models.rope import Rope
-from jattn.models.specs import LayerSpec, NormSpec
+from jattn.models.specs import NormSpec
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, require_positive
+
+_TAKEN = (  # as they are
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "bos_token_id",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,14 +96,13 @@ class DecoderConfig:
             NotImplementedError: The architecture, activation, rope type or another part is not one of ours,
                 or no decoder here knows a key; the message names it, and what is supported.
         """
+        hf = text_part(hf)
         family = family_of(hf)
         hf = normalised(hf, family)
         keys = filled(hf, family)
-        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "bos_token_id")
         return cls(
             model_type=family.model_type,
-            **{name: keys[name] for name in names},
+            **{name: keys[name] for name in _TAKEN},
             norm=NormSpec(family.norm, keys["rms_norm_eps"]),
             norm_placement=family.norm_placement,
             layers=tuple(family.layer(keys, layer) for layer in range(keys["num_hidden_layers"])),

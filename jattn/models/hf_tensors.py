@@ -17,14 +17,16 @@ type Path = tuple[Any, ...]
 type Tensors = Mapping[str, "Stored"]
 
 _LEAVES = {"kernel": "weight", "embedding": "weight"}  # their names there
+_OF_PROJECTIONS = ("kernel", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint has a module's parameters.
+    """Where a checkpoint has a module's parameters, or one array.
 
     Attributes:
-        names: Of the modules there, `*` for the layer's number; several where ours is cut into parts.
+        names: Of the modules or arrays there, `*` for the layer's number and `#` for the expert's; several
+            where ours is cut into parts.
         layout: How they lie there; a key of LAYOUTS.
     """
 
@@ -40,12 +42,14 @@ class Layout:
     """How our array lies in a checkpoint's tensors.
 
     Attributes:
-        split: Ours [*inputs, *out] -> the parts [*inputs, *out].
-        join: Those parts [*inputs, out] and the shape of `out` -> ours.
+        split: Ours -> the parts. Of a projection ours is [*inputs, *out], parts are [*inputs, *out] too.
+        join: The parts, and our shape -> ours. Of a projection parts are [*inputs, out], the shape is out's.
+        is_whole_array: Parts are the tensors as they are, of no projection's.
     """
 
     split: Callable[[Any], Sequence[Any]]
     join: Callable[[Sequence[np.ndarray], tuple[int, ...]], np.ndarray]
+    is_whole_array: bool = False
 
 
 def _split_heads(array: Any) -> tuple[Any, Any, Any]:
@@ -76,6 +80,18 @@ def _reshaped(parts: Sequence[np.ndarray], out: tuple[int, ...]) -> np.ndarray:
     return whole.reshape(*whole.shape[:-1], *out)
 
 
+def _in_turn(array: Any) -> Any:
+    """[experts, 2, inner, *hidden] -> [experts, *hidden, 2 * inner]."""
+    axes = (0, 3, 2, 1)[: array.ndim] if array.ndim == 4 else (0, 2, 1)
+    turned = array.transpose(axes)
+    return turned.reshape(*turned.shape[:-2], -1)
+
+
+def _from_turns(array: np.ndarray) -> np.ndarray:
+    pairs = array.reshape(*array.shape[:-1], -1, 2)
+    return pairs.transpose((0, 3, 2, 1) if pairs.ndim == 4 else (0, 2, 1))
+
+
 LAYOUTS = {
     "whole": Layout(lambda array: (array,), _reshaped),
     # Queries, keys, values: three matrices; one, all queries before all keys before all values.
@@ -91,6 +107,28 @@ LAYOUTS = {
         lambda array: (array.swapaxes(-1, -2),),
         lambda parts, out: _reshaped(parts, out[::-1]).swapaxes(-1, -2),
     ),
+    # Experts' gates and the rest, ours [experts, 2, inner, hidden] (biases: without hidden): a matrix each;
+    # [experts, hidden, 2 * inner] with columns of the first and the other in turn, or one behind the other.
+    "experts_apart": Layout(
+        lambda array: [part for pair in array for part in pair],
+        lambda parts, shape: np.stack(parts).reshape(shape),
+        is_whole_array=True,
+    ),
+    "experts_in_turn": Layout(
+        lambda array: (_in_turn(array),), lambda parts, shape: _from_turns(parts[0]), is_whole_array=True
+    ),
+    "experts_stacked": Layout(
+        lambda array: (array.reshape(len(array), -1, array.shape[-1]).swapaxes(1, 2),),
+        lambda parts, shape: parts[0].swapaxes(1, 2).reshape(shape),
+        is_whole_array=True,
+    ),
+    # Their second products, ours [experts, inner, hidden]: a matrix [hidden, inner] each; as ours.
+    "experts_down_apart": Layout(
+        lambda array: [part.T for part in array],
+        lambda parts, shape: np.stack([part.T for part in parts]),
+        is_whole_array=True,
+    ),
+    "array": Layout(lambda array: (array,), lambda parts, shape: parts[0], is_whole_array=True),
 }
 
 
@@ -115,12 +153,14 @@ def hf_shapes(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> dict[str,
 
 def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:
     """The parameter at an nnx path as tensors, by their names."""
-    stored, names = _stored(tensors, path)
-    inputs = array.shape[:1] if path[-1] == "kernel" else ()
-    if path[-1] not in ("kernel", "bias"):
+    stored, names = _stored(tensors, path, array.shape)
+    layout = LAYOUTS[stored.layout]
+    if layout.is_whole_array:
+        return dict(zip(names, layout.split(array), strict=True))
+    if path[-1] not in _OF_PROJECTIONS:
         return dict(zip(names, (array,), strict=True))
-    parts = LAYOUTS[stored.layout].split(array)
-    return {name: part.reshape(*inputs, -1).T for name, part in zip(names, parts, strict=True)}
+    inputs = array.shape[:1] if path[-1] == "kernel" else ()
+    return {name: part.reshape(*inputs, -1).T for name, part in zip(names, layout.split(array), strict=True)}
 
 
 def from_hf(tensors: Tensors, path: Path, shape: tuple[int, ...], arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -132,25 +172,29 @@ def from_hf(tensors: Tensors, path: Path, shape: tuple[int, ...], arrays: Sequen
         shape: Of the parameter.
         arrays: The tensors that `hf_shapes` names, in its order.
     """
-    if path[-1] not in ("kernel", "bias"):
+    layout = LAYOUTS[_stored(tensors, path, shape)[0].layout]
+    if layout.is_whole_array:
+        return layout.join(arrays, shape)
+    if path[-1] not in _OF_PROJECTIONS:
         (whole,) = arrays
         return whole
-    stored, _ = _stored(tensors, path)
-    is_kernel = path[-1] == "kernel"
-    return LAYOUTS[stored.layout].join([array.T for array in arrays], shape[1:] if is_kernel else shape)
+    out = shape[1:] if path[-1] == "kernel" else shape
+    return layout.join([array.T for array in arrays], out)
 
 
-def tensor_names(tensors: Tensors, *path: Any) -> tuple[str, ...]:
+def tensor_names(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[str, ...]:
     """The names of the tensors that the parameter at an nnx path is."""
-    return _stored(tensors, path)[1]
+    return _stored(tensors, path, shape)[1]
 
 
-def _stored(tensors: Tensors, path: Path) -> tuple[Stored, tuple[str, ...]]:
+def _stored(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[Stored, tuple[str, ...]]:
     """Where the parameter at an nnx path is, and its tensors' names."""
-    numbers = [part for part in path if isinstance(part, int)]
-    number = str(numbers[0]) if numbers else ""
+    numbers = [str(part) for part in path if isinstance(part, int)]
     *modules, leaf = ("*" if isinstance(part, int) else part for part in path)
     module, end = ".".join(modules), f".{_LEAVES.get(leaf, leaf)}"
-    whole = tensors.get(f"{module}.{leaf}")
-    stored, end = (tensors[module], end) if whole is None else (whole, "")
-    return stored, tuple(name.replace("*", number) + end for name in stored.names)
+    array = tensors.get(f"{module}.{leaf}")
+    stored, end = (tensors[module], end) if array is None else (array, "")
+    of_layer = [name.replace("*", "".join(numbers[:1])) + end for name in stored.names]
+    if not any("#" in name for name in of_layer):
+        return stored, tuple(of_layer)
+    return stored, tuple(name.replace("#", str(e)) for e in range(shape[0]) for name in of_layer)

@@ -10,8 +10,11 @@ from jaxtyping import Array, Float, Int32
 from jattn.cache import PagedCache
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
-from jattn.models.layers import make_mlp, make_norm, matmul_precision
-from jattn.models.specs import LayerSpec
+from jattn.models.experts import Experts
+from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.layers import MLP, NormedRope, PlainMLP, make_norm, matmul_precision
+from jattn.models.rope import Rope
+from jattn.models.specs import MLPSpec
 from jattn.module import PagedAttention
 from jattn.planning import Plan
 
@@ -33,7 +36,7 @@ class DecoderLayer(nnx.Module):
         norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
-        self.mlp = make_mlp(config.hidden_size, spec.mlp, dtype=dtype, rngs=rngs)
+        self.mlp = _mlp(config.hidden_size, spec.mlp, dtype=dtype, rngs=rngs)
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:
@@ -77,15 +80,46 @@ def _attention(
         config.hidden_size,
         spec.attention,
         rngs=rngs,
-        rope=spec.rope,
+        rope=_rope(spec),
         q_norm=norm(),
         k_norm=norm(),
         use_bias=spec.qkv_bias,
         use_out_bias=spec.out_bias,
         has_sinks=spec.has_sinks,
         alibi_slopes=spec.alibi_slopes,
+        clip_qkv=spec.clip_qkv,
+        query_scale=spec.temperature,
         fuses_qkv=True,
         param_dtype=dtype,
         precision=matmul_precision(dtype),
         implementation=implementation,
+    )
+
+
+def _rope(spec: LayerSpec) -> Rope | NormedRope | None:
+    """What is done to queries and keys by their positions; None = nothing."""
+    if spec.rope is None or spec.qk_norm is None or not spec.qk_norm.comes_after_rope:
+        return spec.rope
+    return NormedRope(spec.rope, spec.qk_norm.norm.eps)
+
+
+def _mlp(
+    hidden_size: int, spec: MLPSpec | ExpertsSpec, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> MLP | PlainMLP | Experts:
+    if isinstance(spec, MLPSpec):
+        kind = PlainMLP if spec.kind == "plain" else MLP
+        return kind(hidden_size, spec, dtype=dtype, rngs=rngs)
+    shared = None if spec.shared is None else _mlp(hidden_size, spec.shared, dtype=dtype, rngs=rngs)
+    return Experts(
+        hidden_size,
+        spec.intermediate_size,
+        num_experts=spec.num_experts,
+        experts_per_token=spec.experts_per_token,
+        routing=spec.routing,
+        activation=spec.activation,
+        use_bias=spec.has_bias,
+        shared_expert=shared,
+        gates_shared_expert=spec.gates_shared,
+        rngs=rngs,
+        dtype=dtype,
     )

@@ -1,5 +1,6 @@
 """The parts of a decoder layer that are not attention."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
+from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec, NormSpec
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -82,6 +84,25 @@ def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | Laye
     return RMSNorm(width, eps=spec.eps, is_offset=is_offset, dtype=dtype, rounds_once=rounds_once)
 
 
+@dataclasses.dataclass(frozen=True)
+class NormedRope:
+    """A rope, and behind it a norm without weights over each head. Hashable: static for jit.
+
+    Attributes:
+        rope: What rotates.
+        eps: Added to the mean square.
+    """
+
+    rope: Rope
+    eps: float
+
+    def __call__(
+        self, x: Float[Array, "tokens heads head_dim"], positions: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Queries or keys, rotated and then normalised in f32."""
+        return _over_root_mean_square(self.rope(x, positions), self.eps).astype(x.dtype)
+
+
 class MLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, or Phi-3-small's variety of it."""
 
@@ -115,12 +136,6 @@ class PlainMLP(nnx.Module):
         """The layer's output, in x.dtype; the activation is computed in f32."""
         up = self.up_proj(x)
         return self.down_proj(ACTIVATIONS[self.spec.hidden_act](up.astype(jnp.float32)).astype(up.dtype))
-
-
-def make_mlp(hidden_size: int, spec: MLPSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
-    """The MLP that a spec says."""
-    kind = PlainMLP if spec.kind == "plain" else MLP
-    return kind(hidden_size, spec, dtype=dtype, rngs=rngs)
 
 
 def _gegelu(gate: Array, up: Array, limit: float | None) -> Array:

@@ -25,6 +25,7 @@ from jattn.models.decoder import Decoder
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import from_hf, hf_shapes, tensor_names, to_hf
 from jattn.models.scales import KVScales, is_scale
+from jattn.models.tensor_names import by_family_s_names
 
 
 def load_shapes(
@@ -49,7 +50,7 @@ def load_shapes(
     directory = pathlib.Path(directory)
     config = read_config(directory)
     with contextlib.ExitStack() as stack:
-        files = open_tensors(directory, stack)
+        files = by_family_s_names(open_tensors(directory, stack), config.family)
         model = _shapes(config, files, dtype, implementation)
         model.kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
@@ -67,7 +68,7 @@ def _shapes(
     config: DecoderConfig, files: Any, dtype: DTypeLike | None, implementation: str | Sequence[str] | None
 ) -> Decoder:
     if dtype is None:
-        (embedding,) = tensor_names(config.family.tensors, "embed_tokens", "embedding")
+        (embedding,) = tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
         dtype = config.dtype or stored_dtype(files, embedding)
     make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
     return nnx.eval_shape(make)
@@ -103,7 +104,7 @@ def load(
     directory = pathlib.Path(directory)
     config, generation_config = read_config(directory), GenerationConfig.read(directory)
     with contextlib.ExitStack() as stack:
-        files = open_tensors(directory, stack)
+        files = by_family_s_names(open_tensors(directory, stack), config.family)
         graph, state = nnx.split(_shapes(config, files, dtype, implementation))
         flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
         tensors = {path: hf_shapes(names, path, value.shape) for path, value in flat.items()}

@@ -1,10 +1,11 @@
-"""What the parts of a decoder are: hashable values that a family reads from a config.json."""
+"""What the parts of a decoder layer are: hashable values that a family reads from a config.json."""
 
 import dataclasses
 
-from jattn.models.rope import Rope
-from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_number, require_one_of, require_positive, unsupported
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from pallas_kernels.checks import require_number, require_one_of, require_positive, unsupported
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 NORMS = ("rms", "rms_offset", "rms_f32", "layer", "layer_no_bias")
@@ -82,39 +83,7 @@ class Temperature:
     def __post_init__(self) -> None:
         require_positive(floor_scale=self.floor_scale)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """One layer of a decoder.
-
-    Attributes:
-        attention: Heads, scale, window, chunks, soft cap, sparsity.
-        mlp: What follows it.
-        rope: How queries and keys are rotated; None = they are not.
-        qkv_bias: The query, key and value projections have a bias.
-        out_bias: The attention's output projection has one.
-        clip_qkv: Queries, keys and values are cut off at this magnitude when projected; None = not at all.
-        qk_norm: How queries and keys are normalised; None = they are not.
-        has_sinks: Each query head has a learned sink.
-        alibi_slopes: One a query head; None = no ALiBi.
-        temperature: What queries are scaled by, by position; None = nothing.
-    """
-
-    attention: AttentionSpec
-    mlp: MLPSpec
-    rope: Rope | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    clip_qkv: float | None = None
-    qk_norm: QKNorm | None = None
-    has_sinks: bool = False
-    alibi_slopes: tuple[float, ...] | None = None
-    temperature: Temperature | None = None
-
-    def __post_init__(self) -> None:
-        heads = self.attention.num_q_heads
-        if self.alibi_slopes is not None:
-            got = len(self.alibi_slopes)
-            require(got == heads, "alibi_slopes", f"have one entry per query head ({heads})", got)
-        if self.clip_qkv is not None:
-            require_positive(clip_qkv=self.clip_qkv)
+    def __call__(self, positions: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
+        """The factor of each token's queries."""
+        floors = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.floor_scale)
+        return jnp.log1p(floors) * self.attn_scale + 1.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn.models.hf_tensors import Stored
-from jattn.models.specs import LayerSpec
+from jattn.models.layer_spec import LayerSpec
 
 type Keys = Mapping[str, Any]  # a config.json's, with every default filled in
 
@@ -34,15 +34,17 @@ class Family:
     Attributes:
         model_type: As config.json has it.
         architecture: Its class in transformers (Phi-3-small's: in its own repository).
+        other_architectures: Other names of that class.
+        nested: Keys with a dictionary, whose keys are read as `key.inner`.
         defaults: The keys that it reads besides those of all families, or with another default than theirs:
-            what transformers takes where config.json is silent.
+            what transformers takes where config.json is silent, or a function of the other keys.
         layer: A layer's specs, from the keys and the layer's number.
         tensors: Where a checkpoint has the parameters: by our module's name, layers' numbers as `*`.
         norm: Kind of every norm, a `NormSpec`'s.
         norm_placement: "before" attention and MLP, or "around" them.
         model: What is scaled, normalised and hidden outside the layers: fields of `DecoderConfig`.
         aliases: Its own names of keys -> the names that all families share.
-        only: Key -> the one value that is served, and why.
+        only: Key -> the values that are served, and why no others.
         harmless: Keys that change nothing here, beyond those that never do.
         wrapper: The model of text and more that it is the text part of.
         prefix: What the tensors' names begin with; a checkpoint of the body alone lacks it.
@@ -57,7 +59,9 @@ class Family:
     norm_placement: str = "before"
     model: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    only: Mapping[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
     harmless: tuple[str, ...] = ()
+    other_architectures: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
     wrapper: Wrapper | None = None
     prefix: str = "model."

@@ -15,9 +15,10 @@ from jattn.models.families.reading import (
     rope,
     window_of,
 )
-from jattn.models.specs import LayerSpec, MLPSpec
+from jattn.models.layer_spec import LayerSpec
+from jattn.models.specs import MLPSpec
 
-CAUSAL_ONLY = {"use_bidirectional_attention": (False, "decoders are causal")}
+CAUSAL_ONLY = {"use_bidirectional_attention": ((False,), "decoders are causal")}
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:

@@ -62,11 +62,12 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
         ValueError: A size is missing or impossible, or a value is of another kind than it should be.
         NotImplementedError: A key is not known, or has a value that is not served.
     """
-    hf = {family.aliases.get(key, key): value for key, value in hf.items()}
+    hf = _renamed(hf, family)
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
     keys = known | {key: value for key, value in hf.items() if key in known}
+    keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     missing = [key for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
     require_positive(**{key: keys[key] for key in SIZES})
@@ -79,18 +80,26 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     return keys
 
 
+def _renamed(hf: Keys, family: Family) -> dict[str, Any]:
+    """The same keys, by the names that all families share, those of nested dictionaries among them."""
+    inner = {f"{key}.{name}": value for key in family.nested for name, value in (hf.get(key) or {}).items()}
+    outer = {key: value for key, value in hf.items() if key not in family.nested}
+    return {family.aliases.get(key, key): value for key, value in (outer | inner).items()}
+
+
 def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
     quantization = hf.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", quantization)
         raise unsupported(f"quantization_config {method!r}", "weights are read as floats", "Dequantize first")
-    for key, (value, reason) in family.only.items():
-        if hf.get(key) is not None and hf[key] != value:
-            raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {value!r}")
+    for key, (values, reason) in family.only.items():
+        if hf.get(key) is not None and hf[key] not in values:
+            supported = ", ".join(map(repr, values)) or "none"
+            raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {supported}")
     said = [key for key, value in hf.items() if value is not None]
     unknown = [key for key in said if key not in known and key not in family.only]
     for key in unknown:
-        if key not in HARMLESS and key not in family.harmless:
+        if key.split(".")[-1] not in HARMLESS and key not in family.harmless:
             reason = REFUSED.get(key, f"no {family.architecture} here knows what it changes")
             raise unsupported(
                 f"config key {key!r} ({hf[key]!r})", reason, "Leave it out if it changes nothing"
@@ -167,7 +176,6 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         _is_number,
         (
             "rms_norm_eps",
-            "layer_norm_epsilon",
             "rope_theta",
             "partial_rotary_factor",
             "query_pre_attn_scalar",
@@ -181,7 +189,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "an object",
         lambda value: isinstance(value, Mapping),
-        ("rope_scaling", "rope_parameters", "quantization_config", "text_config", "attn_config"),
+        ("rope_scaling", "rope_parameters", "quantization_config"),
     ),
     ("an int or a list of them", lambda value: _is_int(value) or _are_ints(value), ("eos_token_id",)),
 )

@@ -3,7 +3,8 @@
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.reading import LLAMA_TENSORS, attention, rope
-from jattn.models.specs import LayerSpec, MLPSpec
+from jattn.models.layer_spec import LayerSpec
+from jattn.models.specs import MLPSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:

@@ -3,7 +3,7 @@
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.reading import FULL, LLAMA_TENSORS, SLIDING, layer_type, llama_layer, rope
-from jattn.models.specs import LayerSpec
+from jattn.models.layer_spec import LayerSpec
 
 WINDOWS: Keys = {
     "use_sliding_window": False,

@@ -5,8 +5,9 @@ from typing import Any
 
 from jattn.models.families.family import Keys
 from jattn.models.hf_tensors import Stored
+from jattn.models.layer_spec import LayerSpec
 from jattn.models.rope import Rope
-from jattn.models.specs import LayerSpec, MLPSpec
+from jattn.models.specs import MLPSpec
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, unsupported
 
@@ -109,3 +110,14 @@ def rope(keys: Keys, kind: str | None = None) -> Rope:
         require(kind in given, "rope_parameters", f"have {kind!r}", sorted(given))
         given = given[kind]
     return Rope.from_hf({**base, **given}, head_dim=keys["head_dim"], default_context=context)
+
+
+def alibi_slopes(num_heads: int, bias_max: float = 8) -> tuple[float, ...]:
+    """ALiBi's slopes: `2 ** -(bias_max * i / n)` for i = 1..n, n the last power of two in num_heads.
+
+    Heads beyond n take those of 2 n in its places of odd i.
+    """
+    below = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-bias_max * i / below) for i in range(1, below + 1)]
+    slopes += [2 ** (-bias_max * i / (2 * below)) for i in range(1, 2 * below, 2)]
+    return tuple(slopes[:num_heads])
