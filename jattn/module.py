@@ -15,7 +15,7 @@ from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
-Rope = Callable[[Array, Array], Array]
+Rope = Callable[..., Array]
 
 
 def _check_made_of(hidden_size: Any, spec: Any, alibi_slopes: Sequence[float] | None) -> None:
@@ -55,7 +55,8 @@ class PagedAttention(nnx.Module):
             hidden_size: Width of the layer's input and output.
             spec: The layer's attention: heads, window, soft cap, ...
             rngs: For the initial parameters.
-            rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys.
+            rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys. One
+                with a true `needs_lengths` takes the lengths of the tokens' requests [tokens] behind them.
             q_norm: Applied to queries [tokens, q_heads, head_dim] before rope.
             k_norm: Applied to keys before rope.
             use_bias: Query, key and value projections have a bias.
@@ -126,13 +127,13 @@ class PagedAttention(nnx.Module):
         """
         self._check(x, cache, metadata, positions, plan)
         query, key, value = self.project(x)
-        query = self._turned(query, self.q_norm, positions)
+        query = self._turned(query, self.q_norm, positions, metadata)
         kv: PagedCache | PackedKV
         if key is None or value is None:
             assert cache is not None
             kv = cache
         else:
-            key = self._turned(key, self.k_norm, positions)
+            key = self._turned(key, self.k_norm, positions, metadata)
             if cache is None:
                 kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts)
             else:
@@ -177,6 +178,12 @@ class PagedAttention(nnx.Module):
         require_shape("positions", jnp.shape(positions), (tokens,), "the metadata's tokens")
         require(cache is not None or not self.shares_kv, "cache", "be given to a layer with shares_kv", None)
 
-    def _turned(self, x: Array, norm: Callable[[Array], Array] | None, positions: Array) -> Array:
+    def _turned(
+        self, x: Array, norm: Callable[[Array], Array] | None, positions: Array, metadata: BatchMetadata
+    ) -> Array:
         x = x if norm is None else norm(x)
-        return x if self.rope is None else self.rope(x, positions)
+        if self.rope is None:
+            return x
+        if getattr(self.rope, "needs_lengths", False):
+            return self.rope(x, positions, metadata.seq_lens[metadata.token_rows])
+        return self.rope(x, positions)
