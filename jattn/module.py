@@ -15,7 +15,7 @@ from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
-Rope = Callable[[Array, Array], Array]
+Rope = Callable[..., Array]
 QueryScale = Callable[[Array], Array]
 
 
@@ -62,7 +62,8 @@ class PagedAttention(nnx.Module):
             hidden_size: Width of the layer's input and output.
             spec: The layer's attention: heads, window, soft cap, ...
             rngs: For the initial parameters.
-            rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys.
+            rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys. One
+                with a true `needs_lengths` takes the lengths of the tokens' requests [tokens] behind them.
             q_norm: Applied to queries [tokens, q_heads, head_dim] before rope.
             k_norm: Applied to keys before rope.
             use_bias: Query, key and value projections have a bias.
@@ -136,7 +137,7 @@ class PagedAttention(nnx.Module):
         """
         self._check(x, cache, metadata, positions, plan)
         query, key, value = self.project(x)
-        query = self._turned(query, self.q_norm, positions)
+        query = self._turned(query, self.q_norm, positions, metadata)
         if self.query_scale is not None:
             factors = self.query_scale(positions)[:, None, None]
             query = (query.astype(factors.dtype) * factors).astype(query.dtype)
@@ -145,7 +146,7 @@ class PagedAttention(nnx.Module):
             assert cache is not None
             kv = cache
         else:
-            key = self._turned(key, self.k_norm, positions)
+            key = self._turned(key, self.k_norm, positions, metadata)
             if cache is None:
                 kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts)
             else:
@@ -193,6 +194,12 @@ class PagedAttention(nnx.Module):
     def _clipped(self, x: Array) -> Array:
         return x if self.clip_qkv is None else jnp.clip(x, -self.clip_qkv, self.clip_qkv)
 
-    def _turned(self, x: Array, norm: Callable[[Array], Array] | None, positions: Array) -> Array:
+    def _turned(
+        self, x: Array, norm: Callable[[Array], Array] | None, positions: Array, metadata: BatchMetadata
+    ) -> Array:
         x = x if norm is None else norm(x)
-        return x if self.rope is None else self.rope(x, positions)
+        if self.rope is None:
+            return x
+        if getattr(self.rope, "needs_lengths", False):
+            return self.rope(x, positions, metadata.seq_lens[metadata.token_rows])
+        return self.rope(x, positions)
