@@ -96,11 +96,19 @@ class NormedRope:
     rope: Rope
     eps: float
 
+    @property
+    def needs_lengths(self) -> bool:
+        """As the rope's."""
+        return self.rope.needs_lengths
+
     def __call__(
-        self, x: Float[Array, "tokens heads head_dim"], positions: Int[Array, " tokens"]
+        self,
+        x: Float[Array, "tokens heads head_dim"],
+        positions: Int[Array, " tokens"],
+        lengths: Int[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens heads head_dim"]:
         """Queries or keys, rotated and then normalised in f32."""
-        return _over_root_mean_square(self.rope(x, positions), self.eps).astype(x.dtype)
+        return _over_root_mean_square(self.rope(x, positions, lengths), self.eps).astype(x.dtype)
 
 
 class MLP(nnx.Module):

@@ -7,14 +7,19 @@ from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma import GEMMA
 from jattn.models.families.gemma2 import GEMMA2
 from jattn.models.families.gemma3 import GEMMA3
+from jattn.models.families.gpt_oss import GPT_OSS
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
+from jattn.models.families.llama4 import LLAMA4
 from jattn.models.families.mistral import MISTRAL
+from jattn.models.families.mixtral import MIXTRAL
 from jattn.models.families.mpt import MPT
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.phi3small import PHI3SMALL
 from jattn.models.families.qwen2 import QWEN2
+from jattn.models.families.qwen2_moe import QWEN2_MOE
 from jattn.models.families.qwen3 import QWEN3
+from jattn.models.families.qwen3_moe import QWEN3_MOE
 from pallas_kernels.checks import require, unsupported
 
 FAMILIES = {
@@ -31,6 +36,11 @@ FAMILIES = {
         PHI3SMALL,
         BLOOM,
         MPT,
+        GPT_OSS,
+        LLAMA4,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
     )
 }
 

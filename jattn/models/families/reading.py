@@ -94,14 +94,19 @@ def layer_type(keys: Keys, layer: int, default: str, known: Collection[str] = (F
     return types[layer]
 
 
-def rope(keys: Keys, kind: str | None = None) -> Rope:
+def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False) -> Rope:
     """The rope of a layer of some type: one dictionary for all, or one a type.
+
+    Args:
+        keys: The config's.
+        kind: The layer's type.
+        interleaved: Pairs are neighbours.
 
     Raises:
         ValueError: There are dictionaries by type, and none of this.
     """
     given = {**(keys["rope_parameters"] or {}), **(keys["rope_scaling"] or {})}
-    context = longest = keys["max_position_embeddings"]
+    context = keys["max_position_embeddings"]
     base = {key: keys[key] for key in ("rope_theta", "partial_rotary_factor") if keys[key] is not None}
     if keys["original_max_position_embeddings"]:
         context = keys["original_max_position_embeddings"]
@@ -109,8 +114,13 @@ def rope(keys: Keys, kind: str | None = None) -> Rope:
     if any(isinstance(value, Mapping) for value in given.values()):
         require(kind in given, "rope_parameters", f"have {kind!r}", sorted(given))
         given = given[kind]
-    lengths = {"default_context": context, "max_context": longest}
-    return Rope.from_hf({**base, **given}, head_dim=keys["head_dim"], **lengths)
+    return Rope.from_hf(
+        {**base, **given},
+        head_dim=keys["head_dim"],
+        default_context=context,
+        max_context=keys["max_position_embeddings"],
+        interleaved=interleaved,
+    )
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8) -> tuple[float, ...]:
