@@ -1,11 +1,17 @@
 """varlen_backward: gradients of packed attention."""
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import unsupported
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.varlen_backward.sizes import KernelSizes
+from pallas_kernels.varlen_backward.call import Call
+from pallas_kernels.varlen_backward.kernel import backward
+from pallas_kernels.varlen_backward.schedule import Schedule
+from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
+from pallas_kernels.varlen_backward.spec import BackwardSpec, units_of
 
 
 def varlen_backward(
@@ -22,6 +28,7 @@ def varlen_backward(
     score: Score,
     grad_lse: Float[Array, "q_heads tokens"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    schedule: Schedule | None = None,
     deterministic: bool = False,
     sizes: KernelSizes | None = None,
     interpret: Interpret = None,
@@ -49,6 +56,7 @@ def varlen_backward(
         score: Static: scale, mask, soft cap.
         grad_lse: Gradient of lse; None = 0.
         alibi_slopes: Slope of each head.
+        schedule: make_schedule's for the same lengths, score and sizes; made here when None.
         deterministic: Static: the same bits twice. Otherwise thread blocks add to the gradient of queries in
             the order in which they come.
         sizes: Static. Chosen from the shapes when None.
@@ -61,4 +69,27 @@ def varlen_backward(
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for this request; the message says why.
     """
-    raise unsupported("varlen_backward", "there is no kernel yet", "Use another implementation")
+    call = Call(
+        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse,
+        query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    call.check()
+    if deterministic:
+        way_out = "Use another implementation, or leave deterministic=False"
+        raise unsupported("varlen_backward", "its additions come in any order", way_out)
+    if call.is_empty:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    sizes = default_sizes(query.shape[2]) if sizes is None else sizes
+    schedule = call.make_schedule(score, sizes) if schedule is None else schedule
+    call.check_schedule(schedule)
+    kv_heads = key.shape[1]
+    spec = BackwardSpec(
+        kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
+        sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None, interpret=interpret,
+    )  # fmt: skip
+    inputs = call.inputs(schedule, spec)
+    outputs = backward(inputs, spec)
+    live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
+    grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
+    return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)

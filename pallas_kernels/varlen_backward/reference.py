@@ -55,5 +55,5 @@ def grads_of_request(
     grad_q = jnp.einsum("hqk,khd->qhd", grad_s, k, precision="highest")
     grad_k = jnp.einsum("hqk,qhd->khd", grad_s, query, precision="highest")
     grad_v = jnp.einsum("hqk,qhd->khd", p, grad_out, precision="highest")
-    of_kv_heads = lambda x: x.reshape(keys, kv_heads, group, -1).sum(axis=2)
+    of_kv_heads = lambda x: x.reshape(*key.shape[:2], group, key.shape[2]).sum(axis=2)
     return grad_q, of_kv_heads(grad_k), of_kv_heads(grad_v)

@@ -30,8 +30,8 @@ class KernelSizes:
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
 
 
-# Units of 64 that a head fills -> sizes. Two warpgroups share the gradient of a step's queries by whole units,
-# so a head of one unit takes two of queries.
+# Units of 64 that a head fills -> sizes. Two warpgroups share the gradient of a step's queries by whole
+# units, so a head of one unit takes two of queries.
 TABLE = {1: KernelSizes(tile_q=128), 2: KernelSizes(tile_q=64)}
 
 
