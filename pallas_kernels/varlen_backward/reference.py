@@ -1,5 +1,7 @@
 """Gradients of attention as the paper has them, one request at a time: what the kernel is compared with."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +18,7 @@ def grads_of_request(
     soft_cap: float | None = None,
     bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    rounded: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of one request's queries, keys and values, in the precision of its arrays.
 
@@ -30,6 +33,7 @@ def grads_of_request(
         soft_cap: Of scaled scores.
         bias: [q_heads, tokens, keys]: added to scores behind the cap.
         sinks: [q_heads]: one more score of each head, without a value.
+        rounded: What becomes of probabilities and gradients of scores before they are multiplied.
     """
     keys, kv_heads, _ = key.shape
     group = query.shape[1] // kv_heads
@@ -51,9 +55,9 @@ def grads_of_request(
     expected = (p * grad_p).sum(axis=2, keepdims=True)
     if grad_lse is not None:
         expected = expected - grad_lse[:, :, None]
-    grad_s = p * (grad_p - expected) * slope
+    grad_s = rounded(p * (grad_p - expected) * slope)
     grad_q = jnp.einsum("hqk,khd->qhd", grad_s, k, precision="highest")
     grad_k = jnp.einsum("hqk,qhd->khd", grad_s, query, precision="highest")
-    grad_v = jnp.einsum("hqk,qhd->khd", p, grad_out, precision="highest")
+    grad_v = jnp.einsum("hqk,qhd->khd", rounded(p), grad_out, precision="highest")
     of_kv_heads = lambda x: x.reshape(*key.shape[:2], group, key.shape[2]).sum(axis=2)
     return grad_q, of_kv_heads(grad_k), of_kv_heads(grad_v)
