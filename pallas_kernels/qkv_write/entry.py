@@ -63,7 +63,7 @@ def qkv_write(
     if 0 in (tokens, *k_cache.shape):
         return qkv[:, :, :-2].reshape(tokens, -1, head_dim), k_cache, v_cache
     as_slots = lambda x: x if is_hnd else x.reshape(-1, kv_heads, head_dim)
-    caches = [jax.new_ref(as_slots(cache)) for cache in (k_cache, v_cache)]
+    k_ref, v_ref = (jax.new_ref(as_slots(cache)) for cache in (k_cache, v_cache))
     shape = Shape(
         kv_heads=kv_heads,
         group=width - 2,
@@ -73,9 +73,9 @@ def qkv_write(
         eps=eps,
         is_offset=is_offset,
     )
-    refs = Refs(qkv, slot_mapping.astype(jnp.int32), *caches, cos, sin, q_norm, k_norm)
+    refs = Refs(qkv, slot_mapping.astype(jnp.int32), k_ref, v_ref, cos, sin, q_norm, k_norm)
     query = write_tokens(refs, shape=shape, interpret=interpret)
-    k, v = (jax.freeze(cache).reshape(k_cache.shape) for cache in caches)
+    k, v = (jax.freeze(cache).reshape(k_cache.shape) for cache in (k_ref, v_ref))
     return query.reshape(tokens, -1, head_dim), k, v
 
 
@@ -108,7 +108,7 @@ def _check(
         if norm is not None:
             require_shape(name, norm.shape, (head_dim,), "head_dim")
     reason = why_not_qkv_write(
-        dtype=qkv.dtype, k_dtype=k_cache.dtype, v_dtype=v_cache.dtype, head_dim=head_dim
+        dtype=qkv.dtype, k_dtype=k_cache.dtype, v_dtype=v_cache.dtype, layout=layout, head_dim=head_dim
     )
     if reason is not None:
         raise unsupported("qkv_write", reason, "Use another implementation")
