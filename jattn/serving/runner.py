@@ -19,11 +19,11 @@ import numpy as np
 from flax import nnx
 
 from jattn.bucket import Bucket
-from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.serving.adjustments import Adjustments
+from jattn.serving.block_copies import BlockCopies
 from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
@@ -113,6 +113,7 @@ class Runner:
             model.create_caches, num_blocks, block_size=self.block_size, **cache
         )
         self._caches: Any = self._new_caches()
+        self._copies = BlockCopies(limits.max_num_seqs)
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
@@ -190,6 +191,7 @@ class Runner:
         needed = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         compiling = [pool.submit(self._compile_samplers, *size) for size in needed]
+        compiling += map(pool.submit, self._copies.compilers(self._caches))
         known = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.buckets}
         for size in known - needed:
             pool.submit(self._compile_samplers, *size)
@@ -230,10 +232,9 @@ class Runner:
             step, generations, before, last, num_rows=rows, vocab_size=self._vocab_size
         )
         if step.block_copies:
-            pairs = padded_pairs(step.block_copies)
-            self._caches = copy_blocks(self._caches, pairs)
+            self._caches = self._copies(self._caches, step.block_copies)
             if self._proposer is not None:
-                self._proposer.copy_blocks(pairs)
+                self._proposer.copy_blocks(step.block_copies)
         drafts = None
         if step.num_draft_tokens and self._proposer is not None:
             drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
