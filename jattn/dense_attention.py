@@ -74,7 +74,7 @@ def attention(
     rows = _rows_of(q, k, segment_ids, cu_seqlens, mask, spec)
     asked = _for_segments(segment_ids, implementation)
     per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    out, lse = _attention((q, k, v), rows, per_head, spec=spec, implementation=asked, return_lse=return_lse)
+    out, lse = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
     return (out, lse) if return_lse else out
 
 
@@ -86,17 +86,24 @@ class Rows(NamedTuple):
     mask: Mask | None
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "implementation", "return_lse"))
-def _attention(
+@functools.partial(jax.jit, static_argnames=("spec", "implementation"))
+def attend_arrays(
     arrays: tuple[Array, Array, Array],
     rows: Rows,
     per_head: dict[str, Array | None],
     *,
     spec: AttentionSpec,
     implementation: Asked,
-    return_lse: bool,
-) -> tuple[Array, Array | None]:
-    """Compiled once for arrays of a shape, also where it is called eagerly."""
+) -> tuple[Array, Array]:
+    """`attention` of what belongs together, with its log-sum-exp; compiled once, called eagerly, too.
+
+    Args:
+        arrays: q, k and v.
+        rows: Documents and masks.
+        per_head: sinks and alibi_slopes.
+        spec: Static: the layer.
+        implementation: Static: a name, a tuple of them, or None.
+    """
     has_batch = arrays[0].ndim == 4
     if rows.cu_seqlens is not None:
         laid = lay_packed(*arrays, rows.cu_seqlens, rows.mask)
@@ -108,7 +115,7 @@ def _attention(
     if rows.cu_seqlens is None:
         out, lse = unpadded(laid, out), jnp.moveaxis(unpadded(laid, lse.T), 1, 2)
         out, lse = (out, lse) if has_batch else (out[0], lse[0])
-    return out, lse if return_lse else None
+    return out, lse
 
 
 def _laid_batch(
@@ -120,12 +127,12 @@ def _laid_batch(
 ) -> tuple[Laid, Asked]:
     """A batch's rows, and what serves them where that had to be asked to make their mask."""
     right = None if spec.window is None else spec.window[1]
-    has_mask = rows.mask is not None or per_head["alibi_slopes"] is not None
+    is_masked = any(x is not None for x in (spec.sparsity, rows.mask, per_head["alibi_slopes"]))
     lay = functools.partial(
         lay_batch,
         *arrays,
         last_ahead=0 if spec.causal else right,
-        is_positional=spec.causal or spec.window is not None or has_mask,
+        is_positional=is_masked or spec.causal or spec.window is not None or spec.chunk_size is not None,
     )
     if rows.segment_ids is None:
         return lay(rows.mask), implementation
@@ -204,7 +211,7 @@ def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: Atte
     batch = q.shape[0] if q.ndim == 4 else 1
     if hasattr(mask, "dtype"):
         require(cu_seqlens is None, "mask", "be a mask of jattn.masks with cu_seqlens", f"shape {mask.shape}")
-        return _mask_of_array(mask, (batch, spec.num_q_heads, q_tokens, kv_tokens))
+        return mask_of_array(mask, (batch, spec.num_q_heads, q_tokens, kv_tokens))
     num_rows, is_square = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, q_tokens == kv_tokens
     reach = q_tokens if is_square and cu_seqlens is None else None
     sizes = Sizes(spec.num_q_heads, num_rows=num_rows, max_query_len=reach, max_seq_len=reach)
@@ -212,7 +219,7 @@ def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: Atte
     return mask
 
 
-def _mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask:
+def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask:
     """Each pair a block of its own; axes of the batch and of heads may be 1, or missing."""
     require(array.dtype == jnp.bool_, "mask", "be of bool", array.dtype)
     given = (1,) * (4 - array.ndim) + tuple(array.shape)

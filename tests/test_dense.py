@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,8 @@ import pytest
 
 import jattn
 from jattn import masks
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def arrays(q_tokens=24, kv_tokens=None, batch=2, heads=(4, 2), head_dim=8, dtype=jnp.float32):
@@ -204,12 +209,20 @@ class TestTransformations:
         for got, want in zip(one, other, strict=True):
             close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
 
+    @pytest.mark.kernels
+    def test_shard_map_over_texts_and_heads_adds_no_exchange_between_devices(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.sharded_attention"], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 4
+
     def test_calls_outside_jit_are_compiled_once(self, caplog):
         given = arrays(11, head_dim=24)
         jattn.attention(*given, causal=True)
         with jax.log_compiles(), caplog.at_level("WARNING"):
             jattn.attention(*(x + 1 for x in given), causal=True)
-        assert not [r for r in caplog.records if "Compiling jit(_attention)" in r.getMessage()]
+        assert not [r for r in caplog.records if "Compiling jit(attend_arrays)" in r.getMessage()]
 
     @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
     def test_nothing_at_all_is_fine(self, shape):
