@@ -15,13 +15,18 @@ from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
-Rope = Callable[[Array, Array], Array]
+Rope = Callable[..., Array]
+QueryScale = Callable[[Array], Array]
 
 
-def _check_made_of(hidden_size: Any, spec: Any, alibi_slopes: Sequence[float] | None) -> None:
+def _check_made_of(
+    hidden_size: Any, spec: Any, alibi_slopes: Sequence[float] | None, clip_qkv: float | None
+) -> None:
     require(isinstance(spec, AttentionSpec), "spec", "be a jattn.AttentionSpec", type(spec).__name__)
     require_int(hidden_size=hidden_size)
     require_positive(hidden_size=hidden_size)
+    if clip_qkv is not None:
+        require_positive(clip_qkv=clip_qkv)
     if alibi_slopes is not None:
         require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
 
@@ -42,6 +47,8 @@ class PagedAttention(nnx.Module):
         use_out_bias: bool = False,
         has_sinks: bool = False,
         alibi_slopes: Sequence[float] | None = None,
+        clip_qkv: float | None = None,
+        query_scale: QueryScale | None = None,
         shares_kv: bool = False,
         fuses_qkv: bool = False,
         dtype: DTypeLike | None = None,
@@ -55,13 +62,16 @@ class PagedAttention(nnx.Module):
             hidden_size: Width of the layer's input and output.
             spec: The layer's attention: heads, window, soft cap, ...
             rngs: For the initial parameters.
-            rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys.
+            rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys. One
+                with a true `needs_lengths` takes the lengths of the tokens' requests [tokens] behind them.
             q_norm: Applied to queries [tokens, q_heads, head_dim] before rope.
             k_norm: Applied to keys before rope.
             use_bias: Query, key and value projections have a bias.
             use_out_bias: The output projection has one.
             has_sinks: A learned sink per query head (parameter `sinks`, f32).
             alibi_slopes: Slope per query head.
+            clip_qkv: Queries, keys and values are cut off at this magnitude when projected.
+            query_scale: `positions [tokens] -> factors [tokens]` of the queries, behind norm and rope.
             shares_kv: The layer reads the keys and values that another layer wrote (give it that layer's
                 cache); it has no key and value projections and writes nothing.
             fuses_qkv: One parameter `qkv_proj` [hidden, kv_heads, group + 2, head_dim] instead of q_proj,
@@ -73,13 +83,14 @@ class PagedAttention(nnx.Module):
 
         Raises:
             ValueError: spec is none, hidden_size no positive int, alibi_slopes not one per query head, or a
-                layer without a key projection is to fuse it.
+                layer without a key projection is to fuse it, or clip_qkv not positive.
         """
-        _check_made_of(hidden_size, spec, alibi_slopes)
+        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv)
         require(not (fuses_qkv and shares_kv), "fuses_qkv", "be False with shares_kv", fuses_qkv)
         self.hidden_size, self.spec = hidden_size, spec
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
+        self.clip_qkv, self.query_scale = clip_qkv, query_scale
         self.shares_kv = shares_kv
         is_list = not isinstance(implementation, str | None)
         self.implementation = tuple(implementation or ()) if is_list else implementation
@@ -126,13 +137,16 @@ class PagedAttention(nnx.Module):
         """
         self._check(x, cache, metadata, positions, plan)
         query, key, value = self.project(x)
-        query = self._turned(query, self.q_norm, positions)
+        query = self._turned(query, self.q_norm, positions, metadata)
+        if self.query_scale is not None:
+            factors = self.query_scale(positions)[:, None, None]
+            query = (query.astype(factors.dtype) * factors).astype(query.dtype)
         kv: PagedCache | PackedKV
         if key is None or value is None:
             assert cache is not None
             kv = cache
         else:
-            key = self._turned(key, self.k_norm, positions)
+            key = self._turned(key, self.k_norm, positions, metadata)
             if cache is None:
                 kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts)
             else:
@@ -155,10 +169,10 @@ class PagedAttention(nnx.Module):
         Keys and values are None where the layer shares another's.
         """
         if hasattr(self, "qkv_proj"):
-            qkv = self.qkv_proj(x)
+            qkv = self._clipped(self.qkv_proj(x))
             query = qkv[:, :, :-2].reshape(x.shape[0], -1, self.spec.head_dim)
             return query, qkv[:, :, -2], qkv[:, :, -1]
-        heads = lambda y: y.reshape(x.shape[0], -1, self.spec.head_dim)
+        heads = lambda y: self._clipped(y).reshape(x.shape[0], -1, self.spec.head_dim)
         if self.shares_kv:
             return heads(self.q_proj(x)), None, None
         return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
@@ -177,6 +191,15 @@ class PagedAttention(nnx.Module):
         require_shape("positions", jnp.shape(positions), (tokens,), "the metadata's tokens")
         require(cache is not None or not self.shares_kv, "cache", "be given to a layer with shares_kv", None)
 
-    def _turned(self, x: Array, norm: Callable[[Array], Array] | None, positions: Array) -> Array:
+    def _clipped(self, x: Array) -> Array:
+        return x if self.clip_qkv is None else jnp.clip(x, -self.clip_qkv, self.clip_qkv)
+
+    def _turned(
+        self, x: Array, norm: Callable[[Array], Array] | None, positions: Array, metadata: BatchMetadata
+    ) -> Array:
         x = x if norm is None else norm(x)
-        return x if self.rope is None else self.rope(x, positions)
+        if self.rope is None:
+            return x
+        if getattr(self.rope, "needs_lengths", False):
+            return self.rope(x, positions, metadata.seq_lens[metadata.token_rows])
+        return self.rope(x, positions)

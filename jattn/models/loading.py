@@ -23,8 +23,9 @@ from jattn.models.checkpoint import (
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.generation_config import FILE, GenerationConfig
-from jattn.models.hf_tensors import from_hf, hf_shapes, to_hf
+from jattn.models.hf_tensors import from_hf, hf_shapes, tensor_names, to_hf
 from jattn.models.scales import KVScales, is_scale
+from jattn.models.tensor_names import by_family_s_names
 
 
 def load_shapes(
@@ -49,7 +50,7 @@ def load_shapes(
     directory = pathlib.Path(directory)
     config = read_config(directory)
     with contextlib.ExitStack() as stack:
-        files = open_tensors(directory, stack)
+        files = by_family_s_names(open_tensors(directory, stack), config.family)
         model = _shapes(config, files, dtype, implementation)
         model.kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
@@ -67,7 +68,8 @@ def _shapes(
     config: DecoderConfig, files: Any, dtype: DTypeLike | None, implementation: str | Sequence[str] | None
 ) -> Decoder:
     if dtype is None:
-        dtype = config.dtype or stored_dtype(files, "model.embed_tokens.weight")
+        (embedding,) = tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
+        dtype = config.dtype or stored_dtype(files, embedding)
     make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
     return nnx.eval_shape(make)
 
@@ -102,17 +104,19 @@ def load(
     directory = pathlib.Path(directory)
     config, generation_config = read_config(directory), GenerationConfig.read(directory)
     with contextlib.ExitStack() as stack:
-        files = open_tensors(directory, stack)
+        files = by_family_s_names(open_tensors(directory, stack), config.family)
         graph, state = nnx.split(_shapes(config, files, dtype, implementation))
-        flat = dict(nnx.to_flat_state(state))
-        tensors = {path: hf_shapes(path, value.shape) for path, value in flat.items()}
+        flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
+        tensors = {path: hf_shapes(names, path, value.shape) for path, value in flat.items()}
         shapes = {name: shape for parts in tensors.values() for name, shape in parts.items()}
         kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
         files = {name: file for name, file in files.items() if not is_scale(name)}
         check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
         bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
         for path, value in bar:
-            array = from_hf(path, value.shape, [files[name].get_tensor(name) for name in tensors[path]])
+            array = from_hf(
+                names, path, value.shape, [files[name].get_tensor(name) for name in tensors[path]]
+            )
             flat[path] = value.replace(jnp.array(array.astype(value.dtype)))  # never the file's memory
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.kv_scales, model.generation_config = kv_scales, generation_config
@@ -134,7 +138,7 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        parts = to_hf(path, np.asarray(jax.device_get(value[...])))
+        parts = to_hf(model.config.family.tensors, path, np.asarray(jax.device_get(value[...])))
         tensors |= {name: np.ascontiguousarray(part) for name, part in parts.items()}
     optional_module("safetensors.numpy").save_file(
         tensors, directory / "model.safetensors", metadata={"format": "pt"}
