@@ -82,7 +82,7 @@ def backward_body(
 ) -> None:
     """What a thread block does: its last warpgroup loads, the others compute."""
     wg = lax.axis_index("warpgroup")
-    work = Worklist(inputs.table, inputs.num_live, spec)
+    work = Worklist(inputs.schedule, spec)
 
     @pl.when(wg == WARPGROUPS)
     def _() -> None:

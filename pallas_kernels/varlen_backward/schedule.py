@@ -15,6 +15,8 @@ ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows 
 # What a kernel reads of a tile of keys. Queries stand in tiles, too; tile i of a request's begins at row
 # `first_query_row + i * tile_q`. Of the tiles that see a key, those at either end may not see all of them.
 COLUMNS = (
+    "req",
+    "number",  # of the tile, of the request's
     "first_key_row",
     "begin",  # first live row of the tile, counted from first_key_row
     "end",  # one past the last live row, counted likewise
@@ -65,7 +67,7 @@ def make_schedule(
     Args:
         query_start_loc: First token of each request and one past the last; starts with 0.
         seq_lens: Keys of each request.
-        kv_start_loc: First key of each request; ascends.
+        kv_start_loc: First key of each request; starts with 0 and ascends.
         kv_tokens: Static: rows of the keys, padding included.
         score: Static: tells which queries see a key.
         sizes: Static.
@@ -73,17 +75,16 @@ def make_schedule(
     reqs = seq_lens.shape[0]
     starts, keys = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
     kv_starts = kv_start_loc.astype(jnp.int32)
-    # Rows before the first request's keys are its to write, as those behind each request's last are.
-    store_starts = kv_starts.at[:1].set(0)
-    store_ends = jnp.concatenate([store_starts[1:], jnp.full((1,), kv_tokens, jnp.int32)])
-    aligned = store_starts // ALIGN * ALIGN
-    counts = jnp.where(store_ends > store_starts, (store_ends - aligned + TILE_KV - 1) // TILE_KV, 0)
+    store_ends = jnp.concatenate([kv_starts[1:], jnp.full((1,), kv_tokens, jnp.int32)])
+    aligned = kv_starts // ALIGN * ALIGN
+    counts = jnp.where(store_ends > kv_starts, (store_ends - aligned + TILE_KV - 1) // TILE_KV, 0)
     last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(max_tiles(kv_tokens, reqs), dtype=jnp.int32)
     req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
     is_live = req < reqs
     req = jnp.minimum(req, reqs - 1)
-    first_key_row = aligned[req] + (number - (last_tiles - counts)[req]) * TILE_KV
+    nth = number - (last_tiles - counts)[req]
+    first_key_row = aligned[req] + nth * TILE_KV
     in_tile = lambda row: jnp.clip(row[req] - first_key_row, 0, TILE_KV)
     begin, end = in_tile(kv_starts), in_tile(jnp.minimum(kv_starts + keys, store_ends))
     key_position = first_key_row - kv_starts[req]
@@ -95,7 +96,7 @@ def make_schedule(
         bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
     columns = [
-        first_key_row, begin, end, in_tile(store_starts), in_tile(store_ends), key_position,
+        req, nth, first_key_row, begin, end, in_tile(kv_starts), in_tile(store_ends), key_position,
         (starts[:-1] - skew)[req], query_position[req], first_position[req], keys[req], *tiles,
     ]  # fmt: skip
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)

@@ -236,7 +236,10 @@ class TestRefusals:
         ],
     )
     def test_shapes_that_disagree(self, changes, message):
-        arguments = {"grad_lse": None, "alibi_slopes": None, **plain_arguments(**changes)}
+        arguments = {
+            **dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")),
+            **plain_arguments(**changes),
+        }
         arguments.pop("score")
         with pytest.raises(ValueError, match=message):
             Call(**arguments).check()  # without the annotations, which tests execute
@@ -305,7 +308,7 @@ class TestAheadOfTime:
     def test_plain_attention_spills_addresses_only(self):
         """Of an item, and none in the loop over whole tiles but two."""
         aot.require_plugin()
-        name = "d128-plain-bfloat16"
+        name = "d128-plain-float16"
         (kernel,) = aot.compile_all("tests.pallas_kernels.backward_aot_cases", [name])[name]
         assert kernel.spilled_bytes <= 200
 
