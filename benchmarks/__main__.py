@@ -3,6 +3,7 @@
 import argparse
 
 from benchmarks import (
+    backward,
     cascades,
     decode,
     drafts,
@@ -21,6 +22,7 @@ from benchmarks import (
 SUITES = {
     "decode": decode,
     "prefill": prefill,
+    "backward": backward,
     "sparse": sparse,
     "tune": tune,
     "graphs": graphs,

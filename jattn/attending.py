@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations import mosaic_gpu, reference, xla
+from jattn.implementations import mosaic_gpu, packed, reference, xla
 from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.derivatives import underivable_cache
 from jattn.implementations.layers import Layer, layer_of
-from jattn.implementations.underivable import underivable
+from jattn.implementations.mosaic_gpu import Work
 from jattn.masks import Mask
 from jattn.merge import merge_attn_states
 from jattn.metadata.batch import BatchMetadata
@@ -85,7 +86,8 @@ def attend(
             this is None.
         implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = what the
             plan says, without one the best that the device and the layer allow. What is named here wins over
-            a plan, for this layer. Only "reference" has a derivative.
+            a plan, for this layer. Over PackedKV each has a derivative, whose memory is linear in tokens but
+            for "reference", which alone has one over a paged cache.
         return_lse: Return the log-sum-exp too.
 
     Returns:
@@ -190,21 +192,12 @@ def _attend(
         plan = planned(metadata, (layer,), mask)
         layer = plan.layers[0]
     outs: list[Array] = []
-    lses: list[Any] = []
+    lses: list[Any] = []  # None where it is not wanted
     for region, choice in layer.choices:
         part = part_of(metadata, region)
-        q, kv, values = _queries_of(query, metadata, region), _keys_of(cache, part), per_head
-        if choice.implementation != "reference":
-            q, kv, values = underivable((q, kv, values), choice.implementation)
-        options: dict[str, Any] = {"mask": _mask_of(spec, plan.mask, part), **values._asdict()}
-        lse: Array | None
-        if choice.implementation == "reference":
-            out, lse = reference.attend(q, kv, part.metadata, spec, **options)
-        elif choice.kernel is None:
-            out, lse = xla.attend(q, kv, part.metadata, spec, tiles=plan.query_tiles, **options)
-        else:
-            work, options["return_lse"] = plan.work_of(layer, region), return_lse
-            out, lse = mosaic_gpu.attend(q, kv, part.metadata, spec, choice.kernel, work, **options)
+        q, kv = _queries_of(query, metadata, region), _keys_of(cache, part)
+        how, work = packed.How(spec, choice, return_lse), plan.work_of(layer, region)
+        out, lse = _attend_region(how, q, kv, part, plan, work, per_head)
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -212,6 +205,30 @@ def _attend(
     if len(outs) == 1:
         return outs[0], lses[0]
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
+
+
+def _attend_region(
+    how: packed.How,
+    query: Array,
+    kv: PagedCache | PackedKV,
+    part: Part,
+    plan: Plan,
+    work: Work | None,
+    per_head: PerHead,
+) -> tuple[Array, Array | None]:
+    """One region by what was chosen for it."""
+    spec, choice, mask = how.spec, how.choice, _mask_of(how.spec, plan.mask, part)
+    if choice.implementation == "reference":
+        return reference.attend(query, kv, part.metadata, spec, mask=mask, **per_head._asdict())
+    if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
+        context = packed.Context(kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work)
+        return packed.attend(how, packed.Values(query, kv.k, kv.v, *per_head), context)
+    query, kv, per_head = underivable_cache((query, kv, per_head), choice.implementation)
+    options: dict[str, Any] = {"mask": mask, **per_head._asdict()}
+    if choice.kernel is None:
+        return xla.attend(query, kv, part.metadata, spec, tiles=plan.query_tiles, **options)
+    options["return_lse"] = how.return_lse
+    return mosaic_gpu.attend(query, kv, part.metadata, spec, choice.kernel, work, **options)
 
 
 # All layers of a kind in a step share a trace, a lowering and a run of ptxas; an eager call compiles once.

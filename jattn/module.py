@@ -31,6 +31,11 @@ def _check_made_of(
         require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
 
 
+def _names(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """Hashable."""
+    return implementation if isinstance(implementation, str | None) else tuple(implementation)
+
+
 class PagedAttention(nnx.Module):
     """Self-attention of one layer over its paged cache: project, rotate, write, attend, project."""
 
@@ -82,34 +87,33 @@ class PagedAttention(nnx.Module):
             implementation: As in `attend`.
 
         Raises:
-            ValueError: spec is none, hidden_size no positive int, alibi_slopes not one per query head, or a
-                layer without a key projection is to fuse it, or clip_qkv not positive.
+            ValueError: An argument is of another kind, or a layer without a key projection is to fuse it.
         """
-        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv)
         require(not (fuses_qkv and shares_kv), "fuses_qkv", "be False with shares_kv", fuses_qkv)
+        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv)
         self.hidden_size, self.spec = hidden_size, spec
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
-        self.clip_qkv, self.query_scale = clip_qkv, query_scale
-        self.shares_kv = shares_kv
-        is_list = not isinstance(implementation, str | None)
-        self.implementation = tuple(implementation or ()) if is_list else implementation
-        types: Any = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
-        self._make_input_projections(fuses_qkv, types | {"use_bias": use_bias, "rngs": rngs})
-        q_width = spec.num_q_heads * spec.head_dim
-        self.o_proj = nnx.Linear(q_width, hidden_size, use_bias=use_out_bias, rngs=rngs, **types)
+        self.clip_qkv, self.query_scale, self.shares_kv = clip_qkv, query_scale, shares_kv
+        self.implementation = _names(implementation)
+        how = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self._make_projections(fuses_qkv, use_bias, use_out_bias, how)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None
 
-    def _make_input_projections(self, fuses_qkv: bool, how: dict[str, Any]) -> None:
-        spec = self.spec
+    def _make_projections(
+        self, fuses_qkv: bool, use_bias: bool, use_out_bias: bool, how: dict[str, Any]
+    ) -> None:
+        spec, hidden_size = self.spec, self.hidden_size
+        linear = lambda heads: nnx.Linear(hidden_size, heads * spec.head_dim, use_bias=use_bias, **how)
         if fuses_qkv:
             widths = (spec.num_kv_heads, spec.q_heads_per_kv_head + 2, spec.head_dim)
-            self.qkv_proj = nnx.LinearGeneral(self.hidden_size, widths, **how)
-            return
-        linear = lambda heads: nnx.Linear(self.hidden_size, heads * spec.head_dim, **how)
-        self.q_proj = linear(spec.num_q_heads)
-        if not self.shares_kv:
-            self.k_proj, self.v_proj = linear(spec.num_kv_heads), linear(spec.num_kv_heads)
+            self.qkv_proj = nnx.LinearGeneral(hidden_size, widths, use_bias=use_bias, **how)
+        else:
+            self.q_proj = linear(spec.num_q_heads)
+            if not self.shares_kv:
+                self.k_proj, self.v_proj = linear(spec.num_kv_heads), linear(spec.num_kv_heads)
+        q_width = spec.num_q_heads * spec.head_dim
+        self.o_proj = nnx.Linear(q_width, hidden_size, use_bias=use_out_bias, **how)
 
     def __call__(
         self,

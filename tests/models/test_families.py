@@ -95,7 +95,7 @@ def test_silence_means_what_transformers_means():
 
 
 REFUSED = {
-    "MixtralForCausalLM": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'gelu_fast'.*gelu_pytorch_tanh": {"hidden_act": "gelu_fast"},
     "'mrope'.*default, linear, dynamic": {"rope_scaling": {"rope_type": "mrope"}},

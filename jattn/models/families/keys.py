@@ -67,7 +67,7 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
-    keys = known | {key: value for key, value in hf.items() if key in known}
+    keys = known | {key: _as(known[key], key, value) for key, value in hf.items() if key in known}
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     missing = [key for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
@@ -79,6 +79,18 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // heads
     keys["num_key_value_heads"] = keys["num_key_value_heads"] or heads
     return keys
+
+
+def _as(default: Any, key: str, value: Any) -> Any:
+    """The value; a float, where the default is one.
+
+    Raises:
+        ValueError: The default is a float, and the value no number.
+    """
+    if value is None or not isinstance(default, float):
+        return value
+    require(_is_number(value), key, "be a number", repr(value))
+    return float(value)
 
 
 def _renamed(hf: Keys, family: Family) -> dict[str, Any]:

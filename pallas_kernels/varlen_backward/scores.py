@@ -1,0 +1,124 @@
+"""Of a warpgroup's keys and a tile of queries: probabilities, and gradients of scores. A row is a key."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.items import Item
+from pallas_kernels.varlen_backward.schedule import query_range
+from pallas_kernels.varlen_backward.sizes import UNIT
+from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries before a warpgroup's keys.
+
+    Attributes:
+        item: The keys' item.
+        nth: Number of the tile, of the request's.
+        slope: ALiBi's of the head, times log2(e), or None.
+        is_masked: Static: some pair of it may not be seen.
+    """
+
+    item: Item
+    nth: Scalar
+    slope: Scalar | None
+    is_masked: bool
+
+    def live(self) -> tuple[Scalar, Scalar]:
+        """First of its rows that is the request's, and one past the last."""
+        position = self.item.position(self.nth)
+        return self.item["first_position"] - position, self.item["seq_len"] - position
+
+
+class Probabilities(NamedTuple):
+    """Of a tile.
+
+    Attributes:
+        p: Probabilities.
+        bend: What the soft cap's derivative is made of, or None.
+        sees: Which pairs are seen, or None where all are.
+    """
+
+    p: Tile
+    bend: Tile | None
+    sees: Tile | None
+
+
+class Scores:
+    """Of one warpgroup."""
+
+    def __init__(self, columns_s: Ref, wg: Scalar, spec: BackwardSpec):
+        """With [tile_q] of its own shared memory for the number of each query in its tile."""
+        self.columns_s, self.wg, self.spec = columns_s, wg, spec
+
+    def store_columns(self) -> None:
+        """Numbers the queries of a tile."""
+        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
+        self.columns_s[...] = columns.astype(f32)
+        plgpu.commit_smem()
+
+    def probabilities(self, s: Tile, stats_s: Ref, tile: QueryTile) -> Probabilities:
+        """Of Q K^T; stats_s is [2, tile_q] in SMEM."""
+        score, bend = self.spec.score, None
+        if score.soft_cap is None:
+            y = s * (score.scale * LOG2E)
+        else:
+            bend = jnp.tanh(s * (score.scale / score.soft_cap))
+            y = bend * (score.soft_cap * LOG2E)
+        less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
+        if tile.slope is not None:
+            y, less = self._biased(y, less, tile, tile.slope)
+        p = jnp.exp2(y - self._wide(less))
+        if not tile.is_masked:
+            return Probabilities(p, bend, None)
+        sees = self._sees(tile)
+        return Probabilities(jnp.where(sees, p, 0.0), bend, sees)
+
+    def gradients(self, of: Probabilities, grad_p: Tile, stats_s: Ref) -> Tile:
+        """Of scores, but for the scale."""
+        less = plgpu.load(stats_s.at[1], layout=COLUMN, optimized=False)
+        grad = of.p * (grad_p - self._wide(less))
+        if of.bend is not None:
+            grad = grad * (1.0 - of.bend * of.bend)
+        return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
+
+    def _biased(self, y: Tile, less: Columns, tile: QueryTile, slope: Scalar) -> tuple[Tile, Columns]:
+        """With ALiBi's slope times the distance; of what is linear a column's part is in `less`."""
+        first = self._positions(tile) - tile.item.position(tile.nth)
+        if self.spec.score.sqrt_alibi:
+            distances = jnp.maximum(self._columns() - self._of_rows(first.astype(f32)), 0.0)
+            return y - jnp.sqrt(distances) * slope, less
+        column = plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
+        return y + self._of_rows(first.astype(f32) * slope), less + column * slope
+
+    def _sees(self, tile: QueryTile) -> Tile:
+        """Which pairs are seen: of each key the queries from one on up to another."""
+        item = tile.item
+        first, seq_len = item["first_position"], item["seq_len"]
+        row = plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=ROW) + self.wg * UNIT
+        low, high = query_range(self.spec.score, row + item["key_position"], first, seq_len)
+        is_live = (row >= item["begin"]) & (row < item["end"])
+        high = jnp.where(is_live, high, low)
+        position = item.position(tile.nth)
+        low, high = (self._of_rows((end - position).astype(f32)) for end in (low, high))
+        columns = self._columns()
+        return (columns >= low) & (columns < high)
+
+    def _positions(self, tile: QueryTile) -> Rows:
+        first = tile.item["key_position"] + self.wg * UNIT
+        return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=ROW) + first
+
+    def _columns(self) -> Tile:
+        """Number of each query in its tile. Read, or the compiler keeps them all in registers."""
+        return self._wide(plgpu.load(self.columns_s, layout=COLUMN, optimized=False))
+
+    def _wide(self, x: Columns) -> Tile:
+        return lax.broadcast_in_dim(x, self.spec.s_shape, [1])
+
+    def _of_rows(self, x: Rows) -> Tile:
+        return lax.broadcast_in_dim(x, self.spec.s_shape, [0])
