@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: their keys, their tensors' names, and what of them is refused by name."""
+"""Checkpoints as they are published: their keys, their tensors' names, and what is refused by name."""
 
 import json
 
@@ -70,6 +70,8 @@ def test_llama4():
     config, local, full = read(published.LLAMA4_SCOUT)
     assert (local.attention.chunk_size, full.attention.chunk_size) == (8192, None)
     assert (local.rope.interleaved, full.rope) == (True, None)
+    slower = local.rope.rope_theta ** (-np.arange(64) / 64) / local.rope.inv_freq()
+    np.testing.assert_allclose(slower, np.where(slower > 4, 16, 1), rtol=1e-6)  # a step, not a blend
     assert (local.temperature, full.temperature.floor_scale) == (None, 8192.0)
     assert (local.qk_norm.comes_after_rope, full.qk_norm) == (True, None)
     assert (local.mlp.num_experts, local.mlp.shared.intermediate_size) == (16, 8192)
@@ -105,7 +107,7 @@ def test_the_others():
 def test_slopes_of_heads_that_are_no_power_of_two():
     assert alibi_slopes(4) == (0.25, 0.0625, 0.015625, 0.00390625)
     assert alibi_slopes(6) == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
-    assert alibi_slopes(2, 16) == (2**-8, 2**-16)
+    assert alibi_slopes(2, 16.0) == (2**-8, 2**-16)
 
 
 ONLY = [(name, key) for name, family in FAMILIES.items() for key in family.only]
