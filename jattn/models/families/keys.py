@@ -5,7 +5,7 @@ from typing import Any
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.weight_formats import check_quantization
-from pallas_kernels.checks import require, require_positive, unsupported
+from pallas_kernels.checks import require, require_number, require_positive, unsupported
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -72,6 +72,7 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     missing = [key for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
     require_positive(**{key: keys[key] for key in SIZES})
+    require_number(rms_norm_eps=keys["rms_norm_eps"])
     heads = keys["num_attention_heads"]
     if keys["head_dim"] is None:
         rule = f"be a multiple of num_attention_heads ({heads}) where head_dim is not given"
