@@ -195,8 +195,8 @@ class TestTransformations:
 
 
 def test_slopes_must_be_one_a_head():
-    with pytest.raises(ValueError, match="clip_qkv must be positive, got 0"):
-        layer(clip_qkv=0)
+    with pytest.raises(ValueError, match=r"clip_qkv must be positive, got 0\.0"):
+        layer(clip_qkv=0.0)
     with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) .*got \(3,\)"):
         layer(alibi_slopes=[1.0, 2.0, 3.0])
 

@@ -74,8 +74,9 @@ class Rope:
         require(self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
         require_positive(rope_theta=self.rope_theta, factor=self.factor)
         require_positive(original_max_position_embeddings=self.original_max_position_embeddings)
-        rule = f"be above low_freq_factor ({self.low_freq_factor})"
-        require(self.high_freq_factor > self.low_freq_factor, "high_freq_factor", rule, self.high_freq_factor)
+        rule = f"be at least low_freq_factor ({self.low_freq_factor})"
+        is_above = self.high_freq_factor >= self.low_freq_factor
+        require(is_above, "high_freq_factor", rule, self.high_freq_factor)
         rule = f"be at least beta_slow ({self.beta_slow})"
         require(self.beta_fast >= self.beta_slow > 0, "beta_fast", rule, self.beta_fast)
         least = 4 if self.rope_type == "dynamic" else 2

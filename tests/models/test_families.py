@@ -119,7 +119,7 @@ WRONG = {
     "head_dim must be even, got 5": {"head_dim": 5},
     "rope parameter factor must be given for 'linear'": {"rope_scaling": {"type": "linear"}},
     "rope parameter low_freq_factor must be given": {"rope_scaling": {"type": "llama3", "factor": 2.0}},
-    "high_freq_factor must be above low_freq_factor .4.0.*got 1.0": {
+    "high_freq_factor must be at least low_freq_factor .4.0.*got 1.0": {
         "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}
     },
     "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},

@@ -71,6 +71,8 @@ MPT = Family(
         "embedding_fraction",
         "learned_pos_emb",  # with ALiBi there are none
         "verbose",
+        "init_config",
+        "tokenizer_name",
         "attn_config.attn_uses_sequence_id",  # of packed training
     ),
     prefix="transformer.",
