@@ -4,6 +4,8 @@ An expert's weights lie with `hidden` last, those of both products: all experts 
 for the first product and one for the second, and nothing has to be transposed.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
@@ -18,15 +20,7 @@ MAX_PARTS = 16  # sums over experts that are computed beside each other
 def run_experts(
     x: Float[Array, "tokens hidden"], choices: Choices, weights: Weights, how: How
 ) -> Float32[Array, "tokens hidden"]:
-    """The weighted sum of each token's experts.
-
-    One executable whatever the router chooses. By the sizes:
-
-    - fewer rows (tokens times experts a token) than experts: each row reads its expert's weights in place;
-    - few tokens: all of them through all experts. Nearly every expert is some token's, each is read once, in
-      place;
-    - more: rows sorted by expert, in tiles of one expert each, by a kernel where there is one. Else XLA
-      copies a tile's weights before the product.
+    """The weighted sum of each token's experts: one executable whatever the router chooses.
 
     Args:
         x: Tokens.
@@ -35,17 +29,30 @@ def run_experts(
         how: Static.
     """
     num_tokens, num_chosen = choices.experts.shape
-    num_rows, num_experts = num_tokens * num_chosen, len(weights.down)
+    sizes = {"num_tokens": num_tokens, "num_chosen": num_chosen, "num_experts": len(weights.down)}
+    return way(**sizes, has_kernel=why_no_kernel(x, weights) is None)(x, choices, weights, how)
+
+
+def way(*, num_tokens: int, num_chosen: int, num_experts: int, has_kernel: bool) -> Callable[..., Array]:
+    """How experts are computed, by the sizes.
+
+    - Fewer rows (tokens times experts a token) than experts: each row reads its expert's weights in place.
+    - Few tokens: all of them through all experts. Nearly every expert is some token's; each is read once, in
+      place.
+    - More: rows sorted by expert, in tiles of one expert each, by the kernel where there is one and it has
+      fewer rows to multiply. Else XLA copies a tile's weights before the product.
+    """
+    num_rows = num_tokens * num_chosen
     if num_rows < num_experts:
-        return _each_row(x, choices, weights, how)
-    if why_no_kernel(x, weights) is None:
+        return each_row
+    if has_kernel:
         is_dense = num_tokens * num_experts <= num_kernel_rows(num_rows, num_experts)
-        return (_all_experts if is_dense else tiles_by_kernel)(x, choices, weights, how)
-    return (_all_experts if num_tokens <= MAX_DENSE_TOKENS else tiles_by_xla)(x, choices, weights, how)
+        return all_experts if is_dense else tiles_by_kernel
+    return all_experts if num_tokens <= MAX_DENSE_TOKENS else tiles_by_xla
 
 
-def _each_row(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
-    """Sums of products, not matrix products: XLA reads an expert's weights inside them, without a copy."""
+def each_row(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
+    """For few rows. Sums of products: XLA reads an expert's weights inside them, and makes no copy."""
     own, num_chosen = weights.of(choices.experts.reshape(-1)), choices.experts.shape[1]
     scores = choices.scores.reshape(-1, 1)
     wide = jnp.repeat(x, num_chosen, axis=0).astype(jnp.float32)
@@ -56,7 +63,8 @@ def _each_row(x: Array, choices: Choices, weights: Weights, how: How) -> Float32
     return jnp.sum(out.reshape(*choices.experts.shape, -1), axis=1)
 
 
-def _all_experts(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
+def all_experts(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
+    """All tokens through all experts: two matrix products, and zeros for what was not chosen."""
     num_experts, _, hidden = weights.down.shape
     is_chosen, scores = _by_expert(choices, num_experts)
     gate_up = jnp.einsum("th,egfh->tegf", x, weights.gate_up, precision=how.precision)

@@ -141,7 +141,7 @@ def tiles_by_xla(x: Array, choices: Choices, weights: Weights, how: How) -> Floa
         return out.astype(x.dtype).reshape(at_once * tile, -1)
 
     parts = (tiles.expert.reshape(-1, at_once), tiles.row.reshape(-1, at_once, tile))
-    out = jax.lax.map(lambda part: run(Tiles(*part, tiles.place)), parts)
+    out = jax.lax.map(lambda part: run(Tiles(expert=part[0], row=part[1], place=tiles.place)), parts)
     return tiles.summed(out.reshape(-1, out.shape[-1]), choices)
 
 

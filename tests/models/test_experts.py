@@ -12,7 +12,7 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.models.expert_parts import How, Weights
-from jattn.models.expert_products import MAX_DENSE_TOKENS
+from jattn.models.expert_products import MAX_DENSE_TOKENS, all_experts, each_row, way
 from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
 from jattn.models.experts import ClampedSwiGLU, Experts, Routing
 from jattn.models.layers import MLP
@@ -308,3 +308,21 @@ def test_the_kernel_is_declined_with_its_reason():
         "the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'",
         "rows are float32, and the kernel takes bfloat16 and float16",
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "has_kernel", "want"),
+    [
+        (15, True, each_row),
+        (16, True, all_experts),
+        (64, True, all_experts),
+        (128, True, all_experts),
+        (256, True, tiles_by_kernel),
+        (8192, True, tiles_by_kernel),
+        (512, False, all_experts),
+        (513, False, tiles_by_xla),
+    ],
+)
+def test_the_sizes_choose_the_way(tokens, has_kernel, want):
+    """Of Qwen3-30B-A3B, 8 of 128 experts."""
+    assert way(num_tokens=tokens, num_chosen=8, num_experts=128, has_kernel=has_kernel) is want
