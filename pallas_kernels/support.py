@@ -264,7 +264,7 @@ def why_not_write(
 
 
 def why_not_qkv_write(
-    *, dtype: DTypeLike, k_dtype: DTypeLike, v_dtype: DTypeLike, head_dim: int
+    *, dtype: DTypeLike, k_dtype: DTypeLike, v_dtype: DTypeLike, layout: str, head_dim: int
 ) -> str | None:
     """Why qkv_write has no kernel; None if it has.
 
@@ -272,6 +272,7 @@ def why_not_qkv_write(
         dtype: Of queries, keys and values.
         k_dtype: What keys are stored as.
         v_dtype: What values are stored as.
+        layout: Of the caches.
         head_dim: Width of a head.
     """
     name = jnp.dtype(dtype).name
@@ -279,6 +280,7 @@ def why_not_qkv_write(
     return _first_broken(
         [
             (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
+            (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
             (stored == (name, name), f"caches of {_listed(stored)} (those of {name} have one)"),
             (head_dim in HEAD_DIMS, f"heads of {head_dim} ({_listed(HEAD_DIMS)} have one)"),
         ]
@@ -291,3 +293,18 @@ def _listed(values: tuple[object, ...]) -> str:
 
 def _first_broken(rules: Iterable[tuple[bool, str]]) -> str | None:
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+
+
+def why_not_grouped_matmul(
+    *, dtype: DTypeLike, weights_dtype: DTypeLike, inputs: int, outputs: int
+) -> str | None:
+    """Why grouped_matmul has no kernel for a product; None if it has."""
+    for name, of in (("rows", dtype), ("weights", weights_dtype)):
+        if jnp.dtype(of).name not in DTYPES:
+            return f"{name} are {jnp.dtype(of).name}, and the kernel takes {' and '.join(DTYPES)}"
+    if jnp.dtype(dtype) != jnp.dtype(weights_dtype):
+        return f"rows are {jnp.dtype(dtype).name} and weights {jnp.dtype(weights_dtype).name}"
+    for name, width in (("inputs", inputs), ("outputs", outputs)):
+        if width % 64 or not width:
+            return f"{name} are {width}, and the kernel takes multiples of 64"
+    return None

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jattn.models.expert_products import Choices, How, Weights, run_experts
+from jattn.models.expert_parts import Choices, How, Weights
+from jattn.models.expert_products import run_experts
 from jattn.models.layers import ACTIVATIONS, matmul_precision
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 
@@ -188,7 +189,7 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """The layer's output, in x.dtype. No token sees another: padding may hold anything, NaN too."""
         choices = self.routing.choose(self.router_logits(x), self.experts_per_token)
-        out = run_experts(x, choices, self._weights(), How(self.activation, self.precision))
+        out = run_experts(x, choices, self.weights(), How(self.activation, self.precision))
         if self.shared_expert is not None:
             shared = self.shared_expert(x).astype(jnp.float32)
             if self.shared_expert_gate is not None:
@@ -202,7 +203,8 @@ class Experts(nnx.Module):
         logits = jnp.matmul(x, kernel, precision=self.precision, preferred_element_type=jnp.float32)
         return logits if bias is None else logits + bias[...].astype(jnp.float32)[None, :]
 
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
+        """The experts' parameters as arrays."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return Weights(
             gate_up=gate_up.weight[...],

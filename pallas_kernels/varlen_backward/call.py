@@ -9,10 +9,12 @@ from pallas_kernels.checks import require, require_positive, require_shape, unsu
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
-from pallas_kernels.varlen_backward.refs import Inputs
+from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import ALIGN, TABLE_WIDTH, Schedule, make_schedule, max_tiles
 from pallas_kernels.varlen_backward.sizes import UNIT, KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec
+from pallas_kernels.varlen_prefill import KernelMask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Call:
     seq_lens: jax.Array
     kv_start_loc: jax.Array
     alibi_slopes: jax.Array | None
+    lists: TileLists | None
+    mask: KernelMask | None
 
     def check(self) -> None:
         """Raises what varlen_backward raises, but for what a schedule is given."""
@@ -51,6 +55,7 @@ class Call:
         require_shape("kv_start_loc", self.kv_start_loc.shape, (reqs,), "reqs")
         if self.alibi_slopes is not None:
             require_shape("alibi_slopes", self.alibi_slopes.shape, (q_heads,), "q_heads")
+        require(self.lists is not None or self.mask is None, "lists", "be given with a mask", None)
         dtypes = {name: getattr(self, name).dtype for name in ("query", "key", "value", "out", "grad_out")}
         reason = why_not_backward(dtypes=dtypes, head_dim=head_dim)
         if reason is not None:
@@ -68,6 +73,8 @@ class Call:
             self.seq_lens,
             self.kv_start_loc,
             kv_tokens=self.key.shape[0],
+            kv_heads=self.key.shape[1],
+            head_dim=self.key.shape[2],
             score=score,
             sizes=sizes,
         )
@@ -76,7 +83,14 @@ class Call:
         """Refuses a schedule made for other keys or requests, as far as shapes tell."""
         kv_tokens, reqs = self.key.shape[0], self.seq_lens.shape[0]
         what = f"{kv_tokens} keys of {reqs} requests"
-        require_shape("schedule.table", schedule.table.shape, (max_tiles(kv_tokens, reqs), TABLE_WIDTH), what)
+        rows, q_heads, kv_heads = max_tiles(kv_tokens, reqs), self.query.shape[1], self.key.shape[1]
+        require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
+        what = f"{what}, {kv_heads} kv heads"
+        require_shape("schedule.order", schedule.order.shape, (rows * kv_heads,), what)
+        if self.lists is not None:
+            what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
+            require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
+            require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
 
     def inputs(self, schedule: Schedule, spec: BackwardSpec) -> Inputs:
         """The kernel's; gradients of queries begin as zeros."""
@@ -92,10 +106,16 @@ class Call:
             grad_out=as_copied(self.grad_out),
             stats=self.stats(),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
-            table=schedule.table,
-            num_live=schedule.num_live,
+            schedule=self._schedule_refs(schedule),
+            mask=() if self.mask is None else self.mask.arrays,
             grad_query=jax.new_ref(zeros),
         )
+
+    def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:
+        if self.lists is None:
+            return ScheduleRefs(schedule.table, schedule.num_live, schedule.order, None)
+        order, *lists = self.lists
+        return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
 
     def stats(self) -> jax.Array:
         """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32."""

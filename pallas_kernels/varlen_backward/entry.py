@@ -9,9 +9,11 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.kernel import backward
+from pallas_kernels.varlen_backward.lists import TileLists
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, units_of
+from pallas_kernels.varlen_prefill import KernelMask
 
 
 def varlen_backward(
@@ -29,6 +31,8 @@ def varlen_backward(
     grad_lse: Float[Array, "q_heads tokens"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     schedule: Schedule | None = None,
+    lists: TileLists | None = None,
+    mask: KernelMask | None = None,
     deterministic: bool = False,
     sizes: KernelSizes | None = None,
     interpret: Interpret = None,
@@ -52,11 +56,15 @@ def varlen_backward(
         grad_out: Gradient of out.
         query_start_loc: First token of each request, and one past the last; starts with 0.
         seq_lens: Keys of each request. Its last token stands at position `seq_len - 1`.
-        kv_start_loc: First key of each request; ascends.
+        kv_start_loc: First key of each request; starts with 0 and ascends.
         score: Static: scale, mask, soft cap.
         grad_lse: Gradient of lse; None = 0.
         alibi_slopes: Slope of each head.
         schedule: make_schedule's for the same lengths, score and sizes; made here when None.
+        lists: make_lists' for the schedule: each head's tiles of queries; None = all. Of a listed tile, rows
+            of the request must be finite even where the mask hides them.
+        mask: What queries see in tiles that are listed as seen in part, as varlen_prefill takes it; static
+            but for its arrays. Only with lists.
         deterministic: Static: the same bits twice. Otherwise thread blocks add to the gradient of queries in
             the order in which they come.
         sizes: Static. Chosen from the shapes when None.
@@ -72,7 +80,7 @@ def varlen_backward(
     call = Call(
         query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse,
         query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=alibi_slopes, lists=lists, mask=mask,
     )  # fmt: skip
     call.check()
     if deterministic:
@@ -86,7 +94,8 @@ def varlen_backward(
     kv_heads = key.shape[1]
     spec = BackwardSpec(
         kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
-        sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None, interpret=interpret,
+        sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None, has_lists=lists is not None,
+        mask=mask, interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
     outputs = backward(inputs, spec)

@@ -36,7 +36,7 @@ class Gradients:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
-        self.scores = Scores(smem.columns.at[wg], wg, spec)
+        self.scores = Scores(inputs.mask, smem.columns.at[wg], wg, spec)
         self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, wg, spec)
 
     def work_share(self, work: Worklist) -> None:
@@ -65,23 +65,24 @@ class Gradients:
             head = item.head(nth)
             slope = None if self.inputs.slopes is None else self.inputs.slopes[head]
 
-            def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
-                tile = lambda i: QueryTile(item, item.tile(i), slope, is_masked)
-                return lambda i, sums: self.take_step(tile(i), head, step + i, sums)
+            steps = item.steps(nth)
 
-            num, num_masked = item["num"], item.num_masked
-            sums = lax.fori_loop(0, num_masked, of_tile(True), sums)
-            sums = lax.fori_loop(num_masked, num, of_tile(False), sums)
-            return step + num, sums
+            def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
+                tile = lambda i: QueryTile(item, head, steps.tile(i), slope, is_masked)
+                return lambda i, sums: self.take_step(tile(i), step + i, sums)
+
+            sums = lax.fori_loop(0, steps.num_masked, of_tile(True), sums)
+            sums = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), sums)
+            return step + steps.num, sums
 
         return lax.fori_loop(0, self.spec.group, of_head, (step, self.products.zeros()))
 
-    def take_step(self, tile: QueryTile, head: Scalar, step: Scalar, sums: Sums) -> Sums:
-        """A tile of queries of a head."""
+    def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
+        """A tile of queries."""
         stage = lax.rem(step, jnp.int32(self.spec.sizes.stages))
         buffer = lax.rem(step, jnp.int32(BUFFERS))
         smem, pipeline = self.smem, self.pipeline
-        stats_s = smem.stats.at[stage]
+        stats_s, stored = smem.stats.at[stage], self.scores.stored(tile)
 
         def arrived(full: Ref, tile_s: Ref) -> None:
             plgpu.barrier_wait(full.at[stage])
@@ -98,17 +99,17 @@ class Gradients:
             zero=tile.item["zero"],
             await_queries=lambda: arrived(pipeline.q_full, smem.query),
             await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out),
-            probabilities=lambda s: self.scores.probabilities(s, stats_s, tile),
+            probabilities=lambda s: self.scores.probabilities(s, stats_s, tile, stored),
             grad_scores=lambda of, dp: self.scores.gradients(of, dp, stats_s),
             exchange=exchange,
             release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stage]),
-            add_grad_query=lambda dq: self.add_grad_query(tile, head, dq),
+            add_grad_query=lambda dq: self.add_grad_query(tile, dq),
         )
         sums = self.products.step(sums, stage, buffer, work)
         plgpu.barrier_arrive(pipeline.q_free.at[stage])
         return sums
 
-    def add_grad_query(self, tile: QueryTile, head: Scalar, dq: Units) -> None:
+    def add_grad_query(self, tile: QueryTile, dq: Units) -> None:
         """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
         first = tile.item.query_row(tile.nth)
         if not self.spec.is_interpreted:
@@ -119,7 +120,7 @@ class Gradients:
         for nth, piece in enumerate(dq):
             query_unit, unit = self.products.piece(nth)
             rows = pl.ds(pl.multiple_of(first + query_unit * UNIT, 8), UNIT)
-            to = self.inputs.grad_query.at[head, unit, rows]
+            to = self.inputs.grad_query.at[tile.head, unit, rows]
             if self.spec.is_interpreted:
                 to[...] = plgpu.load(to, layout=W, optimized=False) + piece
             else:

@@ -1,36 +1,62 @@
 """What a thread block works on: items, which are tiles of keys of one kv head, and their steps."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.varlen_backward.refs import ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import ALIGN, COLUMNS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 
 
+class Steps(NamedTuple):
+    """What an item does for one query head: a tile of queries a step; traced.
+
+    Attributes:
+        num_masked: The first so many need a mask.
+        num: All of them.
+        tile: `tile(i)`: the i-th one's tile, counted in the request.
+    """
+
+    num_masked: Scalar
+    num: Scalar
+    tile: Callable[[Scalar], Scalar]
+
+
 class Item:
-    """A tile of keys of one kv head; traced scalars. Its steps: a tile of queries each, for each query head.
+    """A tile of keys of one kv head; traced scalars.
 
     Attributes:
         kv_head: The head.
     """
 
-    def __init__(self, kv_head: Scalar, row: Ref, spec: BackwardSpec):
-        """With its row of the schedule's table, in global or shared memory."""
-        self.kv_head, self.row, self.spec = kv_head, row, spec
+    def __init__(
+        self, kv_head: Scalar, row: Scalar, columns: Ref, lists: ListRefs | None, spec: BackwardSpec
+    ):
+        """With the number of its row in the schedule's table, and that row, in global or shared memory."""
+        self.kv_head, self.row, self.columns, self.lists, self.spec = kv_head, row, columns, lists, spec
 
     def __getitem__(self, name: str) -> Scalar:
-        return self.row[COLUMNS.index(name)]
+        return self.columns[COLUMNS.index(name)]
 
-    @property
-    def num_masked(self) -> Scalar:
-        """Tiles of queries that do not see all keys; they come first."""
-        return self["num_low"] + self["num_high"]
+    def head(self, nth: Scalar) -> Scalar:
+        """The n-th query head of the group."""
+        return self.kv_head * self.spec.group + nth
 
-    def tile(self, i: Scalar) -> Scalar:
-        """The i-th of its tiles of queries: those to be masked at either end, then those between."""
+    def steps(self, nth: Scalar) -> Steps:
+        """Of the n-th query head of the group."""
+        if self.lists is None:
+            return Steps(self["num_low"] + self["num_high"], self["num"], self._tile)
+        q_heads = self.spec.kv_heads * self.spec.group
+        at, lists = self.row * q_heads + self.head(nth), self.lists
+        num_partial = lists.num_partial[at]
+        return Steps(num_partial, num_partial + lists.num_full[at], lambda i: lists.entries[at, i])
+
+    def _tile(self, i: Scalar) -> Scalar:
+        """Without lists: tiles to be masked at either end, then those between."""
         num_low, num_high = self["num_low"], self["num_high"]
         num_masked = num_low + num_high
         behind = self["num"] - num_masked
@@ -45,36 +71,32 @@ class Item:
         """Its position in the request; before the first query for rows that are not the request's."""
         return self["query_position"] + tile * self.spec.sizes.tile_q
 
-    def head(self, nth: Scalar) -> Scalar:
-        """The n-th query head of the group."""
-        return self.kv_head * self.spec.group + nth
-
 
 class Worklist:
-    """The items of a step, and which of them a thread block takes, the longest first."""
+    """The items of a step, and which of them a thread block takes."""
 
-    def __init__(self, table: Ref, num_live: Ref, spec: BackwardSpec):
-        self.table, self.spec = table, spec
-        self.num_items = num_live[0] * spec.kv_heads
+    def __init__(self, schedule: ScheduleRefs, ctas: int, spec: BackwardSpec):
+        self.schedule, self.ctas, self.spec = schedule, ctas, spec
+        self.num_items = schedule.num_live[0] * spec.kv_heads
 
     def rounds(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """How many items this thread block has, and the function from place among these to number.
+        """How many items this thread block has, and the function from place among these to item.
 
         Thread blocks take items in turn, every other round in the opposite order, so that their shares are
-        equal. Heads of a tile follow each other, so that tiles at work share queries in L2.
+        equal where the longest come first.
         """
-        cta, ctas = lax.axis_index("cta"), jnp.int32(self.spec.sizes.ctas)
+        cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
         full_rounds = lax.div(self.num_items, ctas)
         place = lambda r: r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
-        return full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32), place
+        rounds = full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32)
+        return rounds, lambda r: self.schedule.order[place(r)]
 
-    def row(self, number: Scalar) -> Scalar:
-        """Which row of the table an item's tile has."""
-        return lax.div(number, jnp.int32(self.spec.kv_heads))
-
-    def item(self, number: Scalar, row: Ref) -> Item:
-        """An item whose row of the table is given."""
-        return Item(lax.rem(number, jnp.int32(self.spec.kv_heads)), row, self.spec)
+    def item(self, number: Scalar, columns: Ref = None) -> Item:
+        """An item; its row of the table is in `columns`, or in global memory."""
+        kv_heads = jnp.int32(self.spec.kv_heads)
+        row = lax.div(number, kv_heads)
+        columns = self.schedule.table.at[row] if columns is None else columns
+        return Item(lax.rem(number, kv_heads), row, columns, self.schedule.lists, self.spec)
 
 
 def aligned(row: Scalar) -> Scalar:

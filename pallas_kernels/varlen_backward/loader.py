@@ -25,11 +25,9 @@ class Loader:
         rounds, number_of = work.rounds()
 
         def load(nth: Scalar, step: Scalar) -> Scalar:
-            number = number_of(nth)
-            row = work.row(number)
-            item = work.item(number, self.inputs.table.at[row])
+            item = work.item(number_of(nth))
             pl.when(nth >= 1)(lambda: plgpu.barrier_wait(self.pipeline.kv_free))
-            self.load_keys(item, row)
+            self.load_keys(item)
             return lax.fori_loop(0, self.spec.group, functools.partial(self.load_head, item), step)
 
         steps = lax.fori_loop(0, rounds, load, rounds * 0)
@@ -46,22 +44,31 @@ class Loader:
         """Where a step's queries are."""
         return lax.rem(step, jnp.int32(self.spec.sizes.stages))
 
-    def load_keys(self, item: Item, row: Scalar) -> None:
+    def load_keys(self, item: Item) -> None:
         """An item's keys, values and columns."""
         full = self.pipeline.kv_full
         for wg in range(WARPGROUPS):
             rows = pl.ds(aligned(item["first_key_row"] + wg * UNIT), UNIT)
             for unit in range(self.spec.units):
-                at = (rows, item.kv_head, *self.spec.at_unit(unit, row * 0))
+                at = (rows, item.kv_head, *self.spec.at_unit(unit, item.row * 0))
                 plgpu.copy_gmem_to_smem(self.inputs.key.at[at], self.smem.key.at[wg, unit], full)
                 plgpu.copy_gmem_to_smem(self.inputs.value.at[at], self.smem.value.at[wg, unit], full)
-        plgpu.copy_gmem_to_smem(self.inputs.table.at[row], self.smem.item, full)
+        plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[item.row], self.smem.item, full)
 
     def load_head(self, item: Item, nth: Scalar, step: Scalar) -> Scalar:
         """All steps of an item's n-th query head, from `step` on; returns the one behind."""
-        num = item["num"]
-        pl.loop(0, num)(lambda i: self.load_tile(item, item.head(nth), item.tile(i), step + i))
-        return step + num
+        head, steps = item.head(nth), item.steps(nth)
+
+        def load_next(i: Scalar, tile: Scalar) -> Scalar:
+            following = steps.tile(jnp.minimum(i + 1, steps.num - 1))
+            self.load_tile(item, head, tile, step + i)
+            return following
+
+        if self.spec.has_lists:  # read a step ahead: a list is in global memory
+            lax.fori_loop(0, steps.num, load_next, steps.tile(jnp.int32(0)))
+        else:
+            pl.loop(0, steps.num)(lambda i: self.load_tile(item, head, steps.tile(i), step + i))
+        return step + steps.num
 
     def load_tile(self, item: Item, head: Scalar, tile: Scalar, step: Scalar) -> None:
         """A tile of queries with its stats, and the gradients of its outputs."""

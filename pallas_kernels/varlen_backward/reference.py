@@ -33,7 +33,8 @@ def grads_of_request(
         soft_cap: Of scaled scores.
         bias: [q_heads, tokens, keys]: added to scores behind the cap.
         sinks: [q_heads]: one more score of each head, without a value.
-        rounded: What becomes of probabilities and gradients of scores before they are multiplied.
+        rounded: What becomes of the output, of probabilities and of gradients of scores before they are
+            multiplied.
     """
     keys, kv_heads, _ = key.shape
     group = query.shape[1] // kv_heads
@@ -52,7 +53,8 @@ def grads_of_request(
     total = jnp.exp(columns - top).sum(axis=2, keepdims=True)
     p = jnp.exp(scores - top) / jnp.where(total == 0, 1, total)
     grad_p = jnp.einsum("qhd,khd->hqk", grad_out, v, precision="highest")
-    expected = (p * grad_p).sum(axis=2, keepdims=True)
+    out = rounded(jnp.einsum("hqk,khd->qhd", p, v, precision="highest"))
+    expected = (out * grad_out).sum(axis=2).T[:, :, None]
     if grad_lse is not None:
         expected = expected - grad_lse[:, :, None]
     grad_s = rounded(p * (grad_p - expected) * slope)

@@ -9,6 +9,30 @@ from typing import NamedTuple
 from pallas_kernels.shared.types import Barriers, Ref
 
 
+class ListRefs(NamedTuple):
+    """Which tiles of queries the items see: fields of lists.TileLists."""
+
+    entries: Ref
+    num_partial: Ref
+    num_full: Ref
+
+
+class ScheduleRefs(NamedTuple):
+    """What is to be done.
+
+    Attributes:
+        table: [tiles, columns]: the schedule.
+        num_live: [1]: rows of the table that mean something.
+        order: [items]: which item, as `row * kv_heads + kv_head`.
+        lists: Or None: all tiles of queries that the score's mask leaves.
+    """
+
+    table: Ref
+    num_live: Ref
+    order: Ref
+    lists: ListRefs | None
+
+
 class Inputs(NamedTuple):
     """What the kernel reads, in global memory; 8 divides tokens and kv_tokens.
 
@@ -19,8 +43,8 @@ class Inputs(NamedTuple):
         grad_out: As query.
         stats: [q_heads, 2, tokens] f32: what scores are less, and what gradients of probabilities are less.
         slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
-        table: [tiles, columns]: the schedule.
-        num_live: [1]: rows of the table that mean something.
+        schedule: The items.
+        mask: The mask's arrays.
         grad_query: jax.Ref [q_heads, units, rows, 64] f32, added to; but for the scale.
     """
 
@@ -30,8 +54,8 @@ class Inputs(NamedTuple):
     grad_out: Ref
     stats: Ref
     slopes: Ref
-    table: Ref
-    num_live: Ref
+    schedule: ScheduleRefs
+    mask: tuple[Ref, ...]
     grad_query: Ref
 
 

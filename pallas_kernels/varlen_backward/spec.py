@@ -11,6 +11,7 @@ from pallas_kernels.shared.head_dims import HeadCut, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
 from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS, KernelSizes
+from pallas_kernels.varlen_prefill import KernelMask
 
 W = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -35,6 +36,8 @@ class BackwardSpec:
         sizes: The kernel's sizes.
         dtype: Of queries, keys, values and the gradient of the output.
         has_alibi: Scores have a bias.
+        has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
+        mask: Which keys a query sees besides, in tiles that are listed as seen in part; here its functions.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
@@ -45,6 +48,8 @@ class BackwardSpec:
     sizes: KernelSizes
     dtype: np.dtype
     has_alibi: bool
+    has_lists: bool
+    mask: KernelMask | None
     interpret: Interpret = None
 
     @property

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.masks import Mask, Pairs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import reference
 from pallas_kernels.varlen_prefill import key_range
@@ -23,6 +24,7 @@ class Setting:
         heads: Query heads and kv heads.
         gap: Rows of NaN behind each request's keys; and as many behind all queries.
         has_sinks: Heads have sinks, which are in the LSE.
+        mask: jattn's, beyond the score's numbers.
     """
 
     query_lens: tuple[int, ...]
@@ -35,6 +37,7 @@ class Setting:
     has_alibi: bool = False
     has_sinks: bool = False
     has_grad_lse: bool = False
+    mask: Mask | None = None
     seed: int = 0
 
 
@@ -80,8 +83,10 @@ class BackwardProblem:
             got, want = np.asarray(got, np.float64), self.want[name]
             assert got.shape == want.shape
             assert not np.isnan(got).any(), name
-            allowed = 2 * np.abs(self.in_16_bits[name] - want).max()
-            assert np.abs(got - want).max() <= allowed + 1e-6, (name, np.abs(got - want).max(), allowed)
+            error, allowed = got - want, self.in_16_bits[name] - want
+            rounding = float(jnp.finfo(self.setting.dtype).eps) * np.abs(want).max(initial=0.0)
+            assert np.abs(error).max() <= 2 * np.abs(allowed).max() + rounding / 2, name
+            assert (error**2).mean() <= 2 * (allowed**2).mean() + 1e-12, name
             assert not got[~self._is_live(name)].any(), name
 
     def _is_live(self, name):
@@ -104,6 +109,10 @@ class BackwardProblem:
         grad_lse = self.rng.normal(size=(q_heads, num)).astype(np.float32)
         position = np.arange(num) + keys - num
         sees = sees_of(score, position, keys)
+        if setting.mask is not None:
+            head, query, key = np.ix_(range(q_heads), position, range(keys))
+            pairs = (jnp.asarray(x, jnp.int32) for x in (head, np.full((1, 1, 1), r), query, key))
+            sees = sees & np.asarray(setting.mask.sees(Pairs(*pairs, num_heads=setting.heads)))
         bias = None
         if self.slopes is not None:
             distance = position[:, None] - np.arange(keys)
