@@ -112,10 +112,13 @@ def the_next_request_is_served(server):
         ),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
             422,
             "tools",
-            "is not served",
+            "the chat template has no <tool_call>",
         ),
         ("/detokenize", {"tokens": [999]}, 400, "tokens", r"must be in the vocabulary.*\[999\]"),
         ("/tokenize", {"prompt": 5}, 400, "prompt", "prompt"),
