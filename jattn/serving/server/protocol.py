@@ -92,8 +92,8 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
-    # known, and served with their defaults alone
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    # known, and served with its default alone
     suffix: str | None = None
 
 
