@@ -102,7 +102,7 @@ class Job:
         return self._envelope(self.shape.whole, choices) | {"usage": self._usage()}
 
     def _best(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Of each prompt's completions as many as are wanted: those whose tokens are likeliest in the mean."""
+        """Of each prompt's completions as many as are wanted: those whose tokens are likeliest on average."""
         made, wanted = self.params.n, self.body.n or 1
         if made == wanted:
             return outputs
