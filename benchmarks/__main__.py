@@ -3,10 +3,12 @@
 import argparse
 
 from benchmarks import (
+    backward,
     cascades,
     decode,
     drafts,
     engine,
+    experts,
     gpu_tests,
     graphs,
     host,
@@ -22,6 +24,7 @@ from benchmarks import (
 SUITES = {
     "decode": decode,
     "prefill": prefill,
+    "backward": backward,
     "sparse": sparse,
     "tune": tune,
     "graphs": graphs,
@@ -31,6 +34,7 @@ SUITES = {
     "drafts": drafts,
     "cascades": cascades,
     "quantization": quantization,
+    "experts": experts,
     "gpu-tests": gpu_tests,
     "table": table,
     "write": write,

@@ -1,6 +1,6 @@
 """Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ DTYPES = ("bfloat16", "float16")
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
+BACKWARD_HEAD_DIMS = (32, 64, 80, 96, 112, 128)
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
 COMPUTE_CAPABILITY = "9.0"
@@ -168,6 +169,26 @@ def why_not_prefill(
     return _first_broken(rules)
 
 
+def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str | None:
+    """Why varlen_backward has no kernel for a request; None if it has.
+
+    Args:
+        dtypes: Of each array; the queries' is `dtypes["query"]`.
+        head_dim: Width of a head.
+    """
+    named = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items()}
+    query = named["query"]
+    rules = (
+        (query in DTYPES, f"queries of {query} ({_listed(DTYPES)} have one)"),
+        *((got == query, f"{name} of {got} with queries of {query}") for name, got in named.items()),
+        (
+            head_dim in BACKWARD_HEAD_DIMS,
+            f"gradients of head_dim {head_dim} ({_listed(BACKWARD_HEAD_DIMS)} have one)",
+        ),
+    )
+    return _first_broken(rules)
+
+
 def why_not_read(
     *, dtype: DTypeLike, cache_dtype: DTypeLike, head_dim: int, block_size: int, layout: str = "NHD"
 ) -> str | None:
@@ -240,6 +261,30 @@ def why_not_write(
         (layout != "HND" or head_dim <= 256, f"HND heads of {head_dim} (at most 256)"),
     ]
     return _first_broken(rules)
+
+
+def why_not_qkv_write(
+    *, dtype: DTypeLike, k_dtype: DTypeLike, v_dtype: DTypeLike, layout: str, head_dim: int
+) -> str | None:
+    """Why qkv_write has no kernel; None if it has.
+
+    Args:
+        dtype: Of queries, keys and values.
+        k_dtype: What keys are stored as.
+        v_dtype: What values are stored as.
+        layout: Of the caches.
+        head_dim: Width of a head.
+    """
+    name = jnp.dtype(dtype).name
+    stored = jnp.dtype(k_dtype).name, jnp.dtype(v_dtype).name
+    return _first_broken(
+        [
+            (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
+            (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
+            (stored == (name, name), f"caches of {_listed(stored)} (those of {name} have one)"),
+            (head_dim in HEAD_DIMS, f"heads of {head_dim} ({_listed(HEAD_DIMS)} have one)"),
+        ]
+    )
 
 
 def _listed(values: tuple[object, ...]) -> str:

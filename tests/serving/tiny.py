@@ -1,12 +1,10 @@
 """The smallest things that an engine can serve: a tokenizer of bytes and a model of one layer."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jattn.models import Decoder
+from jattn.models import Decoder, DecoderConfig
 from jattn.models.loading import read_config
 from tests.conftest import GOLDEN
 
@@ -29,14 +27,9 @@ BYTES = byte_tokenizer()
 def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None):
     """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
     config = read_config(GOLDEN / "hf" / "llama")
-    config = dataclasses.replace(
-        config,
-        num_hidden_layers=num_layers,
-        layer_types=(("sliding_attention",) if sliding_window else config.layer_types[:1]) * num_layers,
-        sliding_window=sliding_window,
-        ropes=config.ropes[:1] * num_layers,
-        eos_token_ids=(),
-    )
+    family = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} if sliding_window else {}
+    change = {"num_hidden_layers": num_layers, "sliding_window": sliding_window, "eos_token_id": None}
+    config = DecoderConfig.from_hf(config.to_hf() | family | change)
     model = Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
     model.tokenizer = BYTES
     return model

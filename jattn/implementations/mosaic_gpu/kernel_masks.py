@@ -17,7 +17,8 @@ from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, Pair
 
 HALF = WORD // 2
 MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
-MAX_TOUCHED = 10  # blocks of queries, by 64 rows: a word is read for each
+MAX_TOUCHED = 10  # blocks of queries, by the rows of a tile: a word is read for each
+MAX_ROWS = 128  # queries of a tile
 ROWS_BEFORE = 16  # a tile's first row may lie so far before its request
 
 
@@ -39,12 +40,18 @@ class Call(NamedTuple):
     tile_kv: int
 
 
-def why_not_kernel_mask(mask: Mask, tile_kv: int) -> str | None:
-    """Why the kernel cannot compute a mask pair by pair; None if it can."""
+def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS) -> str | None:
+    """Why a kernel cannot compute a mask pair by pair; None if it can.
+
+    Args:
+        mask: The mask.
+        tile_kv: Keys of a tile.
+        rows: Queries of a tile.
+    """
     for leaf in leaves(mask):
         if isinstance(leaf, BlockMask):
-            if leaf.block_q is not None and blocks_of_tile(WARPGROUP_ROWS, leaf.block_q) > MAX_TOUCHED:
-                few = f"{WARPGROUP_ROWS} touch more than {MAX_TOUCHED}"
+            if leaf.block_q is not None and blocks_of_tile(rows, leaf.block_q) > MAX_TOUCHED:
+                few = f"{rows} touch more than {MAX_TOUCHED}"
                 return f"there is no kernel for blocks of {leaf.block_q} queries ({few})"
             if blocks_of_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
                 few = f"{tile_kv} touch more than {MAX_BLOCKS}"
@@ -139,7 +146,7 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
 def _document(mask: Document, call: Call) -> KernelMask:
     """Of each position its document's first key, and one past the last."""
     ids = jnp.atleast_2d(jnp.asarray(mask.ids))
-    position = jnp.arange(-ROWS_BEFORE, call.max_seq_len + WARPGROUP_ROWS, dtype=jnp.int32)
+    position = jnp.arange(-ROWS_BEFORE, call.max_seq_len + MAX_ROWS, dtype=jnp.int32)
     at = lambda position: ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
     begins, ends = at(position) != at(position - 1), at(position) != at(position + 1)
     first = lax.cummax(jnp.where(begins, position, 0), axis=1)
@@ -180,7 +187,7 @@ def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
 def _vertical_slash(mask: VerticalSlash) -> KernelMask:
     """Of each key 32 columns from it on, of each distance that and 31 smaller ones, the smallest last."""
     columns, slashes = jnp.asarray(mask.columns), jnp.asarray(mask.slashes)
-    num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], WARPGROUP_ROWS
+    num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], MAX_ROWS
     of_columns = jnp.pad(words_of(columns), ((0, 0), (1, 1)))  # nothing at either end
     of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
 
@@ -227,7 +234,7 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
         queries, first = tile.queries, quotient(jnp.maximum(tile.first_query, 0), block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
         bits = tile.of_rows(word(first - ahead))
-        for nth in range(1, blocks_of_tile(WARPGROUP_ROWS, block_q)):
+        for nth in range(1, blocks_of_tile(tile.shape[0], block_q)):
             is_there = queries >= (first + nth) * block_q
             bits = jnp.where(is_there, word(first + nth - ahead), bits)
         return bits

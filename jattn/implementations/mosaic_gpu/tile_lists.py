@@ -5,6 +5,7 @@ import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, UInt
 
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
 from jattn.masks import (
@@ -156,6 +157,18 @@ def tile_lists(
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
     return make_lists(schedule, codes_of(some, every, seen_by_block), sets=sets)
+
+
+def packed_codes(
+    mask: Mask, spec: AttentionSpec, schedule: Schedule, sizes: KernelSizes, call: ListsCall
+) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
+    """What is known of each tile of queries and tile of packed keys, pair by pair masks among it. Traced.
+
+    Arguments are tile_lists'.
+    """
+    items = _Items(schedule, spec, sizes, call)
+    some, every = items.coverage(_of_spec(spec) & mask, items.first, items.last)
+    return codes_of(some, every & items.is_inside()[:, None, :])
 
 
 class _Items:

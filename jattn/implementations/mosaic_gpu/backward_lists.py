@@ -1,0 +1,72 @@
+"""From a mask to the lists of tiles that varlen_backward walks through."""
+
+from typing import NamedTuple
+
+import jax
+
+from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
+from jattn.implementations.mosaic_gpu.tile_lists import ListsCall, packed_codes
+from jattn.masks import Mask
+from jattn.spec import AttentionSpec
+from pallas_kernels import varlen_backward as backward
+from pallas_kernels import varlen_prefill as prefill
+from pallas_kernels.shared import Score
+
+KEYS = backward.TILE_KV // backward.WARPGROUPS  # that a mask is asked about at once
+
+
+class PackedLens(NamedTuple):
+    """Where requests stand: arguments of varlen_backward."""
+
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    kv_start_loc: jax.Array
+
+
+def why_not_backward_lists(mask: Mask, sizes: backward.KernelSizes) -> str | None:
+    """Why varlen_backward cannot serve a mask; None if it can."""
+    return why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q)
+
+
+def backward_mask(mask: Mask, spec: AttentionSpec, *, max_seq_len: int) -> prefill.KernelMask:
+    """What varlen_backward computes for each pair of a tile that is seen in part. Traced.
+
+    Args:
+        mask: Beyond the spec's numbers; why_not_backward_lists is None.
+        spec: The layer.
+        max_seq_len: Static: bound of the requests' lengths.
+    """
+    num_heads = spec.num_q_heads, spec.num_kv_heads
+    call = Call(num_heads, is_prefill=True, is_packed=True, max_seq_len=max_seq_len, tile_kv=KEYS)
+    return kernel_mask(mask, call)
+
+
+def backward_lists(
+    mask: Mask,
+    spec: AttentionSpec,
+    lens: PackedLens,
+    schedule: backward.Schedule,
+    *,
+    sizes: backward.KernelSizes,
+    num_tokens: int,
+    max_seq_len: int,
+) -> backward.TileLists:
+    """The lists of a step's tiles of keys under a mask and the spec's numbers. Traced.
+
+    Args:
+        mask: Beyond the spec's numbers; why_not_backward_lists is None.
+        spec: The layer.
+        lens: Where requests stand.
+        schedule: The tiles of keys.
+        sizes: Static: the kernel's sizes.
+        num_tokens: Static: queries, padding included.
+        max_seq_len: Static: bound of the requests' lengths.
+    """
+    teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
+    of_queries = prefill.KernelSizes(tile_kv=backward.TILE_KV, warpgroups=2, teams=teams)
+    score = Score(scale=1.0, causal=spec.causal)  # no number of these is looked at
+    tiles = prefill.make_schedule(*lens, num_tokens=num_tokens, score=score, sizes=of_queries, has_lists=True)
+    codes = packed_codes(mask, spec, tiles, of_queries, ListsCall(max_seq_len, is_packed=True))
+    column = lambda name: tiles.table[:, prefill.COLUMNS.index(name)]
+    query_tiles = backward.QueryTiles(tiles.first_tiles, column("begin"), column("end"))
+    return backward.make_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)

@@ -1,0 +1,142 @@
+"""A call of varlen_backward: whether it may be, and the kernel's inputs made of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import require, require_positive, require_shape, unsupported
+from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.support import why_not_backward
+from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
+from pallas_kernels.varlen_backward.schedule import ALIGN, TABLE_WIDTH, Schedule, make_schedule, max_tiles
+from pallas_kernels.varlen_backward.sizes import UNIT, KernelSizes
+from pallas_kernels.varlen_backward.spec import BackwardSpec
+from pallas_kernels.varlen_prefill import KernelMask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Arguments of varlen_backward, of the same names."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    out: jax.Array
+    lse: jax.Array
+    grad_out: jax.Array
+    grad_lse: jax.Array | None
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    kv_start_loc: jax.Array
+    alibi_slopes: jax.Array | None
+    lists: TileLists | None
+    mask: KernelMask | None
+
+    def check(self) -> None:
+        """Raises what varlen_backward raises, but for what a schedule is given."""
+        require(self.query.ndim == 3, "query", "have 3 axes", self.query.shape)
+        require(self.key.ndim == 3, "key", "have 3 axes", self.key.shape)
+        (tokens, q_heads, head_dim), (_, kv_heads, _) = self.query.shape, self.key.shape
+        (reqs,) = self.seq_lens.shape
+        require_positive(kv_heads=kv_heads, q_heads=q_heads)
+        require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+        require_shape("key's head_dim", self.key.shape[-1:], (head_dim,), "as query")
+        require_shape("value", self.value.shape, self.key.shape, "as key")
+        for name in ("out", "grad_out"):
+            require_shape(name, getattr(self, name).shape, self.query.shape, "as query")
+        for name in ("lse", "grad_lse"):
+            stats = getattr(self, name)
+            if stats is not None:
+                require_shape(name, stats.shape, (q_heads, tokens), "q_heads, tokens")
+        require_shape("query_start_loc", self.query_start_loc.shape, (reqs + 1,), "reqs + 1")
+        require_shape("kv_start_loc", self.kv_start_loc.shape, (reqs,), "reqs")
+        if self.alibi_slopes is not None:
+            require_shape("alibi_slopes", self.alibi_slopes.shape, (q_heads,), "q_heads")
+        require(self.lists is not None or self.mask is None, "lists", "be given with a mask", None)
+        dtypes = {name: getattr(self, name).dtype for name in ("query", "key", "value", "out", "grad_out")}
+        reason = why_not_backward(dtypes=dtypes, head_dim=head_dim)
+        if reason is not None:
+            raise unsupported("varlen_backward", reason, "Use another implementation")
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody sees a key, as shapes tell."""
+        return 0 in (self.query.shape[0], self.key.shape[0], self.seq_lens.shape[0])
+
+    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
+        """Its own."""
+        return make_schedule(
+            self.query_start_loc,
+            self.seq_lens,
+            self.kv_start_loc,
+            kv_tokens=self.key.shape[0],
+            kv_heads=self.key.shape[1],
+            head_dim=self.key.shape[2],
+            score=score,
+            sizes=sizes,
+        )
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        """Refuses a schedule made for other keys or requests, as far as shapes tell."""
+        kv_tokens, reqs = self.key.shape[0], self.seq_lens.shape[0]
+        what = f"{kv_tokens} keys of {reqs} requests"
+        rows, q_heads, kv_heads = max_tiles(kv_tokens, reqs), self.query.shape[1], self.key.shape[1]
+        require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
+        what = f"{what}, {kv_heads} kv heads"
+        require_shape("schedule.order", schedule.order.shape, (rows * kv_heads,), what)
+        if self.lists is not None:
+            what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
+            require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
+            require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
+
+    def inputs(self, schedule: Schedule, spec: BackwardSpec) -> Inputs:
+        """The kernel's; gradients of queries begin as zeros."""
+        as_copied = lambda x: spec.cut.split(_whole_rows(x, axis=0))
+        tokens = self.query.shape[0]
+        rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
+        zeros = jnp.zeros((self.query.shape[1], spec.units, rows, UNIT), jnp.float32)
+        slopes = self.alibi_slopes
+        return Inputs(
+            query=as_copied(self.query),
+            key=as_copied(self.key),
+            value=as_copied(self.value),
+            grad_out=as_copied(self.grad_out),
+            stats=self.stats(),
+            slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
+            schedule=self._schedule_refs(schedule),
+            mask=() if self.mask is None else self.mask.arrays,
+            grad_query=jax.new_ref(zeros),
+        )
+
+    def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:
+        if self.lists is None:
+            return ScheduleRefs(schedule.table, schedule.num_live, schedule.order, None)
+        order, *lists = self.lists
+        return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
+
+    def stats(self) -> jax.Array:
+        """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32."""
+        as_f32 = lambda x: x.astype(jnp.float32)
+        # A kernel of its own: summed where the two are stacked, a thread would read a whole head.
+        products = as_f32(self.out) * as_f32(self.grad_out)
+        expected = jax.lax.optimization_barrier(products.sum(axis=-1)).T
+        if self.grad_lse is not None:
+            expected = expected - as_f32(self.grad_lse)
+        lse = as_f32(self.lse)
+        less = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)  # a row without keys has probabilities of 0
+        return _whole_rows(jnp.stack([less, expected], axis=1), axis=2)
+
+    def grad_query(self, summed: jax.Array, spec: BackwardSpec) -> jax.Array:
+        """From [q_heads, units, rows, 64] f32, but for the scale, to what query is."""
+        tokens, q_heads, head_dim = self.query.shape
+        scaled = (summed[:, :, :tokens, : spec.cut.chunk] * spec.score.scale).astype(self.query.dtype)
+        return scaled.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
+
+
+def _whole_rows(x: jax.Array, *, axis: int) -> jax.Array:
+    """Tokens padded to what TMA takes."""
+    missing = -x.shape[axis] % ALIGN
+    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)]) if missing else x

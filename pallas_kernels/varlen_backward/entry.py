@@ -1,0 +1,104 @@
+"""varlen_backward: gradients of packed attention."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import unsupported
+from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.types import Interpret
+from pallas_kernels.varlen_backward.call import Call
+from pallas_kernels.varlen_backward.kernel import backward
+from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.schedule import Schedule
+from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
+from pallas_kernels.varlen_backward.spec import BackwardSpec, units_of
+from pallas_kernels.varlen_prefill import KernelMask
+
+
+def varlen_backward(
+    query: Float[Array, "tokens q_heads head_dim"],
+    key: Float[Array, "kv_tokens kv_heads head_dim"],
+    value: Float[Array, "kv_tokens kv_heads head_dim"],
+    out: Float[Array, "tokens q_heads head_dim"],
+    lse: Float[Array, "q_heads tokens"],
+    grad_out: Float[Array, "tokens q_heads head_dim"],
+    *,
+    query_start_loc: Int[Array, " bounds"],
+    seq_lens: Int[Array, " reqs"],
+    kv_start_loc: Int[Array, " reqs"],
+    score: Score,
+    grad_lse: Float[Array, "q_heads tokens"] | None = None,
+    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    schedule: Schedule | None = None,
+    lists: TileLists | None = None,
+    mask: KernelMask | None = None,
+    deterministic: bool = False,
+    sizes: KernelSizes | None = None,
+    interpret: Interpret = None,
+) -> tuple[
+    Float[Array, "tokens q_heads head_dim"],
+    Float[Array, "kv_tokens kv_heads head_dim"],
+    Float[Array, "kv_tokens kv_heads head_dim"],
+]:
+    """Gradients of the queries, keys and values that varlen_prefill attended over, packed.
+
+    Rows of no request, and keys behind a request's last, may hold anything: their gradients are 0, and they
+    reach nothing. Sinks are in `lse` and need no mention; their own gradient is the sum over a head's tokens
+    of `exp(sink - lse) * (grad_lse - sum(out * grad_out))`.
+
+    Args:
+        query: Tokens of all requests, one request after the other; behind the last there may be padding.
+        key: Keys of all requests, likewise.
+        value: As key.
+        out: What varlen_prefill returned.
+        lse: Likewise: natural log; -inf for rows that saw no key.
+        grad_out: Gradient of out.
+        query_start_loc: First token of each request, and one past the last; starts with 0.
+        seq_lens: Keys of each request. Its last token stands at position `seq_len - 1`.
+        kv_start_loc: First key of each request; starts with 0 and ascends.
+        score: Static: scale, mask, soft cap.
+        grad_lse: Gradient of lse; None = 0.
+        alibi_slopes: Slope of each head.
+        schedule: make_schedule's for the same lengths, score and sizes; made here when None.
+        lists: make_lists' for the schedule: each head's tiles of queries; None = all. Of a listed tile, rows
+            of the request must be finite even where the mask hides them.
+        mask: What queries see in tiles that are listed as seen in part, as varlen_prefill takes it; static
+            but for its arrays. Only with lists.
+        deterministic: Static: the same bits twice. Otherwise thread blocks add to the gradient of queries in
+            the order in which they come.
+        sizes: Static. Chosen from the shapes when None.
+        interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+
+    Returns:
+        Gradients of query, key and value, each as its array.
+
+    Raises:
+        ValueError: Shapes disagree.
+        NotImplementedError: There is no kernel for this request; the message says why.
+    """
+    call = Call(
+        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse,
+        query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc,
+        alibi_slopes=alibi_slopes, lists=lists, mask=mask,
+    )  # fmt: skip
+    call.check()
+    if deterministic:
+        way_out = "Use another implementation, or leave deterministic=False"
+        raise unsupported("varlen_backward", "its additions come in any order", way_out)
+    if call.is_empty:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    sizes = default_sizes(query.shape[2]) if sizes is None else sizes
+    schedule = call.make_schedule(score, sizes) if schedule is None else schedule
+    call.check_schedule(schedule)
+    kv_heads = key.shape[1]
+    spec = BackwardSpec(
+        kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
+        sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None, has_lists=lists is not None,
+        mask=mask, interpret=interpret,
+    )  # fmt: skip
+    inputs = call.inputs(schedule, spec)
+    outputs = backward(inputs, spec)
+    live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
+    grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
+    return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)

@@ -1,0 +1,168 @@
+"""What a warpgroup computes: gradients of its half of an item's keys and values, through all steps of it.
+
+Of each step it adds its pieces of the queries' gradient to global memory, too.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.paged_kv import clear_unseen
+from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.items import Item, Worklist
+from pallas_kernels.varlen_backward.memory import BUFFERS
+from pallas_kernels.varlen_backward.products import (
+    InterpretedProducts,
+    Products,
+    Sums,
+    Units,
+    Work,
+    store_units,
+)
+from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_backward.scores import QueryTile, Scores
+from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS
+from pallas_kernels.varlen_backward.spec import BackwardSpec, W
+from pallas_kernels.varlen_backward.store import store_rows
+
+
+class Gradients:
+    """One warpgroup."""
+
+    def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, spec: BackwardSpec):
+        self.wg = wg = lax.axis_index("warpgroup")
+        self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
+        self.spec = spec
+        self.scores = Scores(inputs.mask, smem.columns.at[wg], wg, spec)
+        self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, wg, spec)
+
+    def work_share(self, work: Worklist) -> None:
+        """All items of the thread block."""
+        rounds, number_of = work.rounds()
+        self.scores.store_columns()
+
+        def attend(nth: Scalar, step: Scalar) -> Scalar:
+            plgpu.barrier_wait(self.pipeline.kv_full)
+            item = work.item(number_of(nth), self.smem.item)
+            self._clear_keys(item)
+            step, sums = self.grads_of(item, step)
+            self.store(item, sums)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.pipeline.kv_free)
+            return step
+
+        lax.fori_loop(0, rounds, attend, rounds * 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def grads_of(self, item: Item, step: Scalar) -> tuple[Scalar, Sums]:
+        """All steps of an item, from `step` on: the one behind, and the sums."""
+
+        def of_head(nth: Scalar, carry: tuple[Scalar, Sums]) -> tuple[Scalar, Sums]:
+            step, sums = carry
+            head = item.head(nth)
+            slope = None if self.inputs.slopes is None else self.inputs.slopes[head]
+
+            steps = item.steps(nth)
+
+            def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
+                tile = lambda i: QueryTile(item, head, steps.tile(i), slope, is_masked)
+                return lambda i, sums: self.take_step(tile(i), step + i, sums)
+
+            sums = lax.fori_loop(0, steps.num_masked, of_tile(True), sums)
+            sums = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), sums)
+            return step + steps.num, sums
+
+        return lax.fori_loop(0, self.spec.group, of_head, (step, self.products.zeros()))
+
+    def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
+        """A tile of queries."""
+        stage = lax.rem(step, jnp.int32(self.spec.sizes.stages))
+        buffer = lax.rem(step, jnp.int32(BUFFERS))
+        smem, pipeline = self.smem, self.pipeline
+        stats_s, stored = smem.stats.at[stage], self.scores.stored(tile)
+
+        def arrived(full: Ref, tile_s: Ref) -> None:
+            plgpu.barrier_wait(full.at[stage])
+            if tile.is_masked:
+                self._clear_queries(tile, tile_s.at[stage])
+
+        def exchange(ds: Tile) -> None:
+            store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
+            plgpu.barrier_wait(pipeline.ds_full.at[buffer])
+
+        work = Work(
+            zero=tile.item["zero"],
+            await_queries=lambda: arrived(pipeline.q_full, smem.query),
+            await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out),
+            probabilities=lambda s: self.scores.probabilities(s, stats_s, tile, stored),
+            grad_scores=lambda of, dp: self.scores.gradients(of, dp, stats_s),
+            exchange=exchange,
+            release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stage]),
+            add_grad_query=lambda dq: self.add_grad_query(tile, dq),
+        )
+        sums = self.products.step(sums, stage, buffer, work)
+        plgpu.barrier_arrive(pipeline.q_free.at[stage])
+        return sums
+
+    def add_grad_query(self, tile: QueryTile, dq: Units) -> None:
+        """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
+        first = tile.item.query_row(tile.nth)
+        if not self.spec.is_interpreted:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last step's
+            for nth, piece in enumerate(dq):
+                self.smem.grad_query[self.wg, nth] = piece
+            plgpu.commit_smem()
+        for nth, piece in enumerate(dq):
+            query_unit, unit = self.products.piece(nth)
+            rows = pl.ds(pl.multiple_of(first + query_unit * UNIT, 8), UNIT)
+            to = self.inputs.grad_query.at[tile.head, unit, rows]
+            if self.spec.is_interpreted:
+                to[...] = plgpu.load(to, layout=W, optimized=False) + piece
+            else:
+                plgpu.copy_smem_to_gmem(self.smem.grad_query.at[self.wg, nth], to, reduction_op="add")
+
+    def store(self, item: Item, sums: Sums) -> None:
+        """Gradients of the keys and values, in the place of these."""
+        scale, dtype = self.spec.score.scale, self.spec.dtype
+        of_key = tuple((acc * scale).astype(dtype) for acc in sums.key)
+        of_value = tuple(acc.astype(dtype) for acc in sums.value)
+
+        def store(grad_g: Ref, both: Ref, tiles: Units) -> None:
+            (swizzled,), (plain,) = both
+            store_rows(grad_g, item, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec)
+
+        store(self.outputs.grad_value, self.smem.value_and_grad, of_value)
+        # The other warpgroup multiplies these keys, too.
+        plgpu.barrier_arrive(self.pipeline.kv_read)
+        plgpu.barrier_wait(self.pipeline.kv_read)
+        store(self.outputs.grad_key, self.smem.key_and_grad, of_key)
+
+    def _clear_keys(self, item: Item) -> None:
+        """Zeros for rows that are not the request's: a gradient of 0 hides no NaN."""
+        begin, end = item["begin"], item["end"]
+
+        @pl.when((begin > 0) | (end < WARPGROUPS * UNIT))
+        def _() -> None:
+            for wg in range(WARPGROUPS):
+                self._clear(self.smem.key.at[wg], begin - wg * UNIT, end - wg * UNIT)
+            plgpu.commit_smem()
+
+    def _clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
+        """The same of queries, and of gradients of their outputs. Each warpgroup for itself."""
+        begin, end = tile.live()
+
+        @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
+        def _() -> None:
+            for nth in range(self.spec.query_units):
+                here = tile_s.at[slice(None), pl.ds(nth * UNIT, UNIT)]
+                self._clear(here, begin - nth * UNIT, end - nth * UNIT)
+            plgpu.commit_smem()
+
+    def _clear(self, unit_s: Ref, begin: Scalar, end: Scalar) -> None:
+        row = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
+        clear_unseen(unit_s, pl.ds(0, UNIT), row, begin, end)

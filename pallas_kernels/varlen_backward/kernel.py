@@ -1,0 +1,99 @@
+"""The backward kernel: dK and dV of a tile of keys at a time, and dQ added up on the way.
+
+A thread block works on an item (a tile of keys of one kv head), or through a share of them. An item's steps
+are the tiles of queries that see its keys, of each query head of the group. Two warpgroups compute, each with
+half of the keys; the third loads, by one warp. Both sides go through the same items and steps
+(s = step % stages; b = step % 2):
+
+    loading                              shared memory      computing: each of two warpgroups
+    -------                              -------------      ---------------------------------
+    for each item:                                          for each item:
+      wait kv_free
+      TMA: keys, values, the item -----> K, V                 wait kv_full
+      for each step:                                          for each step:
+        wait q_free[s]                                          wait q_full[s]
+        TMA: queries, stats -----------> Q [stages] ----------> issue S^T = K Q^T
+        wait do_free[s]                                         wait do_full[s]
+        TMA: grad_out -----------------> dO [stages] ---------> issue dP^T = V dO^T
+                                                                P^T = 2^(S^T - stats), beside dP^T
+                                                                issue dV += P^T dO
+                                                                dS^T = P^T (dP^T - stats), beside dV
+                                         dS [2] <-------------- dS^T
+                                                                arrive and wait ds_full[b]
+                                                                issue dQ = dS K, of all keys
+                                                                issue dK += dS^T Q
+                                                                await dQ; arrive do_free[s]
+                                         dQ <------------------ dQ, in f32
+                                           TMA: add --> out
+                                                                await dK; arrive q_free[s]
+                                         V, K <---------------- dV; arrive and wait kv_read; dK
+                                           TMA: --> out
+                                                                arrive kv_free when it has left
+
+P and dS stay in registers as the left operands of dV and dK; for dQ, which sums over all keys, dS goes
+through shared memory: ds_full says that both halves are there. A warpgroup writes step i + 2's half where
+step i's was when the other has arrived for step i + 1, so has multiplied step i's.
+
+The rooms: loader (left), gradients (right), which calls products, scores and store; items says what is whose.
+"""
+
+import functools
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.types import Scalar
+from pallas_kernels.varlen_backward.gradients import Gradients
+from pallas_kernels.varlen_backward.items import Worklist
+from pallas_kernels.varlen_backward.loader import Loader
+from pallas_kernels.varlen_backward.memory import (
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
+    output_types,
+    pipeline_types,
+    smem_types,
+)
+from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS
+from pallas_kernels.varlen_backward.spec import BackwardSpec
+
+
+def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
+    """Gradients of keys and values; those of queries are added to `inputs.grad_query`."""
+    ctas = spec.sizes.ctas or len(inputs.schedule.order)
+    kernel = plgpu.kernel(
+        functools.partial(backward_body, ctas=ctas, spec=spec),
+        out_type=(output_types(inputs),),
+        scratch_types=(smem_types(spec), pipeline_types(spec)),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="varlen_backward",
+        interpret=spec.interpret,
+    )
+    (outputs,) = kernel(inputs)
+    return outputs
+
+
+def backward_body(
+    inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, ctas: int, spec: BackwardSpec
+) -> None:
+    """What a thread block does: its last warpgroup loads, the others compute."""
+    wg = lax.axis_index("warpgroup")
+    work = Worklist(inputs.schedule, ctas, spec)
+
+    @pl.when(wg == WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: Scalar) -> None:
+            pl.when(warp == 0)(lambda: Loader(inputs, smem, pipeline, spec).load_share(work))
+
+    @pl.when(wg < WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        Gradients(inputs, outputs, smem, pipeline, spec).work_share(work)

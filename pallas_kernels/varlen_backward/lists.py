@@ -1,0 +1,94 @@
+"""Which tiles of queries each tile of keys is seen by: lists that the kernel walks through, a head at a time.
+
+What varlen_prefill's lists are, transposed: those say of a tile of queries which tiles of keys it sees.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, UInt
+
+from pallas_kernels.list_tiles import list_tiles
+from pallas_kernels.shared.tile_codes import SEEN, WHOLE
+from pallas_kernels.varlen_backward.schedule import COLUMNS, Schedule, item_order
+from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
+
+
+class TileLists(NamedTuple):
+    """The lists of a step's items, and the order in which thread blocks take these.
+
+    Attributes:
+        order: As Schedule.order.
+        entries: Of each row of the schedule and each query head, tiles of the request's queries: those that
+            need a mask, then the others. What follows is garbage.
+        num_partial: So many of each list need a mask.
+        num_full: And so many do not.
+    """
+
+    order: Int32[Array, " items"]
+    entries: Int32[Array, "lists max_list"]
+    num_partial: Int32[Array, " lists"]
+    num_full: Int32[Array, " lists"]
+
+
+class QueryTiles(NamedTuple):
+    """The tiles of queries that codes are of, in the order of the tokens: as of varlen_prefill's schedule.
+
+    Attributes:
+        first_tiles: Number of each request's first tile.
+        begin: First live row of each tile.
+        end: One past its last.
+    """
+
+    first_tiles: Int32[Array, " bounds"]
+    begin: Int32[Array, " tiles"]
+    end: Int32[Array, " tiles"]
+
+
+def make_lists(
+    schedule: Schedule,
+    query_tiles: QueryTiles,
+    codes: UInt[Array, "query_tiles q_heads kv_tiles"],
+    *,
+    kv_heads: int,
+    sizes: KernelSizes,
+) -> TileLists:
+    """Lists for the tiles of keys of a schedule.
+
+    Args:
+        schedule: The tiles of keys.
+        query_tiles: The tiles of queries: each request's begin where its first query stands, at the last row
+            before it that 8 divides, `sizes.tile_q` apart.
+        codes: list_tiles.codes_of's of each tile of queries and each tile of its request's keys, which begin
+            likewise, 128 apart: no tile is seen where a tile of queries is not live or a tile of keys lies
+            outside the request.
+        kv_heads: Static.
+        sizes: Static.
+    """
+    of_keys = _transposed(schedule, query_tiles, codes, sizes)
+    tiles, heads, max_list = of_keys.shape
+    listed = list_tiles(of_keys.reshape(tiles * heads, max_list))
+    lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
+    order = item_order(lengths.astype(jnp.int32), schedule.sets, schedule.num_live * kv_heads)
+    return TileLists(order, *listed)
+
+
+def _transposed(
+    schedule: Schedule, query_tiles: QueryTiles, codes: Array, sizes: KernelSizes
+) -> UInt[Array, "key_tiles q_heads query_tiles"]:
+    """Codes of each tile of keys and each tile of its request's queries."""
+    num = codes.shape[0]
+    column = lambda name: schedule.table[:, COLUMNS.index(name)]
+    first, behind = (query_tiles.first_tiles[column("req") + more] for more in (0, 1))
+    tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
+    is_mine = (tile < behind[:, None]) & (column("number") < codes.shape[2])[:, None]
+    is_mine &= (jnp.arange(len(schedule.table)) < schedule.num_live)[:, None]
+    tile, number = jnp.minimum(tile, num - 1), jnp.minimum(column("number"), codes.shape[2] - 1)
+    found = codes[tile, :, number[:, None]]  # [key_tiles, query_tiles, q_heads]
+    is_full = (query_tiles.end - query_tiles.begin) == sizes.tile_q
+    is_cut = (column("end") - column("begin")) < TILE_KV
+    is_whole = is_full[tile] & ~is_cut[:, None]
+    seen = jnp.where(is_mine[:, :, None], found & (1 << SEEN), 0)
+    whole = jnp.where(is_whole[:, :, None], found & (1 << WHOLE), 0)
+    kept = jnp.where(seen != 0, seen | whole, 0)
+    return kept.astype(jnp.uint8).transpose(0, 2, 1)

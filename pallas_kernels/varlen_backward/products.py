@@ -1,0 +1,185 @@
+"""The tensor core's part: five products of a warpgroup's keys and a tile of queries."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.refs import Smem
+from pallas_kernels.varlen_backward.scores import Probabilities
+from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS
+from pallas_kernels.varlen_backward.spec import BackwardSpec, W, f32
+
+type Units = tuple[Tile, ...]
+
+
+class Sums(NamedTuple):
+    """Gradients of a warpgroup's keys and values so far, a unit of the head each: [64, 64] f32.
+
+    Attributes:
+        key: dS^T Q, but for the scale.
+        value: P^T dO.
+    """
+
+    key: Units
+    value: Units
+
+
+class Work(NamedTuple):
+    """What a warpgroup does between the products of a step.
+
+    Attributes:
+        zero: A 0 that the compiler does not know, anew each step: else it keeps 24 addresses of keys and
+            values for the tensor core in registers, which there are none for.
+        await_queries: Before S.
+        await_grad_out: Before dP.
+        probabilities: Of S.
+        grad_scores: Of P and dP.
+        exchange: Makes gradients of scores, in 16 bits, known to the other warpgroup, and awaits its own.
+        release_grad_out: They have been multiplied.
+        add_grad_query: With the warpgroup's pieces of dS K.
+    """
+
+    zero: Scalar
+    await_queries: Callable[[], None]
+    await_grad_out: Callable[[], None]
+    probabilities: Callable[[Tile], Probabilities]
+    grad_scores: Callable[[Probabilities, Tile], Tile]
+    exchange: Callable[[Tile], None]
+    release_grad_out: Callable[[], None]
+    add_grad_query: Callable[[Units], None]
+
+
+class Products:
+    """Of one warpgroup."""
+
+    def __init__(self, smem: Smem, wg: Scalar, spec: BackwardSpec):
+        self.smem, self.wg, self.spec = smem, wg, spec
+
+    def begin_scores(self, s_ref: Ref, stage: Scalar, wg: Scalar) -> None:
+        """Begins S^T += K Q^T."""
+        for unit in range(self.spec.units):
+            plgpu.wgmma(s_ref, self.smem.key.at[wg, unit], self.smem.query.at[stage, unit].T)
+
+    def begin_grad_p(self, dp_ref: Ref, stage: Scalar, wg: Scalar) -> None:
+        """Begins dP^T += V dO^T."""
+        for unit in range(self.spec.units):
+            plgpu.wgmma(dp_ref, self.smem.value.at[wg, unit], self.smem.grad_out.at[stage, unit].T)
+
+    def begin_grad_query(self, dq_ref: Ref, piece: int, buffer: Scalar, zero: Scalar) -> None:
+        """Begins dQ += dS K: one of the warpgroup's pieces of it, of all keys."""
+        query_unit, unit = self.piece(piece)
+        for wg in range(WARPGROUPS):
+            grad_scores = self.smem.grad_scores.at[buffer, wg, query_unit]
+            plgpu.wgmma(dq_ref, grad_scores.T, self.smem.key.at[zero + wg, unit])
+
+    def piece(self, nth: int) -> tuple[Scalar | int, Scalar | int]:
+        """Unit of queries and of the head of the warpgroup's n-th piece of dQ."""
+        number = self.wg * self.spec.pieces + nth
+        if self.spec.query_units == 1:
+            return 0, number
+        units = jnp.int32(self.spec.units)
+        return (number, 0) if self.spec.units == 1 else (lax.div(number, units), lax.rem(number, units))
+
+    def step(self, sums: Sums, stage: Scalar, buffer: Scalar, work: Work) -> Sums:
+        """All five of a step, whose queries are in `stage`; gradients of scores go through `buffer`.
+
+        P is made while dP is in flight, dS while dV is, dQ leaves while dK is.
+        """
+        wg = self.wg + work.zero
+        units, queries, grads = self.spec.units, self.smem.query.at[stage], self.smem.grad_out.at[stage]
+
+        def products(sum_refs: Any) -> None:
+            def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
+                work.await_queries()
+                self.begin_scores(s_ref, stage, wg)
+                work.await_grad_out()
+                self.begin_grad_p(dp_ref, stage, wg)
+                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
+                of = work.probabilities(s)
+                p = of.p.astype(self.spec.dtype)
+                for unit, ref in enumerate(sum_refs.value):
+                    plgpu.wgmma(ref, p, grads.at[unit])
+                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
+                return work.grad_scores(of, dp).astype(self.spec.dtype)
+
+            ds = pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
+            work.exchange(ds)
+
+            def issue_grads(*dq_refs: Ref) -> Units:
+                for piece, ref in enumerate(dq_refs):
+                    self.begin_grad_query(ref, piece, buffer, work.zero)
+                for unit, ref in enumerate(sum_refs.key):
+                    plgpu.wgmma(ref, ds, queries.at[unit])
+                return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=units) for ref in dq_refs)
+
+            dq = pl.run_scoped(issue_grads, *[plgpu.ACC((UNIT, UNIT), f32)] * self.spec.pieces)
+            work.release_grad_out()
+            work.add_grad_query(tuple(lax.optimization_barrier(dq)))
+
+        start = Sums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
+        return Sums(*(tuple(units) for units in pl.run_state(products)(start)))
+
+    def zeros(self) -> Sums:
+        """No gradients yet."""
+        zero = lambda: plgpu.layout_cast(jnp.zeros((UNIT, UNIT), f32), W)
+        return Sums(*(tuple(zero() for _ in range(self.spec.units)) for _ in range(2)))
+
+
+class InterpretedProducts(Products):
+    """For interpret mode, which has neither accumulators with a past nor operands in registers."""
+
+    def step(self, sums: Sums, stage: Scalar, buffer: Scalar, work: Work) -> Sums:
+        """See Products; one after the other."""
+        spec, smem, wg = self.spec, self.smem, self.wg
+        queries, grads = smem.query.at[stage], smem.grad_out.at[stage]
+        work.await_queries()
+        s = _product(spec.s_shape, lambda ref: self.begin_scores(ref, stage, wg))
+        of = work.probabilities(s)
+        work.await_grad_out()
+        dp = _product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stage, wg))
+        store_units(smem.p.at[wg], of.p.astype(spec.dtype), spec)
+        plgpu.commit_smem()
+        values = tuple(
+            acc + self._of_queries(smem.p.at[wg], grads, unit) for unit, acc in enumerate(sums.value)
+        )
+        ds = work.grad_scores(of, dp).astype(spec.dtype)
+        work.exchange(ds)
+        piece_of = lambda n: _product(
+            (UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, work.zero)
+        )
+        dq = tuple(piece_of(n) for n in range(spec.pieces))
+        keys = tuple(
+            acc + self._of_queries(smem.grad_scores.at[buffer, wg], queries, unit)
+            for unit, acc in enumerate(sums.key)
+        )
+        work.release_grad_out()
+        work.add_grad_query(dq)
+        return Sums(keys, values)
+
+    def _of_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
+        """[64, tile_q] of SMEM, in units, times a unit of a tile of queries' heads."""
+
+        def begin(ref: Ref) -> None:
+            for nth in range(self.spec.query_units):
+                plgpu.wgmma(ref, rows_s.at[nth], queries_s.at[unit, pl.ds(nth * UNIT, UNIT)])
+
+        return _product((UNIT, UNIT), begin)
+
+
+def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
+    """[64, tile_q] into units of shared memory."""
+    for nth in range(spec.query_units):
+        to_s[nth] = tile[:, nth * UNIT : (nth + 1) * UNIT]
+
+
+def _product(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
+    def run(ref: Ref) -> Tile:
+        begin(ref)
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, f32))

@@ -1,0 +1,136 @@
+"""What the backward kernel works on, grouped by what it is: arrays outside of it, memory inside.
+
+The order of fields is the order of the kernel's arguments, and of its shared memory. A unit is 64 elements of
+a head, or 64 rows.
+"""
+
+from typing import NamedTuple
+
+from pallas_kernels.shared.types import Barriers, Ref
+
+
+class ListRefs(NamedTuple):
+    """Which tiles of queries the items see: fields of lists.TileLists."""
+
+    entries: Ref
+    num_partial: Ref
+    num_full: Ref
+
+
+class ScheduleRefs(NamedTuple):
+    """What is to be done.
+
+    Attributes:
+        table: [tiles, columns]: the schedule.
+        num_live: [1]: rows of the table that mean something.
+        order: [items]: which item, as `row * kv_heads + kv_head`.
+        lists: Or None: all tiles of queries that the score's mask leaves.
+    """
+
+    table: Ref
+    num_live: Ref
+    order: Ref
+    lists: ListRefs | None
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, in global memory; 8 divides tokens and kv_tokens.
+
+    Attributes:
+        query: [tokens, q_heads, head_dim], or [..., chunks, chunk] where TMA pads the head's chunks.
+        key: [kv_tokens, kv_heads, head_dim], likewise.
+        value: As key.
+        grad_out: As query.
+        stats: [q_heads, 2, tokens] f32: what scores are less, and what gradients of probabilities are less.
+        slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
+        schedule: The items.
+        mask: The mask's arrays.
+        grad_query: jax.Ref [q_heads, units, rows, 64] f32, added to; but for the scale.
+    """
+
+    query: Ref
+    key: Ref
+    value: Ref
+    grad_out: Ref
+    stats: Ref
+    slopes: Ref
+    schedule: ScheduleRefs
+    mask: tuple[Ref, ...]
+    grad_query: Ref
+
+
+class Outputs(NamedTuple):
+    """What it writes.
+
+    Attributes:
+        grad_key: As key.
+        grad_value: As key.
+    """
+
+    grad_key: Ref
+    grad_value: Ref
+
+
+class Smem(NamedTuple):
+    """Shared memory. Where a first axis is of warpgroups, each has its own.
+
+    Attributes:
+        key_and_grad: The keys of an item, [warpgroups, units, 64, 64], swizzled, then their gradient in the
+            same place; as a second name the same, not swizzled.
+        value_and_grad: As key_and_grad.
+        query: [stages, units, tile_q, 64], swizzled.
+        grad_out: As query.
+        stats: [stages, 2, tile_q] f32.
+        grad_scores: [2, warpgroups, query units, 64, 64], swizzled: a row a key, two steps' of them.
+        grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out.
+        item: [columns]: the item's row of the schedule's table.
+        columns: [warpgroups, tile_q] f32: 0, 1, 2...
+        p: [warpgroups, query units, 64, 64]: probabilities where nothing multiplies registers; or None.
+    """
+
+    key_and_grad: Ref
+    value_and_grad: Ref
+    query: Ref
+    grad_out: Ref
+    stats: Ref
+    grad_scores: Ref
+    grad_query: Ref
+    item: Ref
+    columns: Ref
+    p: Ref
+
+    @property
+    def key(self) -> Ref:
+        """The keys."""
+        (key,), _ = self.key_and_grad
+        return key
+
+    @property
+    def value(self) -> Ref:
+        """The values."""
+        (value,), _ = self.value_and_grad
+        return value
+
+
+class Pipeline(NamedTuple):
+    """Barriers between the loading warp and the warpgroups that compute: see kernel.py's figure.
+
+    Attributes:
+        kv_full: Keys, values and the item's columns have come.
+        kv_free: They have been read, and the gradients in their place have left.
+        kv_read: Both warpgroups have multiplied an item's keys for the last time.
+        q_full: [stages]: queries and stats have come.
+        q_free: [stages]: they have been read.
+        do_full: [stages]: the gradient of the output has come.
+        do_free: [stages]: it has been read.
+        ds_full: [2]: both warpgroups' gradients of scores are there.
+    """
+
+    kv_full: Barriers
+    kv_free: Barriers
+    kv_read: Barriers
+    q_full: Barriers
+    q_free: Barriers
+    do_full: Barriers
+    do_free: Barriers
+    ds_full: Barriers

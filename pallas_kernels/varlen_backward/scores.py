@@ -1,0 +1,153 @@
+"""Of a warpgroup's keys and a tile of queries: probabilities, and gradients of scores. A row is a key."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.items import Item
+from pallas_kernels.varlen_backward.key_rows import KeyRows
+from pallas_kernels.varlen_backward.schedule import query_range
+from pallas_kernels.varlen_backward.sizes import UNIT
+from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
+
+type Stored = Any  # what the caller's KernelMask.load returned
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries before a warpgroup's keys.
+
+    Attributes:
+        item: The keys' item.
+        head: The query head.
+        nth: Number of the tile, of the request's.
+        slope: ALiBi's of the head, times log2(e), or None.
+        is_masked: Static: some pair of it may not be seen.
+    """
+
+    item: Item
+    head: Scalar
+    nth: Scalar
+    slope: Scalar | None
+    is_masked: bool
+
+    def live(self) -> tuple[Scalar, Scalar]:
+        """First of its rows that is the request's, and one past the last."""
+        position = self.item.position(self.nth)
+        return self.item["first_position"] - position, self.item["seq_len"] - position
+
+
+class Probabilities(NamedTuple):
+    """Of a tile.
+
+    Attributes:
+        p: Probabilities.
+        bend: What the soft cap's derivative is made of, or None.
+        sees: Which pairs are seen, or None where all are.
+    """
+
+    p: Tile
+    bend: Tile | None
+    sees: Tile | None
+
+
+class Scores:
+    """Of one warpgroup."""
+
+    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
+        """With the mask's arrays, and [tile_q] of shared memory for the number of each query in its tile."""
+        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
+
+    def store_columns(self) -> None:
+        """Numbers the queries of a tile."""
+        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
+        self.columns_s[...] = columns.astype(f32)
+        plgpu.commit_smem()
+
+    def stored(self, tile: QueryTile) -> Stored:
+        """What the mask has stored of a tile: read early, for it comes from global memory."""
+        if not tile.is_masked or not self.arrays:
+            return ()
+        assert self.spec.mask is not None
+        return self.spec.mask.load(self._pairs(tile), tile.item["req"], self.arrays)
+
+    def probabilities(self, s: Tile, stats_s: Ref, tile: QueryTile, stored: Stored) -> Probabilities:
+        """Of Q K^T; stats_s is [2, tile_q] in SMEM, `stored` what the mask has stored."""
+        score, bend = self.spec.score, None
+        if score.soft_cap is None:
+            y = s * (score.scale * LOG2E)
+        else:
+            bend = jnp.tanh(s * (score.scale / score.soft_cap))
+            y = bend * (score.soft_cap * LOG2E)
+        less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
+        if tile.slope is not None:
+            y, less = self._biased(y, less, tile, tile.slope)
+        p = jnp.exp2(y - self._wide(less))
+        if not tile.is_masked:
+            return Probabilities(p, bend, None)
+        sees = self._sees(tile, stored)
+        return Probabilities(jnp.where(sees, p, 0.0), bend, sees)
+
+    def gradients(self, of: Probabilities, grad_p: Tile, stats_s: Ref) -> Tile:
+        """Of scores, but for the scale."""
+        less = plgpu.load(stats_s.at[1], layout=COLUMN, optimized=False)
+        grad = of.p * (grad_p - self._wide(less))
+        if of.bend is not None:
+            grad = grad * (1.0 - of.bend * of.bend)
+        return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
+
+    def _biased(self, y: Tile, less: Columns, tile: QueryTile, slope: Scalar) -> tuple[Tile, Columns]:
+        """With ALiBi's slope times the distance; of what is linear a column's part is in `less`."""
+        first = self._positions(tile) - tile.item.position(tile.nth)
+        if self.spec.score.sqrt_alibi:
+            distances = jnp.maximum(self._columns() - self._of_rows(first.astype(f32)), 0.0)
+            return y - jnp.sqrt(distances) * slope, less
+        column = plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
+        return y + self._of_rows(first.astype(f32) * slope), less + column * slope
+
+    def _sees(self, tile: QueryTile, stored: Stored) -> Tile:
+        """Which pairs are seen: of each key the queries from one on up to another."""
+        item = tile.item
+        first, seq_len = item["first_position"], item["seq_len"]
+        row = self._rows() + self.wg * UNIT
+        low, high = query_range(self.spec.score, row + item["key_position"], first, seq_len)
+        is_live = (row >= item["begin"]) & (row < item["end"])
+        high = jnp.where(is_live, high, low)
+        position = item.position(tile.nth)
+        low, high = (self._of_rows((end - position).astype(f32)) for end in (low, high))
+        columns = self._columns()
+        sees, mask = (columns >= low) & (columns < high), self.spec.mask
+        if mask is None:
+            return sees
+        pairs = self._pairs(tile)
+        by_mask = mask.sees(pairs, stored)
+        return sees & (pairs.has_bits(by_mask) if mask.is_words else by_mask)
+
+    def _pairs(self, tile: QueryTile) -> KeyRows:
+        return KeyRows(
+            head=tile.head,
+            first_query=tile.item.position(tile.nth),
+            first_key=tile.item["key_position"] + self.wg * UNIT,
+            columns=lambda: self._of_rows(self._rows().astype(f32)),
+            shape=(self.spec.sizes.tile_q, UNIT),
+            interpret=self.spec.interpret,
+        )
+
+    def _positions(self, tile: QueryTile) -> Rows:
+        return self._rows() + (tile.item["key_position"] + self.wg * UNIT)
+
+    def _rows(self) -> Rows:
+        return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=ROW)
+
+    def _columns(self) -> Tile:
+        """Number of each query in its tile. Read, or the compiler keeps them all in registers."""
+        return self._wide(plgpu.load(self.columns_s, layout=COLUMN, optimized=False))
+
+    def _wide(self, x: Columns) -> Tile:
+        return lax.broadcast_in_dim(x, self.spec.s_shape, [1])
+
+    def _of_rows(self, x: Rows) -> Tile:
+        return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

@@ -1,0 +1,87 @@
+"""What is static about one backward kernel: what it is compiled for."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.head_dims import HeadCut, head_cut
+from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.types import Index, Interpret, Scalar
+from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS, KernelSizes
+from pallas_kernels.varlen_prefill import KernelMask
+
+W = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+f32 = jnp.float32
+
+
+def units_of(head_dim: int) -> HeadCut:
+    """The cut of a head into chunks that are a unit wide in shared memory."""
+    return HeadCut(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_cut(head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardSpec:
+    """One kernel.
+
+    Attributes:
+        kv_heads: Kv heads.
+        group: Query heads of a kv head.
+        cut: The cut of head_dim: units_of's.
+        score: The layer.
+        sizes: The kernel's sizes.
+        dtype: Of queries, keys, values and the gradient of the output.
+        has_alibi: Scores have a bias.
+        has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
+        mask: Which keys a query sees besides, in tiles that are listed as seen in part; here its functions.
+        interpret: Interpret-mode parameters, or None for a GPU.
+    """
+
+    kv_heads: int
+    group: int
+    cut: HeadCut
+    score: Score
+    sizes: KernelSizes
+    dtype: np.dtype
+    has_alibi: bool
+    has_lists: bool
+    mask: KernelMask | None
+    interpret: Interpret = None
+
+    @property
+    def is_interpreted(self) -> bool:
+        """There are no operands in registers, no accumulators with a past and no additions by TMA."""
+        return bool(self.interpret)
+
+    @property
+    def units(self) -> int:
+        """Chunks of a head."""
+        return self.cut.chunks
+
+    @property
+    def s_shape(self) -> tuple[int, int]:
+        """A warpgroup's scores: its keys and a tile of queries."""
+        return UNIT, self.sizes.tile_q
+
+    @property
+    def query_units(self) -> int:
+        """Units of a tile of queries."""
+        return self.sizes.tile_q // UNIT
+
+    @property
+    def pieces(self) -> int:
+        """Units of the gradient of a tile of queries that a warpgroup adds up."""
+        return self.query_units * self.units // WARPGROUPS
+
+    def at_unit(self, unit: int, zero: Scalar) -> Index:
+        """The last indices of a token's head in global memory: a unit, as wide as in shared memory.
+
+        Args:
+            unit: Static.
+            zero: A traced int32 0.
+        """
+        return self.cut.at(unit, zero) if self.cut.is_padded else (pl.ds(unit * UNIT, UNIT),)

@@ -1,0 +1,44 @@
+"""The backward kernels that ship, to compile ahead of time: every head_dim, dtype and feature."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.shared.score import Score
+from pallas_kernels.support import BACKWARD_HEAD_DIMS
+from pallas_kernels.varlen_backward import varlen_backward
+
+FEATURES = {
+    "plain": {},
+    "window": {"window": (1023, 0)},
+    "cap_alibi": {"soft_cap": 30.0, "has_alibi": True},
+    "chunk_sqrt_alibi": {"chunk_size": 8192, "sqrt_alibi": True, "has_alibi": True},
+    "cross_window": {"causal": False, "window": (100, 4)},
+    "cross": {"causal": False},
+}
+
+
+def case(head_dim, dtype, *, has_alibi=False, **score):
+    shape = jax.ShapeDtypeStruct
+    tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
+    of_queries, of_keys = (shape((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads))
+    arrays = {name: of_queries for name in ("query", "out", "grad_out")}
+    arrays |= {name: of_keys for name in ("key", "value")}
+    arrays |= {name: shape((q_heads, tokens), jnp.float32) for name in ("lse", "grad_lse")}
+    arrays |= {name: shape((reqs,), jnp.int32) for name in ("seq_lens", "kv_start_loc")}
+    arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
+    if has_alibi:
+        arrays["alibi_slopes"] = shape((q_heads,), jnp.float32)
+    run = functools.partial(varlen_backward, score=Score(scale=0.1, **score))
+    return lambda arrays: run(**arrays), (arrays,)
+
+
+def aot_cases():
+    """Name -> (function, abstract arguments)."""
+    found = {}
+    for nth, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
+        dtype = ("bfloat16", "float16")[(nth + nth // len(FEATURES)) % 2]
+        found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
+    return found

@@ -1,0 +1,158 @@
+"""Packed requests for varlen_backward: NaN in what no request owns, gradients by float64 and by 16 bits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.masks import Mask, Pairs
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import reference
+from pallas_kernels.varlen_prefill import key_range
+
+GRADIENTS = ("query", "key", "value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a problem is made of.
+
+    Attributes:
+        query_lens: Queries of each request.
+        seq_lens: Its keys.
+        heads: Query heads and kv heads.
+        gap: Rows of NaN behind each request's keys; and as many behind all queries.
+        has_sinks: Heads have sinks, which are in the LSE.
+        mask: jattn's, beyond the score's numbers.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    score: Score
+    heads: tuple[int, int] = (2, 1)
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    gap: int = 5
+    has_alibi: bool = False
+    has_sinks: bool = False
+    has_grad_lse: bool = False
+    mask: Mask | None = None
+    seed: int = 0
+
+
+class BackwardProblem:
+    """A setting's arrays: `arguments` of varlen_backward, and what it should return."""
+
+    def __init__(self, setting: Setting):
+        self.setting, self.rng = setting, np.random.default_rng(setting.seed)
+        (q_heads, kv_heads), gap, dim = setting.heads, setting.gap, setting.head_dim
+        self.starts = np.concatenate([[0], np.cumsum(setting.query_lens)])
+        kv_ends = np.cumsum(np.asarray(setting.seq_lens) + gap)
+        self.kv_starts = kv_ends - gap - np.asarray(setting.seq_lens)
+        tokens, keys = int(self.starts[-1]) + gap, int(kv_ends[-1])
+        poison = lambda rows, heads: np.full((rows, heads, dim), np.nan, jnp.dtype(setting.dtype))
+        self.arrays = {name: poison(tokens, q_heads) for name in ("query", "out", "grad_out")}
+        self.arrays |= {name: poison(keys, kv_heads) for name in ("key", "value")}
+        self.lse, self.grad_lse = (np.full((q_heads, tokens), np.nan, np.float32) for _ in range(2))
+        draw = lambda *shape: self.rng.uniform(-1, 1, shape).astype(np.float32)
+        self.slopes = np.abs(draw(q_heads)) / 4 if setting.has_alibi else None
+        self.sinks = 2 * draw(q_heads) if setting.has_sinks else None
+        self.want = {name: np.zeros(self.arrays[name].shape) for name in GRADIENTS}
+        self.in_16_bits = {name: np.zeros(self.arrays[name].shape) for name in GRADIENTS}
+        for r in range(len(setting.query_lens)):
+            self._draw(r)
+
+    @property
+    def arguments(self):
+        """Of varlen_backward."""
+        found = {
+            **self.arrays,
+            "lse": self.lse,
+            "grad_lse": self.grad_lse if self.setting.has_grad_lse else None,
+            "query_start_loc": self.starts.astype(np.int32),
+            "seq_lens": np.asarray(self.setting.seq_lens, np.int32),
+            "kv_start_loc": self.kv_starts.astype(np.int32),
+            "alibi_slopes": self.slopes,
+        }
+        return {name: jnp.asarray(x) for name, x in found.items() if x is not None}
+
+    def check(self, grads):
+        """Each gradient is within twice the error of 16 bits; what no request owns has none."""
+        for name, got in zip(GRADIENTS, grads, strict=True):
+            got, want = np.asarray(got, np.float64), self.want[name]
+            assert got.shape == want.shape
+            assert not np.isnan(got).any(), name
+            error, allowed = got - want, self.in_16_bits[name] - want
+            rounding = float(jnp.finfo(self.setting.dtype).eps) * np.abs(want).max(initial=0.0)
+            assert np.abs(error).max() <= 2 * np.abs(allowed).max() + rounding / 2, name
+            assert (error**2).mean() <= 2 * (allowed**2).mean() + 1e-12, name
+            assert not got[~self._is_live(name)].any(), name
+
+    def _is_live(self, name):
+        live = np.zeros(len(self.arrays[name]), bool)
+        starts = self.starts[:-1] if name == "query" else self.kv_starts
+        lens = self.setting.query_lens if name == "query" else self.setting.seq_lens
+        for start, n in zip(starts, lens, strict=True):
+            live[start : start + n] = True
+        return live
+
+    def _draw(self, r):
+        """A request's arrays, and its gradients."""
+        setting, dtype = self.setting, jnp.dtype(self.setting.dtype)
+        (q_heads, kv_heads), dim, score = setting.heads, setting.head_dim, setting.score
+        num, keys = setting.query_lens[r], setting.seq_lens[r]
+        tokens = slice(self.starts[r], self.starts[r] + num)
+        mine = slice(self.kv_starts[r], self.kv_starts[r] + keys)
+        normal = lambda rows, heads: self.rng.normal(size=(rows, heads, dim)).astype(dtype)
+        q, k, v, grad = (normal(num, q_heads), *(normal(keys, kv_heads) for _ in "kv"), normal(num, q_heads))
+        grad_lse = self.rng.normal(size=(q_heads, num)).astype(np.float32)
+        position = np.arange(num) + keys - num
+        sees = sees_of(score, position, keys)
+        if setting.mask is not None:
+            head, query, key = np.ix_(range(q_heads), position, range(keys))
+            pairs = (jnp.asarray(x, jnp.int32) for x in (head, np.full((1, 1, 1), r), query, key))
+            sees = sees & np.asarray(setting.mask.sees(Pairs(*pairs, num_heads=setting.heads)))
+        bias = None
+        if self.slopes is not None:
+            distance = position[:, None] - np.arange(keys)
+            far = np.sqrt(np.maximum(distance, 0)) if score.sqrt_alibi else distance
+            bias = -self.slopes[:, None, None].astype(np.float64) * far
+        out, lse = forward(q, k, v, score, sees, bias, self.sinks)
+        named = {"query": q, "key": k, "value": v, "grad_out": grad, "out": out.astype(dtype)}
+        for name, x in named.items():
+            self.arrays[name][mine if name in ("key", "value") else tokens] = x
+        self.lse[:, tokens], self.grad_lse[:, tokens] = lse, grad_lse
+        in_64 = lambda x: None if x is None else jnp.asarray(x, jnp.float64)
+        round_to = lambda x: x.astype(dtype).astype(jnp.float64)
+        with jax.enable_x64(True):
+            arrays = [in_64(x) for x in (q, k, v, grad, grad_lse if setting.has_grad_lse else None)]
+            options = {"scale": score.scale, "soft_cap": score.soft_cap, "sees": jnp.asarray(sees)}
+            options |= {"bias": in_64(bias), "sinks": in_64(self.sinks)}
+            exact = reference.grads_of_request(*arrays, **options)
+            rounded = reference.grads_of_request(*arrays, **options, rounded=round_to)
+            for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
+                here = tokens if name == "query" else mine
+                self.want[name][here], self.in_16_bits[name][here] = x, round_to(y)
+
+
+def sees_of(score, position, keys):
+    """Which keys a request's queries see: Bool [queries, keys]."""
+    low, high = (np.asarray(x) for x in key_range(score, jnp.asarray(position, jnp.int32), jnp.int32(keys)))
+    at = np.arange(keys)
+    return (at >= low[:, None]) & (at < high[:, None])
+
+
+def forward(q, k, v, score, sees, bias, sinks):
+    """Output and LSE of a request in float64."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    s = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, 1)) * score.scale
+    if score.soft_cap is not None:
+        s = np.tanh(s / score.soft_cap) * score.soft_cap
+    p = np.exp(np.where(sees, s if bias is None else s + bias, -np.inf))
+    total = p.sum(-1) + (0 if sinks is None else np.exp(sinks.astype(np.float64))[:, None])
+    with np.errstate(divide="ignore"):
+        lse = np.log(total)
+    p = p / np.where(total == 0, 1, total)[..., None]
+    return np.einsum("hqk,khd->qhd", p, np.repeat(v, group, 1)), lse

@@ -1,0 +1,154 @@
+"""varlen_backward over lists of tiles: every mask that has some, against float64; on a GPU too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations.mosaic_gpu.backward_lists import (
+    PackedLens,
+    backward_lists,
+    backward_mask,
+    why_not_backward_lists,
+)
+from pallas_kernels.list_tiles import codes_of
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import (
+    KernelSizes,
+    QueryTiles,
+    default_sizes,
+    make_lists,
+    make_schedule,
+    varlen_backward,
+)
+from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
+from tests.pallas_kernels.backward_problem import BackwardProblem, Setting
+from tests.pallas_kernels.test_varlen_backward import plain_arguments
+
+INTERPRETED = plgpu.InterpretGPUParams()
+LENS = (150, 0, 3, 270)
+RNG = np.random.default_rng(0)
+DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
+WIDE, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((2, 24, 24)) < 0.3
+VERTICAL, SLASHES = RNG.random((2, 333)) < 0.05, RNG.random((2, 37)).repeat(10, axis=1) < 0.2
+odd = lambda head, query, key: (query * 3 + key + head) % 4 != 0
+MASKS = {
+    "blocks_of_128": masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
+    "blocks_of_16": masks.BlockMask(blocks=FINE, block_q=16, block_kv=16),
+    "strided": masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3),
+    "documents": masks.Document(ids=DOCUMENTS),
+    "documents_and_window": masks.Document(ids=DOCUMENTS) & masks.Window(left=40),
+    "prefix": masks.Prefix(length=np.array([120, 3, 2, 200], np.int32)),
+    "vertical_slash": masks.VerticalSlash(columns=VERTICAL, slashes=SLASHES),
+    "formula": masks.MaskFunction(odd),
+}
+
+
+def problem_of(name, *, head_dim=64, lens=LENS, **changes):
+    score = Score(scale=head_dim**-0.5, **changes)
+    setting = Setting(
+        query_lens=lens, seq_lens=lens, score=score, heads=(2, 1), head_dim=head_dim, mask=MASKS[name], gap=0
+    )
+    return BackwardProblem(setting)
+
+
+def grads_of(problem, *, sizes=None, interpret=None):
+    """With lists made beside it, all of it traced."""
+    setting = problem.setting
+    sizes = default_sizes(setting.head_dim) if sizes is None else sizes
+    window = None if setting.score.window == (None, None) else setting.score.window
+    spec = jattn.AttentionSpec(
+        num_q_heads=setting.heads[0], num_kv_heads=setting.heads[1], head_dim=setting.head_dim,
+        causal=setting.score.causal, window=window,
+    )  # fmt: skip
+    assert why_not_backward_lists(setting.mask, sizes) is None
+
+    @jax.jit
+    def run(mask, arguments):
+        lens = PackedLens(*(arguments[name] for name in PackedLens._fields))
+        tokens, kv_tokens = (arguments[name].shape[0] for name in ("query", "key"))
+        of_heads = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
+        of_layer = {**of_heads, "score": setting.score, "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, **of_layer)
+        static = {"max_seq_len": max(setting.seq_lens)}
+        lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, num_tokens=tokens, **static)
+        options = {"lists": lists, "mask": backward_mask(mask, spec, **static)}
+        of_call = {"score": setting.score, "sizes": sizes, "interpret": interpret}
+        return varlen_backward(**arguments, schedule=schedule, **options, **of_call)
+
+    return run(setting.mask, problem.arguments)
+
+
+class TestContract:
+    @pytest.mark.parametrize("name", MASKS)
+    def test_equals_float64(self, name):
+        problem = problem_of(name)
+        problem.check(grads_of(problem, sizes=KernelSizes(tile_q=128, ctas=2), interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("name", ["documents_and_window", "blocks_of_128"])
+    def test_equals_float64_with_narrow_tiles_and_a_window(self, name):
+        problem = problem_of(name, head_dim=96, window=(60, 0))
+        problem.check(grads_of(problem, sizes=KernelSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
+
+
+class TestLists:
+    def test_each_tile_that_is_seen_is_listed_for_its_keys_once(self):
+        """Literal codes: tile 1 of queries sees tile 0 of keys in part, tile 2 sees both whole."""
+        sizes, lens = KernelSizes(tile_q=64), jnp.asarray([192], jnp.int32)
+        starts = jnp.asarray([0, 192], jnp.int32)
+        score = Score(scale=1.0, causal=False)
+        static = {"kv_tokens": 256, "kv_heads": 1, "head_dim": 64, "score": score, "sizes": sizes}
+        schedule = make_schedule(starts, lens, starts[:1], **static)
+        some = jnp.asarray([[[0, 0]], [[1, 0]], [[1, 1]]], bool)
+        every = jnp.asarray([[[0, 0]], [[0, 0]], [[1, 1]]], bool)
+        ends = jnp.asarray([64, 64, 64], jnp.int32)
+        tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
+        lists = make_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        numbers = schedule.table[:, COLUMNS.index("number")].tolist()
+        found = {}
+        for row, number in enumerate(numbers[:2]):
+            partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
+            found[number] = lists.entries[row, : partial + full].tolist(), partial
+        # Keys from 192 on are none: of the second tile nothing is whole.
+        assert found == {0: ([1, 2], 1), 1: ([2], 1)}
+        assert lists.order.tolist()[:2] == [numbers.index(0), numbers.index(1)]
+
+
+class TestRefusals:
+    def test_a_mask_without_lists(self):
+        mask = backward_mask(
+            MASKS["formula"], jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64), max_seq_len=16
+        )
+        with pytest.raises(ValueError, match="lists must be given with a mask, got None"):
+            varlen_backward(**plain_arguments(mask=mask))
+
+    @pytest.mark.parametrize("name", ["order", "entries"])
+    def test_lists_of_other_tiles(self, name):
+        arguments, sizes = plain_arguments(), KernelSizes()
+        lens = [arguments[field] for field in PackedLens._fields]
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=16, **static)
+        tiles = QueryTiles(*(jnp.zeros(n, jnp.int32) for n in (2, 1, 1)))
+        codes = jnp.zeros((1, 4, 1), jnp.uint8)
+        lists = make_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)
+        lists = lists._replace(**{name: getattr(lists, name)[:1]})
+        assert max_tiles(16, 1) == 1
+        with pytest.raises(ValueError, match=rf"lists.{name} must have shape .* got \(1,"):
+            varlen_backward(**arguments, schedule=schedule, lists=lists)
+
+    def test_blocks_too_small(self):
+        mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
+        reason = why_not_backward_lists(mask, KernelSizes(tile_q=128))
+        assert reason == "there is no kernel for blocks of 8 queries (128 touch more than 10)"
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_equals_float64(self, name, head_dim):
+        problem = problem_of(name, head_dim=head_dim, lens=(150, 0, 3, 270))
+        problem.check(grads_of(problem))

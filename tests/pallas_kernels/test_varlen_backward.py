@@ -1,0 +1,361 @@
+"""varlen_backward: the contract against float64, what no request owns, schedules, refusals; on a GPU, too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.score import Score
+from pallas_kernels.support import BACKWARD_HEAD_DIMS
+from pallas_kernels.varlen_backward import (
+    KernelSizes,
+    default_sizes,
+    make_schedule,
+    reference,
+    varlen_backward,
+)
+from pallas_kernels.varlen_backward.call import Call
+from pallas_kernels.varlen_backward.schedule import COLUMNS, item_order, max_tiles
+from tests import aot
+from tests.covering import covering_array
+from tests.pallas_kernels.backward_aot_cases import aot_cases
+from tests.pallas_kernels.backward_problem import BackwardProblem, Setting, sees_of
+
+# Queries and keys of each request: several tiles, tiles of one live row, rows 8 does not divide, nothing.
+LENS = {
+    "prompts": ((150, 0, 3, 70), (150, 0, 3, 70)),
+    "behind": ((70, 3, 131), (270, 130, 132)),
+    "before": ((90, 8), (40, 3)),  # the first queries see nothing
+    "ones": ((1, 1, 129, 1), (1, 1, 129, 65)),
+}
+FACTORS = {
+    "lens": list(LENS),
+    "causal": [True, False],
+    "window": [(None, None), (20, 0), (70, 2), (None, 2), (9, None)],
+    "chunk_size": [None, 8, 70],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear", "sqrt"],
+    "sinks": [False, True],
+    "grad_lse": [True, False],
+    "heads": [(2, 2), (4, 1), (6, 2)],
+    "head_dim": list(BACKWARD_HEAD_DIMS),
+    "dtype": ["bfloat16", "float16"],
+}
+FAST = FACTORS | {
+    "lens": ["prompts", "behind", "before"],
+    "window": [(None, None), (20, 0), (70, 2)],
+    "chunk_size": [None, 70],
+    "heads": [(2, 2), (2, 1)],
+    "head_dim": [64, 96],
+}
+
+
+def cases(factors):
+    return covering_array(factors, lambda case: True)
+
+
+def case_id(case):
+    return "-".join(f"{v}" for v in case.values()).replace(" ", "")
+
+
+def problem_of(case):
+    query_lens, seq_lens = LENS[case["lens"]]
+    score = Score(
+        scale=case["head_dim"] ** -0.5,
+        causal=case["causal"],
+        window=case["window"],
+        chunk_size=case["chunk_size"],
+        soft_cap=case["soft_cap"],
+        sqrt_alibi=case["alibi"] == "sqrt",
+    )
+    setting = Setting(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        score=score,
+        has_alibi=case["alibi"] is not None,
+        has_sinks=case["sinks"],
+        has_grad_lse=case["grad_lse"],
+        **{name: case[name] for name in ("heads", "head_dim", "dtype")},
+    )
+    return BackwardProblem(setting)
+
+
+def grads_of(problem, interpret=None, sizes=None, **options):
+    run = functools.partial(
+        varlen_backward, score=problem.setting.score, sizes=sizes, interpret=interpret, **options
+    )
+    return jax.jit(run)(**problem.arguments)
+
+
+def few_blocks(head_dim):
+    """Two thread blocks, so that each has several items."""
+    return KernelSizes(tile_q=default_sizes(head_dim).tile_q, ctas=2)
+
+
+class TestContract:
+    @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64_with_every_head_dim(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+
+
+class TestReference:
+    @pytest.mark.parametrize("soft_cap", [None, 2.0])
+    def test_equals_what_jax_derives(self, soft_cap):
+        draw = lambda seed, rows, heads: jax.random.normal(jax.random.key(seed), (rows, heads, 8))
+        q, k, v, grad_out = draw(0, 7, 4), draw(1, 9, 2), draw(2, 9, 2), draw(3, 7, 4)
+        grad_lse, sinks = jax.random.normal(jax.random.key(4), (4, 7)), jnp.linspace(-1, 2, 4)
+        sees = jnp.asarray(sees_of(Score(scale=0.3), np.arange(7) + 2, 9))
+        bias = jax.random.normal(jax.random.key(5), (4, 7, 9))
+
+        def attend(q, k, v):
+            s = jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, 2, 1), precision="highest") * 0.3
+            s = s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap
+            s = jnp.where(sees, s + bias, -jnp.inf)
+            lse = jnp.logaddexp(jax.nn.logsumexp(s, axis=2), sinks[:, None])
+            p = jnp.exp(s - lse[:, :, None])
+            return jnp.einsum("hqk,khd->qhd", p, jnp.repeat(v, 2, 1), precision="highest"), lse
+
+        want = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
+        options = {"scale": 0.3, "sees": sees, "soft_cap": soft_cap, "bias": bias, "sinks": sinks}
+        got = reference.grads_of_request(q, k, v, grad_out, grad_lse, **options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def schedule_of(query_lens, seq_lens, score, *, tile_q=64, gap=0):
+    ends = lambda lens: np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    kv_starts = ends(np.asarray(seq_lens) + gap)
+    schedule = make_schedule(
+        jnp.asarray(ends(query_lens)),
+        jnp.asarray(seq_lens, jnp.int32),
+        jnp.asarray(kv_starts[:-1]),
+        kv_tokens=int(kv_starts[-1]),
+        kv_heads=1,
+        head_dim=64,
+        score=score,
+        sizes=KernelSizes(tile_q=tile_q),
+    )
+    rows = np.asarray(schedule.table)[: int(schedule.num_live[0])]
+    return [dict(zip(COLUMNS, row.tolist(), strict=False)) for row in rows]
+
+
+class TestSchedule:
+    @pytest.mark.parametrize(
+        "score",
+        [
+            Score(scale=1.0),
+            Score(scale=1.0, causal=False),
+            Score(scale=1.0, window=(30, 0)),
+            Score(scale=1.0, causal=False, window=(100, 40)),
+            Score(scale=1.0, chunk_size=50),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("tile_q", [64, 128])
+    def test_each_pair_that_is_seen_is_in_a_tile_and_each_whole_tile_is_seen(self, score, tile_q):
+        query_lens, seq_lens, gap = [300, 0, 5, 40, 257], [300, 3, 140, 17, 257], 3
+        rows = schedule_of(query_lens, seq_lens, score, tile_q=tile_q, gap=gap)
+        starts = np.cumsum([0, *query_lens[:-1]])
+        kv_starts = np.cumsum([0, *(np.asarray(seq_lens) + gap)[:-1]])
+        for r, (num, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            sees = sees_of(score, np.arange(num) + keys - num, keys)
+            found = np.zeros_like(sees)
+            for row in rows:
+                first_key = row["first_key_row"] - kv_starts[r]
+                if not 0 <= first_key + row["begin"] < keys or row["begin"] >= row["end"]:
+                    continue
+                live = slice(max(first_key, 0), first_key + row["end"])
+                for nth in range(row["num"]):
+                    first = row["first_query_row"] + (row["first_tile"] + nth) * tile_q - starts[r]
+                    queries = slice(max(first, 0), max(first + tile_q, 0))
+                    assert not found[queries, live].any()
+                    found[queries, live] = True
+                    if row["num_low"] <= nth < row["num"] - row["num_high"]:
+                        assert 0 <= first <= num - tile_q
+                        assert row["end"] - row["begin"] == 128
+                        assert sees[queries, live].all()
+            assert found[sees].all()
+
+    def test_every_row_of_the_keys_is_written_once(self):
+        rows = schedule_of([5, 0, 300, 9], [5, 0, 300, 9], Score(scale=1.0), gap=11)
+        written = [
+            row["first_key_row"] + n for row in rows for n in range(row["store_begin"], row["store_end"])
+        ]
+        assert sorted(written) == list(range(5 + 0 + 300 + 9 + 4 * 11))
+
+    def test_the_longest_come_first_and_dead_items_last(self):
+        lengths, sets = jnp.asarray([3, 9, 5, 9, 0, 7], jnp.int32), jnp.zeros(6, jnp.int32)
+        order = item_order(lengths, sets, jnp.asarray([4], jnp.int32))
+        assert order.tolist() == [1, 3, 2, 0, 4, 5]
+
+    def test_items_of_a_set_follow_each_other_but_for_the_shortest(self):
+        lengths, sets = jnp.asarray([40, 30, 4, 50, 60, 5], jnp.int32), jnp.asarray([0, 0, 0, 1, 1, 1])
+        order = item_order(lengths, sets, jnp.asarray([6], jnp.int32))
+        assert order.tolist() == [0, 1, 4, 3, 5, 2]
+
+    def test_a_set_reads_what_l2_holds(self):
+        """Queries, gradients of outputs and of queries: 8 bytes an element, 512 kB for 1,000 of 64."""
+        starts, lens = jnp.asarray([0, 1000, 2000], jnp.int32), jnp.asarray([1000, 1000], jnp.int32)
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
+        make = functools.partial(make_schedule, starts, lens, starts[:-1], kv_tokens=2000, **static)
+        of = lambda l2_bytes: make(sizes=KernelSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
+        first, second = [0, 1], [2, 3]
+        assert of(512_000)[:16] == [first] * 8 + [second] * 8
+        assert of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8
+        assert of(0)[:16] == [[0, 0]] * 16
+
+
+ARGUMENTS = {
+    "query": (16, 4, 64),
+    "key": (16, 2, 64),
+    "value": (16, 2, 64),
+    "out": (16, 4, 64),
+    "grad_out": (16, 4, 64),
+}
+
+
+def plain_arguments(**changes):
+    arrays = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in ARGUMENTS.items()}
+    arrays |= {"lse": jnp.zeros((4, 16)), "query_start_loc": jnp.asarray([0, 16], jnp.int32)}
+    arrays |= {"seq_lens": jnp.asarray([16], jnp.int32), "kv_start_loc": jnp.zeros(1, jnp.int32)}
+    return arrays | {"score": Score(scale=1.0)} | changes
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"query": jnp.zeros((16, 256), jnp.bfloat16)}, r"query must have 3 axes, got \(16, 256\)"),
+            ({"key": jnp.zeros((16, 128), jnp.bfloat16)}, r"key must have 3 axes, got \(16, 128\)"),
+            (
+                {"key": jnp.zeros((16, 3, 64), jnp.bfloat16)},
+                r"q_heads must be a multiple of kv_heads \(3\), got 4",
+            ),
+            ({"key": jnp.zeros((16, 0, 64), jnp.bfloat16)}, "kv_heads must be positive, got 0"),
+            ({"key": jnp.zeros((16, 2, 80), jnp.bfloat16)}, r"key's head_dim must have .* got \(80,\)"),
+            ({"value": jnp.zeros((8, 2, 64), jnp.bfloat16)}, r"value must have .* got \(8, 2, 64\)"),
+            ({"out": jnp.zeros((8, 4, 64), jnp.bfloat16)}, r"out must have .* got \(8, 4, 64\)"),
+            ({"grad_out": jnp.zeros((8, 4, 64), jnp.bfloat16)}, r"grad_out must have .* got \(8, 4, 64\)"),
+            ({"lse": jnp.zeros((16, 4))}, r"lse must have .* got \(16, 4\)"),
+            ({"grad_lse": jnp.zeros((16, 4))}, r"grad_lse must have .* got \(16, 4\)"),
+            ({"query_start_loc": jnp.zeros(3, jnp.int32)}, r"query_start_loc must have .* got \(3,\)"),
+            ({"kv_start_loc": jnp.zeros(2, jnp.int32)}, r"kv_start_loc must have .* got \(2,\)"),
+            ({"alibi_slopes": jnp.zeros(3)}, r"alibi_slopes must have .* got \(3,\)"),
+        ],
+    )
+    def test_shapes_that_disagree(self, changes, message):
+        arguments = {
+            **dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")),
+            **plain_arguments(**changes),
+        }
+        arguments.pop("score")
+        with pytest.raises(ValueError, match=message):
+            Call(**arguments).check()  # without the annotations, which tests execute
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"deterministic": True}, "varlen_backward: its additions come in any order"),
+            (
+                {"grad_out": jnp.zeros((16, 4, 64), jnp.float16)},
+                "grad_out of float16 with queries of bfloat16",
+            ),
+        ],
+    )
+    def test_what_has_no_kernel(self, changes, message):
+        with pytest.raises(NotImplementedError, match=message):
+            varlen_backward(**plain_arguments(**changes))
+
+    def test_a_dtype_or_width_without_a_kernel(self):
+        of = lambda dim, dtype: {name: jnp.zeros((*s[:2], dim), dtype) for name, s in ARGUMENTS.items()}
+        with pytest.raises(NotImplementedError, match="queries of float32"):
+            varlen_backward(**plain_arguments(**of(64, jnp.float32)))
+        with pytest.raises(NotImplementedError, match="gradients of head_dim 256"):
+            varlen_backward(**plain_arguments(**of(256, jnp.bfloat16)))
+
+    def test_a_schedule_of_other_keys(self):
+        arguments = plain_arguments()
+        lens = (arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc"))
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": KernelSizes()}
+        schedule = make_schedule(*lens, kv_tokens=1000, **static)
+        assert schedule.table.shape[0] == max_tiles(1000, 1) == 8
+        with pytest.raises(ValueError, match=r"schedule.table must have .* got \(8, 32\)"):
+            varlen_backward(**arguments, schedule=schedule)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"tile_q": 96}, "tile_q must be one of 64, 128, got 96"),
+            ({"stages": 1}, "stages must be at least 2, got 1"),
+            ({"ctas": 0}, "ctas must be positive, got 0"),
+            ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
+        ],
+    )
+    def test_sizes(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            KernelSizes(**changes)
+
+    def test_nothing_to_do_is_done(self):
+        empty = {name: jnp.zeros((0, *shape[1:]), jnp.bfloat16) for name, shape in ARGUMENTS.items()}
+        grads = varlen_backward(**plain_arguments(**empty, lse=jnp.zeros((4, 0))))
+        assert [x.shape for x in grads] == [(0, 4, 64), (0, 2, 64), (0, 2, 64)]
+
+
+@functools.cache
+def compiled():
+    aot.require_plugin()
+    return aot.compile_all("tests.pallas_kernels.backward_aot_cases", list(aot_cases()))
+
+
+class TestAheadOfTime:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", list(aot_cases()))
+    def test_what_ships_compiles_and_hardly_spills(self, name):
+        (kernel,) = compiled()[name]
+        assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_backward"
+        assert kernel.spilled_bytes <= 400
+
+    def test_plain_attention_spills_addresses_only(self):
+        """Of an item, and none in the loop over whole tiles but two."""
+        aot.require_plugin()
+        name = "d128-plain-float16"
+        (kernel,) = aot.compile_all("tests.pallas_kernels.backward_aot_cases", [name])[name]
+        assert kernel.spilled_bytes <= 200
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem))
+
+    @pytest.mark.parametrize(
+        "lens", [(1,), (239,), (799,), (1023,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str
+    )
+    @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_awkward_lengths(self, lens, heads, head_dim):
+        score = Score(scale=head_dim**-0.5)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem))
+
+    def test_twenty_runs_agree(self):
+        lens = (1500, 3, 700, 64)
+        problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
+        first = grads_of(problem)
+        for _ in range(20):
+            grads = grads_of(problem)
+            problem.check(grads)
+            assert all(jnp.array_equal(a, b) for a, b in zip(grads[1:], first[1:], strict=True))
