@@ -148,7 +148,7 @@ class PagedAttention(nnx.Module):
         else:
             key = self._turned(key, self.k_norm, positions, metadata)
             if cache is None:
-                kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts)
+                kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts, is_in_order=True)
             else:
                 kv = cache = write_kv(cache, key, value, metadata.slot_mapping)
         out = attend(

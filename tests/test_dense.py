@@ -308,5 +308,5 @@ def test_the_signature_is_what_its_users_were_promised():
     names = list(inspect.signature(jattn.attention).parameters)
     assert names == [
         "q", "k", "v", "causal", "window", "soft_cap", "scale", "segment_ids", "cu_seqlens", "alibi_slopes",
-        "sinks", "mask", "return_lse", "implementation",
+        "sinks", "mask", "return_lse", "implementation", "deterministic",
     ]  # fmt: skip
