@@ -178,7 +178,7 @@ def _add_group(
     def parts_of(tile: Tiles, of_tile: Tokens, chunk: Array) -> Parts:
         return parts_at(queries(tile, of_tile.query), of_tile, chunk, problem)
 
-    reach = lambda tile, q: chunk_range(queries(tile, q), problem.spec, size)
+    reach = lambda tile, q: chunk_range(queries(tile, q), problem, size)
     low, high = jax.vmap(reach)(tiles, of_tiles.query)
 
     def step(nth: Array, state: tuple[Sums, Array]) -> tuple[Sums, Array]:
