@@ -2,7 +2,7 @@
 
 from jattn import masks
 from jattn.masks import *  # noqa: F403  (a mask is named in its own package, and nowhere else)
-from jattn.sparsity.native import nsa
+from jattn.sparsity.native import nsa, selected_blocks
 from jattn.sparsity.own_scores import block_means, top_k_blocks
 from jattn.sparsity.pictures import plot
 from jattn.sparsity.pooled import select_prefill_blocks
@@ -20,6 +20,7 @@ __all__ = [
     "schedule",
     "select_blocks",
     "select_prefill_blocks",
+    "selected_blocks",
     "streaming_llm",
     "tile_classes",
     "top_k_blocks",
