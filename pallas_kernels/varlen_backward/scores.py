@@ -22,17 +22,20 @@ class QueryTile(NamedTuple):
 
     Attributes:
         item: The keys' item.
-        head: The query head.
+        nth_head: The query head, counted in the group.
         nth: Number of the tile, of the request's.
-        slope: ALiBi's of the head, times log2(e), or None.
         is_masked: Static: some pair of it may not be seen.
     """
 
     item: Item
-    head: Scalar
+    nth_head: Scalar
     nth: Scalar
-    slope: Scalar | None
     is_masked: bool
+
+    @property
+    def head(self) -> Scalar:
+        """The query head."""
+        return self.item.head(self.nth_head)
 
     def live(self) -> tuple[Scalar, Scalar]:
         """First of its rows that is the request's, and one past the last."""
@@ -57,9 +60,9 @@ class Probabilities(NamedTuple):
 class Scores:
     """Of one warpgroup."""
 
-    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
-        """With the mask's arrays, and [tile_q] of shared memory for the number of each query in its tile."""
-        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
+    def __init__(self, slopes: Ref, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
+        """With [tile_q] of shared memory for numbers of queries in their tile; refs.Inputs has the rest."""
+        self.slopes, self.arrays, self.columns_s, self.wg, self.spec = slopes, arrays, columns_s, wg, spec
 
     def store_columns(self) -> None:
         """Numbers the queries of a tile."""
@@ -83,8 +86,8 @@ class Scores:
             bend = jnp.tanh(s * (score.scale / score.soft_cap))
             y = bend * (score.soft_cap * LOG2E)
         less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
-        if tile.slope is not None:
-            y, less = self._biased(y, less, tile, tile.slope)
+        if self.slopes is not None:
+            y, less = self._biased(y, less, tile, self.slopes[tile.head])
         p = jnp.exp2(y - self._wide(less))
         if not tile.is_masked:
             return Probabilities(p, bend, None)
