@@ -13,6 +13,7 @@ from jattn.cache import CacheSpec, PackedKV, PagedCache, copy_blocks, swap_block
 from jattn.calibration import calibrate
 from jattn.cascade import cascade_attend
 from jattn.decoding import DecodeLoopOutput, decode_loop
+from jattn.dense_attention import attention
 from jattn.flax_attention import attention_fn
 from jattn.graphs import DecodeGraphs, default_buckets
 from jattn.masks.local_strided import LocalStrided
@@ -62,6 +63,8 @@ __all__ = [  # noqa: RUF022  (the flow's order)
     "build_cascade_metadata",
     "CascadeMetadata",
     "cascade_attend",
+    # Queries, keys, values -> attention, without requests.
+    "attention",
     # Attention -> a layer of a model.
     "PagedAttention",
     "attention_fn",

@@ -1,7 +1,8 @@
 """Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations import mosaic_gpu, reference, xla
+from jattn.implementations import mosaic_gpu, packed, reference, xla
 from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.derivatives import underivable_cache
 from jattn.implementations.layers import Layer, layer_of
-from jattn.implementations.underivable import underivable
+from jattn.implementations.mosaic_gpu import Work
 from jattn.masks import Mask
 from jattn.merge import merge_attn_states
 from jattn.metadata.batch import BatchMetadata
@@ -85,7 +87,8 @@ def attend(
             this is None.
         implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = what the
             plan says, without one the best that the device and the layer allow. What is named here wins over
-            a plan, for this layer. Only "reference" has a derivative.
+            a plan, for this layer. Over PackedKV each has a derivative, whose memory is linear in tokens but
+            for "reference", which alone has one over a paged cache.
         return_lse: Return the log-sum-exp too.
 
     Returns:
@@ -190,21 +193,12 @@ def _attend(
         plan = planned(metadata, (layer,), mask)
         layer = plan.layers[0]
     outs: list[Array] = []
-    lses: list[Any] = []
+    lses: list[Any] = []  # None where it is not wanted
     for region, choice in layer.choices:
         part = part_of(metadata, region)
-        q, kv, values = _queries_of(query, metadata, region), _keys_of(cache, part), per_head
-        if choice.implementation != "reference":
-            q, kv, values = underivable((q, kv, values), choice.implementation)
-        options: dict[str, Any] = {"mask": _mask_of(spec, plan.mask, part), **values._asdict()}
-        lse: Array | None
-        if choice.implementation == "reference":
-            out, lse = reference.attend(q, kv, part.metadata, spec, **options)
-        elif choice.kernel is None:
-            out, lse = xla.attend(q, kv, part.metadata, spec, tiles=plan.query_tiles, **options)
-        else:
-            work, options["return_lse"] = plan.work_of(layer, region), return_lse
-            out, lse = mosaic_gpu.attend(q, kv, part.metadata, spec, choice.kernel, work, **options)
+        q, kv = _queries_of(query, metadata, region), _keys_of(cache, part)
+        how, work = packed.How(spec, choice, return_lse), plan.work_of(layer, region)
+        out, lse = _way_of(how, q, kv, part, plan, work, per_head)()
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -212,6 +206,32 @@ def _attend(
     if len(outs) == 1:
         return outs[0], lses[0]
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
+
+
+def _way_of(
+    how: packed.How,
+    query: Array,
+    kv: PagedCache | PackedKV,
+    part: Part,
+    plan: Plan,
+    work: Work | None,
+    per_head: PerHead,
+) -> Callable[[], tuple[Array, Array | None]]:
+    """What attends one region, as was chosen for it."""
+    spec, choice, mask = how.spec, how.choice, _mask_of(how.spec, plan.mask, part)
+    options: dict[str, Any] = {"mask": mask, **per_head._asdict()}
+    if choice.implementation == "reference":
+        return functools.partial(reference.attend, query, kv, part.metadata, spec, **options)
+    if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
+        context = packed.Context(kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work)
+        return functools.partial(packed.attend, how, packed.Values(query, kv.k, kv.v, *per_head), context)
+    query, kv, per_head = underivable_cache((query, kv, per_head), choice.implementation)
+    given, options = (query, kv, part.metadata, spec), {"mask": mask, **per_head._asdict()}
+    if choice.kernel is None:
+        return functools.partial(xla.attend, *given, tiles=plan.query_tiles, **options)
+    return functools.partial(
+        mosaic_gpu.attend, *given, choice.kernel, work, return_lse=how.return_lse, **options
+    )
 
 
 # All layers of a kind in a step share a trace, a lowering and a run of ptxas; an eager call compiles once.

@@ -1,11 +1,16 @@
-"""Dense attention with all that a spec can say, as the attention_fn of Flax's multi-head attention.
+"""Attention with all that a spec can say, as the attention_fn of Flax's multi-head attention.
 
 Where a query stands among the keys matters to causality, windows, chunks, patterns and ALiBi. It is what
 `input_positions` says, or else: query i at key i where there are as many; a single query with a mask at
 the last key that the mask shows it, which in Flax's decode mode is the cache's index; without a mask the
 last query at the last key (bottom-right aligned).
+
+`attention` does what it can, in memory linear in tokens: as many queries as keys, or where it does not matter
+where they stand. What is left, and what has a bias, takes memory that grows with queries x keys.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +18,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Shaped
 
+from jattn.dense_attention import Rows, attend_arrays, mask_of_array
+from jattn.implementations.choice import asked_for, first_able
 from jattn.implementations.xla import alibi_bias, pairs_of, visible
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape, unsupported
@@ -37,18 +44,17 @@ def attention_fn(
     module: Any = None,
     is_causal: bool = False,
     input_positions: Shaped[Array, "..."] | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "..."]:
-    """Dense attention with all that a spec can say, for `nnx.MultiHeadAttention(attention_fn=...)`.
-
-    Differentiable; memory grows with q_tokens x kv_tokens. Give the spec with functools.partial.
+    """Attention as a spec, given with functools.partial, for `nnx.MultiHeadAttention(attention_fn=...)`.
 
     Args:
         query: [*batch, q_tokens, q_heads, head_dim].
         key: [*batch, kv_tokens, kv_heads, head_dim].
         value: As key.
         bias: Added to the scores, broadcastable to [*batch, q_heads, q_tokens, kv_tokens].
-        mask: Which keys a query may see, beyond what the spec says; shape as bias. Bool, or Flax's numbers: 0
-            hides. A negative number is a bias in the wrong place, and its row becomes NaN.
+        mask: Which keys a query may see besides; shape as bias. Bool, or Flax's numbers: 0 hides. A negative
+            number is a bias in the wrong place, and its row becomes NaN.
         spec: The attention; None = every key is seen, scale head_dim ** -0.5.
         sinks: As in `attend`.
         alibi_slopes: As in `attend`.
@@ -56,24 +62,89 @@ def attention_fn(
         dropout_rate: Must be 0 unless deterministic.
         broadcast_dropout: Not used.
         deterministic: No dropout.
-        dtype: Of the output; None = the query's. Scores and sums are f32, or f64 for f64 queries.
+        dtype: Of the output; None = the query's. Sums are f32, or f64 for f64 queries.
         precision: Not used: products are never less exact than asked for.
-        module: Must be None: there are no weights to sow.
+        module: Must be None: no weights are sown.
         is_causal: Query i sees keys up to key i, as in Flax; the spec must not say otherwise.
         input_positions: Integers [*batch, q_tokens]: where each query stands; as many keys stand there, too.
+        implementation: As in `attend`.
 
     Returns:
-        [*batch, q_tokens, q_heads, head_dim]; rows that see no key are 0.
+        Output as query; rows that see no key are 0.
 
     Raises:
-        NotImplementedError: Dropout, or weights to sow, were asked for.
-        ValueError: Shapes disagree, is_causal disagrees with the spec, or nothing says where queries stand.
+        NotImplementedError: Dropout, weights to sow, or an implementation that cannot.
+        ValueError: Shapes or is_causal disagree, or nothing says where queries stand.
     """
     _check_nothing_else(0.0 if deterministic else dropout_rate, module)
     spec = _spec_for(query, key, value, spec, is_causal)
-    _check_per_head(spec, sinks, alibi_slopes)
-    scores = _masked_scores(query, key, spec, mask, bias, alibi_slopes, is_causal, input_positions)
-    return _average(scores, value, sinks, spec).astype(query.dtype if dtype is None else dtype)
+    per_head = _per_head(spec, sinks, alibi_slopes)
+    arrays = query, key, value
+    if bias is None and input_positions is None and _takes_tiles(query, key, spec, alibi_slopes):
+        out = _by_tiles(arrays, mask, per_head, spec, is_causal, implementation)
+    else:
+        out = _by_scores(arrays, bias, mask, per_head, spec, is_causal, input_positions, implementation)
+    return out.astype(query.dtype if dtype is None else dtype)
+
+
+def _takes_tiles(query: Array, key: Array, spec: AttentionSpec, alibi_slopes: Array | None) -> bool:
+    """Whether queries stand where `attention` has them. One query's scores are linear in keys anyway."""
+    q_tokens, kv_tokens = query.shape[-3], key.shape[-3]
+    is_positional = _is_positional(spec) or alibi_slopes is not None
+    return q_tokens == kv_tokens or (q_tokens > 1 and not is_positional)
+
+
+def _by_scores(
+    arrays: tuple[Array, Array, Array],
+    bias: Array | None,
+    mask: Array | None,
+    per_head: dict[str, Array | None],
+    spec: AttentionSpec,
+    is_causal: bool,
+    input_positions: Array | None,
+    implementation: str | Sequence[str] | None,
+) -> Float[Array, "..."]:
+    """With all scores at once."""
+    reason = "there is no kernel with a bias, input_positions, or queries that stand elsewhere than keys"
+    first_able(asked_for(implementation), {"mosaic_gpu": reason})
+    query, key, value = arrays
+    slopes = per_head["alibi_slopes"]
+    scores = _masked_scores(query, key, spec, mask, bias, slopes, is_causal, input_positions)
+    return _average(scores, value, per_head["sinks"], spec)
+
+
+def _by_tiles(
+    arrays: tuple[Array, Array, Array],
+    mask: Array | None,
+    per_head: dict[str, Array | None],
+    spec: AttentionSpec,
+    is_causal: bool,
+    implementation: str | Sequence[str] | None,
+) -> Float[Array, "..."]:
+    """By `attention`, nothing of queries x keys but the mask itself."""
+    spec = dataclasses.replace(spec, causal=spec.causal or is_causal)
+    (*batch, q_tokens, q_heads, _), kv_tokens = arrays[0].shape, arrays[1].shape[-3]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in arrays)
+    asked = implementation if isinstance(implementation, str | None) else tuple(implementation)
+    rows, shown = Rows(None, None, None), None
+    if mask is not None:
+        _broadcast("mask", mask, (*batch, q_heads, q_tokens, kv_tokens))
+        shown = _of_texts(mask, batch)
+        sees = mask_of_array(shown.astype(bool), (len(q), q_heads, q_tokens, kv_tokens))
+        rows = Rows(None, None, sees)
+    out, _ = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
+    if shown is not None and shown.dtype != bool:
+        is_bias = jnp.moveaxis((shown < 0).any(axis=-1, keepdims=True), 1, 2)
+        out = jnp.where(is_bias, jnp.nan, out)
+    return out.reshape(arrays[0].shape)
+
+
+def _of_texts(mask: Array, batch: list[int]) -> Shaped[Array, "texts heads queries keys"]:
+    """A mask of a batch of any axes, of one; axes may be 1."""
+    mask = mask.reshape((1,) * (len(batch) + 3 - mask.ndim) + mask.shape)
+    if any(size != 1 for size in mask.shape[:-3]):
+        mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))
+    return mask.reshape(-1, *mask.shape[-3:])
 
 
 def _check_nothing_else(dropout_rate: float, module: Any) -> None:
@@ -137,12 +208,15 @@ def _spec_for(
     return spec
 
 
-def _check_per_head(spec: AttentionSpec, sinks: Array | None, alibi_slopes: Array | None) -> None:
+def _per_head(
+    spec: AttentionSpec, sinks: Array | None, alibi_slopes: Array | None
+) -> dict[str, Array | None]:
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is not None:
             require_shape(name, per_head.shape, (spec.num_q_heads,), "q_heads")
     has_slopes = alibi_slopes is not None or not spec.sqrt_alibi
     require(has_slopes, "alibi_slopes", "be given with spec.sqrt_alibi", None)
+    return {"sinks": sinks, "alibi_slopes": alibi_slopes}
 
 
 def _is_positional(spec: AttentionSpec) -> bool:

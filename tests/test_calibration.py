@@ -1,7 +1,5 @@
 """Static scales: collected from a model, kept in files, found again, and put into its caches."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jattn
-from jattn.models import Decoder, KVScales
+from jattn.models import Decoder, DecoderConfig, KVScales
 from jattn.models.loading import read_config
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
@@ -166,12 +164,7 @@ class TestRefusals:
 
 
 def test_first_and_last_layers_may_stay_as_they_are():
-    config = dataclasses.replace(
-        CONFIG,
-        num_hidden_layers=4,
-        layer_types=CONFIG.layer_types[:1] * 4,
-        ropes=CONFIG.ropes[:1] * 4,
-    )
+    config = DecoderConfig.from_hf(CONFIG.to_hf() | {"num_hidden_layers": 4})
     model = Decoder(config, rngs=nnx.Rngs(0))
     specs = model.cache_specs(3, quantization="int8_token_head", skip_layers=(0, -1))
     assert [spec.quantization for spec in specs] == [None, "int8_token_head", "int8_token_head", None]

@@ -168,7 +168,7 @@ class TestWhatFlaxPasses:
         x, fn = texts(), with_spec(window=(2, 0))
         layer = flax_layer(attention_fn=fn)
         shifted = jnp.broadcast_to(jnp.arange(LENGTH) + 100, (2, LENGTH))
-        np.testing.assert_array_equal(layer(x, input_positions=shifted), layer(x))
+        np.testing.assert_allclose(layer(x, input_positions=shifted), layer(x), atol=1e-6)
 
     @pytest.mark.parametrize("wrong", [jnp.zeros((2, LENGTH)), jnp.zeros((LENGTH,), jnp.int32)])
     def test_positions_that_are_none_are_named(self, wrong):
@@ -230,3 +230,41 @@ class TestShapes:
         q = jnp.ones((1, 2, 4, 6))
         with pytest.raises(ValueError, match=r"alibi_slopes must be given with spec.sqrt_alibi, got None"):
             with_spec(sqrt_alibi=True)(q, q, q)
+
+
+class TestMemory:
+    """What is kept for the backward pass grows with tokens, not with queries x keys."""
+
+    @staticmethod
+    def temporary_bytes(tokens, run):
+        arrays = [jnp.zeros((2, tokens, heads, 32), jnp.bfloat16) for heads in (4, 2, 2)]
+        step = jax.jit(jax.grad(lambda arrays: run(*arrays).astype(jnp.float32).sum()))
+        return step.lower(arrays).compile().memory_analysis().temp_size_in_bytes
+
+    @pytest.mark.kernels
+    def test_is_linear_in_tokens_without_a_bias(self):
+        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, window=(99, 0), soft_cap=9.0)
+        run = functools.partial(jattn.attention_fn, spec=spec)
+        used = [self.temporary_bytes(tokens, run) for tokens in (2048, 4096)]
+        assert used[1] < 2.2 * used[0]
+        assert used[1] < 4 * 4096**2  # a single head's scores of one text
+
+
+def test_gradients_of_a_flax_layer_are_flaxs():
+    x = texts()
+    mask = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=jnp.float32)
+    loss = lambda layer, x: (layer(x, mask=mask) ** 2).sum()
+    gradients = [
+        jax.tree.leaves(nnx.jit(nnx.grad(loss))(flax_layer(**options), x))
+        for options in ({"attention_fn": jattn.attention_fn}, {})
+    ]
+    for got, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_a_kernel_is_refused_by_name_where_there_is_none():
+    q = jnp.ones((1, 2, 1, 8))
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu: there is no kernel with a bias"):
+        jattn.attention_fn(q, q, q, jnp.zeros((2, 2)), implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu: the kernels need an NVIDIA GPU"):
+        jattn.attention_fn(q, q, q, implementation="mosaic_gpu")

@@ -1,14 +1,27 @@
-"""A decoder's configuration: Hugging Face's nouns, with every default filled in."""
+"""A decoder's configuration: what its layers are, and the config.json that says so."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families import ARCHITECTURES, GEMMA_NUMBERS, LAYER_TYPES, read_hf
-from jattn.models.layers import ACTIVATIONS
+from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
+from jattn.models.layer_spec import LayerSpec
 from jattn.models.rope import Rope
+from jattn.models.specs import NormSpec
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
+from pallas_kernels.checks import require, require_one_of, require_positive
+
+_TAKEN = (  # as they are
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "bos_token_id",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,145 +29,119 @@ class DecoderConfig:
     """One decoder. Hashable: a static value for jit. Make it with `from_hf`.
 
     Attributes:
-        model_type: "llama", "mistral", "qwen2", "qwen3" or "gemma2".
+        model_type: Of the family, as "llama".
         vocab_size: Rows of the embedding.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width inside the MLP.
         num_hidden_layers: Layers.
         num_attention_heads: Query heads.
         num_key_value_heads: Key/value heads.
         head_dim: Width of a head.
-        hidden_act: The MLP's activation.
-        rms_norm_eps: Added to the mean square in every norm.
+        layers: What each layer is.
+        norm: Every norm of width hidden_size.
+        norm_placement: "before" attention and MLP, or "around" them.
+        adds_to_normed: Attention and MLP are added to what their norm gave, not to what it was given.
         max_position_embeddings: The longest context, in tokens.
         tie_word_embeddings: The output projection is the embedding.
-        attention_bias: The query, key and value projections have a bias.
-        mlp_bias: The MLP's projections have one.
-        sliding_window: Keys that a query of a sliding layer sees, itself included; None = all.
-        layer_types: "full_attention" or "sliding_attention", one a layer.
-        ropes: One a layer.
-        query_pre_attn_scalar: Scores are divided by its square root; None = head_dim.
-        attn_logit_softcapping: Soft cap of the scores; None = none.
+        embedding_scale: What embeddings are multiplied by, rounded to their dtype; None = nothing.
+        has_embedding_norm: A norm stands behind the embedding.
+        logit_scale: What logits are multiplied by; None = nothing.
         final_logit_softcapping: Soft cap of the logits; None = none.
+        hidden_tokens: Tokens that are never said: their logits are the lowest finite number.
         dtype: "float32", "bfloat16", "float16": what the checkpoint is meant to run in; None = not said.
         bos_token_id: First token of a text; None = none.
         eos_token_ids: Tokens that end a text.
+        source: The config.json, as a JSON object with sorted keys.
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    hidden_act: str
-    rms_norm_eps: float
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    norm_placement: str = "before"
+    adds_to_normed: bool = False
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    sliding_window: int | None
-    layer_types: tuple[str, ...]
-    ropes: tuple[Rope, ...]
-    query_pre_attn_scalar: float | None
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
+    embedding_scale: float | None = None
+    has_embedding_norm: bool = False
+    logit_scale: float | None = None
+    final_logit_softcapping: float | None = None
+    hidden_tokens: tuple[int, ...] = ()
     dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    source: str = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
-        require_one_of("model_type", self.model_type, ARCHITECTURES)
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps")
-        require_positive(**{name: getattr(self, name) for name in sizes})
-        require_positive(max_position_embeddings=self.max_position_embeddings)
-        require(
-            self.sliding_window is None or self.sliding_window > 0,
-            "sliding_window",
-            "be positive (None switches it off)",
-            self.sliding_window,
-        )
-        if self.hidden_act not in ACTIVATIONS:
-            supported = "Supported: " + ", ".join(ACTIVATIONS)
-            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", supported)
-        for kind in set(self.layer_types) - set(LAYER_TYPES):
-            supported = "Supported: " + ", ".join(LAYER_TYPES)
-            raise unsupported(f"layer type {kind!r}", "not implemented", supported)
-        for name in ("layer_types", "ropes"):
-            rule = f"have one entry per layer ({self.num_hidden_layers})"
-            got = len(getattr(self, name))
-            require(got == self.num_hidden_layers, name, rule, got)
-        self.attention_spec(0)
+        require_one_of("model_type", self.model_type, FAMILIES)
+        require_one_of("norm_placement", self.norm_placement, ("before", "around"))
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+            require_positive(**{name: getattr(self, name)})
+        rule = f"have one entry per layer ({self.num_hidden_layers})"
+        require(len(self.layers) == self.num_hidden_layers, "layers", rule, len(self.layers))
+        rule = f"lie in [0, {self.vocab_size})"
+        for token in self.hidden_tokens:
+            require(0 <= token < self.vocab_size, "a hidden token", rule, token)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "DecoderConfig":
         """Reads a config.json's dictionary, of transformers 4 or 5; what it lacks is as in transformers.
 
         Raises:
-            ValueError: A size is missing or impossible.
-            NotImplementedError: The architecture, activation, rope type or another part is not one of ours;
-                the message lists those that are.
+            ValueError: A size is missing or impossible, or a value is of another kind than it should be.
+            NotImplementedError: The architecture, activation, rope type or another part is not one of ours,
+                or no decoder here knows a key; the message names it, and what is supported.
         """
-        return cls(**read_hf(hf))
+        hf = text_part(hf)
+        family = family_of(hf)
+        hf = normalised(hf, family)
+        keys = filled(hf, family)
+        return cls(
+            model_type=family.model_type,
+            **{name: keys[name] for name in _TAKEN},
+            norm=NormSpec(family.norm, keys["rms_norm_eps"]),
+            norm_placement=family.norm_placement,
+            layers=tuple(family.layer(keys, layer) for layer in range(keys["num_hidden_layers"])),
+            tie_word_embeddings=bool(keys["tie_word_embeddings"]),
+            dtype=keys["torch_dtype"],
+            eos_token_ids=token_ids(keys["eos_token_id"]),
+            source=json.dumps(hf, sort_keys=True),
+            **family.model(keys),
+        )
 
     def to_hf(self) -> dict[str, Any]:
-        """What `from_hf` reads, in keys that transformers 4 and 5 both know."""
-        hf = dataclasses.asdict(self)
-        del hf["ropes"]
-        eos = list(hf.pop("eos_token_ids"))
-        hf |= {"architectures": [ARCHITECTURES[self.model_type]], "torch_dtype": hf.pop("dtype")}
-        hf |= {
-            "layer_types": list(self.layer_types),
-            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        }
-        if len({*self.ropes}) == 1:
-            rope = self.ropes[0].to_hf()
-            hf["rope_theta"] = rope.pop("rope_theta")
-            hf["rope_scaling"] = None if self.ropes[0].rope_type == "default" else rope
-        else:
-            kinds = zip(self.layer_types, self.ropes, strict=True)
-            hf["rope_parameters"] = {kind: rope.to_hf() for kind, rope in kinds}
-        if self.model_type == "gemma2":
-            hf["hidden_activation"] = hf["hidden_act"]
-        else:
-            for key in GEMMA_NUMBERS:
-                del hf[key]
-        if self.model_type.startswith("qwen"):
-            hf["use_sliding_window"] = self.sliding_window is not None
-        if self.model_type in ("llama", "mistral"):
-            del hf["layer_types"]
+        """The config.json that says this, as `from_hf` and transformers read it.
+
+        Raises:
+            ValueError: A field was replaced without its key: `DecoderConfig.from_hf(config.to_hf() | {...})`.
+        """
+        hf: dict[str, Any] = json.loads(self.source)
+        again = DecoderConfig.from_hf(hf)
+        fields = [field.name for field in dataclasses.fields(self)]
+        changed = [name for name in fields if getattr(self, name) != getattr(again, name)]
+        rule = "be what its config.json says (change keys with from_hf, not fields)"
+        require(not changed, "config", rule, ", ".join(f"{name} {getattr(self, name)}" for name in changed))
         return hf
 
     @property
-    def is_gemma(self) -> bool:
-        """Four norms a layer with factors 1 + weight, and embeddings times sqrt(hidden_size)."""
-        return self.model_type == "gemma2"
+    def family(self) -> Family:
+        """What it has in common with its like."""
+        return FAMILIES[self.model_type]
 
     @property
-    def has_qk_norm(self) -> bool:
-        """Queries and keys are normalised, head by head, before they are rotated."""
-        return self.model_type == "qwen3"
-
-    @property
-    def attention_out_bias(self) -> bool:
-        """The attention's output projection has a bias."""
-        return self.attention_bias and self.model_type != "qwen2"
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """Each layer's rope; None = it does not rotate."""
+        return tuple(layer.rope for layer in self.layers)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """What each layer's attention is."""
-        return tuple(self.attention_spec(i) for i in range(self.num_hidden_layers))
+        return tuple(layer.attention for layer in self.layers)
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of a layer, counted from 0."""
-        is_sliding = self.layer_types[layer] == "sliding_attention" and self.sliding_window is not None
-        return AttentionSpec(
-            num_q_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            scale=(self.query_pre_attn_scalar or self.head_dim) ** -0.5,
-            window=(self.sliding_window - 1, 0) if is_sliding and self.sliding_window else None,
-            soft_cap=self.attn_logit_softcapping,
-        )
+        return self.layers[layer].attention

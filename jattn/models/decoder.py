@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Gemma2: one decoder over paged caches, told apart by its configuration."""
+"""One decoder over paged caches for every family: what tells them apart is in the configuration."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
-from jattn.models.layers import RMSNorm, matmul_precision
+from jattn.models.layers import make_norm, matmul_precision
 from jattn.models.scales import KVScales, static_scales
 from jattn.planning import Plan, plan
 from pallas_kernels.checks import require
@@ -57,9 +57,9 @@ class Decoder(nnx.Module):
             DecoderLayer(config, i, rngs=rngs, dtype=dtype, implementation=implementation)
             for i in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(
-            config.hidden_size, eps=config.rms_norm_eps, is_offset=config.is_gemma, dtype=dtype
-        )
+        norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
+        self.embedding_norm = norm() if config.has_embedding_norm else None
+        self.norm = norm()
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -111,15 +111,20 @@ class Decoder(nnx.Module):
             None if caches is None else len(caches),
         )
         positions = metadata.positions if positions is None else positions
-        x = jnp.take(self.embed_tokens.embedding[...], token_ids, axis=0, mode="clip")
-        if self.config.is_gemma:
-            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded first, as in transformers
+        x = self.embed(token_ids)
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
             x, cache = layer(x, cache, metadata, positions, plan)
             written.append(cache)
         return self.norm(x), None if caches is None else tuple(written)
+
+    def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """What the first layer is given: embeddings, scaled and normalised where the config says so."""
+        x = jnp.take(self.embed_tokens.embedding[...], token_ids, axis=0, mode="clip")
+        if self.config.embedding_scale is not None:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def plan(
         self,
@@ -142,12 +147,18 @@ class Decoder(nnx.Module):
         )
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
-        """Next-token scores of some hidden states, soft-capped where the config says so."""
+        """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""
         head = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
         precision = matmul_precision(hidden.dtype)
         scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
-        cap = self.config.final_logit_softcapping
-        return scores if cap is None else cap * jnp.tanh(scores / cap)
+        config = self.config
+        scores = scores if config.logit_scale is None else scores * config.logit_scale
+        cap = config.final_logit_softcapping
+        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+        if config.hidden_tokens:
+            lowest = jnp.finfo(scores.dtype).min
+            scores = scores.at[:, np.array(config.hidden_tokens)].set(lowest)
+        return scores
 
     def cache_specs(
         self,

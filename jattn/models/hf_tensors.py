@@ -1,66 +1,233 @@
-"""A decoder's parameters as Hugging Face's tensors; what is one matrix here is several there."""
+"""A decoder's parameters as Hugging Face's tensors: under which names, and laid out how.
 
-from collections.abc import Sequence
+A projection's kernel is [in, *out] here and [out, in] there; what is one matrix here may be several there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.checks import require_one_of
 
 type Path = tuple[Any, ...]
+type Tensors = Mapping[str, "Stored"]
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_GATE_UP = ("gate_proj", "up_proj")
+_LEAVES = {"kernel": "weight", "embedding": "weight"}  # their names there
+_OF_PROJECTIONS = ("kernel", "bias")
 
 
-def hf_shapes(path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that the parameter at an nnx path is: names and shapes, in order."""
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where a checkpoint has a module's parameters, or one array.
+
+    Attributes:
+        names: Of the modules or arrays there, `*` for the layer's number and `#` for the expert's; several
+            where ours is cut into parts.
+        layout: How they lie there; a key of LAYOUTS.
+    """
+
+    names: tuple[str, ...]
+    layout: str = "whole"
+
+    def __post_init__(self) -> None:
+        require_one_of("layout", self.layout, LAYOUTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How our array lies in a checkpoint's tensors.
+
+    Attributes:
+        split: Ours -> the parts. Of a projection ours is [*inputs, *out], parts are [*inputs, *out] too.
+        join: The parts, and our shape -> ours. Of a projection parts are [out, *inputs], the shape
+            is out's, and the result [*out, *inputs].
+        is_whole_array: Parts are the tensors as they are, of no projection's.
+    """
+
+    split: Callable[[Any], Sequence[Any]]
+    join: Callable[[Sequence[Array], tuple[int, ...]], Array]
+    is_whole_array: bool = False
+
+
+def _split_heads(array: Any) -> tuple[Any, Any, Any]:
+    """[..., kv_heads, group + 2, head_dim] -> queries, keys, values."""
+    return array[..., :-2, :], array[..., -2, :], array[..., -1, :]
+
+
+def _join_heads(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
+    kv_heads, _, head_dim = out
+    heads = [part.reshape(kv_heads, -1, head_dim, *part.shape[1:]) for part in parts]
+    return jnp.concatenate(heads, axis=1)
+
+
+def _cut_heads(whole: Array, out: tuple[int, ...]) -> list[Array]:
+    kv_heads, width, head_dim = out
+    ends = np.multiply((width - 2, width - 1), kv_heads * head_dim)
+    return jnp.split(whole, ends)
+
+
+def _stacked(array: Any) -> Any:
+    parts = _split_heads(array)
+    inputs = array.shape[:-3]
+    return jnp.concatenate([part.reshape(*inputs, -1) for part in parts], axis=-1)
+
+
+def _reshaped(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
+    (whole,) = parts
+    return whole.reshape(*out, *whole.shape[1:])
+
+
+def _in_turn(array: Any) -> Any:
+    """[experts, 2, inner, *hidden] -> [experts, *hidden, 2 * inner]."""
+    axes = (0, 3, 2, 1)[: array.ndim] if array.ndim == 4 else (0, 2, 1)
+    turned = array.transpose(axes)
+    return turned.reshape(*turned.shape[:-2], -1)
+
+
+def _from_turns(array: Array) -> Array:
+    pairs = array.reshape(*array.shape[:-1], -1, 2)
+    return pairs.transpose((0, 3, 2, 1) if pairs.ndim == 4 else (0, 2, 1))
+
+
+LAYOUTS = {
+    "whole": Layout(lambda array: (array,), _reshaped),
+    # Queries, keys, values: three matrices; one, all queries before all keys before all values.
+    "heads_apart": Layout(_split_heads, _join_heads),
+    "heads_stacked": Layout(
+        lambda array: (_stacked(array),), lambda parts, out: _join_heads(_cut_heads(parts[0], out), out)
+    ),
+    # Gates and the rest [..., 2, inner]: two matrices; one whose rows are of the first and the other in turn.
+    "gates_apart": Layout(
+        lambda array: (array[..., 0, :], array[..., 1, :]), lambda parts, out: jnp.stack(parts)
+    ),
+    "gates_in_turn": Layout(
+        lambda array: (array.swapaxes(-1, -2),),
+        lambda parts, out: _reshaped(parts, out[::-1]).swapaxes(0, 1),
+    ),
+    # Experts' gates and the rest, ours [experts, 2, inner, hidden] (biases: without hidden): a matrix each;
+    # [experts, hidden, 2 * inner] with columns of the first and the other in turn, or one behind the other.
+    "experts_apart": Layout(
+        lambda array: [part for pair in array for part in pair],
+        lambda parts, shape: jnp.stack(parts).reshape(shape),
+        is_whole_array=True,
+    ),
+    "experts_in_turn": Layout(
+        lambda array: (_in_turn(array),), lambda parts, shape: _from_turns(parts[0]), is_whole_array=True
+    ),
+    "experts_stacked": Layout(
+        lambda array: (array.reshape(len(array), -1, array.shape[-1]).swapaxes(1, 2),),
+        lambda parts, shape: parts[0].swapaxes(1, 2).reshape(shape),
+        is_whole_array=True,
+    ),
+    # Their second products, ours [experts, inner, hidden]: a matrix [hidden, inner] each; as ours.
+    "experts_down_apart": Layout(
+        lambda array: [part.T for part in array],
+        lambda parts, shape: jnp.stack(parts).swapaxes(1, 2),
+        is_whole_array=True,
+    ),
+    "array": Layout(lambda array: (array,), lambda parts, shape: parts[0], is_whole_array=True),
+}
+
+
+def hf_shapes(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors that the parameter at an nnx path is: names and shapes, in order.
+
+    Args:
+        tensors: The family's.
+        path: Of the parameter.
+        shape: Of the parameter.
+    """
     names: list[str] = []
 
     def shapes_of(array: Any) -> list[Any]:
-        named = to_hf(path, array)
+        named = to_hf(tensors, path, array)
         names.extend(named)
         return [*named.values()]
 
-    tensors = jax.eval_shape(shapes_of, jax.ShapeDtypeStruct(shape, np.float32))
-    return {name: tensor.shape for name, tensor in zip(names, tensors, strict=True)}
+    found = jax.eval_shape(shapes_of, jax.ShapeDtypeStruct(shape, np.float32))
+    return {name: tensor.shape for name, tensor in zip(names, found, strict=True)}
 
 
-def to_hf(path: Path, array: Any) -> dict[str, Any]:
-    """The parameter at an nnx path as tensors; projections are [out, in] there."""
-    *modules, leaf = path
-    if leaf not in ("kernel", "bias"):
-        return {_name(modules, leaf): array}
-    inputs = array.shape[:1] if leaf == "kernel" else ()
-    matrix = lambda part: part.reshape(*inputs, -1).T
-    if modules[-1] == "qkv_proj":
-        parts = dict(zip(_QKV, (array[..., :-2, :], array[..., -2, :], array[..., -1, :]), strict=True))
-    elif modules[-1] == "gate_up_proj":
-        parts = dict(zip(_GATE_UP, (array[..., 0, :], array[..., 1, :]), strict=True))
-    else:
-        return {_name(modules, leaf): matrix(array)}
-    return {_name([*modules[:-1], part], leaf): matrix(values) for part, values in parts.items()}
+def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:
+    """The parameter at an nnx path as tensors, by their names."""
+    stored, names = _stored(tensors, path, array.shape)
+    layout = LAYOUTS[stored.layout]
+    if layout.is_whole_array:
+        return dict(zip(names, layout.split(array), strict=True))
+    if path[-1] not in _OF_PROJECTIONS:
+        return dict(zip(names, (array,), strict=True))
+    inputs = array.shape[:1] if path[-1] == "kernel" else ()
+    return {name: part.reshape(*inputs, -1).T for name, part in zip(names, layout.split(array), strict=True)}
 
 
-def from_hf(path: Path, shape: tuple[int, ...], tensors: Sequence[np.ndarray]) -> np.ndarray:
-    """The parameter at an nnx path.
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Tensors -> the parameter that they are. Hashable: static for jit, and one for parameters of a kind.
+
+    Attributes:
+        layout: How they lie in the checkpoint, a key of LAYOUTS.
+        leaf: The parameter's own name, such as "kernel".
+        shape: Of the parameter.
+    """
+
+    layout: str
+    leaf: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether one tensor is the parameter as it is."""
+        if LAYOUTS[self.layout].is_whole_array:
+            return self.layout == "array"
+        return self.leaf not in _OF_PROJECTIONS
+
+    def __call__(self, parts: Sequence[Array]) -> Array:
+        """The parameter.
+
+        Args:
+            parts: The tensors that `hf_shapes` names, in its order.
+        """
+        layout = LAYOUTS[self.layout]
+        if layout.is_whole_array:
+            return layout.join(parts, self.shape)
+        if self.is_nothing:
+            (whole,) = parts
+            return whole
+        if self.leaf != "kernel":
+            return layout.join(parts, self.shape)
+        # Turned at the end and apart: XLA makes a slow loop of a join that turns.
+        return jnp.moveaxis(jax.lax.optimization_barrier(layout.join(parts, self.shape[1:])), -1, 0)
+
+
+def join_of(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> Join:
+    """How the parameter at an nnx path is made of its tensors.
 
     Args:
+        tensors: The family's.
         path: Where it is.
         shape: Of the parameter.
-        tensors: Those that `hf_shapes` names, in its order.
     """
-    module = path[-2] if len(path) > 1 else None
-    if module == "qkv_proj":
-        *inputs, kv_heads, _, head_dim = shape
-        heads = [part.T.reshape(*inputs, kv_heads, -1, head_dim) for part in tensors]
-        return np.concatenate(heads, axis=-2)
-    if module == "gate_up_proj":
-        return np.stack([part.T for part in tensors], axis=-2)
-    (whole,) = tensors
-    return whole.T if path[-1] == "kernel" else whole
+    return Join(_stored(tensors, path, shape)[0].layout, path[-1], tuple(shape))
 
 
-def _name(modules: list[Any], leaf: str) -> str:
-    leaf = {"kernel": "weight", "embedding": "weight"}.get(leaf, leaf)
-    prefix = [] if modules[0] == "lm_head" else ["model"]
-    return ".".join([*prefix, *map(str, modules), leaf])
+def tensor_names(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The names of the tensors that the parameter at an nnx path is."""
+    return _stored(tensors, path, shape)[1]
+
+
+def _stored(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[Stored, tuple[str, ...]]:
+    """Where the parameter at an nnx path is, and its tensors' names."""
+    numbers = [str(part) for part in path if isinstance(part, int)]
+    *modules, leaf = ("*" if isinstance(part, int) else part for part in path)
+    module, end = ".".join(modules), f".{_LEAVES.get(leaf, leaf)}"
+    array = tensors.get(f"{module}.{leaf}")
+    stored, end = (tensors[module], end) if array is None else (array, "")
+    of_layer = [name.replace("*", "".join(numbers[:1])) + end for name in stored.names]
+    if not any("#" in name for name in of_layer):
+        return stored, tuple(of_layer)
+    return stored, tuple(name.replace("#", str(e)) for e in range(shape[0]) for name in of_layer)

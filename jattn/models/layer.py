@@ -1,6 +1,6 @@
 """One layer of a decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
@@ -10,13 +10,17 @@ from jaxtyping import Array, Float, Int32
 from jattn.cache import PagedCache
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
-from jattn.models.layers import MLP, RMSNorm, matmul_precision
+from jattn.models.experts import Experts
+from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.layers import MLP, NormedRope, PlainMLP, make_norm, matmul_precision
+from jattn.models.rope import Rope
+from jattn.models.specs import MLPSpec
 from jattn.module import PagedAttention
 from jattn.planning import Plan
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm (Gemma2: between two) and beside the residual stream."""
+    """Attention and MLP, each behind a norm or between two, beside the residual stream."""
 
     def __init__(
         self,
@@ -28,34 +32,14 @@ class DecoderLayer(nnx.Module):
         implementation: str | Sequence[str] | None,
     ) -> None:
         """Makes layer number `layer`."""
-        norm = lambda width=config.hidden_size: RMSNorm(
-            width, eps=config.rms_norm_eps, is_offset=config.is_gemma, dtype=dtype
-        )
+        spec = config.layers[layer]
+        norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        self.self_attn = PagedAttention(
-            config.hidden_size,
-            config.attention_spec(layer),
-            rngs=rngs,
-            rope=config.ropes[layer],
-            q_norm=norm(config.head_dim) if config.has_qk_norm else None,
-            k_norm=norm(config.head_dim) if config.has_qk_norm else None,
-            use_bias=config.attention_bias,
-            use_out_bias=config.attention_out_bias,
-            fuses_qkv=True,
-            param_dtype=dtype,
-            precision=matmul_precision(dtype),
-            implementation=implementation,
-        )
-        self.mlp = MLP(
-            config.hidden_size,
-            config.intermediate_size,
-            hidden_act=config.hidden_act,
-            use_bias=config.mlp_bias,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.is_gemma = config.is_gemma
-        if config.is_gemma:
+        self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
+        self.mlp = _mlp(config.hidden_size, spec.mlp, dtype=dtype, rngs=rngs)
+        self.adds_to_normed = config.adds_to_normed
+        self.has_norms_around = config.norm_placement == "around"
+        if self.has_norms_around:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
     @jax.jit  # traced and lowered once for all layers of a kind, whatever weights they hold
@@ -68,9 +52,74 @@ class DecoderLayer(nnx.Module):
         plan: Plan | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], PagedCache | None]:
         """The residual stream behind this layer, and its cache with the step's keys and values in it."""
-        attended, cache = self.self_attn(self.input_layernorm(x), cache, metadata, positions, plan)
-        if not self.is_gemma:
-            x = x + attended
-            return x + self.mlp(self.post_attention_layernorm(x)), cache
-        x = x + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), cache
+        normed = self.input_layernorm(x)
+        attended, cache = self.self_attn(normed, cache, metadata, positions, plan)
+        if self.has_norms_around:
+            x = x + self.post_attention_layernorm(attended)
+            out = self.mlp(self.pre_feedforward_layernorm(x))
+            return x + self.post_feedforward_layernorm(out), cache
+        x = (normed if self.adds_to_normed else x) + attended
+        normed = self.post_attention_layernorm(x)
+        return (normed if self.adds_to_normed else x) + self.mlp(normed), cache
+
+
+def _attention(
+    config: DecoderConfig,
+    spec: LayerSpec,
+    *,
+    rngs: nnx.Rngs,
+    dtype: DTypeLike,
+    implementation: str | Sequence[str] | None,
+) -> PagedAttention:
+    norm: Callable[[], nnx.Module | None] = lambda: (
+        None
+        if spec.qk_norm is None or spec.qk_norm.comes_after_rope
+        else make_norm(spec.qk_norm.norm, config.head_dim, dtype=dtype)
+    )
+    return PagedAttention(
+        config.hidden_size,
+        spec.attention,
+        rngs=rngs,
+        rope=_rope(spec),
+        q_norm=norm(),
+        k_norm=norm(),
+        use_bias=spec.qkv_bias,
+        use_out_bias=spec.out_bias,
+        has_sinks=spec.has_sinks,
+        alibi_slopes=spec.alibi_slopes,
+        clip_qkv=spec.clip_qkv,
+        query_scale=spec.temperature,
+        fuses_qkv=True,
+        param_dtype=dtype,
+        precision=matmul_precision(dtype),
+        implementation=implementation,
+    )
+
+
+def _rope(spec: LayerSpec) -> Rope | NormedRope | None:
+    """What is done to queries and keys by their positions; None = nothing."""
+    if spec.rope is None or spec.qk_norm is None or not spec.qk_norm.comes_after_rope:
+        return spec.rope
+    return NormedRope(spec.rope, spec.qk_norm.norm.eps)
+
+
+def _mlp(
+    hidden_size: int, spec: MLPSpec | ExpertsSpec, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> MLP | PlainMLP | Experts:
+    if isinstance(spec, MLPSpec):
+        kind = PlainMLP if spec.kind == "plain" else MLP
+        return kind(hidden_size, spec, dtype=dtype, rngs=rngs)
+    shared = None if spec.shared is None else _mlp(hidden_size, spec.shared, dtype=dtype, rngs=rngs)
+    return Experts(
+        hidden_size,
+        spec.intermediate_size,
+        num_experts=spec.num_experts,
+        experts_per_token=spec.experts_per_token,
+        routing=spec.routing,
+        activation=spec.activation,
+        use_bias=spec.has_bias,
+        shared_expert=shared,
+        gates_shared_expert=spec.gates_shared,
+        rngs=rngs,
+        dtype=dtype,
+    )

@@ -1,5 +1,6 @@
 """The parts of a decoder layer that are not attention."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int
+
+from jattn.models.rope import Rope
+from jattn.models.specs import MLPSpec, NormSpec
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -23,7 +27,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class RMSNorm(nnx.Module):
     """Divides by the root mean square, in f32, and multiplies by a learned weight."""
 
-    def __init__(self, width: int, *, eps: float, is_offset: bool, dtype: DTypeLike) -> None:
+    def __init__(
+        self, width: int, *, eps: float, is_offset: bool, dtype: DTypeLike, rounds_once: bool = False
+    ) -> None:
         """Makes the weight.
 
         Args:
@@ -32,44 +38,120 @@ class RMSNorm(nnx.Module):
             is_offset: Gemma's: the factor is 1 + weight, and the product is rounded once. Else Llama's: the
                 normalised input is rounded before it is multiplied.
             dtype: Of the weight.
+            rounds_once: The product is rounded, not the normalised input; as with is_offset.
         """
-        self.eps, self.is_offset = eps, is_offset
+        self.eps, self.is_offset, self.rounds_once = eps, is_offset, rounds_once or is_offset
         self.weight = nnx.Param((jnp.zeros if is_offset else jnp.ones)(width, dtype))
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        wide = _over_root_mean_square(x, self.eps)
         weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        if self.is_offset:
-            return (wide * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+        if self.rounds_once:
+            factor = weight.astype(jnp.float32) + (1.0 if self.is_offset else 0.0)
+            return (wide * factor).astype(x.dtype)
         return wide.astype(x.dtype) * weight.astype(x.dtype)
 
 
-class MLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))`."""
+class LayerNorm(nnx.Module):
+    """Subtracts the mean, divides by the standard deviation, multiplies and adds, all in f32."""
 
-    def __init__(
+    def __init__(self, width: int, *, eps: float, use_bias: bool, dtype: DTypeLike) -> None:
+        """Makes the weight, and a bias or none; eps is added to the variance."""
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones(width, dtype))
+        self.bias = nnx.Param(jnp.zeros(width, dtype)) if use_bias else None
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """The normalised x, in x.dtype."""
+        wide = x.astype(jnp.float32)
+        wide = _over_root_mean_square(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
+        along = lambda param: param[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        wide = wide * along(self.weight)
+        return (wide if self.bias is None else wide + along(self.bias)).astype(x.dtype)
+
+
+def _over_root_mean_square(x: Float[Array, "*rows width"], eps: float) -> Float32[Array, "*rows width"]:
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+
+
+def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
+    """The norm that a spec says, of the last axis."""
+    if spec.kind.startswith("layer"):
+        return LayerNorm(width, eps=spec.eps, use_bias=spec.kind == "layer", dtype=dtype)
+    is_offset, rounds_once = spec.kind == "rms_offset", spec.kind == "rms_f32"
+    return RMSNorm(width, eps=spec.eps, is_offset=is_offset, dtype=dtype, rounds_once=rounds_once)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormedRope:
+    """A rope, and behind it a norm without weights over each head. Hashable: static for jit.
+
+    Attributes:
+        rope: What rotates.
+        eps: Added to the mean square.
+    """
+
+    rope: Rope
+    eps: float
+
+    @property
+    def needs_lengths(self) -> bool:
+        """As the rope's."""
+        return self.rope.needs_lengths
+
+    def __call__(
         self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        hidden_act: str,
-        use_bias: bool,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> None:
-        """Makes the projections, gate and up as one; `hidden_act` is a key of ACTIVATIONS."""
-        how: Any = {"use_bias": use_bias, "param_dtype": dtype, "precision": matmul_precision(dtype)}
-        self.hidden_act = hidden_act
-        self.gate_up_proj = nnx.LinearGeneral(hidden_size, (2, intermediate_size), rngs=rngs, **how)
-        self.down_proj = nnx.Linear(intermediate_size, hidden_size, rngs=rngs, **how)
+        x: Float[Array, "tokens heads head_dim"],
+        positions: Int[Array, " tokens"],
+        lengths: Int[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Queries or keys, rotated and then normalised in f32."""
+        return _over_root_mean_square(self.rope(x, positions, lengths), self.eps).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, or Phi-3-small's variety of it."""
+
+    def __init__(self, hidden_size: int, spec: MLPSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the projections, gate and up as one."""
+        how: Any = {"use_bias": spec.has_bias, "param_dtype": dtype, "precision": matmul_precision(dtype)}
+        self.spec = spec
+        self.gate_up_proj = nnx.LinearGeneral(hidden_size, (2, spec.intermediate_size), rngs=rngs, **how)
+        self.down_proj = nnx.Linear(spec.intermediate_size, hidden_size, rngs=rngs, **how)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """The layer's output, in x.dtype; the activation is computed in f32."""
         gate, up = jnp.moveaxis(self.gate_up_proj(x), 1, 0)
-        gate = ACTIVATIONS[self.hidden_act](gate.astype(jnp.float32)).astype(gate.dtype)
+        if self.spec.kind == "gegelu":
+            return self.down_proj(_gegelu(gate, up, self.spec.limit))
+        gate = ACTIVATIONS[self.spec.hidden_act](gate.astype(jnp.float32)).astype(gate.dtype)
         return self.down_proj(gate * up)
+
+
+class PlainMLP(nnx.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, hidden_size: int, spec: MLPSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the projections."""
+        how: Any = {"use_bias": spec.has_bias, "param_dtype": dtype, "precision": matmul_precision(dtype)}
+        self.spec = spec
+        self.up_proj = nnx.Linear(hidden_size, spec.intermediate_size, rngs=rngs, **how)
+        self.down_proj = nnx.Linear(spec.intermediate_size, hidden_size, rngs=rngs, **how)
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """The layer's output, in x.dtype; the activation is computed in f32."""
+        up = self.up_proj(x)
+        return self.down_proj(ACTIVATIONS[self.spec.hidden_act](up.astype(jnp.float32)).astype(up.dtype))
+
+
+def _gegelu(gate: Array, up: Array, limit: float | None) -> Array:
+    """Phi-3-small's activation, computed in f32, in gate.dtype."""
+    wide_gate, wide_up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit is not None:
+        wide_gate, wide_up = jnp.minimum(wide_gate, limit), jnp.clip(wide_up, -limit, limit)
+    return (wide_gate * jax.nn.sigmoid(1.702 * wide_gate) * (wide_up + 1.0)).astype(gate.dtype)
 
 
 def matmul_precision(dtype: DTypeLike) -> str | None:

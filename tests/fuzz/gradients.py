@@ -1,6 +1,6 @@
-"""Gradients of the reference against their formulas in float64, with NaN in padding queries.
+"""Gradients of the reference, and of XLA over packed keys, against their formulas in float64.
 
-In some cases keys that nobody sees are NaN, too; in the others they are 0.
+Padding queries are NaN. In some cases keys that nobody sees are NaN, too; in the others they are 0.
 """
 
 import random
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from tests import oracle
+from tests import oracle_gradients
 from tests.fuzz import attention
 from tests.fuzz import draw as drawing
 from tests.problems import AttentionProblem, in_layout
@@ -27,6 +27,8 @@ def draw(seed: int) -> dict:
         if is_small or nth > 500:
             break
         nth += 1
+    if rng.random() < 0.6:
+        case |= {"kv": "no_cache", "implementation": "xla"}
     case |= {
         "nan_keys": rng.random() < 0.2,
         "dtype": "float32",
@@ -64,49 +66,16 @@ def check(case: dict) -> None:
         return (out * weights).sum() + (finite * lse_weights).sum()
 
     got = jax.jit(jax.grad(loss))({name: jnp.asarray(x) for name, x in given.items()})
-    want = gradients(problem, weights, lse_weights)
+    want = oracle_gradients.gradients(problem, oracle_gradients.Wanted(weights, lse_weights))
+    want |= {name: as_held(problem, want[name], is_key=name == "k") for name in "kv"}
     for name, array in got.items():
         bound = TOLERANCE * max(np.abs(want[name]).max(initial=0.0), 1.0)
         np.testing.assert_allclose(array, want[name], rtol=0, atol=bound, err_msg=f"gradient of {name}")
 
 
-def gradients(
-    problem: AttentionProblem, weights: np.ndarray, lse_weights: np.ndarray
-) -> dict[str, np.ndarray]:
-    """By the softmax's formula."""
-    spec, step, setting = problem.spec, problem.step, problem.setting
-    query = np.zeros(problem.query.shape)
-    slots = problem.num_blocks * setting.block_size
-    k, v = np.zeros((2, slots, spec.num_kv_heads, spec.head_dim))
-    sinks, slopes = np.zeros((2, spec.num_q_heads))
-    for r, start in enumerate(problem.starts):
-        for h in range(spec.num_q_heads):
-            g, here = h // spec.q_heads_per_kv_head, slice(start, start + len(step.q[r]))
-            shares, lse = oracle.weights(spec, step, r, h)
-            w, w_lse = (
-                weights[here, h].astype(np.float64),
-                np.where(np.isneginf(lse), 0.0, lse_weights[here, h]),
-            )
-            of_shares = w @ step.v[r][:, g].T
-            mean = (shares * of_shares).sum(axis=1, keepdims=True)
-            of_scores = shares * (of_shares - mean + w_lse[:, None])
-            if step.sinks is not None and len(step.k[r]):
-                share = np.exp(step.sinks[h] - lse)
-                sinks[h] += (share * (w_lse - mean[:, 0])).sum()
-            if step.alibi_slopes is not None:
-                i = len(step.k[r]) - len(w) + np.arange(len(w))[:, None]
-                slopes[h] += (of_scores * oracle.bias(spec, 1.0, i, np.arange(len(step.k[r]))[None, :])).sum()
-            if spec.soft_cap is not None:
-                s = step.q[r][:, h] @ step.k[r][:, g].T * spec.softmax_scale
-                of_scores = of_scores * (1 - np.tanh(s / spec.soft_cap) ** 2)
-            of_scores = of_scores * spec.softmax_scale
-            query[here, h] = of_scores @ step.k[r][:, g]
-            np.add.at(k, (problem.slots[r], g), of_scores.T @ step.q[r][:, h])
-            np.add.at(v, (problem.slots[r], g), shares.T @ w)
-    found = {"query": query, "sinks": sinks, "alibi_slopes": slopes}
-    for name, x in (("k", k), ("v", v)):
-        if setting.kv == "no_cache":
-            found[name] = np.concatenate([x[s] for s in problem.slots] + [np.zeros((5, *x.shape[1:]))])
-        else:
-            found[name] = in_layout(x.astype(np.float32), setting.block_size, setting.kv, is_key=name == "k")
-    return found
+def as_held(problem: AttentionProblem, of_slots: np.ndarray, *, is_key: bool) -> np.ndarray:
+    """From slots to what the problem's keys and values are in."""
+    setting = problem.setting
+    if setting.kv == "no_cache":
+        return oracle_gradients.packed(problem, of_slots)
+    return in_layout(of_slots.astype(np.float32), setting.block_size, setting.kv, is_key=is_key)

@@ -1,5 +1,7 @@
 """Every family and every way to write its config, against numpy in float64."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,21 +84,21 @@ def test_silence_means_what_transformers_means():
     assert (llama.head_dim, llama.num_key_value_heads, llama.ropes[0].rope_theta) == (2, 4, 10000.0)
     assert (llama.eos_token_ids, llama.tie_word_embeddings, llama.dtype) == ((2,), False, None)
     gemma = DecoderConfig.from_hf(sizes | {"model_type": "gemma2", "eos_token_id": [1, 107]})
-    assert (gemma.head_dim, gemma.query_pre_attn_scalar, gemma.sliding_window) == (256, 256, 4096)
+    spec = gemma.attention_spec(0)
+    assert (spec.head_dim, spec.scale, spec.window) == (256, 1 / 16, (4095, 0))
     assert (gemma.eos_token_ids, gemma.tie_word_embeddings) == ((1, 107), True)
     mistral = DecoderConfig.from_hf(
         sizes | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
     )
-    assert (mistral.model_type, mistral.sliding_window, mistral.num_key_value_heads) == ("mistral", 4096, 2)
+    spec = mistral.attention_spec(0)
+    assert (mistral.model_type, spec.window, spec.num_kv_heads) == ("mistral", (4095, 0), 2)
 
 
 REFUSED = {
-    "MixtralForCausalLM": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'gelu_fast'.*gelu_pytorch_tanh": {"hidden_act": "gelu_fast"},
-    "'yarn'.*default, linear, llama3": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-    "'dynamic'.*llama3": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    "'mrope'.*default, linear, dynamic": {"rope_scaling": {"rope_type": "mrope"}},
     "quantization_config 'gptq'": {"quantization_config": {"quant_method": "gptq"}},
     "dtype 'float8_e4m3fn'.*bfloat16": {"dtype": "float8_e4m3fn"},
     "use_bidirectional_attention": {"model_type": "gemma2", "use_bidirectional_attention": True},
@@ -117,7 +119,7 @@ WRONG = {
     "head_dim must be even, got 5": {"head_dim": 5},
     "rope parameter factor must be given for 'linear'": {"rope_scaling": {"type": "linear"}},
     "rope parameter low_freq_factor must be given": {"rope_scaling": {"type": "llama3", "factor": 2.0}},
-    "high_freq_factor must be above low_freq_factor .4.0.*got 1.0": {
+    "high_freq_factor must be at least low_freq_factor .4.0.*got 1.0": {
         "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}
     },
     "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},
@@ -145,3 +147,29 @@ def test_model_type_is_checked_without_a_file():
     fields = vars(DecoderConfig.from_hf(CONFIGS["llama_old_keys"]))
     with pytest.raises(ValueError, match=r"model_type must be one of 'llama'.*got 'phi'"):
         DecoderConfig(**{**fields, "model_type": "phi"})
+
+
+def test_a_key_that_nobody_knows_is_named():
+    hf = CONFIGS["llama_old_keys"]
+    message = r"config key 'residual_multiplier' \(0.5\): no LlamaForCausalLM here knows what it changes"
+    with pytest.raises(NotImplementedError, match=message):
+        DecoderConfig.from_hf(hf | {"residual_multiplier": 0.5})
+    with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
+        DecoderConfig.from_hf(CONFIGS["qwen2"] | {"dual_chunk_attention_config": {"chunk_size": 9}})
+    harmless = {"initializer_range": 0.02, "residual_multiplier": None, "use_cache": True}
+    config = DecoderConfig.from_hf(hf | harmless)
+    assert config.layers == DecoderConfig.from_hf(hf).layers
+    assert config.to_hf()["initializer_range"] == 0.02
+
+
+def test_a_field_changed_without_its_key_is_not_written():
+    config = DecoderConfig.from_hf(CONFIGS["llama_old_keys"])
+    with pytest.raises(ValueError, match=r"config must be what its config.json says .*got vocab_size 98"):
+        dataclasses.replace(config, vocab_size=98).to_hf()
+    for name, value, message in (
+        ("norm_placement", "behind", "norm_placement must be one of 'before', 'around', got 'behind'"),
+        ("layers", config.layers[:2], r"layers must have one entry per layer \(3\), got 2"),
+        ("hidden_tokens", (97,), r"a hidden token must lie in \[0, 97\), got 97"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, **{name: value})

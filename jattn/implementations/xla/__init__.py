@@ -1,7 +1,22 @@
 """Attention in plain XLA, on any machine."""
 
+from jattn.implementations.xla.backward import Gradients, Saved, gradients
 from jattn.implementations.xla.query_tiles import QueryTiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias, pairs_of, visible
+from jattn.implementations.xla.tile import Problem
+from jattn.implementations.xla.varying import varying_as
 from jattn.implementations.xla.walk import attend
 
-__all__ = ["QueryTiles", "alibi_bias", "attend", "pairs_of", "prefill_tiles", "visible"]
+__all__ = [
+    "Gradients",
+    "Problem",
+    "QueryTiles",
+    "Saved",
+    "alibi_bias",
+    "attend",
+    "gradients",
+    "pairs_of",
+    "prefill_tiles",
+    "varying_as",
+    "visible",
+]

@@ -11,6 +11,7 @@ from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.xla.keys import Chunk, chunk_size, load_chunk, static_scales
 from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
 from jattn.implementations.xla.scores import alibi_bias, key_range, pairs_of, visible
+from jattn.implementations.xla.varying import varying_as
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.quantize import quantize_token_head
@@ -62,29 +63,19 @@ def attend_tile(
     """The queries of one request at positions `first_position` onward, of which `num_queries` are live."""
     kv, spec, sinks = problem.kv, problem.spec, problem.sinks
     tile_q, heads = q.shape[0], (spec.num_kv_heads, spec.q_heads_per_kv_head)
-    multiplied, summed = _dtypes(q, kv)
-    grouped, scale = _grouped(q, spec, multiplied, summed)
-    queries = Queries(
-        q=grouped,
-        scale=scale,
-        row=row,
-        positions=first_position + jnp.arange(tile_q, dtype=jnp.int32),
-        is_live=jnp.arange(tile_q, dtype=jnp.int32) < num_queries,
-        seq_len=jnp.where(num_queries > 0, problem.metadata.seq_lens[row], 0),
-        is_prefill=is_prefill,
-    )
+    queries, summed = queries_of(q, row, first_position, num_queries, problem=problem, is_prefill=is_prefill)
     static_k, static_v = static_scales(kv, summed)
-    size = chunk_size(kv)
+    size, multiplied = chunk_size(kv), queries.q.dtype
 
     def step(c: Array, state: Softmax) -> Softmax:
         chunk = load_chunk(kv, problem.metadata.block_table, row, c)
         keys = c * size + jnp.arange(size, dtype=jnp.int32)
-        s, sees = _scores(queries, chunk, keys, static_k, problem)
-        return add_chunk(state, jnp.where(sees, s, -jnp.inf), chunk, sees.any(axis=(1, 2)), multiplied)
+        s, sees = capped_scores(queries, chunk, keys, static_k, problem)
+        s = jnp.where(sees, biased(s, queries, keys, problem), -jnp.inf)
+        return add_chunk(state, s, chunk, sees.any(axis=(1, 2)), multiplied)
 
-    low, high = key_range(spec, first_position, queries.positions[-1], queries.seq_len)
-    state = nothing_yet((*heads, tile_q), spec.head_dim, summed)
-    state = jax.lax.fori_loop(low // size, (high + size - 1) // size, step, state)
+    state = varying_as(q, nothing_yet((*heads, tile_q), spec.head_dim, summed))
+    state = jax.lax.fori_loop(*chunk_range(queries, spec, size), step, state)
     if sinks is not None:
         is_real = (queries.seq_len > 0) & queries.is_live
         state = add_sink(state, jnp.where(is_real, sinks.astype(summed).reshape(*heads, 1), -jnp.inf))
@@ -92,6 +83,38 @@ def attend_tile(
     lse = jnp.where(state.total == 0, -jnp.inf, state.top + jnp.log(state.total))
     out, lse = jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(tile_q, spec.num_q_heads)
+
+
+def queries_of(
+    q: Float[Array, "tile_q q_heads head_dim"],
+    row: Int[Array, ""],
+    first_position: Int[Array, ""],
+    num_queries: Int[Array, ""],
+    *,
+    problem: Problem,
+    is_prefill: bool,
+) -> tuple[Queries, np.dtype]:
+    """A tile's queries, and what their products are summed in; arguments are attend_tile's."""
+    tile_q = q.shape[0]
+    multiplied, summed = _dtypes(q, problem.kv)
+    grouped, scale = _grouped(q, problem.spec, multiplied, summed)
+    nth = jnp.arange(tile_q, dtype=jnp.int32)
+    queries = Queries(
+        q=grouped,
+        scale=scale,
+        row=row,
+        positions=first_position + nth,
+        is_live=nth < num_queries,
+        seq_len=jnp.where(num_queries > 0, problem.metadata.seq_lens[row], 0),
+        is_prefill=is_prefill,
+    )
+    return queries, summed
+
+
+def chunk_range(queries: Queries, spec: AttentionSpec, size: int) -> tuple[Array, Array]:
+    """First chunk of so many keys that some query of a tile may see, and one past the last."""
+    low, high = key_range(spec, queries.positions[0], queries.positions[-1], queries.seq_len)
+    return low // size, (high + size - 1) // size
 
 
 def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
@@ -115,10 +138,10 @@ def _grouped(
     return jnp.moveaxis(grouped.reshape(*shape, spec.head_dim).astype(multiplied), 0, 2), scale
 
 
-def _scores(
+def capped_scores(
     queries: Queries, chunk: Chunk, keys: Int[Array, " keys"], static_k: Array, problem: Problem
 ) -> tuple[Float[Array, "kv_heads group tile_q keys"], Bool[Array, "_ _ tile_q keys"]]:
-    """The scores of a chunk of keys, and which of them count."""
+    """The soft-capped scores of a chunk of keys, and which of them count."""
     spec, multiplied, summed = problem.spec, queries.q.dtype, static_k.dtype
     s = jnp.einsum(
         "hgqd,khd->hgqk",
@@ -139,7 +162,12 @@ def _scores(
     if problem.mask is not None:
         pairs = pairs_of(spec, queries.row, queries.positions, keys, is_prefill=queries.is_prefill)
         sees &= problem.mask.sees(pairs)
-    if problem.alibi_slopes is not None:
-        slopes = problem.alibi_slopes.astype(summed).reshape(spec.num_kv_heads, -1)
-        s = s + alibi_bias(spec, slopes, queries.positions, keys)
     return s, sees
+
+
+def biased(s: Array, queries: Queries, keys: Int[Array, " keys"], problem: Problem) -> Array:
+    """Soft-capped scores with ALiBi's bias."""
+    if problem.alibi_slopes is None:
+        return s
+    slopes = problem.alibi_slopes.astype(s.dtype).reshape(problem.spec.num_kv_heads, -1)
+    return s + alibi_bias(problem.spec, slopes, queries.positions, keys)

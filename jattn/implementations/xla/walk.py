@@ -1,8 +1,7 @@
 """Attention in plain XLA, on any machine: exact, over chunks of keys with an online softmax.
 
 Queries are cut into tiles of one request each; a tile walks over the chunks that it can see. Only a few tiles
-are worked on at a time, so memory grows neither with the number of requests nor with their length. Loop
-bounds are traced, so there is no reverse-mode derivative: differentiate the reference.
+are worked on at a time, so memory grows neither with the number of requests nor with their length.
 """
 
 import functools

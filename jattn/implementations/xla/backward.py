@@ -1,0 +1,197 @@
+"""Gradients of attention over packed keys in plain XLA: tiles of queries over the chunks that they can see.
+
+Nothing of queries x keys is kept from the forward pass: memory is linear in tokens. Each chunk's part of the
+gradients of keys and values is added where its keys stand, one after the other, so that the same bits come
+out twice.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn.cache import PackedKV
+from jattn.implementations.xla.backward_tile import Parts, Tokens, parts_at
+from jattn.implementations.xla.keys import chunk_size, holds_nothing
+from jattn.implementations.xla.query_tiles import prefill_tiles
+from jattn.implementations.xla.tile import Problem, Queries, chunk_range, queries_of
+from jattn.implementations.xla.varying import varying_as
+from jattn.metadata.batch import BatchMetadata
+
+QUERIES_AT_ONCE = 512  # in tiles that are worked on together, at least one
+
+
+class Saved(NamedTuple):
+    """What the backward pass knows of the forward pass, and what comes down to it.
+
+    Attributes:
+        out: The output.
+        lse: Its log-sum-exp.
+        grad_out: Gradient of the output.
+        grad_lse: Gradient of the log-sum-exp; None = 0.
+    """
+
+    out: Float[Array, "tokens q_heads head_dim"]
+    lse: Float[Array, "q_heads tokens"]
+    grad_out: Float[Array, "tokens q_heads head_dim"]
+    grad_lse: Float[Array, "q_heads tokens"] | None
+
+
+class Gradients(NamedTuple):
+    """Of all that attention has a gradient for; None for what there is none of."""
+
+    query: Array
+    k: Array
+    v: Array
+    sinks: Array | None
+    alibi_slopes: Array | None
+
+
+class Tiles(NamedTuple):
+    """Tiles of one request's queries each, some of a region.
+
+    Attributes:
+        tokens: Those of each tile; past the last token where there is none.
+        rows: Row of the metadata.
+        firsts: Position of the first query.
+        lens: Queries; 0 for a spare tile.
+    """
+
+    tokens: Int[Array, "*some tiles tile_q"]
+    rows: Int[Array, "*some tiles"]
+    firsts: Int[Array, "*some tiles"]
+    lens: Int[Array, "*some tiles"]
+
+
+class Sums(NamedTuple):
+    """What all tiles add to: f32 or f64. Keys have a chunk's room behind them."""
+
+    k: Float[Array, "kv_room kv_heads head_dim"]
+    v: Float[Array, "kv_room kv_heads head_dim"]
+    alibi_slopes: Float[Array, "kv_heads group"]
+
+
+def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, saved: Saved) -> Gradients:
+    """Gradients of `attend` over PackedKV.
+
+    Args:
+        query: The step's queries.
+        problem: The other arguments of the forward pass; keys and values of 16 bits or more.
+        saved: Of the forward pass.
+    """
+    kv, metadata, sinks = problem.kv, problem.metadata, problem.sinks
+    assert isinstance(kv, PackedKV)
+    if metadata.bucket.max_tokens == 0 or holds_nothing(kv, metadata):
+        return jax.tree.map(jnp.zeros_like, Gradients(query, kv.k, kv.v, sinks, problem.alibi_slopes))
+    summed = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    tokens = _tokens(query, saved, metadata, summed)
+    room = (kv.k.shape[0] + chunk_size(kv), *kv.k.shape[1:])
+    spec = problem.spec
+    nothing = jnp.zeros(room, summed), jnp.zeros(room, summed)
+    heads = spec.num_kv_heads, spec.q_heads_per_kv_head
+    sums = varying_as(query, Sums(*nothing, jnp.zeros(heads, summed)))
+    grad_query = jnp.zeros_like(query)
+    for tiles, is_prefill in _regions(metadata):
+        of_group = functools.partial(_add_group, tokens=tokens, problem=problem, is_prefill=is_prefill)
+        sums, grads = jax.lax.scan(of_group, sums, tiles)
+        grad_query = grad_query.at[tiles.tokens].set(grads, mode="drop")
+    k, v = (x[: kv.k.shape[0]] for x in (sums.k, sums.v))
+    slopes = problem.alibi_slopes
+    return Gradients(
+        query=grad_query,
+        k=k.astype(kv.k.dtype),
+        v=v.astype(kv.v.dtype),
+        sinks=None if sinks is None else _of_sinks(sinks, tokens),
+        alibi_slopes=None if slopes is None else sums.alibi_slopes.reshape(-1).astype(slopes.dtype),
+    )
+
+
+def _tokens(query: Array, saved: Saved, metadata: BatchMetadata, summed: Any) -> Tokens:
+    """What padding and rows without keys hold, NaN or not, is cleared here."""
+    lse = saved.lse.T.astype(summed)
+    is_real = metadata.is_live_token[:, None] & ~jnp.isneginf(lse)
+    clear = lambda x: jnp.where(is_real[..., None], x, jnp.zeros((), x.dtype))
+    grad_out, out = clear(saved.grad_out), clear(saved.out)
+    delta = jnp.sum(grad_out.astype(summed) * out.astype(summed), axis=-1)
+    if saved.grad_lse is not None:
+        delta -= jnp.where(is_real, saved.grad_lse.T.astype(summed), 0.0)
+    return Tokens(clear(query), grad_out, jnp.where(is_real, lse, jnp.inf), delta)
+
+
+def _of_sinks(sinks: Float[Array, " q_heads"], tokens: Tokens) -> Float[Array, " q_heads"]:
+    """A sink is a score without a value: its probability's gradient is 0, less the row's sum."""
+    share = jnp.exp(sinks.astype(tokens.lse.dtype)[None] - tokens.lse)
+    return -jnp.sum(share * tokens.delta, axis=0).astype(sinks.dtype)
+
+
+def _regions(metadata: BatchMetadata) -> list[tuple[Tiles, bool]]:
+    """The tiles of each region in groups [groups, tiles at once], and whether it is the prefill region."""
+    bucket, found = metadata.bucket, []
+    if bucket.max_decodes:
+        index = jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32).reshape(bucket.max_decodes, -1)
+        lens = metadata.query_lens[: bucket.max_decodes]
+        rows = jnp.arange(bucket.max_decodes, dtype=jnp.int32)
+        firsts = metadata.num_computed_tokens[: bucket.max_decodes]
+        found.append((Tiles(index, rows, firsts, lens), False))
+    if bucket.max_prefill_tokens:
+        cut = prefill_tiles(metadata)
+        index = cut.token_index(past_end=bucket.max_prefill_tokens) + bucket.max_decode_tokens
+        found.append((Tiles(index, cut.rows, cut.first_positions(metadata), cut.lens), True))
+    return [(_grouped(tiles, past_end=bucket.max_tokens), is_prefill) for tiles, is_prefill in found]
+
+
+def _grouped(tiles: Tiles, past_end: int) -> Tiles:
+    """The tiles in groups of QUERIES_AT_ONCE, the last one with spare tiles."""
+    count, tile_q = tiles.tokens.shape
+    size = min(max(QUERIES_AT_ONCE // tile_q, 1), count)
+    spare = -count % size
+
+    def cut(x: Array, fill: int) -> Array:
+        ends = [(0, spare)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, ends, constant_values=fill).reshape(-1, size, *x.shape[1:])
+
+    return Tiles(cut(tiles.tokens, past_end), *(cut(x, 0) for x in tiles[1:]))
+
+
+def _add_group(
+    sums: Sums, tiles: Tiles, *, tokens: Tokens, problem: Problem, is_prefill: bool
+) -> tuple[Sums, Float[Array, "tiles tile_q q_heads head_dim"]]:
+    """Adds what a group of tiles gives to keys and values; the gradient of its queries."""
+    kv = problem.kv
+    assert isinstance(kv, PackedKV)
+    size, num_tiles = chunk_size(kv), tiles.rows.shape[0]
+    of_tiles = Tokens(*(jnp.take(x, tiles.tokens, axis=0, mode="clip") for x in tokens))
+
+    def queries(tile: Tiles, q: Array) -> Queries:
+        how: Any = {"problem": problem, "is_prefill": is_prefill}
+        return queries_of(q, tile.rows, tile.firsts, tile.lens, **how)[0]
+
+    def parts_of(tile: Tiles, of_tile: Tokens, chunk: Array) -> Parts:
+        return parts_at(queries(tile, of_tile.query), of_tile, chunk, problem)
+
+    reach = lambda tile, q: chunk_range(queries(tile, q), problem.spec, size)
+    low, high = jax.vmap(reach)(tiles, of_tiles.query)
+
+    def step(nth: Array, state: tuple[Sums, Array]) -> tuple[Sums, Array]:
+        (sum_k, sum_v, sum_slopes), dq = state
+        chunk = low + nth
+        parts = jax.vmap(parts_of)(
+            tiles._replace(lens=jnp.where(chunk < high, tiles.lens, 0)), of_tiles, chunk
+        )
+        starts = kv.kv_start_loc[tiles.rows] + chunk * size
+
+        def add(tile: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
+            place, k, v = starts[tile], both[0], both[1]
+            plus = lambda x, part: jax.lax.dynamic_update_slice_in_dim(
+                x, jax.lax.dynamic_slice_in_dim(x, place, size) + part[tile], place, axis=0
+            )
+            return plus(k, parts.k), plus(v, parts.v)
+
+        sum_k, sum_v = jax.lax.fori_loop(0, num_tiles, add, (sum_k, sum_v))
+        return Sums(sum_k, sum_v, sum_slopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
+
+    dq = varying_as(tokens.query, jnp.zeros(of_tiles.query.shape, tokens.lse.dtype))
+    sums, dq = jax.lax.fori_loop(0, jnp.max(high - low), step, (sums, dq))
+    return sums, dq.astype(tokens.query.dtype)

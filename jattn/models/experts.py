@@ -1,0 +1,220 @@
+"""Mixtures of experts: each token runs through the few MLPs that a router chooses for it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from jattn.models.expert_products import Choices, How, Weights, run_experts
+from jattn.models.layers import ACTIVATIONS, matmul_precision
+from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
+
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+SCALED = ("output", "input")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a router's logits become weights of the chosen experts, in f32. Hashable: static for jit.
+
+    The chosen are those of the highest logits, whatever the scores: both orders agree.
+
+    | | scores | normalizes | scaled | has_bias |
+    |---|---|---|---|---|
+    | Mixtral | softmax | yes | output | no |
+    | Qwen2-MoE, Qwen3-MoE | softmax | norm_topk_prob | output | no |
+    | gpt-oss | softmax_of_chosen | no | output | yes |
+    | Llama 4 | sigmoid | no | input | no |
+
+    Attributes:
+        scores: "softmax": over all experts, before the choice; "softmax_of_chosen": over the chosen;
+            "sigmoid": of each logit alone.
+        normalizes: The scores of the chosen are divided by their sum.
+        scaled: What a score multiplies: an expert's "output", or its "input".
+        has_bias: The router has a bias.
+
+    Source: transformers' routers of these families.
+    """
+
+    scores: str = "softmax"
+    normalizes: bool = False
+    scaled: str = "output"
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of("scores", self.scores, SCORES)
+        require_one_of("scaled", self.scaled, SCALED)
+
+    def choose(self, logits: Float32[Array, "tokens experts"], experts_per_token: int) -> Choices:
+        """The experts of each token, and what multiplies their inputs and outputs."""
+        chosen, experts = jax.lax.top_k(logits, experts_per_token)
+        if self.scores == "softmax":
+            scores = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+        elif self.scores == "softmax_of_chosen":
+            scores = jax.nn.softmax(chosen, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(chosen)
+        if self.normalizes:
+            scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        return Choices(experts=experts, scores=scores, scales_input=self.scaled == "input")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate below `limit` and up within it on both sides.
+
+    Attributes:
+        alpha: Slope of the sigmoid.
+        limit: Of both inputs.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        require_positive(limit=self.limit)
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """What lies between an expert's two products."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """`act(gate) * up`.
+
+    Attributes:
+        hidden_act: Which `act`, a key of `jattn.models.layers.ACTIVATIONS`.
+    """
+
+    hidden_act: str
+
+    def __post_init__(self) -> None:
+        if self.hidden_act not in ACTIVATIONS:
+            supported = "Supported: " + ", ".join(ACTIVATIONS)
+            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", supported)
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """What lies between an expert's two products."""
+        return ACTIVATIONS[self.hidden_act](gate) * up
+
+
+class ExpertLinear(nnx.Module):
+    """A matrix an expert, and a bias an expert where there are some."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        in_axis: int,
+        use_bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Makes `weight` of a shape, experts first, and `bias`, of the shape without `in_axis`, or None."""
+        outputs = [axis for axis in range(1, len(shape)) if axis != in_axis]
+        bias_shape = (shape[0], *(shape[axis] for axis in outputs))
+        make = nnx.initializers.lecun_normal(in_axis=in_axis, out_axis=outputs, batch_axis=0)
+        self.weight = nnx.Param(make(rngs.params(), shape, jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros(bias_shape, dtype)) if use_bias else None
+
+
+class Experts(nnx.Module):
+    """A router, the experts that it chooses from, and perhaps one that all tokens share.
+
+    Parameters, with E experts: `router.kernel` [hidden, E] and `.bias` [E]; `gate_up_proj.weight`
+    [E, 2, intermediate, hidden], the gate first, and `.bias` [E, 2, intermediate]; `down_proj.weight`
+    [E, intermediate, hidden] and `.bias` [E, hidden]; `shared_expert`; `shared_expert_gate.kernel`
+    [hidden, 1]. Biases and what is shared: only where asked for, else None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        experts_per_token: int,
+        routing: Routing,
+        activation: str | ClampedSwiGLU = "silu",
+        use_bias: bool = False,
+        shared_expert: Callable[[Array], Array] | None = None,
+        gates_shared_expert: bool = False,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+    ) -> None:
+        """Makes the parameters.
+
+        Args:
+            hidden_size: Width of input and output.
+            intermediate_size: Width inside an expert.
+            num_experts: Experts to choose from.
+            experts_per_token: How many of them each token runs through.
+            routing: How they are chosen and weighed.
+            activation: A key of `jattn.models.layers.ACTIVATIONS`, or gpt-oss's.
+            use_bias: The experts' products have a bias.
+            shared_expert: What all tokens run through besides, such as an MLP.
+            gates_shared_expert: Qwen2-MoE: times the sigmoid of a learned product with the input.
+            rngs: For the initial parameters.
+            dtype: Of the parameters.
+
+        Raises:
+            ValueError: A size is impossible, or there is a gate and no shared expert.
+            NotImplementedError: The activation is not one of ours.
+        """
+        _check_sizes(hidden_size, intermediate_size, num_experts, experts_per_token)
+        has_one = shared_expert is not None or not gates_shared_expert
+        require(has_one, "shared_expert", "be given where gates_shared_expert is True", shared_expert)
+        self.experts_per_token, self.routing = experts_per_token, routing
+        self.activation = Gated(activation) if isinstance(activation, str) else activation
+        self.precision = matmul_precision(dtype)
+        linear: Any = {"param_dtype": dtype, "precision": self.precision, "rngs": rngs}
+        self.router = nnx.Linear(hidden_size, num_experts, use_bias=routing.has_bias, **linear)
+        of_experts: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
+        gate_up = (num_experts, 2, intermediate_size, hidden_size)
+        self.gate_up_proj = ExpertLinear(gate_up, in_axis=3, **of_experts)
+        down = (num_experts, intermediate_size, hidden_size)
+        self.down_proj = ExpertLinear(down, in_axis=1, **of_experts)
+        self.shared_expert = shared_expert
+        gate = nnx.Linear(hidden_size, 1, use_bias=False, **linear) if gates_shared_expert else None
+        self.shared_expert_gate = gate
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """The layer's output, in x.dtype. No token sees another: padding may hold anything, NaN too."""
+        choices = self.routing.choose(self.router_logits(x), self.experts_per_token)
+        out = run_experts(x, choices, self._weights(), How(self.activation, self.precision))
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x).astype(jnp.float32)
+            if self.shared_expert_gate is not None:
+                shared = shared * jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
+            out = out + shared
+        return out.astype(x.dtype)
+
+    def router_logits(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens experts"]:
+        """What the router says of each expert, in f32."""
+        kernel, bias = self.router.kernel[...], self.router.bias
+        logits = jnp.matmul(x, kernel, precision=self.precision, preferred_element_type=jnp.float32)
+        return logits if bias is None else logits + bias[...].astype(jnp.float32)[None, :]
+
+    def _weights(self) -> Weights:
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return Weights(
+            gate_up=gate_up.weight[...],
+            gate_up_bias=None if gate_up.bias is None else gate_up.bias[...],
+            down=down.weight[...],
+            down_bias=None if down.bias is None else down.bias[...],
+        )
+
+
+def _check_sizes(hidden_size: int, intermediate_size: int, num_experts: int, experts_per_token: int) -> None:
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+    require_int(**sizes, experts_per_token=experts_per_token)
+    require_positive(**sizes)
+    rule = f"lie in [1, {num_experts}], the number of experts"
+    require(1 <= experts_per_token <= num_experts, "experts_per_token", rule, experts_per_token)

@@ -1,0 +1,86 @@
+"""Gemma 3, its text part: norms of queries and keys for Gemma 2's soft caps, two ropes."""
+
+from jattn.models.families.family import Family, Keys, Wrapper
+from jattn.models.families.gemma2 import CAUSAL_ONLY, GEMMA2
+from jattn.models.families.keys import ROPE
+from jattn.models.families.reading import (
+    FULL,
+    QK_NORM_TENSORS,
+    SLIDING,
+    attention,
+    layer_type,
+    rope,
+    window_of,
+)
+from jattn.models.layer_spec import LayerSpec
+from jattn.models.rope import Rope
+from jattn.models.specs import MLPSpec, NormSpec, QKNorm
+
+
+def _rope(keys: Keys, kind: str) -> Rope:
+    """By layer type; in older configs rope_scaling and rope_theta are of the full layers alone."""
+    given = dict((keys["rope_parameters"] or {}).get(kind) or {"rope_type": "default"})
+    if kind == FULL:
+        given |= keys["rope_scaling"] or {}
+    given.setdefault("rope_theta", keys["rope_theta" if kind == FULL else "rope_local_base_freq"])
+    return rope({**keys, "rope_scaling": None, "rope_parameters": given})
+
+
+def _layer(keys: Keys, layer: int) -> LayerSpec:
+    pattern = keys["sliding_window_pattern"]
+    kind = layer_type(keys, layer, SLIDING if (layer + 1) % pattern else FULL)
+    has_bias = bool(keys["attention_bias"])
+    return LayerSpec(
+        attention=attention(
+            keys,
+            window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
+            scale=keys["query_pre_attn_scalar"] ** -0.5,
+        ),
+        rope=_rope(keys, kind),
+        mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_activation"]),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=NormSpec("rms_offset", keys["rms_norm_eps"])),
+    )
+
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    defaults={
+        **GEMMA2.defaults,
+        **ROPE,
+        "vocab_size": 262208,  # text_config of older checkpoints says little more than what differs
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+    },
+    layer=_layer,
+    model=GEMMA2.model,
+    norm=GEMMA2.norm,
+    norm_placement=GEMMA2.norm_placement,
+    tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
+    only=CAUSAL_ONLY,
+    harmless=(*GEMMA2.harmless, "_sliding_window_pattern", "mm_tokens_per_image"),
+    wrapper=Wrapper(
+        model_type="gemma3",
+        architecture="Gemma3ForConditionalGeneration",
+        renamed={
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+            "model.language_model.": "model.",
+        },
+        passed_over=(
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
+    ),
+)

@@ -1,0 +1,81 @@
+"""gpt-oss: sinks, alternating windows, yarn, biases, experts with clamped gates."""
+
+from jattn.models.experts import ClampedSwiGLU, Routing
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.keys import ROPE
+from jattn.models.families.reading import (
+    FULL,
+    LLAMA_TENSORS,
+    SLIDING,
+    attention,
+    layer_type,
+    rope,
+    window_of,
+)
+from jattn.models.hf_tensors import Stored
+from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+
+
+def _layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = layer_type(keys, layer, FULL if layer % 2 else SLIDING)
+    has_bias = bool(keys["attention_bias"])
+    return LayerSpec(
+        attention=attention(keys, window=window_of(keys["sliding_window"]) if kind == SLIDING else None),
+        rope=rope(keys, kind),
+        mlp=ExpertsSpec(
+            intermediate_size=keys["intermediate_size"],
+            num_experts=keys["num_experts"],
+            experts_per_token=keys["num_experts_per_tok"],
+            routing=Routing(scores="softmax_of_chosen", has_bias=True),
+            activation=ClampedSwiGLU(alpha=keys["swiglu_alpha"], limit=keys["swiglu_limit"]),
+            has_bias=True,
+        ),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        has_sinks=True,
+    )
+
+
+_MLP = "model.layers.*.mlp"
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    defaults={
+        **ROPE,
+        "rope_theta": 150000.0,
+        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _YARN,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "layer_types": None,
+        "attention_bias": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    layer=_layer,
+    norm="rms_f32",
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.self_attn.sinks": Stored(("model.layers.*.self_attn.sinks",), "array"),
+        "layers.*.mlp.router": Stored((f"{_MLP}.router",)),
+        "layers.*.mlp.gate_up_proj.weight": Stored((f"{_MLP}.experts.gate_up_proj",), "experts_in_turn"),
+        "layers.*.mlp.gate_up_proj.bias": Stored((f"{_MLP}.experts.gate_up_proj_bias",), "experts_in_turn"),
+        "layers.*.mlp.down_proj.weight": Stored((f"{_MLP}.experts.down_proj",), "array"),
+        "layers.*.mlp.down_proj.bias": Stored((f"{_MLP}.experts.down_proj_bias",), "array"),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    only={"hidden_act": (("silu",), "its gates are clamped SwiGLU")},
+    harmless=("experts_per_token", "initial_context_length"),  # said once more under other names
+)

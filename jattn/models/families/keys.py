@@ -1,0 +1,211 @@
+"""The keys of a config.json: their kinds, their defaults, and which of them no decoder here knows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jattn.models.families.family import Family, Keys
+from jattn.models.weight_formats import check_quantization
+from pallas_kernels.checks import require, require_number, require_positive, unsupported
+
+DTYPES = ("float32", "bfloat16", "float16")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+COMMON: Keys = {
+    **dict.fromkeys(SIZES),
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROPE: Keys = {
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
+}
+# What changes no logit: how a model was made, trained, saved or served, how tokens are picked, other heads.
+_HARMLESS = """
+model_type architectures quantization_config transformers_version transformers.js_config auto_map
+name_or_path _name_or_path _commit_hash custom_pipelines tokenizer_class tokenizer_type
+unsloth_fixed unsloth_version torchscript use_cache use_bfloat16 use_flash_attn use_flash_attention
+use_flash_attention_2 attn_implementation _attn_implementation _attn_implementation_autoset
+attn_impl cache_implementation return_dict return_dict_in_generate output_attentions
+output_hidden_states output_router_logits output_scores is_decoder is_encoder_decoder
+add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward prefix
+finetuning_task problem_type task_specific_params id2label label2id num_labels
+decoder_start_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
+forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids
+pruned_heads tf_legacy_loss do_sample temperature top_k top_p typical_p min_p repetition_penalty
+length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups
+num_return_sequences diversity_penalty early_stopping max_length min_length max_new_tokens
+remove_invalid_values exponential_decay_length_penalty initializer_range initializer_factor
+init_device init_std attention_dropout attn_pdrop resid_pdrop embd_pdrop embed_pdrop hidden_dropout
+attention_dropout_prob hidden_dropout_prob ffn_dropout_prob classifier_dropout
+gradient_checkpointing pretraining_tp router_aux_loss_coef router_jitter_noise model_max_length
+seq_length training_args kv_cache_dtype
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+# What would change the result, and why it is not here.
+REFUSED = {
+    "dual_chunk_attention_config": "positions of far chunks are folded, and no kernel here does that",
+}
+
+
+def filled(hf: Keys, family: Family) -> dict[str, Any]:
+    """A config.json's keys by the names that all families share, those it lacks as in transformers.
+
+    Raises:
+        ValueError: A size is missing or impossible, or a value is of another kind than it should be.
+        NotImplementedError: A key is not known, or has a value that is not served.
+    """
+    hf = _renamed(hf, family)
+    check_kinds(hf)
+    known = {**COMMON, **family.defaults}
+    _refuse_what_is_not_here(hf, family, known)
+    keys = known | {key: _as(known[key], key, value) for key, value in hf.items() if key in known}
+    keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
+    missing = [key for key in SIZES if keys[key] is None]
+    require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
+    require_positive(**{key: keys[key] for key in SIZES})
+    require_number(rms_norm_eps=keys["rms_norm_eps"])
+    heads = keys["num_attention_heads"]
+    if keys["head_dim"] is None:
+        rule = f"be a multiple of num_attention_heads ({heads}) where head_dim is not given"
+        require(keys["hidden_size"] % heads == 0, "hidden_size", rule, keys["hidden_size"])
+    keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // heads
+    keys["num_key_value_heads"] = keys["num_key_value_heads"] or heads
+    return keys
+
+
+def _as(default: Any, key: str, value: Any) -> Any:
+    """The value; a float, where the default is one.
+
+    Raises:
+        ValueError: The default is a float, and the value no number.
+    """
+    if value is None or not isinstance(default, float):
+        return value
+    require(_is_number(value), key, "be a number", repr(value))
+    return float(value)
+
+
+def _renamed(hf: Keys, family: Family) -> dict[str, Any]:
+    """The same keys, by the names that all families share, those of nested dictionaries among them."""
+    inner = {f"{key}.{name}": value for key in family.nested for name, value in (hf.get(key) or {}).items()}
+    outer = {key: value for key, value in hf.items() if key not in family.nested}
+    return {family.aliases.get(key, key): value for key, value in (outer | inner).items()}
+
+
+def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
+    for key, (values, reason) in family.only.items():
+        if hf.get(key) is not None and hf[key] not in values:
+            supported = ", ".join(map(repr, values)) or "none"
+            raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {supported}")
+    said = [key for key, value in hf.items() if value is not None]
+    unknown = [key for key in said if key not in known and key not in family.only]
+    for key in unknown:
+        if key.split(".")[-1] not in HARMLESS and key not in family.harmless:
+            reason = REFUSED.get(key, f"no {family.architecture} here knows what it changes")
+            raise unsupported(
+                f"config key {key!r} ({hf[key]!r})", reason, "Leave it out if it changes nothing"
+            )
+
+
+def normalised(hf: Keys, family: Family) -> dict[str, Any]:
+    """A config.json of the floats: with a model_type and an architecture, and one key for the dtype.
+
+    Raises:
+        NotImplementedError: The weights are stored in a way that is not read here.
+    """
+    check_quantization(hf.get("quantization_config"))
+    hf = {**hf, "torch_dtype": dtype_of(hf)}
+    for key in ("dtype", "quantization_config"):
+        hf.pop(key, None)
+    return hf | {"model_type": family.model_type, "architectures": [family.architecture]}
+
+
+def dtype_of(hf: Keys) -> str | None:
+    """What a checkpoint is meant to run in; None = it does not say.
+
+    Raises:
+        NotImplementedError: In what no decoder here computes in.
+    """
+    name = hf.get("dtype") or hf.get("torch_dtype")
+    name = None if name in (None, "auto") else str(name).removeprefix("torch.")
+    if name is not None and name not in DTYPES:
+        supported = "Supported: " + ", ".join(DTYPES)
+        raise unsupported(f"dtype {name!r}", "no decoder here computes in it", supported)
+    return name
+
+
+def token_ids(ids: int | list[int] | None) -> tuple[int, ...]:
+    """A Hugging Face eos_token_id: none, one, or several."""
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def check_kinds(hf: Keys) -> None:
+    """A value that is there must be of its kind; null is none.
+
+    Raises:
+        ValueError: It is of another.
+    """
+    for kind, is_one, names in KINDS:
+        for key in names:
+            require(hf.get(key) is None or is_one(hf[key]), key, f"be {kind}", repr(hf.get(key)))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_int, value))
+
+
+# What the values of a config.json are.
+KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    (
+        "an int",
+        _is_int,
+        (
+            *SIZES,
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "original_max_position_embeddings",
+            "sliding_window",
+            "max_window_layers",
+            "bos_token_id",
+        ),
+    ),
+    (
+        "a number",
+        _is_number,
+        (
+            "rms_norm_eps",
+            "rope_theta",
+            "partial_rotary_factor",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        ),
+    ),
+    ("a name", lambda value: isinstance(value, str), ("model_type", "hidden_act", "hidden_activation")),
+    ("a list", lambda value: isinstance(value, list | tuple), ("architectures", "layer_types")),
+    ("a list of ints", _are_ints, ("dummy_token_indices",)),
+    (
+        "an object",
+        lambda value: isinstance(value, Mapping),
+        ("rope_scaling", "rope_parameters", "quantization_config"),
+    ),
+    ("an int or a list of them", lambda value: _is_int(value) or _are_ints(value), ("eos_token_id",)),
+)

@@ -1,0 +1,39 @@
+"""Llama 1 to 3."""
+
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.keys import ROPE
+from jattn.models.families.reading import LLAMA_TENSORS, attention, rope
+from jattn.models.layer_spec import LayerSpec
+from jattn.models.specs import MLPSpec
+
+
+def _layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return LayerSpec(
+        attention=attention(keys),
+        rope=rope(keys),
+        mlp=MLPSpec(
+            intermediate_size=keys["intermediate_size"],
+            hidden_act=keys["hidden_act"],
+            has_bias=bool(keys["mlp_bias"]),
+        ),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    defaults={
+        **ROPE,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    layer=_layer,
+    tensors=LLAMA_TENSORS,
+    harmless=("sliding_window", "layer_types", "max_window_layers", "use_sliding_window"),
+)

@@ -1,0 +1,104 @@
+"""Llama 4, its text part: chunked-local layers, layers without rope, experts between dense layers."""
+
+from jattn.models.experts import Routing
+from jattn.models.families.family import Family, Keys, Wrapper
+from jattn.models.families.keys import ROPE
+from jattn.models.families.reading import FULL, LLAMA_TENSORS, attention, layer_type, rope
+from jattn.models.hf_tensors import Stored
+from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.specs import MLPSpec, NormSpec, QKNorm, Temperature
+from pallas_kernels.checks import require
+
+CHUNKED = "chunked_attention"
+
+
+def _is_rotated(keys: Keys, layer: int) -> bool:
+    said, count = keys["no_rope_layers"], keys["num_hidden_layers"]
+    if not said:
+        return (layer + 1) % keys["no_rope_layer_interval"] != 0
+    require(len(said) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(said))
+    return bool(said[layer])  # 1 where a layer has a rope, whatever the name says
+
+
+def _mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
+    step, said = keys["interleave_moe_layer_step"], keys["moe_layers"]
+    dense = lambda size: MLPSpec(intermediate_size=keys[size], hidden_act=keys["hidden_act"])
+    if not (layer in said if said is not None else (layer + 1) % step == 0):
+        return dense("intermediate_size_mlp")
+    return ExpertsSpec(
+        intermediate_size=keys["intermediate_size"],
+        num_experts=keys["num_experts"],
+        experts_per_token=keys["num_experts_per_tok"],
+        routing=Routing(scores="sigmoid", scaled="input"),
+        activation=keys["hidden_act"],
+        shared=dense("intermediate_size"),
+    )
+
+
+def _layer(keys: Keys, layer: int) -> LayerSpec:
+    is_rotated, has_bias = _is_rotated(keys, layer), bool(keys["attention_bias"])
+    kind = layer_type(keys, layer, CHUNKED if is_rotated else FULL, (CHUNKED, FULL))
+    tuned = Temperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
+    normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True)
+    return LayerSpec(
+        attention=attention(keys, chunk_size=keys["attention_chunk_size"] if kind == CHUNKED else None),
+        rope=rope(keys, interleaved=True) if is_rotated else None,
+        mlp=_mlp(keys, layer),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=normed if is_rotated and keys["use_qk_norm"] else None,
+        temperature=None if is_rotated or not keys["attn_temperature_tuning"] else tuned,
+    )
+
+
+_MLP, _EXPERTS = "model.layers.*.feed_forward", "model.layers.*.feed_forward.experts"
+LLAMA4 = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    defaults={
+        **ROPE,
+        "rope_theta": 500000.0,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "layer_types": None,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192.0,
+        "attn_scale": 0.1,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+    },
+    layer=_layer,
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.mlp.gate_up_proj": Stored((f"{_MLP}.gate_proj", f"{_MLP}.up_proj"), "gates_apart"),
+        "layers.*.mlp.down_proj": Stored((f"{_MLP}.down_proj",)),
+        "layers.*.mlp.router": Stored((f"{_MLP}.router",)),
+        "layers.*.mlp.gate_up_proj.weight": Stored((f"{_EXPERTS}.gate_up_proj",), "experts_stacked"),
+        "layers.*.mlp.down_proj.weight": Stored((f"{_EXPERTS}.down_proj",), "array"),
+        "layers.*.mlp.shared_expert.gate_up_proj": Stored(
+            (f"{_MLP}.shared_expert.gate_proj", f"{_MLP}.shared_expert.up_proj"), "gates_apart"
+        ),
+        "layers.*.mlp.shared_expert.down_proj": Stored((f"{_MLP}.shared_expert.down_proj",)),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    harmless=("for_llm_compressor",),
+    wrapper=Wrapper(
+        model_type="llama4",
+        architecture="Llama4ForConditionalGeneration",
+        renamed={"language_model.": ""},
+        passed_over=("vision_model.", "multi_modal_projector."),
+    ),
+)

@@ -1,0 +1,134 @@
+"""Specs from a config.json's keys, as most families read them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jattn.models.families.family import Keys
+from jattn.models.hf_tensors import Stored
+from jattn.models.layer_spec import LayerSpec
+from jattn.models.rope import Rope
+from jattn.models.specs import MLPSpec
+from jattn.spec import AttentionSpec
+from pallas_kernels.checks import require, unsupported
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Where a Llama's parameters are, and so most families'.
+LLAMA_TENSORS = {
+    "embed_tokens": Stored(("model.embed_tokens",)),
+    "layers.*.input_layernorm": Stored(("model.layers.*.input_layernorm",)),
+    "layers.*.self_attn.qkv_proj": Stored(
+        tuple(f"model.layers.*.self_attn.{part}_proj" for part in "qkv"), "heads_apart"
+    ),
+    "layers.*.self_attn.o_proj": Stored(("model.layers.*.self_attn.o_proj",)),
+    "layers.*.post_attention_layernorm": Stored(("model.layers.*.post_attention_layernorm",)),
+    "layers.*.mlp.gate_up_proj": Stored(
+        tuple(f"model.layers.*.mlp.{part}_proj" for part in ("gate", "up")), "gates_apart"
+    ),
+    "layers.*.mlp.down_proj": Stored(("model.layers.*.mlp.down_proj",)),
+    "norm": Stored(("model.norm",)),
+    "lm_head": Stored(("lm_head",)),
+}
+QK_NORM_TENSORS = {
+    f"layers.*.self_attn.{part}_norm": Stored((f"model.layers.*.self_attn.{part}_norm",)) for part in "qk"
+}
+GEMMA_NORM_TENSORS = {
+    f"layers.*.{part}_feedforward_layernorm": Stored((f"model.layers.*.{part}_feedforward_layernorm",))
+    for part in ("pre", "post")
+}
+
+
+def attention(keys: Keys, **changes: Any) -> AttentionSpec:
+    """A layer's attention; `changes` are an AttentionSpec's fields."""
+    fields: dict[str, Any] = {
+        "num_q_heads": keys["num_attention_heads"],
+        "num_kv_heads": keys["num_key_value_heads"],
+        "head_dim": keys["head_dim"],
+        "scale": keys["head_dim"] ** -0.5,
+    }
+    return AttentionSpec(**fields | changes)
+
+
+def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> LayerSpec:
+    """A Llama's layer: a gated MLP, one rope for all.
+
+    Args:
+        keys: The config's.
+        window: Keys that a query sees, itself included; None = all.
+        **changes: Other fields of `LayerSpec`.
+    """
+    fields: dict[str, Any] = {
+        "attention": attention(keys, window=window_of(window)),
+        "mlp": MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_act"]),
+    }
+    if "rope" not in changes:
+        fields["rope"] = rope(keys)
+    return LayerSpec(**fields | changes)
+
+
+def window_of(size: int | None) -> tuple[int, int] | None:
+    """A window that counts the query itself, as `AttentionSpec` has it.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    require(size is None or size > 0, "sliding_window", "be positive (None switches it off)", size)
+    return None if size is None else (size - 1, 0)
+
+
+def layer_type(keys: Keys, layer: int, default: str, known: Collection[str] = (FULL, SLIDING)) -> str:
+    """What `layer_types` says of a layer; the default where there is no such list.
+
+    Raises:
+        ValueError: There is not one entry a layer.
+        NotImplementedError: The type is not one of the family's.
+    """
+    types = keys["layer_types"]
+    if types is None:
+        return default
+    rule = f"have one entry per layer ({keys['num_hidden_layers']})"
+    require(len(types) == keys["num_hidden_layers"], "layer_types", rule, len(types))
+    if types[layer] not in known:
+        supported = "Supported: " + ", ".join(known)
+        raise unsupported(f"layer type {types[layer]!r}", "not implemented", supported)
+    return types[layer]
+
+
+def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False) -> Rope:
+    """The rope of a layer of some type: one dictionary for all, or one a type.
+
+    Args:
+        keys: The config's.
+        kind: The layer's type.
+        interleaved: Pairs are neighbours.
+
+    Raises:
+        ValueError: There are dictionaries by type, and none of this.
+    """
+    given = {**(keys["rope_parameters"] or {}), **(keys["rope_scaling"] or {})}
+    context = keys["max_position_embeddings"]
+    base = {key: keys[key] for key in ("rope_theta", "partial_rotary_factor") if keys[key] is not None}
+    if keys["original_max_position_embeddings"]:
+        context = keys["original_max_position_embeddings"]
+        given.pop("original_max_position_embeddings", None)
+    if any(isinstance(value, Mapping) for value in given.values()):
+        require(kind in given, "rope_parameters", f"have {kind!r}", sorted(given))
+        given = given[kind]
+    return Rope.from_hf(
+        {**base, **given},
+        head_dim=keys["head_dim"],
+        default_context=context,
+        max_context=keys["max_position_embeddings"],
+        interleaved=interleaved,
+    )
+
+
+def alibi_slopes(num_heads: int, bias_max: float = 8) -> tuple[float, ...]:
+    """ALiBi's slopes: `2 ** -(bias_max * i / n)` for i = 1..n, n the last power of two in num_heads.
+
+    Heads beyond n take those of 2 n in its places of odd i.
+    """
+    below = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-bias_max * i / below) for i in range(1, below + 1)]
+    slopes += [2 ** (-bias_max * i / (2 * below)) for i in range(1, 2 * below, 2)]
+    return tuple(slopes[:num_heads])

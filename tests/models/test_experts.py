@@ -1,0 +1,284 @@
+"""Mixtures of experts against each family's own definition, in float64 and a token at a time."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.models.expert_products import MAX_DENSE_TOKENS
+from jattn.models.experts import ClampedSwiGLU, Experts, Routing
+from jattn.models.layers import MLP
+from jattn.models.specs import MLPSpec
+
+HIDDEN, INTERMEDIATE = 24, 40
+# Tokens that make each way of computing the products: fewer rows than experts, all experts, tiles.
+TOKENS = {"each_row": 3, "all_experts": 17, "tiles": MAX_DENSE_TOKENS + 9}
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def best(logits, k):
+    return np.argsort(-logits, kind="stable")[:k]
+
+
+# Each takes one token [hidden] and the tensors as transformers names and lays them out.
+
+
+def mixtral(x, t, k, normalizes=True):
+    scores = softmax(t["gate.weight"] @ x)
+    chosen = best(scores, k)
+    total = scores[chosen].sum() if normalizes else 1
+    out = np.zeros_like(x)
+    for e in chosen:
+        inner = silu(t[f"experts.{e}.w1.weight"] @ x) * (t[f"experts.{e}.w3.weight"] @ x)
+        out += scores[e] / total * (t[f"experts.{e}.w2.weight"] @ inner)
+    return out
+
+
+def qwen2_moe(x, t, k):
+    inner = silu(t["shared_expert.gate_proj.weight"] @ x) * (t["shared_expert.up_proj.weight"] @ x)
+    shared = t["shared_expert.down_proj.weight"] @ inner
+    return mixtral(x, t, k, normalizes=False) + sigmoid(t["shared_expert_gate.weight"] @ x) * shared
+
+
+def gpt_oss(x, t, k):
+    logits = t["router.weight"] @ x + t["router.bias"]
+    chosen = best(logits, k)
+    out = np.zeros_like(x)
+    for e, score in zip(chosen, softmax(logits[chosen]), strict=True):
+        gate_up = x @ t["experts.gate_up_proj"][e] + t["experts.gate_up_proj_bias"][e]
+        gate, up = np.minimum(gate_up[::2], 7), np.clip(gate_up[1::2], -7, 7)
+        inner = (up + 1) * gate * sigmoid(1.702 * gate)
+        out += score * (inner @ t["experts.down_proj"][e] + t["experts.down_proj_bias"][e])
+    return out
+
+
+def llama4(x, t, k):
+    logits = t["router.weight"] @ x
+    inner = silu(t["shared_expert.gate_proj.weight"] @ x) * (t["shared_expert.up_proj.weight"] @ x)
+    out = t["shared_expert.down_proj.weight"] @ inner
+    for e in best(logits, k):
+        gate, up = np.split((sigmoid(logits[e]) * x) @ t["experts.gate_up_proj"][e], 2)
+        out += (up * silu(gate)) @ t["experts.down_proj"][e]
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    reference: object
+    routing: Routing
+    activation: object = "silu"
+    use_bias: bool = False
+    shares: bool = False
+    gates_shared: bool = False
+
+
+FAMILIES = {
+    "mixtral": Family(mixtral, Routing(normalizes=True)),
+    "qwen2_moe": Family(qwen2_moe, Routing(), shares=True, gates_shared=True),
+    "qwen3_moe": Family(lambda x, t, k: mixtral(x, t, k, normalizes=False), Routing()),
+    "gpt_oss": Family(
+        gpt_oss, Routing(scores="softmax_of_chosen", has_bias=True), activation=ClampedSwiGLU(), use_bias=True
+    ),
+    "llama4": Family(llama4, Routing(scores="sigmoid", scaled="input"), shares=True),
+}
+
+
+def make(family, *, num_experts=8, chosen=2, dtype=jnp.float32, seed=0):
+    of = FAMILIES[family]
+    rngs = nnx.Rngs(seed)
+    spec = MLPSpec(intermediate_size=INTERMEDIATE, hidden_act="silu")
+    shared = MLP(HIDDEN, spec, dtype=dtype, rngs=rngs)
+    layer = Experts(
+        HIDDEN,
+        INTERMEDIATE,
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        routing=of.routing,
+        activation=of.activation,
+        use_bias=of.use_bias,
+        shared_expert=shared if of.shares else None,
+        gates_shared_expert=of.gates_shared,
+        rngs=rngs,
+        dtype=dtype,
+    )
+    rng = np.random.default_rng(seed)
+    for path, value in nnx.to_flat_state(nnx.state(layer, nnx.Param)):  # gates beyond gpt-oss's limit, too
+        scale = 3 if "router" in path or path[-1] == "bias" else 0.6
+        value[...] = jnp.asarray(scale * rng.normal(size=value.shape), dtype)
+    return layer
+
+
+def tensors(layer):
+    """The layer's parameters as transformers names and lays them out, in float64."""
+    wide = lambda array: np.asarray(array[...].astype(jnp.float32)).astype(np.float64)
+    t = {"router.weight": wide(layer.router.kernel).T}
+    t["gate.weight"] = t["router.weight"]
+    if layer.router.bias is not None:
+        t["router.bias"] = wide(layer.router.bias)
+    gate_up, down = wide(layer.gate_up_proj.weight), wide(layer.down_proj.weight)
+    is_interleaved = layer.gate_up_proj.bias is not None
+    columns = (0, 3, 2, 1) if is_interleaved else (0, 3, 1, 2)
+    t["experts.gate_up_proj"] = gate_up.transpose(columns).reshape(len(gate_up), HIDDEN, -1)
+    t["experts.down_proj"] = down
+    for e in range(len(gate_up)):
+        t[f"experts.{e}.w1.weight"], t[f"experts.{e}.w3.weight"] = gate_up[e]
+        t[f"experts.{e}.w2.weight"] = down[e].T
+    if is_interleaved:
+        t["experts.gate_up_proj_bias"] = (
+            wide(layer.gate_up_proj.bias).transpose(0, 2, 1).reshape(len(down), -1)
+        )
+        t["experts.down_proj_bias"] = wide(layer.down_proj.bias)
+    if layer.shared_expert is not None:
+        both = wide(layer.shared_expert.gate_up_proj.kernel)
+        t["shared_expert.gate_proj.weight"], t["shared_expert.up_proj.weight"] = both[:, 0].T, both[:, 1].T
+        t["shared_expert.down_proj.weight"] = wide(layer.shared_expert.down_proj.kernel).T
+    if layer.shared_expert_gate is not None:
+        t["shared_expert_gate.weight"] = wide(layer.shared_expert_gate.kernel).T
+    return t
+
+
+def tokens(count, seed=1, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(count, HIDDEN)), dtype)
+
+
+def expected(family, layer, x):
+    of, t = FAMILIES[family].reference, tensors(layer)
+    return np.stack([of(row, t, layer.experts_per_token) for row in np.asarray(x[some(x)], np.float64)])
+
+
+def some(x):
+    """The tokens that are looked at: no multiple of a tile apart."""
+    return slice(None, None, max(1, len(x) // 23))
+
+
+def run(layer, x):
+    return _run(*nnx.split(layer), x)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # compiled once for all layers of a kind
+def _run(graph, state, x):
+    return nnx.merge(graph, state)(x)
+
+
+def assert_close(got, want, tolerance=2e-5):
+    got = np.asarray(got[some(got)].astype(jnp.float32))
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_computes_what_transformers_defines(family, way):
+    layer, x = make(family), tokens(TOKENS[way])
+    assert_close(run(layer, x), expected(family, layer, x))
+
+
+@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_all_tokens_may_choose_one_expert(family, way):
+    layer, x = make(family, chosen=1), tokens(TOKENS[way])
+    x = x.at[:, 0].set(4.0)
+    layer.router.kernel[...] = layer.router.kernel[...].at[:, 5].set(0).at[0, 5].set(50.0)
+    assert_close(run(layer, x), expected(family, layer, x))
+
+
+@pytest.mark.parametrize("way", TOKENS)
+def test_every_expert_may_be_chosen_by_every_token(way):
+    layer, x = make("qwen2_moe", num_experts=4, chosen=4), tokens(TOKENS[way])
+    assert_close(run(layer, x), expected("qwen2_moe", layer, x))
+
+
+@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
+def test_what_padding_holds_reaches_nobody(family, way):
+    layer, x = make(family), tokens(TOKENS[way])
+    dirty = x.at[1::3].set(jnp.nan).at[2::3].set(jnp.inf)
+    want, got = run(layer, x), run(layer, dirty)
+    assert jnp.array_equal(got[::3], want[::3])
+
+
+@pytest.mark.parametrize("way", TOKENS)
+def test_an_expert_that_overflows_reaches_only_those_who_chose_it(way):
+    layer, x = make("mixtral"), tokens(TOKENS[way])
+    layer.gate_up_proj.weight[...] = layer.gate_up_proj.weight[...].at[3].set(jnp.inf)
+    _, chosen = jax.lax.top_k(layer.router_logits(x), 2)
+    spared = ~np.asarray((chosen == 3).any(axis=1))
+    assert 0 < spared.sum() < len(x)
+    assert jnp.array_equal(run(layer, x)[spared], run(make("mixtral"), x)[spared])
+
+
+@pytest.mark.parametrize("way", TOKENS)
+def test_one_executable_serves_whatever_the_router_chooses(way):
+    layer = make("gpt_oss")
+    run(layer, tokens(TOKENS[way]))
+    before = _run._cache_size()
+    for seed in range(2, 4):
+        run(layer, tokens(TOKENS[way], seed=seed))
+    assert _run._cache_size() == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_a_kind_are_one_kind_to_jit(family):
+    first, second = (nnx.split(make(family, seed=seed))[0] for seed in (0, 1))
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
+def test_16_bits_err_no_more_than_twice_a_rounding_to_16_bits(family, way):
+    layer, x = make(family, dtype=jnp.bfloat16), tokens(TOKENS[way], dtype=jnp.bfloat16)
+    out = run(layer, x)
+    assert out.dtype == jnp.bfloat16
+    want = expected(family, layer, x.astype(jnp.float32))
+    error = np.abs(np.asarray(out[some(out)], np.float64) - want).max(axis=1)
+    assert (error <= 2 * 2**-8 * np.abs(want).max()).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"experts_per_token": 9}, ValueError, r"experts_per_token must lie in \[1, 8\].*got 9\."),
+        ({"experts_per_token": 0}, ValueError, r"experts_per_token must lie in \[1, 8\].*got 0\."),
+        ({"num_experts": 0}, ValueError, "num_experts must be positive, got 0"),
+        ({"num_experts": True}, ValueError, "num_experts must be an int, got True"),
+        ({"gates_shared_expert": True}, ValueError, "shared_expert must be given .*got None"),
+        ({"activation": "mish"}, NotImplementedError, "activation 'mish': not implemented. Supported: silu"),
+    ],
+)
+def test_impossible_sizes_are_refused(change, error, message):
+    arguments = {"num_experts": 8, "experts_per_token": 2, "routing": Routing()} | change
+    with pytest.raises(error, match=message):
+        Experts(HIDDEN, INTERMEDIATE, **arguments, rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": "tanh"}, "scores must be one of 'softmax', 'softmax_of_chosen', 'sigmoid', got 'tanh'"),
+        ({"scaled": "both"}, "scaled must be one of 'output', 'input', got 'both'"),
+    ],
+)
+def test_an_unknown_routing_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Routing(**change)
+
+
+def test_a_limit_of_swiglu_is_positive():
+    with pytest.raises(ValueError, match=r"limit must be positive, got 0\.0"):
+        ClampedSwiGLU(limit=0.0)

@@ -1,0 +1,176 @@
+"""qkv_write: queries, keys and values as the definition has them, each in its slot and nowhere else."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.qkv_write import qkv_write, reference
+from tests import aot
+
+SLOTS = [7, -1, 0, 30, -5, 12, 13, 9, 63]
+PARTS = {"all": "nr", "no norm": "r", "no rope": "n", "values alone": ""}
+
+
+def problem(layout="NHD", tokens=9, heads=2, group=3, dim=64, dtype=jnp.bfloat16, parts="nr"):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    shape = (8, 8, heads, dim) if layout == "NHD" else (8, heads, 8, dim)
+    qkv = 3 * jax.random.normal(next(keys), (tokens, heads, group + 2, dim), dtype)
+    caches = [jax.random.normal(next(keys), shape, dtype) for _ in range(2)]
+    angles = 100 * jax.random.normal(next(keys), (tokens, dim // 2))
+    slots = jnp.asarray((SLOTS * tokens)[:tokens], jnp.int32)
+    named = {}
+    if "n" in parts:
+        weight = lambda: 1 + 0.1 * jax.random.normal(next(keys), (dim,), dtype)
+        named |= {name: weight() for name in ("q_norm", "k_norm")}
+    if "r" in parts:
+        named |= {name: f(angles).astype(dtype) for name, f in (("cos", jnp.cos), ("sin", jnp.sin))}
+    return (qkv, *caches, slots), named
+
+
+def check(layout, interpret=None, is_offset=False, **options):
+    (qkv, k_cache, v_cache, slots), named = problem(layout, **options)
+    how = {"eps": 1e-5, "is_offset": is_offset}
+    want = reference.qkv_write(qkv, **named, **how)
+    expected = [np.asarray(cache, np.float64) for cache in (k_cache, v_cache)]
+    for token, slot in enumerate(np.asarray(slots)):
+        if slot >= 0:
+            place = divmod(slot, 8) if layout == "NHD" else (slot // 8, slice(None), slot % 8)
+            for cache, new in zip(expected, want[1:], strict=True):
+                cache[place] = new[token]
+    write = jax.jit(
+        functools.partial(qkv_write, layout=layout, interpret=interpret, **how), donate_argnums=(1, 2)
+    )
+    query, k, v = write(qkv, k_cache, v_cache, slots, **named)
+    assert query.shape == want[0].shape
+    unit = float(jnp.finfo(qkv.dtype).eps)
+    for got, wanted in ((query, want[0]), (k, expected[0])):
+        assert got.dtype == qkv.dtype
+        # The normalised head, its product with the weight and the turned pair are each rounded once.
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2 * unit, atol=12 * unit)
+    np.testing.assert_array_equal(np.asarray(v, np.float64), expected[1])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_as_the_definition_has_it(layout, parts):
+    check(layout, parts=parts, interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("is_offset", [False, True])
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 1, 128), (4, 1, 32), (3, 4, 96), (8, 4, 128)])
+def test_heads_groups_and_norms_of_models(is_offset, heads, group, dim):
+    check(
+        "NHD",
+        interpret=plgpu.InterpretGPUParams(),
+        heads=heads,
+        group=group,
+        dim=dim,
+        tokens=3,
+        is_offset=is_offset,
+    )
+
+
+def test_a_token_without_a_slot_may_hold_anything():
+    (qkv, *caches, slots), named = problem()
+    poisoned = jnp.where((slots < 0)[:, None, None, None], jnp.nan, qkv)
+    write = functools.partial(qkv_write, **named, interpret=plgpu.InterpretGPUParams())
+    got, want = (write(one, *caches, slots) for one in (poisoned, qkv))
+    is_kept = np.asarray(slots) >= 0
+    np.testing.assert_array_equal(got[0][is_kept], want[0][is_kept])
+    for one, other in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"k_cache": jnp.zeros((8, 8, 3, 64), jnp.bfloat16)},
+                r"k_cache must .*\(8, 8, 2, 64\).*got \(8, 8, 3",
+            ),
+            ({"sin": None}, "sin must be given where cos is, and only there, got None"),
+            (
+                {"cos": jnp.zeros((9, 64)), "sin": jnp.zeros((9, 64))},
+                r"cos must .*\(9, 32\).*got .*\(9, 64\)",
+            ),
+            ({"layout": "DHN"}, "layout must be one of 'NHD', 'HND', got 'DHN'"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, change, message):
+        (qkv, k_cache, v_cache, slots), named = problem()
+        arguments = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, **named, **change}
+        with pytest.raises(ValueError, match=message):
+            qkv_write(qkv, **arguments)
+
+    def test_a_projection_without_queries_is_none(self):
+        (qkv, *rest), named = problem()
+        with pytest.raises(ValueError, match=r"qkv must have a query head.*got \(9, 2, 2, 64\)"):
+            qkv_write(qkv[:, :, :2], *rest, **named)
+
+    def test_other_caches_have_no_kernel(self):
+        (qkv, k_cache, v_cache, slots), named = problem()
+        small = [cache.astype(jnp.int8) for cache in (k_cache, v_cache)]
+        with pytest.raises(NotImplementedError, match="caches of int8, int8"):
+            qkv_write(qkv, *small, slots, **named)
+
+
+def aot_cases():
+    """What models have: one token, a batch, a prompt."""
+    shape = jax.ShapeDtypeStruct
+    cases = {}
+    models = ((8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (2, 6, 80))
+    for layout, tokens, (heads, group, dim) in itertools.product(("NHD", "HND"), (8, 8192), models):
+        qkv = shape((tokens, heads, group + 2, dim), jnp.bfloat16)
+        per_block = (16, heads) if layout == "NHD" else (heads, 16)
+        cache, slots = shape((10_000, *per_block, dim), jnp.bfloat16), shape((tokens,), jnp.int32)
+        angles, weight = shape((tokens, dim // 2), jnp.bfloat16), shape((dim,), jnp.bfloat16)
+        write = functools.partial(_write, layout=layout)
+        arguments = (qkv, cache, cache, slots, angles, angles, weight, weight)
+        cases[f"{layout}-{tokens}-{heads}x{group}-{dim}"] = (write, arguments, (1, 2))
+    return cases
+
+
+def _write(qkv, k_cache, v_cache, slots, cos, sin, q_weight, k_weight, *, layout):
+    how = {"cos": cos, "sin": sin, "q_norm": q_weight, "k_norm": k_weight, "layout": layout}
+    return qkv_write(qkv, k_cache, v_cache, slots, **how)
+
+
+@pytest.mark.kernels
+def test_the_kernels_that_ship_compile_without_spills_or_copies():
+    aot.require_plugin()
+    kernels = aot.compile_all("tests.pallas_kernels.test_qkv_write", list(aot_cases()))
+    assert len(kernels) == len(aot_cases())
+    for name, (kernel,) in kernels.items():
+        assert kernel.spilled_bytes == 0, name
+
+
+@pytest.mark.gpu
+class TestOnGPU:
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+    def test_as_the_definition_has_it(self, layout, parts):
+        check(layout, parts=parts)
+
+    @pytest.mark.parametrize("is_offset", [False, True])
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+    @pytest.mark.parametrize(
+        ("heads", "group", "dim"),
+        [(8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (1, 8, 80)],
+    )
+    def test_models_heads(self, is_offset, dtype, heads, group, dim):
+        for tokens in (1, 60, 1000):
+            check(
+                "NHD",
+                heads=heads,
+                group=group,
+                dim=dim,
+                dtype=dtype,
+                is_offset=is_offset,
+                tokens=min(tokens, 60),
+            )

@@ -1,0 +1,312 @@
+"""jattn.attention: jax.nn's layout and alignment, packed documents, what it refuses, and its derivative."""
+
+import functools
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def arrays(q_tokens=24, kv_tokens=None, batch=2, heads=(4, 2), head_dim=8, dtype=jnp.float32):
+    kv_tokens = q_tokens if kv_tokens is None else kv_tokens
+    shapes = ((q_tokens, heads[0]), (kv_tokens, heads[1]), (kv_tokens, heads[1]))
+    lead = () if batch is None else (batch,)
+    return tuple(
+        jax.random.normal(jax.random.key(i), (*lead, *shape, head_dim), dtype)
+        for i, shape in enumerate(shapes)
+    )
+
+
+def close(got, want, atol=3e-6):
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+def visible(q_tokens, kv_tokens, causal, window):
+    i, j = np.arange(q_tokens)[:, None], np.arange(kv_tokens)[None, :]
+    sees = np.ones((q_tokens, kv_tokens), bool) if not causal else j <= i
+    left, right = window or (None, None)
+    sees = sees if left is None else sees & (i - j <= left)
+    return sees if right is None else sees & (j - i <= right)
+
+
+class TestAsJaxNNHasIt:
+    @pytest.mark.parametrize(
+        ("lens", "causal", "window"),
+        [
+            ((20, 9), True, (4, 0)),
+            pytest.param((24, 24), True, None, marks=pytest.mark.kernels),
+            pytest.param((9, 20), True, None, marks=pytest.mark.kernels),
+            pytest.param((9, 20), False, (3, 2), marks=pytest.mark.kernels),
+            pytest.param((20, 9), False, (3, None), marks=pytest.mark.kernels),
+            pytest.param((9, 20), False, (None, 2), marks=pytest.mark.kernels),
+            pytest.param((9, 20), False, None, marks=pytest.mark.kernels),
+            pytest.param((20, 9), True, None, marks=pytest.mark.kernels),
+            pytest.param((1, 7), True, (2, 0), marks=pytest.mark.kernels),
+        ],
+    )
+    def test_outputs_and_gradients_are_jax_nn_s(self, lens, causal, window):
+        """Where queries and keys differ in number, too; rows without keys, where jax.nn has means, are 0."""
+        given = arrays(*lens)
+        sees = visible(*lens, causal, window)
+
+        def ours(given):
+            return jattn.attention(*given, causal=causal, window=window)
+
+        def theirs(given):
+            out = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
+            return jnp.where(sees.any(axis=1)[:, None, None], out, 0.0)
+
+        close(ours(given), theirs(given))
+        of = lambda run: jax.jit(jax.grad(lambda given: (run(given) ** 2).sum()))(given)
+        for got, want in zip(of(ours), of(theirs), strict=True):
+            close(got, want, 1e-5)
+
+    def test_defaults_and_one_text_are_too(self):
+        given = arrays(batch=None, heads=(4, 1))
+        close(jattn.attention(*given), jax.nn.dot_product_attention(*given))
+
+    @pytest.mark.kernels
+    def test_a_mask_of_bools_is_jax_nn_s(self):
+        given = arrays(7, 10)
+        mask = jax.random.bernoulli(jax.random.key(9), 0.6, (2, 1, 7, 10)).at[..., 0].set(True)
+        want = jax.nn.dot_product_attention(*given, mask=mask)
+        close(jattn.attention(*given, mask=mask), want)
+        close(jattn.attention(*given, mask=mask[:1]), jax.nn.dot_product_attention(*given, mask=mask[:1]))
+
+    def test_the_log_sum_exp_is_that_of_the_scores(self):
+        q, k, v = arrays(6)
+        scores = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, axis=2)) * 8**-0.5
+        out, lse = jattn.attention(q, k, v, return_lse=True)
+        close(lse, jax.nn.logsumexp(scores, axis=-1))
+        close(out, jattn.attention(q, k, v))
+        lse_of_one = jattn.attention(q[0], k[0], v[0], return_lse=True)[1]
+        np.testing.assert_array_equal(lse_of_one, lse[0])
+
+
+class TestDocuments:
+    LENS = (5, 0, 12, 3)
+
+    def packed(self, dtype=jnp.float32, spare=4):
+        """Four documents, one of them empty, and padding that is NaN."""
+        bounds = jnp.asarray(np.cumsum([0, *self.LENS]), jnp.int32)
+        given = arrays(sum(self.LENS) + spare, batch=None, dtype=dtype)
+        is_padding = jnp.arange(sum(self.LENS) + spare) >= sum(self.LENS)
+        poisoned = tuple(jnp.where(is_padding[:, None, None], jnp.nan, x).astype(dtype) for x in given)
+        return bounds, given, poisoned
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("options", [{"causal": True}, {"window": (2, 1), "soft_cap": 3.0}])
+    def test_packed_ones_are_as_each_by_itself_and_padding_reaches_nothing(self, options):
+        bounds, given, poisoned = self.packed()
+        sinks, slopes = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.1, 0.4, 4)
+        options |= {"sinks": sinks, "alibi_slopes": slopes}
+
+        def together(given):
+            out, lse = jattn.attention(*given, cu_seqlens=bounds, return_lse=True, **options)
+            return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
+
+        def apart(given):
+            loss = 0.0
+            ends = np.cumsum(self.LENS).tolist()
+            for start, end in zip([0, *ends], ends, strict=False):
+                if end > start:
+                    run = functools.partial(jattn.attention, implementation="reference", return_lse=True)
+                    out, lse = run(*(x[start:end] for x in given), **options)
+                    loss += (out**2).sum() + lse.sum()
+            return loss
+
+        got, (out, lse) = jax.jit(jax.grad(together, has_aux=True))(poisoned)
+        assert (out[bounds[-1] :] == 0).all()
+        assert jnp.isneginf(lse[:, bounds[-1] :]).all()
+        for one, want in zip(got, jax.jit(jax.grad(apart))(given), strict=True):
+            close(one, want, 1e-5)
+            assert (one[bounds[-1] :] == 0).all()
+
+    @pytest.mark.kernels
+    def test_segment_ids_are_documents_side_by_side(self):
+        bounds, given, _ = self.packed(spare=0)
+        ids = jnp.repeat(jnp.asarray([7, 1, 3]), np.asarray([5, 12, 3]), total_repeat_length=20)
+        want = jattn.attention(*given, cu_seqlens=bounds, causal=True)
+        close(jattn.attention(*given, segment_ids=ids, causal=True), want)
+        batch = tuple(x[None] for x in given)
+        close(jattn.attention(*batch, segment_ids=ids[None], causal=True)[0], want)
+
+    def test_ids_in_any_order_attend_to_their_own(self):
+        ids = jnp.asarray([[0, 1, 0, 2, 1, 1, 0, 2], [5, 5, 5, 1, 1, 1, 1, 5]])
+        given = arrays(8)
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        want = jax.nn.dot_product_attention(*given, mask=mask, is_causal=True)
+        close(jattn.attention(*given, segment_ids=ids, causal=True), want)
+
+    def test_kernels_are_given_runs_and_others_the_ids(self, monkeypatch):
+        """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
+        monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
+        seen = []
+
+        def attend(query, kv, metadata, spec, kernel, work, *, mask, **_):
+            seen.append(mask)
+            return query, jnp.zeros(query.shape[1::-1])
+
+        monkeypatch.setattr("jattn.implementations.mosaic_gpu.attend", attend)
+        given = arrays(8, batch=1, head_dim=64, dtype=jnp.bfloat16)
+        in_runs, mixed = jnp.asarray([[4, 4, 1, 1, 1, 9, 9, 9]]), jnp.asarray([[4, 1, 4, 1, 1, 9, 9, 9]])
+        jattn.attention(*given, segment_ids=in_runs)
+        assert len(seen) == 1
+        jattn.attention(*given, segment_ids=mixed)
+        assert len(seen) == 1
+        message = r"segment_ids: mosaic_gpu: an id comes again behind another one\. Leave"
+        with pytest.raises(NotImplementedError, match=message):
+            jattn.attention(*given, segment_ids=mixed, implementation="mosaic_gpu")
+
+    def test_one_trace_serves_all_bounds(self, traced_once):
+        _, given, _ = self.packed()
+        run = lambda bounds: jattn.attention(*given, cu_seqlens=bounds, causal=True)
+        traced_once(run, (jnp.asarray([0, 4, 9, 20]),), (jnp.asarray([0, 0, 24, 24]),))
+
+
+class TestMasks:
+    @pytest.mark.kernels
+    def test_rows_are_texts_and_positions_are_tokens(self):
+        given = arrays(16)
+        lengths = np.asarray([3, 9], np.int32)
+        mask = masks.Prefix(length=lengths) | masks.Causal()
+        i, j = np.arange(16)[:, None], np.arange(16)[None, :]
+        sees = np.stack([(j <= i) | (np.maximum(i, j) < n) for n in lengths])[:, None]
+        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees))
+        close(jattn.attention(*given, mask=mask), want)
+
+    def test_they_are_those_of_fewer_queries_than_keys(self):
+        given = arrays(6, 16)
+        mask = masks.Sinks(2) | masks.Window(left=1, right=3)
+        i, j = np.arange(6)[:, None], np.arange(16)[None, :]
+        sees = (j < 2) | ((i - j <= 1) & (j - i <= 3))
+        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
+        close(jattn.attention(*given, mask=mask), want)
+
+
+class TestTransformations:
+    def test_vmap_is_a_batch(self):
+        given = arrays(10, batch=3)
+        run = functools.partial(jattn.attention, causal=True)
+        close(jax.vmap(run)(*given), run(*given))
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_a_checkpoint_changes_nothing(self, dtype):
+        given = arrays(10, dtype=dtype)
+        loss = lambda given: (jattn.attention(*given, causal=True).astype(jnp.float32) ** 2).sum()
+        one, other = (jax.jit(jax.grad(f))(given) for f in (loss, jax.checkpoint(loss)))
+        for got, want in zip(one, other, strict=True):
+            close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
+
+    @pytest.mark.kernels
+    def test_shard_map_over_texts_and_heads_adds_no_exchange_between_devices(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.sharded_attention"], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 4
+
+    def test_calls_outside_jit_are_compiled_once(self, caplog):
+        given = arrays(11, head_dim=24)
+        jattn.attention(*given, causal=True)
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            jattn.attention(*(x + 1 for x in given), causal=True)
+        assert not [r for r in caplog.records if "Compiling jit(attend_arrays)" in r.getMessage()]
+
+    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+    def test_nothing_at_all_is_fine(self, shape):
+        given = arrays(*shape)
+        out, lse = jattn.attention(*given, causal=True, return_lse=True)
+        assert out.shape == given[0].shape
+        assert lse.shape == (2, 4, shape[0])
+        assert (out == 0).all()
+        assert jnp.isneginf(lse).all()
+        assert jattn.attention(*(x[:0] for x in given)).shape == (0, *given[0].shape[1:])
+
+
+@pytest.mark.usefixtures("types_unchecked")
+class TestRefusals:
+    Q = np.zeros((2, 8, 4, 16), np.float32)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"q": [1.0]}, r"q must be an array, got list"),
+            ({"q": np.zeros((8, 16), np.float32)}, r"q must have shape \[batch, tokens, .*, got \(8, 16\)"),
+            ({"k": Q.astype(np.int32)}, r"k must be of a floating-point type .*, got int32"),
+            ({"k": Q[:1]}, r"k must have shape \(2, 8, 4, 16\) .*, got \(1, 8, 4, 16\)"),
+            ({"v": Q[:, :5]}, r"v must have shape \(2, 8, 4, 16\) \(as k\), got \(2, 5, 4, 16\)"),
+            (
+                {"k": Q[:, :, :3], "v": Q[:, :, :3]},
+                r"num_q_heads must be a multiple of num_kv_heads \(3\), got 4",
+            ),
+            ({"window": 3}, r"window must be \(left, right\) .*, got 3"),
+            ({"segment_ids": np.zeros((2, 8))}, r"segment_ids must be an array of ints, got float64"),
+            ({"segment_ids": np.zeros((8,), int)}, r"segment_ids must have shape \(2, 8\) .*, got \(8,\)"),
+            (
+                {"segment_ids": np.zeros((2, 8), int), "k": Q[:, :5], "v": Q[:, :5]},
+                r"k with segment_ids must have shape \(2, 8\) .*, got \(2, 5\)",
+            ),
+            ({"cu_seqlens": np.asarray([0, 8])}, r"q must have shape \[tokens, .*, got \(2, 8, 4, 16\)"),
+            (
+                {"cu_seqlens": np.asarray([0, 8]), "segment_ids": np.zeros((2, 8), int)},
+                r"segment_ids must be None with cu_seqlens, got both",
+            ),
+            ({"sinks": np.zeros(3, np.float32)}, r"sinks must have shape \(4,\) \(q_heads\), got \(3,\)"),
+            ({"mask": np.zeros((2, 1, 8, 8))}, r"mask must be of bool, got float64"),
+            (
+                {"mask": np.zeros((3, 1, 8, 8), bool)},
+                r"mask must broadcast to \(2, 4, 8, 8\) .*, got \(3, 1, 8, 8\)",
+            ),
+            ({"mask": masks.Prefix(length=2), "causal": True}, r"mask must let no query .*, got Prefix"),
+            (
+                {"mask": masks.BlockMask(blocks=np.ones((1, 1, 1), bool), block_q=4, block_kv=4)},
+                r"BlockMask's kv_blocks of 4 must be at least 2, .*, got 1",
+            ),
+            ({"mask": "causal"}, r"mask must be a mask of jattn.masks .*, got a str"),
+            ({"implementation": "cudnn"}, r"implementation must be one of .*, got 'cudnn'"),
+        ],
+    )  # fmt: skip
+    def test_names_the_value(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.attention(**{"q": self.Q, "k": self.Q, "v": self.Q} | change)
+
+    @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
+    def test_bounds_that_are_none_are_named(self, bounds):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens must ascend from 0 to at most the 8 tokens, got \["
+        ):
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray(bounds))
+
+    def test_bounds_are_of_one_document_or_more(self):
+        with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[documents \+ 1\].*, got \(1,\)"):
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0]))
+
+    def test_an_array_is_no_mask_of_packed_documents(self):
+        with pytest.raises(
+            ValueError, match=r"mask must be a mask of jattn.masks with cu_seqlens, got shape"
+        ):
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0, 8]), mask=np.ones((8, 8), bool))
+
+    def test_a_keyword_that_nobody_knows_is_pythons_error(self):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'"):
+            jattn.attention(self.Q, self.Q, self.Q, is_causal=True)
+
+
+def test_the_signature_is_what_its_users_were_promised():
+    names = list(inspect.signature(jattn.attention).parameters)
+    assert names == [
+        "q", "k", "v", "causal", "window", "soft_cap", "scale", "segment_ids", "cu_seqlens", "alibi_slopes",
+        "sinks", "mask", "return_lse", "implementation",
+    ]  # fmt: skip
