@@ -142,6 +142,7 @@ class Products:
                 if not self.spec.sizes.overlaps:
                     plgpu.wgmma_wait(0)
                 self._begin_scores_of(s_ref, step, work)
+                plgpu.wgmma_wait(self.spec.units)  # dK is there: its operand makes room for dP
                 release = lambda: self._release(self.pipeline.q_free, step - 1)
                 ds_ref[...] = self._finish_scores(s_ref, sum_refs, step, work, release)
 
@@ -181,9 +182,8 @@ class Products:
             release()
             work.clear()
             of = work.probabilities(s)
-            p = of.p.astype(self.spec.dtype)
             for unit, ref in enumerate(sum_refs.value):
-                plgpu.wgmma(ref, p, self.smem.grad_out.at[stage, unit])
+                plgpu.wgmma(ref, of.p, self.smem.grad_out.at[stage, unit])
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
             return work.grad_scores(of, dp).astype(self.spec.dtype)
 
@@ -244,7 +244,7 @@ class InterpretedProducts(Products):
         work.clear()
         of = work.probabilities(_product(spec.s_shape, lambda ref: self.begin_scores(ref, stage, wg)))
         dp = _product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stage, wg))
-        store_units(smem.p.at[wg], of.p.astype(spec.dtype), spec)
+        store_units(smem.p.at[wg], of.p, spec)
         plgpu.commit_smem()
         of_unit = lambda unit, acc: acc + self._of_queries(smem.p.at[wg], smem.grad_out.at[stage], unit)
         values = tuple(of_unit(unit, acc) for unit, acc in enumerate(sums.value))

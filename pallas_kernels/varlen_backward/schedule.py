@@ -103,7 +103,7 @@ def make_schedule(
     first_position = keys - (starts[1:] - starts[:-1])
     skew = starts[:-1] % ALIGN
     query_position = first_position - skew
-    tiles = _query_tiles(
+    tiles = query_tiles(
         score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < TILE_KV,
         bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
@@ -181,7 +181,7 @@ def query_range(
     return low, jnp.maximum(high, low)
 
 
-def _query_tiles(
+def query_tiles(
     score: Score,
     first_key: jax.Array,
     last_key: jax.Array,
