@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jattn
 from benchmarks.device_time import Rows, kernel_times
+from jattn import masks
+from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.backward_lists import PackedLens, backward_lists, backward_mask
+from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_backward import KernelSizes, default_sizes, make_schedule, varlen_backward
-from pallas_kernels.varlen_prefill import varlen_prefill
 
 TOLERANCE = 2e-2  # of the largest gradient looked at; the tests hold the kernel to a tighter bound
 SAMPLES = 12  # queries, and keys, that are looked at
@@ -27,7 +31,9 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "window": {"window": (1023, 0)},
     "soft_cap": {"soft_cap": 30.0},
     "alibi": {},
+    **{f"blocks_{density}": {} for density in (0.5, 0.25, 0.1)},
 }
+BLOCK = 128  # queries, and keys, of a block of a mask
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
@@ -59,6 +65,7 @@ CASES = {
         _case("t_1x8k", (8192,)),
         _case("t_1x16k", (16384,)),
         _case("t_1x32k", (32768,)),
+        _case("t_1x64k", (65536,)),
         _case("t_8x2k", (2048,) * 8),
         _case("t_32x512", (512,) * 32),
         _case("t_d64_8x2k", (2048,) * 8, (64, 8, 64)),
@@ -89,20 +96,67 @@ class Work:
         return Score(scale=self.case.head_dim**-0.5, **MODIFIERS[self.modifier])
 
     @property
-    def num_flops(self) -> float:
+    def density(self) -> float | None:
+        """Of random blocks of each head's own, of a single request; None: all are seen."""
+        kind, _, density = self.modifier.partition("_")
+        return float(density) if kind == "blocks" else None
+
+    @property
+    def spec(self) -> jattn.AttentionSpec:
+        """The layer, as masks are asked about it."""
+        heads = {"num_q_heads": self.case.q_heads, "num_kv_heads": self.case.kv_heads}
+        return jattn.AttentionSpec(**heads, head_dim=self.case.head_dim)
+
+    def num_flops(self, arrays: dict[str, jax.Array]) -> float:
         """Operations of the five products, of pairs that see each other."""
-        return 2.5 * self.case.num_flops(self.score.causal, self.score.window[0])
+        if self.density is None:
+            return 2.5 * self.case.num_flops(self.score.causal, self.score.window[0])
+        seen = np.tril(np.asarray(arrays["blocks"]))
+        num_diagonal = np.trace(seen, axis1=1, axis2=2).sum()
+        pairs = seen.sum() * BLOCK**2 - num_diagonal * BLOCK * (BLOCK - 1) / 2
+        return 2.5 * 4.0 * self.case.head_dim * float(pairs)
 
     def schedule(self, arrays: dict[str, jax.Array]) -> Any:
-        """The schedule, which a step makes once."""
-        lens = (arrays[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc"))
+        """The schedule, and lists where there is a mask: a step makes them once."""
+        lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
         kv_tokens, kv_heads, head_dim = arrays["key"].shape
         static = {"kv_heads": kv_heads, "head_dim": head_dim, "score": self.score, "sizes": self.sizes}
-        return make_schedule(*lens, kv_tokens=kv_tokens, **static)
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, **static)
+        if self.density is None:
+            return schedule, None
+        bounds = {"num_tokens": kv_tokens, "max_seq_len": kv_tokens, "sizes": self.sizes}
+        return schedule, backward_lists(mask_of(arrays), self.spec, lens, schedule, **bounds)
 
-    def run(self, arrays: dict[str, jax.Array], schedule: Any) -> tuple[jax.Array, ...]:
+    def run(self, arrays: dict[str, jax.Array], made: Any) -> tuple[jax.Array, ...]:
         """The gradients."""
-        return varlen_backward(**arrays, score=self.score, schedule=schedule, sizes=self.sizes)
+        (schedule, lists), mask = made, None
+        if lists is not None:
+            mask = backward_mask(mask_of(arrays), self.spec, max_seq_len=arrays["key"].shape[0])
+        given = {name: x for name, x in arrays.items() if name != "blocks"}
+        of_layer = {"score": self.score, "sizes": self.sizes, "schedule": schedule}
+        return varlen_backward(**given, **of_layer, lists=lists, mask=mask)
+
+    def forward(self, arrays: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        """Output and LSE, by the forward kernel."""
+        given = {name: x for name, x in arrays.items() if name != "blocks"}
+        attend = functools.partial(prefill.varlen_prefill, **given, score=self.score, return_lse=True)
+        if self.density is None:
+            return attend()
+        sizes = prefill.default_sizes(self.case.head_dim, has_lists=True)
+        tokens = arrays["query"].shape[0]
+        lens = (arrays[name] for name in PackedLens._fields)
+        static = {"num_tokens": tokens, "score": self.score, "sizes": sizes, "has_lists": True}
+        schedule = prefill.make_schedule(*lens, **static)
+        of_mask = mask_of(arrays), self.spec
+        call = tile_lists.ListsCall(tokens, is_packed=True)
+        lists = tile_lists.tile_lists(*of_mask, schedule, sizes, call)
+        mask = tile_lists.mask_of_pairs(*of_mask, sizes, call)
+        return attend(sizes=sizes, schedule=schedule, lists=lists, mask=mask)
+
+
+def mask_of(arrays: dict[str, jax.Array]) -> masks.BlockMask:
+    """The mask of blocks."""
+    return masks.BlockMask(blocks=arrays["blocks"], block_q=BLOCK, block_kv=BLOCK)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,8 +201,11 @@ def inputs(work: Work) -> dict[str, jax.Array]:
     if work.modifier == "alibi":
         heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
         arrays["alibi_slopes"] = jnp.asarray(2.0 ** (-8 * heads / case.q_heads))
-    forward = jax.jit(functools.partial(varlen_prefill, score=work.score, return_lse=True))
-    out, lse = forward(**arrays)
+    if work.density is not None:
+        count = tokens // BLOCK
+        drawn = jax.random.uniform(jax.random.key(4), (case.q_heads, count, count)) < work.density
+        arrays["blocks"] = drawn | jnp.eye(count, dtype=bool)[None]
+    out, lse = jax.jit(work.forward)(arrays)
     return arrays | {"out": out, "lse": lse, "grad_out": draw(3, of_queries)}
 
 
@@ -175,7 +232,7 @@ def measure(works: list[Work], *, has_peer: bool) -> Iterator[dict[str, Any]]:
             "variant": work.variant,
             "tiles": f"q{work.sizes.tile_q}",
             **time,
-            "tflop_per_s": work.num_flops / time["us"] / 1e6,
+            "tflop_per_s": work.num_flops(arrays) / time["us"] / 1e6,
             "schedule_us": schedule_time["us"],
             "errors": {name: round(error, 5) for name, error in errors.items()},
             **(peer if work is works[0] else {}),
@@ -213,7 +270,7 @@ def cudnn(work: Work, arrays: dict[str, jax.Array]) -> dict[str, Any]:
         _, time = kernel_times(jax.jit(lambda pull, grad: pull(grad)), pull, grad_out)
     except Exception as error:
         return {"cudnn": f"{type(error).__name__}: {error}"[:200]}
-    return {"cudnn_us": time["us"], "cudnn_tflop_per_s": work.num_flops / time["us"] / 1e6}
+    return {"cudnn_us": time["us"], "cudnn_tflop_per_s": work.num_flops(arrays) / time["us"] / 1e6}
 
 
 def worst_errors(grads: tuple[jax.Array, ...], arrays: dict[str, jax.Array], work: Work) -> dict[str, float]:
@@ -280,7 +337,10 @@ def pairs(arrays: dict[str, jax.Array], work: Work, queries: Neighbours, keys: N
         s = s - arrays["alibi_slopes"][:, None, None] * away[None]
     sees = (away >= 0) if score.causal else jnp.full_like(away, True, bool)
     sees = sees & (away <= (score.window[0] if score.window[0] is not None else away))
-    p = jnp.where(sees[None], jnp.exp(s - queries.of(arrays["lse"], axis=1)[:, :, None]), 0.0)
+    sees = sees[None]
+    if "blocks" in arrays:
+        sees = sees & arrays["blocks"][:, queries.positions // BLOCK][:, :, keys.positions // BLOCK]
+    p = jnp.where(sees, jnp.exp(s - queries.of(arrays["lse"], axis=1)[:, :, None]), 0.0)
     grad_out, out = queries.of(arrays["grad_out"]), queries.of(arrays["out"])
     grad_p = dot("qhd,khd->hqk", grad_out, spread("value"))
     return p, p * (grad_p - dot("qhd,qhd->hq", grad_out, out)[:, :, None]) * slope
