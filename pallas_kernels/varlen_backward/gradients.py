@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.paged_kv import clear_unseen
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.items import Item, Worklist
@@ -26,7 +27,7 @@ from pallas_kernels.varlen_backward.products import (
 )
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.varlen_backward.scores import QueryTile, Scores
-from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec, W
 from pallas_kernels.varlen_backward.store import store_rows
 

@@ -8,8 +8,9 @@ from jax import lax
 
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.refs import ListRefs, ScheduleRefs
-from pallas_kernels.varlen_backward.schedule import ALIGN, COLUMNS
+from pallas_kernels.varlen_backward.schedule import COLUMNS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
+from pallas_kernels.varlen_prefill.schedule import ALIGN
 
 
 class Steps(NamedTuple):

@@ -8,11 +8,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.memory import BUFFERS
 from pallas_kernels.varlen_backward.refs import Pipeline, Smem
 from pallas_kernels.varlen_backward.scores import Probabilities
-from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec, W, f32
 
 type Units = tuple[Tile, ...]

@@ -9,8 +9,7 @@ from jaxtyping import Array, Int, Int32
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
-
-ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
+from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
 # What a kernel reads of a tile of keys. Queries stand in tiles, too; tile i of a request's begins at row
 # `first_query_row + i * tile_q`. Of the tiles that see a key, those at either end may not see all of them.
@@ -36,7 +35,6 @@ COLUMNS = (
 QUERY_BYTES = 2 + 2 + 4  # of an element of a query: itself, its output's gradient, its own
 MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # that an order tells apart
 LAST_SHARE = 1 / 8
-TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
 
 class Schedule(NamedTuple):

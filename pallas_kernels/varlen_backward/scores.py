@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_backward.items import Item
 from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_backward.schedule import query_range
-from pallas_kernels.varlen_backward.sizes import UNIT
 from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
 
 type Stored = Any  # what the caller's KernelMask.load returned

@@ -3,8 +3,8 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.shared.head_dims import UNIT
 
-UNIT = 64  # the tensor core's M, and what shared memory is made of: 64 rows of 64 columns
 WARPGROUPS = 2  # that compute: each has half of a tile's keys
 TILE_KV = UNIT * WARPGROUPS
 
