@@ -18,7 +18,12 @@ MAX_PARTS = 16  # sums over experts that are computed beside each other
 
 
 def run_experts(
-    x: Float[Array, "tokens hidden"], choices: Choices, weights: Weights, how: How
+    x: Float[Array, "tokens hidden"],
+    choices: Choices,
+    weights: Weights,
+    how: How,
+    *,
+    may_take_kernel: bool = True,
 ) -> Float32[Array, "tokens hidden"]:
     """The weighted sum of each token's experts: one executable whatever the router chooses.
 
@@ -27,10 +32,12 @@ def run_experts(
         choices: Their experts.
         weights: Of all experts.
         how: Static.
+        may_take_kernel: Static; False leaves the kernel out where there is one.
     """
     num_tokens, num_chosen = choices.experts.shape
     sizes = {"num_tokens": num_tokens, "num_chosen": num_chosen, "num_experts": len(weights.down)}
-    return way(**sizes, has_kernel=why_no_kernel(x, weights) is None)(x, choices, weights, how)
+    has_kernel = may_take_kernel and why_no_kernel(x, weights) is None
+    return way(**sizes, has_kernel=has_kernel)(x, choices, weights, how)
 
 
 def way(*, num_tokens: int, num_chosen: int, num_experts: int, has_kernel: bool) -> Callable[..., Array]:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jattn.models import expert_products
 from jattn.models.expert_parts import How, Weights
 from jattn.models.expert_products import MAX_DENSE_TOKENS, all_experts, each_row, way
 from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
@@ -300,6 +301,25 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
     wide = Weights(*(None if array is None else array.astype(jnp.float32) for array in weights))
     want = tiles_by_xla(x.astype(jnp.float32), choices, wide, How(layer.activation, "highest"))
     assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
+
+
+def test_a_layer_for_xla_takes_no_kernel(monkeypatch):
+    monkeypatch.setattr(expert_products, "why_no_kernel", lambda x, weights: None)
+    taken = []
+    monkeypatch.setattr(expert_products, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
+    for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
+        taken.clear()
+        layer = Experts(
+            *(HIDDEN, INTERMEDIATE),
+            num_experts=64,
+            experts_per_token=1,
+            routing=Routing(),
+            rngs=nnx.Rngs(0),
+            dtype=jnp.float32,
+            implementation=implementation,
+        )
+        layer(tokens(400))
+        assert len(taken) == want
 
 
 def test_the_kernel_is_declined_with_its_reason():
