@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.device_time import Rows, kernel_times
 from pallas_kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
+from pallas_kernels.varlen_backward import KernelSizes, default_sizes, make_schedule, varlen_backward
 from pallas_kernels.varlen_prefill import varlen_prefill
 
 TOLERANCE = 2e-2  # of the largest gradient looked at; the tests hold the kernel to a tighter bound
@@ -25,6 +26,12 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "window": {"window": (1023, 0)},
     "soft_cap": {"soft_cap": 30.0},
     "alibi": {},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "longest_first": {"l2_bytes": 0},
+    "smaller_sets": {"l2_bytes": 16 * 10**6},
+    "persistent": {"l2_bytes": 0, "ctas": 132},
 }
 
 
@@ -66,6 +73,12 @@ class Work:
 
     case: PrefillCase
     modifier: str
+    variant: str = "default"
+
+    @property
+    def sizes(self) -> KernelSizes:
+        """The kernel's."""
+        return dataclasses.replace(default_sizes(self.case.head_dim), **VARIANTS[self.variant])
 
     @property
     def score(self) -> Score:
@@ -80,18 +93,20 @@ class Work:
     def schedule(self, arrays: dict[str, jax.Array]) -> Any:
         """The schedule, which a step makes once."""
         lens = (arrays[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc"))
-        sizes = default_sizes(self.case.head_dim)
-        return make_schedule(*lens, kv_tokens=arrays["key"].shape[0], score=self.score, sizes=sizes)
+        kv_tokens, kv_heads, head_dim = arrays["key"].shape
+        static = {"kv_heads": kv_heads, "head_dim": head_dim, "score": self.score, "sizes": self.sizes}
+        return make_schedule(*lens, kv_tokens=kv_tokens, **static)
 
     def run(self, arrays: dict[str, jax.Array], schedule: Any) -> tuple[jax.Array, ...]:
         """The gradients."""
-        return varlen_backward(**arrays, score=self.score, schedule=schedule)
+        return varlen_backward(**arrays, score=self.score, schedule=schedule, sizes=self.sizes)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks backward` takes."""
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--modifier", nargs="+", default=["plain"], choices=MODIFIERS)
+    parser.add_argument("--variant", nargs="+", default=["default"], choices=VARIANTS, help="of the sizes")
     parser.add_argument("--no-peer", action="store_true", help="leave cuDNN out")
     parser.add_argument("--out", help="folder of the rows")
 
@@ -99,13 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Every case with every modifier."""
     rows = Rows("backward", arguments.out)
-    for name in arguments.cases or CASES:
-        for modifier in arguments.modifier:
-            work = Work(case=CASES[name], modifier=modifier)
-            try:
-                rows.add(**measure(work, has_peer=not arguments.no_peer))
-            except Exception as error:  # the other rows still count
-                print(f"{name} {modifier}: {type(error).__name__}: {error}"[:500], flush=True)
+    a = arguments
+    for name, modifier, variant in itertools.product(a.cases or CASES, a.modifier, a.variant):
+        work = Work(case=CASES[name], modifier=modifier, variant=variant)
+        try:
+            rows.add(**measure(work, has_peer=not a.no_peer and variant == a.variant[0]))
+        except Exception as error:  # the other rows still count
+            print(f"{name} {modifier} {variant}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
 def inputs(work: Work) -> dict[str, jax.Array]:
@@ -114,7 +129,7 @@ def inputs(work: Work) -> dict[str, jax.Array]:
     draw = jax.jit(
         lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), static_argnums=1
     )
-    tokens = sum(case.query_lens)
+    tokens = -(-sum(case.query_lens) // 8) * 8
     of_queries, of_keys = ((tokens, heads, case.head_dim) for heads in (case.q_heads, case.kv_heads))
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(case.query_lens)]), jnp.int32)
     arrays = {
@@ -144,7 +159,8 @@ def measure(work: Work, *, has_peer: bool) -> dict[str, Any]:
     row = {
         "name": work.case.name,
         "modifier": work.modifier,
-        "tiles": f"q{default_sizes(work.case.head_dim).tile_q}",
+        "tiles": f"q{work.sizes.tile_q}",
+        "variant": work.variant,
         **time,
         "tflop_per_s": work.num_flops / time["us"] / 1e6,
         "schedule_us": schedule_time["us"],

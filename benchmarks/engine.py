@@ -4,6 +4,7 @@ Tokens are checked first: the log-probabilities that the engine reports must be 
 """
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -82,14 +83,18 @@ def main(arguments: argparse.Namespace) -> None:
     for run in (1, 2) if "nano" in cases else ():
         rows.add(name="nano_bench", run=run, **nano_bench(engine), **checked)
     del engine
+    gc.collect()
     if "prefix" in cases:
         rows.add(
             name="prefix_2048_of_2248",
-            **shared_prefix(engine_of(model, arguments.cache_dir, keeps=True, blocks=38_000)),
+            **shared_prefix(engine_of(model, arguments.cache_dir, keeps=True, blocks=38_000, rows=256)),
         )
+    gc.collect()
     if "fp8" in cases:
-        engine = engine_of(model, arguments.cache_dir, quantization="fp8_per_token_head", blocks=70_000)
-        rows.add(name="decode_fp8_64x4096", **decode_step(engine, 64, 4096))
+        how: Any = {"quantization": "fp8_per_token_head", "blocks": 40_000, "rows": 64}
+        rows.add(
+            name="decode_fp8_64x4096", **decode_step(engine_of(model, arguments.cache_dir, **how), 64, 4096)
+        )
 
 
 def engine_of(
@@ -99,18 +104,30 @@ def engine_of(
     keeps: bool = False,
     quantization: str | None = None,
     blocks: int = 24_000,
+    rows: int | None = None,
 ) -> Engine:
-    """As nano-vllm is run: 256 requests at most; prefixes, whose hits would be measured, kept if asked."""
+    """As nano-vllm is run: 256 requests at most; prefixes, whose hits would be measured, kept if asked.
+
+    With `rows`, three buckets of so many requests: what a case with one batch needs.
+    """
     return Engine(
         model,
         num_blocks=blocks,
         quantization=quantization,
-        max_num_seqs=256,
+        max_num_seqs=rows or 256,
         max_num_batched_tokens=8192,
+        buckets=None if rows is None else few_buckets(rows),
         enable_prefix_caching=keeps,
         cascade_attention=False,  # whose executables would compile while others run
         cache_dir=cache_dir,
     )
+
+
+def few_buckets(rows: int) -> list[jattn.Bucket]:
+    """What a case with one batch needs."""
+    prompts: Any = {"max_prefills": rows, "max_prefill_tokens": 8192}
+    sizes: list[Any] = [{"max_decodes": rows}, prompts, {"max_decodes": rows, **prompts}]
+    return [jattn.Bucket(max_blocks=512, **size) for size in sizes]
 
 
 def logprob_error(engine: Engine, model: Any) -> float:
@@ -145,7 +162,8 @@ def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     few, many = 8, 136
     prompts = drawn_prompts(batch, context, seed=0)
     run = lambda count: timed(lambda: engine.generate(prompts, WARM, max_tokens=count))
-    run(2)
+    for _ in range(2):  # an executable's first run loads it, its second makes its CUDA graph: 33 and 14 ms
+        run(many)
     short, long = (min(run(count) for _ in range(2)) for count in (few, many))
     return {"step_ms": 1e3 * (long - short) / (many - few)}
 

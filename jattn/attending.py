@@ -1,7 +1,8 @@
 """Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -198,7 +199,7 @@ def _attend(
         q, kv = _queries_of(query, metadata, region), _keys_of(cache, part)
         is_in_order = isinstance(kv, PackedKV) and kv.is_in_order and part.first_row == 0
         how = packed.How(spec, choice, return_lse, is_in_order)
-        out, lse = _attend_region(how, q, kv, part, plan, plan.work_of(layer, region), per_head)
+        out, lse = _way_of(how, q, kv, part, plan, plan.work_of(layer, region), per_head)()
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -208,7 +209,7 @@ def _attend(
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
 
 
-def _attend_region(
+def _way_of(
     how: packed.How,
     query: Array,
     kv: PagedCache | PackedKV,
@@ -216,20 +217,22 @@ def _attend_region(
     plan: Plan,
     work: Work | None,
     per_head: PerHead,
-) -> tuple[Array, Array | None]:
-    """One region by what was chosen for it."""
+) -> Callable[[], tuple[Array, Array | None]]:
+    """What attends one region, as was chosen for it."""
     spec, choice, mask = how.spec, how.choice, _mask_of(how.spec, plan.mask, part)
+    options: dict[str, Any] = {"mask": mask, **per_head._asdict()}
     if choice.implementation == "reference":
-        return reference.attend(query, kv, part.metadata, spec, mask=mask, **per_head._asdict())
+        return functools.partial(reference.attend, query, kv, part.metadata, spec, **options)
     if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
         context = packed.Context(kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work)
-        return packed.attend(how, packed.Values(query, kv.k, kv.v, *per_head), context)
+        return functools.partial(packed.attend, how, packed.Values(query, kv.k, kv.v, *per_head), context)
     query, kv, per_head = underivable_cache((query, kv, per_head), choice.implementation)
-    options: dict[str, Any] = {"mask": mask, **per_head._asdict()}
+    given, options = (query, kv, part.metadata, spec), {"mask": mask, **per_head._asdict()}
     if choice.kernel is None:
-        return xla.attend(query, kv, part.metadata, spec, tiles=plan.query_tiles, **options)
-    options["return_lse"] = how.return_lse
-    return mosaic_gpu.attend(query, kv, part.metadata, spec, choice.kernel, work, **options)
+        return functools.partial(xla.attend, *given, tiles=plan.query_tiles, **options)
+    return functools.partial(
+        mosaic_gpu.attend, *given, choice.kernel, work, return_lse=how.return_lse, **options
+    )
 
 
 # All layers of a kind in a step share a trace, a lowering and a run of ptxas; an eager call compiles once.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
@@ -13,6 +14,7 @@ from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.metadata.batch import BatchMetadata
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
+from jattn.turning import Turning, turning, why_not_write_qkv, write_qkv
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 Rope = Callable[..., Array]
@@ -29,6 +31,11 @@ def _check_made_of(
         require_positive(clip_qkv=clip_qkv)
     if alibi_slopes is not None:
         require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
+
+
+def _names(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """Hashable."""
+    return implementation if isinstance(implementation, str | None) else tuple(implementation)
 
 
 class PagedAttention(nnx.Module):
@@ -82,34 +89,33 @@ class PagedAttention(nnx.Module):
             implementation: As in `attend`.
 
         Raises:
-            ValueError: spec is none, hidden_size no positive int, alibi_slopes not one per query head, or a
-                layer without a key projection is to fuse it, or clip_qkv not positive.
+            ValueError: An argument is of another kind, or a layer without a key projection is to fuse it.
         """
-        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv)
         require(not (fuses_qkv and shares_kv), "fuses_qkv", "be False with shares_kv", fuses_qkv)
+        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv)
         self.hidden_size, self.spec = hidden_size, spec
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
-        self.clip_qkv, self.query_scale = clip_qkv, query_scale
-        self.shares_kv = shares_kv
-        is_list = not isinstance(implementation, str | None)
-        self.implementation = tuple(implementation or ()) if is_list else implementation
-        types: Any = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
-        self._make_input_projections(fuses_qkv, types | {"use_bias": use_bias, "rngs": rngs})
-        q_width = spec.num_q_heads * spec.head_dim
-        self.o_proj = nnx.Linear(q_width, hidden_size, use_bias=use_out_bias, rngs=rngs, **types)
+        self.clip_qkv, self.query_scale, self.shares_kv = clip_qkv, query_scale, shares_kv
+        self.implementation = _names(implementation)
+        how = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self._make_projections(fuses_qkv, use_bias, use_out_bias, how)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None
 
-    def _make_input_projections(self, fuses_qkv: bool, how: dict[str, Any]) -> None:
-        spec = self.spec
+    def _make_projections(
+        self, fuses_qkv: bool, use_bias: bool, use_out_bias: bool, how: dict[str, Any]
+    ) -> None:
+        spec, hidden_size = self.spec, self.hidden_size
+        linear = lambda heads: nnx.Linear(hidden_size, heads * spec.head_dim, use_bias=use_bias, **how)
         if fuses_qkv:
             widths = (spec.num_kv_heads, spec.q_heads_per_kv_head + 2, spec.head_dim)
-            self.qkv_proj = nnx.LinearGeneral(self.hidden_size, widths, **how)
-            return
-        linear = lambda heads: nnx.Linear(self.hidden_size, heads * spec.head_dim, **how)
-        self.q_proj = linear(spec.num_q_heads)
-        if not self.shares_kv:
-            self.k_proj, self.v_proj = linear(spec.num_kv_heads), linear(spec.num_kv_heads)
+            self.qkv_proj = nnx.LinearGeneral(hidden_size, widths, use_bias=use_bias, **how)
+        else:
+            self.q_proj = linear(spec.num_q_heads)
+            if not self.shares_kv:
+                self.k_proj, self.v_proj = linear(spec.num_kv_heads), linear(spec.num_kv_heads)
+        q_width = spec.num_q_heads * spec.head_dim
+        self.o_proj = nnx.Linear(q_width, hidden_size, use_bias=use_out_bias, **how)
 
     def __call__(
         self,
@@ -136,21 +142,7 @@ class PagedAttention(nnx.Module):
                 layer that shares keys and values got no cache.
         """
         self._check(x, cache, metadata, positions, plan)
-        query, key, value = self.project(x)
-        query = self._turned(query, self.q_norm, positions, metadata)
-        if self.query_scale is not None:
-            factors = self.query_scale(positions)[:, None, None]
-            query = (query.astype(factors.dtype) * factors).astype(query.dtype)
-        kv: PagedCache | PackedKV
-        if key is None or value is None:
-            assert cache is not None
-            kv = cache
-        else:
-            key = self._turned(key, self.k_norm, positions, metadata)
-            if cache is None:
-                kv = PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts, is_in_order=True)
-            else:
-                kv = cache = write_kv(cache, key, value, metadata.slot_mapping)
+        query, kv = self._query_and_kv(x, cache, metadata, positions)
         out = attend(
             query,
             kv,
@@ -161,7 +153,40 @@ class PagedAttention(nnx.Module):
             alibi_slopes=None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32),
             implementation=self.implementation,
         )
-        return self.o_proj(out.reshape(x.shape[0], -1)), cache
+        return self.o_proj(out.reshape(x.shape[0], -1)), kv if isinstance(kv, PagedCache) else None
+
+    def _query_and_kv(
+        self, x: Array, cache: PagedCache | None, metadata: BatchMetadata, positions: Array
+    ) -> tuple[Array, PackedKV | PagedCache]:
+        """Queries as attention wants them, and what they attend: the step's keys and values are in it."""
+        if cache is not None and hasattr(self, "qkv_proj"):
+            qkv = self._clipped(self.qkv_proj(x))
+            how = self._turning(cache, qkv.dtype, metadata, positions)
+            if how is not None:
+                return write_qkv(cache, qkv, metadata.slot_mapping, how)
+        query, key, value = self.project(x)
+        query = self._turned(query, self.q_norm, positions, metadata)
+        if self.query_scale is not None:
+            factors = self.query_scale(positions)[:, None, None]
+            query = (query.astype(factors.dtype) * factors).astype(query.dtype)
+        if key is None or value is None:
+            assert cache is not None
+            return query, cache
+        key = self._turned(key, self.k_norm, positions, metadata)
+        if cache is None:
+            return query, PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts, is_in_order=True)
+        return query, write_kv(cache, key, value, metadata.slot_mapping)
+
+    def _turning(
+        self, cache: PagedCache, dtype: np.dtype, metadata: BatchMetadata, positions: Array
+    ) -> Turning | None:
+        """What `write_qkv` does in the place of norms, rope and write; None where it cannot."""
+        names = (self.implementation,) if isinstance(self.implementation, str) else self.implementation
+        if self.query_scale is not None or (names and "mosaic_gpu" not in names):
+            return None
+        if why_not_write_qkv(cache, dtype, self.rope, (self.q_norm, self.k_norm)) is not None:
+            return None
+        return turning(self.rope, (self.q_norm, self.k_norm), positions, self._lengths(metadata), dtype)
 
     def project(self, x: Float[Array, "tokens hidden"]) -> tuple[Array, Array | None, Array | None]:
         """Queries, keys and values [tokens, heads, head_dim], neither normalised nor turned.
@@ -200,6 +225,10 @@ class PagedAttention(nnx.Module):
         x = x if norm is None else norm(x)
         if self.rope is None:
             return x
-        if getattr(self.rope, "needs_lengths", False):
-            return self.rope(x, positions, metadata.seq_lens[metadata.token_rows])
-        return self.rope(x, positions)
+        lengths = self._lengths(metadata)
+        return self.rope(x, positions) if lengths is None else self.rope(x, positions, lengths)
+
+    def _lengths(self, metadata: BatchMetadata) -> Array | None:
+        """Each token's request's, where the rope asks for them."""
+        needs = getattr(self.rope, "needs_lengths", False)
+        return metadata.seq_lens[metadata.token_rows] if needs else None

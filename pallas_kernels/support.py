@@ -264,7 +264,7 @@ def why_not_write(
 
 
 def why_not_qkv_write(
-    *, dtype: DTypeLike, k_dtype: DTypeLike, v_dtype: DTypeLike, head_dim: int
+    *, dtype: DTypeLike, k_dtype: DTypeLike, v_dtype: DTypeLike, layout: str, head_dim: int
 ) -> str | None:
     """Why qkv_write has no kernel; None if it has.
 
@@ -272,6 +272,7 @@ def why_not_qkv_write(
         dtype: Of queries, keys and values.
         k_dtype: What keys are stored as.
         v_dtype: What values are stored as.
+        layout: Of the caches.
         head_dim: Width of a head.
     """
     name = jnp.dtype(dtype).name
@@ -279,6 +280,7 @@ def why_not_qkv_write(
     return _first_broken(
         [
             (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
+            (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
             (stored == (name, name), f"caches of {_listed(stored)} (those of {name} have one)"),
             (head_dim in HEAD_DIMS, f"heads of {head_dim} ({_listed(HEAD_DIMS)} have one)"),
         ]

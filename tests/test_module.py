@@ -42,6 +42,8 @@ OPTIONS = {
     "window": {"spec": jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, window=(2, 0))},
     "cap": {"spec": jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, soft_cap=1.0)},
     "sinks": {"has_sinks": True},
+    "clipped": {"clip_qkv": 0.5},
+    "scaled": {"query_scale": lambda positions: 1.0 + 0.3 * positions.astype(jnp.float32)},
     "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 1.0]},
 }
 
@@ -193,5 +195,20 @@ class TestTransformations:
 
 
 def test_slopes_must_be_one_a_head():
+    with pytest.raises(ValueError, match=r"clip_qkv must be positive, got 0\.0"):
+        layer(clip_qkv=0.0)
     with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) .*got \(3,\)"):
         layer(alibi_slopes=[1.0, 2.0, 3.0])
+
+
+def test_projections_are_cut_off_and_queries_scaled_by_position():
+    x, metadata = hidden(3), step([3], [3], ((1,),))
+    clipped = layer(clip_qkv=0.5, seed=2)
+    heads = clipped.project(x)
+    assert all(np.abs(part).max() == 0.5 for part in heads)
+    plain, scaled = layer(), layer(query_scale=lambda positions: jnp.where(positions == 2, 0.0, 1.0))
+    out, _ = plain(x, None, metadata, metadata.positions)
+    got, _ = scaled(x, None, metadata, metadata.positions)
+    np.testing.assert_array_equal(got[:2], out[:2])
+    value = jnp.repeat(plain.project(x)[2].mean(axis=0), 2, axis=0)  # scores of 0: an average of all values
+    np.testing.assert_allclose(got[2], plain.o_proj(value.reshape(-1)), atol=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from pallas_kernels.checks import require_one_of
 
@@ -43,12 +44,13 @@ class Layout:
 
     Attributes:
         split: Ours -> the parts. Of a projection ours is [*inputs, *out], parts are [*inputs, *out] too.
-        join: The parts, and our shape -> ours. Of a projection parts are [*inputs, out], the shape is out's.
+        join: The parts, and our shape -> ours. Of a projection parts are [out, *inputs], the shape
+            is out's, and the result [*out, *inputs].
         is_whole_array: Parts are the tensors as they are, of no projection's.
     """
 
     split: Callable[[Any], Sequence[Any]]
-    join: Callable[[Sequence[np.ndarray], tuple[int, ...]], np.ndarray]
+    join: Callable[[Sequence[Array], tuple[int, ...]], Array]
     is_whole_array: bool = False
 
 
@@ -57,16 +59,16 @@ def _split_heads(array: Any) -> tuple[Any, Any, Any]:
     return array[..., :-2, :], array[..., -2, :], array[..., -1, :]
 
 
-def _join_heads(parts: Sequence[np.ndarray], out: tuple[int, ...]) -> np.ndarray:
+def _join_heads(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
     kv_heads, _, head_dim = out
-    heads = [part.reshape(*part.shape[:-1], kv_heads, -1, head_dim) for part in parts]
-    return np.concatenate(heads, axis=-2)
+    heads = [part.reshape(kv_heads, -1, head_dim, *part.shape[1:]) for part in parts]
+    return jnp.concatenate(heads, axis=1)
 
 
-def _cut_heads(whole: np.ndarray, out: tuple[int, ...]) -> list[np.ndarray]:
+def _cut_heads(whole: Array, out: tuple[int, ...]) -> list[Array]:
     kv_heads, width, head_dim = out
     ends = np.multiply((width - 2, width - 1), kv_heads * head_dim)
-    return np.split(whole, ends, axis=-1)
+    return jnp.split(whole, ends)
 
 
 def _stacked(array: Any) -> Any:
@@ -75,9 +77,9 @@ def _stacked(array: Any) -> Any:
     return jnp.concatenate([part.reshape(*inputs, -1) for part in parts], axis=-1)
 
 
-def _reshaped(parts: Sequence[np.ndarray], out: tuple[int, ...]) -> np.ndarray:
+def _reshaped(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
     (whole,) = parts
-    return whole.reshape(*whole.shape[:-1], *out)
+    return whole.reshape(*out, *whole.shape[1:])
 
 
 def _in_turn(array: Any) -> Any:
@@ -87,7 +89,7 @@ def _in_turn(array: Any) -> Any:
     return turned.reshape(*turned.shape[:-2], -1)
 
 
-def _from_turns(array: np.ndarray) -> np.ndarray:
+def _from_turns(array: Array) -> Array:
     pairs = array.reshape(*array.shape[:-1], -1, 2)
     return pairs.transpose((0, 3, 2, 1) if pairs.ndim == 4 else (0, 2, 1))
 
@@ -101,17 +103,17 @@ LAYOUTS = {
     ),
     # Gates and the rest [..., 2, inner]: two matrices; one whose rows are of the first and the other in turn.
     "gates_apart": Layout(
-        lambda array: (array[..., 0, :], array[..., 1, :]), lambda parts, out: np.stack(parts, axis=-2)
+        lambda array: (array[..., 0, :], array[..., 1, :]), lambda parts, out: jnp.stack(parts)
     ),
     "gates_in_turn": Layout(
         lambda array: (array.swapaxes(-1, -2),),
-        lambda parts, out: _reshaped(parts, out[::-1]).swapaxes(-1, -2),
+        lambda parts, out: _reshaped(parts, out[::-1]).swapaxes(0, 1),
     ),
     # Experts' gates and the rest, ours [experts, 2, inner, hidden] (biases: without hidden): a matrix each;
     # [experts, hidden, 2 * inner] with columns of the first and the other in turn, or one behind the other.
     "experts_apart": Layout(
         lambda array: [part for pair in array for part in pair],
-        lambda parts, shape: np.stack(parts).reshape(shape),
+        lambda parts, shape: jnp.stack(parts).reshape(shape),
         is_whole_array=True,
     ),
     "experts_in_turn": Layout(
@@ -125,7 +127,7 @@ LAYOUTS = {
     # Their second products, ours [experts, inner, hidden]: a matrix [hidden, inner] each; as ours.
     "experts_down_apart": Layout(
         lambda array: [part.T for part in array],
-        lambda parts, shape: np.stack([part.T for part in parts]),
+        lambda parts, shape: jnp.stack(parts).swapaxes(1, 2),
         is_whole_array=True,
     ),
     "array": Layout(lambda array: (array,), lambda parts, shape: parts[0], is_whole_array=True),
@@ -163,23 +165,54 @@ def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:
     return {name: part.reshape(*inputs, -1).T for name, part in zip(names, layout.split(array), strict=True)}
 
 
-def from_hf(tensors: Tensors, path: Path, shape: tuple[int, ...], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The parameter at an nnx path.
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Tensors -> the parameter that they are. Hashable: static for jit, and one for parameters of a kind.
+
+    Attributes:
+        layout: How they lie in the checkpoint, a key of LAYOUTS.
+        leaf: The parameter's own name, such as "kernel".
+        shape: Of the parameter.
+    """
+
+    layout: str
+    leaf: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether one tensor is the parameter as it is."""
+        if LAYOUTS[self.layout].is_whole_array:
+            return self.layout == "array"
+        return self.leaf not in _OF_PROJECTIONS
+
+    def __call__(self, parts: Sequence[Array]) -> Array:
+        """The parameter.
+
+        Args:
+            parts: The tensors that `hf_shapes` names, in its order.
+        """
+        layout = LAYOUTS[self.layout]
+        if layout.is_whole_array:
+            return layout.join(parts, self.shape)
+        if self.is_nothing:
+            (whole,) = parts
+            return whole
+        if self.leaf != "kernel":
+            return layout.join(parts, self.shape)
+        # Turned at the end and apart: XLA makes a slow loop of a join that turns.
+        return jnp.moveaxis(jax.lax.optimization_barrier(layout.join(parts, self.shape[1:])), -1, 0)
+
+
+def join_of(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> Join:
+    """How the parameter at an nnx path is made of its tensors.
 
     Args:
         tensors: The family's.
         path: Where it is.
         shape: Of the parameter.
-        arrays: The tensors that `hf_shapes` names, in its order.
     """
-    layout = LAYOUTS[_stored(tensors, path, shape)[0].layout]
-    if layout.is_whole_array:
-        return layout.join(arrays, shape)
-    if path[-1] not in _OF_PROJECTIONS:
-        (whole,) = arrays
-        return whole
-    out = shape[1:] if path[-1] == "kernel" else shape
-    return layout.join([array.T for array in arrays], out)
+    return Join(_stored(tensors, path, shape)[0].layout, path[-1], tuple(shape))
 
 
 def tensor_names(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[str, ...]:

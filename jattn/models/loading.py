@@ -1,13 +1,11 @@
 """Hugging Face folders: config.json, *.safetensors, tokenizer.json, in and out."""
 
-import contextlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,17 +13,20 @@ from jax.typing import DTypeLike
 from jattn.models.checkpoint import (
     SCALES_FILE,
     check_tensors,
+    float_dtype,
     open_tensors,
     optional_module,
     read_json,
-    stored_dtype,
 )
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
+from jattn.models.families import text_part
 from jattn.models.generation_config import FILE, GenerationConfig
-from jattn.models.hf_tensors import from_hf, hf_shapes, tensor_names, to_hf
+from jattn.models.hf_tensors import hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.placing import read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.tensor_names import by_family_s_names
+from jattn.models.weight_formats import Tensor, widened
 
 
 def load_shapes(
@@ -45,31 +46,38 @@ def load_shapes(
         FileNotFoundError: As `load`.
         ValueError: As `load`.
         NotImplementedError: As `load`.
-        ImportError: safetensors is missing.
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
-    with contextlib.ExitStack() as stack:
-        files = by_family_s_names(open_tensors(directory, stack), config.family)
-        model = _shapes(config, files, dtype, implementation)
-        model.kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
+    tensors = _tensors(directory, config)
+    model = _shapes(config, tensors, dtype, implementation)
+    model.kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
     return model
 
 
-def _kv_scales(directory: pathlib.Path, files: Any, num_layers: int) -> KVScales | None:
+def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
+    """A checkpoint's tensors as floats, by the names that its family has for them. Headers are read."""
+    quantization = text_part(read_json(directory / "config.json")).get("quantization_config")
+    return widened(by_family_s_names(open_tensors(directory), config.family), quantization)
+
+
+def _kv_scales(directory: pathlib.Path, tensors: Mapping[str, Tensor], num_layers: int) -> KVScales | None:
     """Those of kv_scales.safetensors, or the checkpoint's own."""
-    own = KVScales.read(files, num_layers)
+    own = KVScales.read(tensors, num_layers)
     beside = directory / SCALES_FILE
     return KVScales.load(beside, num_layers) if beside.exists() else own
 
 
 def _shapes(
-    config: DecoderConfig, files: Any, dtype: DTypeLike | None, implementation: str | Sequence[str] | None
+    config: DecoderConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: DTypeLike | None,
+    implementation: str | Sequence[str] | None,
 ) -> Decoder:
     if dtype is None:
         (embedding,) = tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
-        dtype = config.dtype or stored_dtype(files, embedding)
+        dtype = config.dtype or float_dtype(tensors, embedding)
     make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
     return nnx.eval_shape(make)
 
@@ -86,7 +94,9 @@ def load(
     Static scales of 8-bit caches (`model.layers.N.self_attn.k_scale`, `.v_scale`) become `kv_scales`: those
     of kv_scales.safetensors, or the checkpoint's own.
 
-    Names and shapes are checked from the files' headers before anything is allocated.
+    Names and shapes are checked from the files' headers before anything is allocated. The bytes go to the
+    device as they are stored, a parameter at a time, and are joined, widened and cast there: the host holds
+    those of one parameter. Weights in few bits (`jattn.models.weight_formats`) become floats.
 
     Args:
         directory: Holds config.json and model.safetensors, or the files that model.safetensors.index.json
@@ -99,25 +109,23 @@ def load(
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
         NotImplementedError: The config asks for what is not here; the message names it.
-        ImportError: safetensors, tokenizers or tqdm is missing.
+        ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
     config, generation_config = read_config(directory), GenerationConfig.read(directory)
-    with contextlib.ExitStack() as stack:
-        files = by_family_s_names(open_tensors(directory, stack), config.family)
-        graph, state = nnx.split(_shapes(config, files, dtype, implementation))
-        flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
-        tensors = {path: hf_shapes(names, path, value.shape) for path, value in flat.items()}
-        shapes = {name: shape for parts in tensors.values() for name, shape in parts.items()}
-        kv_scales = _kv_scales(directory, files, config.num_hidden_layers)
-        files = {name: file for name, file in files.items() if not is_scale(name)}
-        check_tensors(files, shapes, may_repeat_head=config.tie_word_embeddings)
-        bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
-        for path, value in bar:
-            array = from_hf(
-                names, path, value.shape, [files[name].get_tensor(name) for name in tensors[path]]
-            )
-            flat[path] = value.replace(jnp.array(array.astype(value.dtype)))  # never the file's memory
+    tensors = _tensors(directory, config)
+    graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
+    flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
+    parts = {path: hf_shapes(names, path, value.shape) for path, value in flat.items()}
+    shapes = {name: shape for part in parts.values() for name, shape in part.items()}
+    kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
+    check_tensors(tensors, shapes, may_repeat_head=config.tie_word_embeddings)
+    bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
+    for path, value in bar:
+        join = join_of(names, path, value.shape)
+        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype)
+        flat[path] = value.replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.models import rope_frequencies
@@ -73,8 +74,9 @@ class Rope:
         require(self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
         require_positive(rope_theta=self.rope_theta, factor=self.factor)
         require_positive(original_max_position_embeddings=self.original_max_position_embeddings)
-        rule = f"be above low_freq_factor ({self.low_freq_factor})"
-        require(self.high_freq_factor > self.low_freq_factor, "high_freq_factor", rule, self.high_freq_factor)
+        rule = f"be at least low_freq_factor ({self.low_freq_factor})"
+        is_above = self.high_freq_factor >= self.low_freq_factor
+        require(is_above, "high_freq_factor", rule, self.high_freq_factor)
         rule = f"be at least beta_slow ({self.beta_slow})"
         require(self.beta_fast >= self.beta_slow > 0, "beta_fast", rule, self.beta_fast)
         least = 4 if self.rope_type == "dynamic" else 2
@@ -165,9 +167,8 @@ class Rope:
             lengths: Of their requests, this step's tokens included; None = up to each token. Read where
                 `needs_lengths`.
         """
-        angles, amplitude = self._angles(positions, positions + 1 if lengths is None else lengths)
         dtype = jnp.float32 if self.interleaved else x.dtype
-        cos, sin = ((f(angles) * amplitude).astype(dtype)[:, None, :] for f in (jnp.cos, jnp.sin))
+        cos, sin = (part[:, None, :] for part in self.cos_sin(positions, lengths, dtype))
         turned, kept = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
         if self.interleaved:
             first, second = turned[..., ::2], turned[..., 1::2]
@@ -183,6 +184,22 @@ class Rope:
             if kept.shape[-1]
             else turned.astype(x.dtype)
         )
+
+    @property
+    def turns_halves(self) -> bool:
+        """Whether heads are rotated whole, number i of the first half with number i of the second."""
+        return not self.interleaved and self.rotary_dim == self.head_dim
+
+    def cos_sin(
+        self,
+        positions: Int[Array, " tokens"],
+        lengths: Int[Array, " tokens"] | None,
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+        """Of each token's pairs, in dtype; arguments as `__call__` has them."""
+        angles, amplitude = self._angles(positions, positions + 1 if lengths is None else lengths)
+        cos, sin = ((f(angles) * amplitude).astype(dtype) for f in (jnp.cos, jnp.sin))
+        return cos, sin
 
     def _angles(
         self, positions: Int[Array, " tokens"], lengths: Int[Array, " tokens"]

@@ -20,11 +20,12 @@ def llama3(freq: Frequencies, factor: float, bounds: tuple[float, float], contex
         freq: Unscaled.
         factor: What they are divided by.
         bounds: Turns in the context: those with fewer than the first are divided, those with more than the
-            second are not.
+            second are not; in between, a blend, where they are not the same.
         context: In tokens.
     """
     low, high = bounds
-    keep = np.clip((context * freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
+    turns = context * freq / (2 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= high) * 1.0
     return keep * freq + (1 - keep) * freq / factor
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jattn.cache import CacheSpec
-from jattn.models.checkpoint import open_file, optional_module, stored_dtype
+from jattn.models.checkpoint import existing, float_dtype, optional_module
+from jattn.models.stored_tensors import read_header
 from pallas_kernels.checks import require
 
 # vLLM reads the first form; ModelOpt's checkpoints have the second.
@@ -42,22 +43,22 @@ class KVScales:
     layers: tuple[LayerScales, ...]
 
     @classmethod
-    def read(cls, files: Mapping[str, Any], num_layers: int) -> "KVScales | None":
+    def read(cls, tensors: Mapping[str, Any], num_layers: int) -> "KVScales | None":
         """Those among a checkpoint's tensors; None where there are none.
 
         Args:
-            files: As `checkpoint.open_tensors` returns them.
+            tensors: As `checkpoint.open_tensors` returns them.
             num_layers: Of the model.
 
         Raises:
             ValueError: A scale belongs to no layer, is not a float, or is not positive and finite.
         """
         found: list[dict[str, np.ndarray]] = [{} for _ in range(num_layers)]
-        for name in filter(is_scale, files):
+        for name in filter(is_scale, tensors):
             layer, *sides = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
             require(int(layer) < num_layers, name, f"belong to one of {num_layers} layers", layer)
-            stored_dtype(files, name)
-            scale = np.asarray(files[name].get_tensor(name)).astype(np.float32)
+            float_dtype(tensors, name)
+            scale = tensors[name].view().astype(np.float32)
             require(bool((np.isfinite(scale) & (scale > 0)).all()), name, "be positive and finite", scale)
             found[int(layer)][sides[0] or sides[1]] = scale.reshape(() if scale.size == 1 else scale.shape)
         return cls(tuple(LayerScales(**scales) for scales in found)) if any(found) else None
@@ -69,10 +70,8 @@ class KVScales:
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: It is broken, or as `read`.
-            ImportError: safetensors is missing.
         """
-        with open_file(pathlib.Path(path)) as file:
-            return cls.read({name: file for name in file.keys()}, num_layers)  # noqa: SIM118
+        return cls.read(read_header(existing(pathlib.Path(path))), num_layers)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a safetensors file; as `kv_scales.safetensors` in a checkpoint's folder, `load` finds it.

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from pallas_kernels.checks import require_number, require_one_of, require_positive, unsupported
+from pallas_kernels.checks import require_one_of, require_positive, unsupported
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 NORMS = ("rms", "rms_offset", "rms_f32", "layer", "layer_no_bias")
@@ -28,7 +28,6 @@ class NormSpec:
 
     def __post_init__(self) -> None:
         require_one_of("norm", self.kind, NORMS)
-        require_number(rms_norm_eps=self.eps)
         require_positive(rms_norm_eps=self.eps)
 
 

@@ -4,6 +4,8 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.block_tables import NULL_BLOCK
 from jattn.serving.progress import Progress
@@ -13,9 +15,16 @@ from jattn.serving.reach import Reach, found_within
 class Allocator:
     """The scheduler's side of a block manager: knows how far requests are, and what they will see again."""
 
-    def __init__(self, manager: BlockManager, max_num_batched_tokens: int, reach: Reach | None) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        max_num_batched_tokens: int,
+        reach: Reach | None,
+        batch_invariant: bool = False,
+    ) -> None:
         """Arguments as `Scheduler` has them."""
         self._manager, self._reach, self._most_at_once = manager, reach, max_num_batched_tokens
+        self._prompts_alone = batch_invariant  # generated tokens are neither found nor read with a prompt
         self.copies: dict[int, list[tuple[int, int]]] = {}  # of each request, until its step has run
 
     @property
@@ -56,6 +65,10 @@ class Allocator:
         ends = [(one.request_id, one.num_computed, one.num_computed + count) for one in requests]
         return sum(self._manager.blocks_to_extend(*one) for one in ends) <= self._manager.num_free
 
+    def block_tables(self, request_ids: Sequence[int]) -> np.ndarray:
+        """As `BlockManager` has them."""
+        return self._manager.block_tables(request_ids)
+
     def copies_of(self, request_ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """What is to be copied before a step of these requests."""
         if not self.copies:
@@ -71,7 +84,8 @@ class Allocator:
         request.num_computed = len(found) * manager.block_size
         request.num_published = len(found)
         most = (len(found) + free) * manager.block_size - request.num_computed
-        count = min(request.num_new, budget, most)
+        num_new = request.num_alike if self._prompts_alone else request.num_new
+        count = min(num_new, budget, most)
         manager.allocate(request.request_id, request.num_computed + count, found)
         request.room = manager.room(request.request_id)
         return count
@@ -93,7 +107,10 @@ class Allocator:
         """Lets others find the blocks that are computed and whose tokens the host knows."""
         if request.hashes is None or request.is_stale:
             return
-        num_full = min(request.num_computed // self._manager.block_size, len(request.hashes))
+        num_computed = request.num_computed
+        if self._prompts_alone:
+            num_computed = min(num_computed, request.num_prompt_tokens)
+        num_full = min(num_computed // self._manager.block_size, len(request.hashes))
         for index in range(request.num_published, num_full):
             self._manager.publish(request.request_id, index, request.hashes[index])
         request.num_published = num_full
@@ -117,10 +134,14 @@ class Allocator:
         return min(whole, at_once, alone)
 
     def _found(self, request: Progress) -> Sequence[int]:
-        """Full blocks of a request's beginning that others have computed; its last token is always new."""
+        """Full blocks of a request's beginning that others have computed; its last token is always new.
+
+        Of its prompt's beginning where prompts stand alone: a prompt's last token is.
+        """
         if request.hashes is None:
             return ()
-        most = (request.num_tokens - 1) // self._manager.block_size
+        num_tokens = request.num_prompt_tokens if self._prompts_alone else request.num_tokens
+        most = (num_tokens - 1) // self._manager.block_size
         digests = request.hashes[:most]
         if self._reach is None:
             return self._manager.find(digests)

@@ -12,12 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from jattn.bucket import Bucket
-from jattn.cache.move import copy_blocks
 from jattn.graphs import DecodeGraphs, GraphStep
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.metadata.transitions import advance, slot_mapping_of
 from jattn.pytree import replace
 from jattn.requests import pack_tokens
+from jattn.serving.block_copies import BlockCopies
 from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata, sample
@@ -66,6 +66,7 @@ class DraftModel(Proposer):
         cache: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
         self._new_caches = functools.partial(model.create_caches, num_blocks, block_size=block_size, **cache)
         self._caches: Any = self._new_caches()
+        self._copies = BlockCopies(max(bucket.max_decodes for bucket in buckets))
         self._largest = prompt_buckets[-1]
         self._readers = DecodeGraphs(make_reading_step(graphdef), prompt_buckets)
         rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
@@ -105,7 +106,7 @@ class DraftModel(Proposer):
 
     def copy_blocks(self, pairs: Any) -> None:
         """As `Proposer.copy_blocks`."""
-        self._caches = copy_blocks(self._caches, pairs)
+        self._caches = self._copies(self._caches, pairs)
 
     def reset(self) -> None:
         """As `Proposer.reset`."""
@@ -125,6 +126,8 @@ class DraftModel(Proposer):
         weights = self._weights.refresh()
         self._readers.precompile(weights, self._caches, inputs=lambda b: [ints(b.max_tokens)], **how)
         self._drafters.precompile(weights, self._caches, inputs=inputs, **how)
+        for compile in self._copies.compilers(self._caches):
+            compile()
 
     # --------------------------------------------------------------------------------------- inside
     def _catch_up(self, step: Step, generations: Sequence[Generation]) -> None:

@@ -27,7 +27,7 @@ from jattn.serving.prompts import (
 from jattn.serving.runner import Runner
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.served_model import as_served
-from jattn.serving.sizes import StepLimits, check_switches
+from jattn.serving.sizes import StepLimits
 from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
 from jattn.serving.structured_outputs import Grammars
@@ -86,7 +86,7 @@ class Engine:
             speculative: Who drafts: None, "ngram", an NgramProposer, or another model or its folder.
             num_speculative_tokens: Drafts of a request in a step.
             cascade_attention: Blocks that all decoding requests begin with are read once; None = if it pays.
-            batch_invariant: Must be False: a request's bits depend on the bucket that its step runs in.
+            batch_invariant: A request's bits do not depend on what else runs or is cached; this takes time.
             buckets: Sizes to compile; one must fit every step. None = vLLM's capture sizes, and more.
             implementation: Of the attention, as in `attend`; None = as the model's layers say.
             cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
@@ -94,12 +94,12 @@ class Engine:
 
         Raises:
             ValueError: An argument is not as above, or another forbids it; no bucket fits the largest step.
-            NotImplementedError: This machine lacks the implementation, the model cascades; batch_invariant.
+            NotImplementedError: This machine lacks the implementation; no cascades or invariance here.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
+        limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, batch_invariant)
         limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
-        check_switches(enable_prefix_caching=enable_prefix_caching, batch_invariant=batch_invariant)
+        limits.check_features(enable_prefix_caching, speculative, cascade_attention, buckets)
         keep_executables_in(cache_dir)
         self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}

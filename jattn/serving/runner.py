@@ -19,14 +19,15 @@ import numpy as np
 from flax import nnx
 
 from jattn.bucket import Bucket
-from jattn.cache.move import copy_blocks, padded_pairs
 from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.serving.adjustments import Adjustments
+from jattn.serving.block_copies import BlockCopies
 from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
+from jattn.serving.invariance import InvariantBuckets, make_invariant
 from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
 from jattn.serving.outputs import Logprobs
 from jattn.serving.rejection_sampler import Verified, rejection_sample
@@ -97,18 +98,22 @@ class Runner:
         """Makes the caches; compiles nothing yet. Arguments as `Engine` has them."""
         self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
         self.weights = Weights(model)
-        self._graphdef = nnx.graphdef(with_implementation(model, implementation))
+        served = with_implementation(model, implementation)
+        self._graphdef = nnx.graphdef(make_invariant(served) if limits.batch_invariant else served)
         self._proposer = None if speculation is None else speculation.proposer
         num_drafts = 0 if speculation is None else speculation.num_tokens
         step = make_step(self._graphdef)
         self.graphs = limits.graphs(model, step, buckets, num_blocks, num_drafts)
+        self._invariant = InvariantBuckets.among(self.graphs.buckets) if limits.batch_invariant else None
         how: dict[str, Any] = {"max_num_seqs": limits.max_num_seqs, "block_size": limits.block_size}
-        self._cascades = cascade_steps_of(model, step, self.graphs.buckets, wanted=cascade_attention, **how)
+        how["wanted"] = False if limits.batch_invariant else cascade_attention
+        self._cascades = cascade_steps_of(model, step, self.graphs.buckets, **how)
         self._leaves = self.graphs.leaves_of(self.weights.state)
         self._new_caches = functools.partial(
             model.create_caches, num_blocks, block_size=self.block_size, **cache
         )
         self._caches: Any = self._new_caches()
+        self._copies = BlockCopies(limits.max_num_seqs)
         self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
@@ -186,6 +191,7 @@ class Runner:
         needed = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         compiling = [pool.submit(self._compile_samplers, *size) for size in needed]
+        compiling += map(pool.submit, self._copies.compilers(self._caches))
         known = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.buckets}
         for size in known - needed:
             pool.submit(self._compile_samplers, *size)
@@ -208,8 +214,8 @@ class Runner:
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
         prefix_len = 0 if self._cascades is None else self._cascades.prefix_len(step)
         graphs = self.graphs if self._cascades is None or not prefix_len else self._cascades.graphs
-        num_blocks = step.block_tables.shape[1]
-        bucket = graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
+        sizes = {"num_blocks": step.block_tables.shape[1], "decode_query_len": query_len}
+        bucket = graphs.choose(lens, **sizes) if self._invariant is None else self._invariant.of(step)
         metadata = build_batch_metadata(
             lens,
             np.asarray(step.seq_lens),
@@ -222,13 +228,13 @@ class Runner:
             check_batch(metadata, self._cache_spec)
         rows, before, last = self._rows_of(bucket), self._rows_before(), self._last_tokens
         sampling, num_generated = self._sampling.of(step, generations, rows)
-        sizes = {"num_rows": rows, "vocab_size": self._vocab_size}
-        adjustments = step_adjustments(step, generations, before, last, **sizes)
+        adjustments = step_adjustments(
+            step, generations, before, last, num_rows=rows, vocab_size=self._vocab_size
+        )
         if step.block_copies:
-            pairs = padded_pairs(step.block_copies)
-            self._caches = copy_blocks(self._caches, pairs)
+            self._caches = self._copies(self._caches, step.block_copies)
             if self._proposer is not None:
-                self._proposer.copy_blocks(pairs)
+                self._proposer.copy_blocks(step.block_copies)
         drafts = None
         if step.num_draft_tokens and self._proposer is not None:
             drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)

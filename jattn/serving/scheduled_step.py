@@ -1,8 +1,12 @@
 """What the scheduler hands to the runner."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+
+from jattn.serving.allocator import Allocator
+from jattn.serving.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,3 +51,41 @@ class Step:
     def num_tokens(self) -> int:
         """New tokens of all rows."""
         return sum(self.query_lens)
+
+
+def build_step(
+    chunks: list[tuple[Progress, int]],
+    blocks: Allocator,
+    preempted: Sequence[int],
+    *,
+    num_draft_tokens: int,
+    are_apart: bool,
+) -> Step:
+    """A step of some requests.
+
+    Args:
+        chunks: Each with the number of its new tokens; at least one.
+        blocks: Whose, allocated.
+        preempted: As in Step.
+        num_draft_tokens: Likewise; in each of the numbers.
+        are_apart: Decode rows are those with a generated token, be they alone in the step.
+    """
+    if are_apart:
+        is_decode = [not request.is_in_prompt for request, _ in chunks]
+    else:
+        is_decode = [count == 1 + num_draft_tokens and one.num_computed > 0 for one, count in chunks]
+    if not all(is_decode):
+        order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
+        chunks = [chunks[i] for i in order]
+    request_ids = tuple([request.request_id for request, _ in chunks])
+    return Step(
+        request_ids=request_ids,
+        query_lens=tuple([count for _, count in chunks]),
+        seq_lens=tuple([request.num_computed + count for request, count in chunks]),
+        block_tables=blocks.block_tables(request_ids),
+        block_copies=blocks.copies_of(request_ids),
+        samples=tuple([request.num_new + num_draft_tokens == count for request, count in chunks]),
+        num_decodes=sum(is_decode),
+        preempted=tuple(preempted),
+        num_draft_tokens=num_draft_tokens,
+    )

@@ -9,7 +9,7 @@ from jattn.serving.block_manager import BlockManager
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.progress import Progress, by_arrival
 from jattn.serving.reach import Reach
-from jattn.serving.scheduled_step import Step
+from jattn.serving.scheduled_step import Step, build_step
 from pallas_kernels.checks import require, require_positive
 
 
@@ -27,6 +27,10 @@ class Scheduler:
 
     What no layer of the model will see again is given up, so that a request may be longer than the cache.
 
+    With batch_invariant a step has tokens of prompts or generated ones, in turn, and a token's keys are made
+    by a step of its own kind: blocks of prompts alone are shared, and what a preempted request had generated
+    is run again one token a step.
+
     Source: vLLM V1 `Scheduler.schedule`; differs in that the latest request, short of a block, waits with
     what it has, where vLLM preempts it.
     """
@@ -38,6 +42,7 @@ class Scheduler:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         reach: Reach | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Starts without requests.
 
@@ -46,6 +51,7 @@ class Scheduler:
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step, all requests together.
             reach: How far back the model looks; None = to the beginning.
+            batch_invariant: Prompts and generated tokens have steps of their own.
 
         Raises:
             ValueError: A limit is not positive.
@@ -55,7 +61,8 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
         self.num_forked_tokens = self._num_forks = 0
-        self._blocks = Allocator(block_manager, max_num_batched_tokens, reach)
+        self._blocks = Allocator(block_manager, max_num_batched_tokens, reach, batch_invariant)
+        self._are_apart, self._had_prompts = batch_invariant, False
         # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
         self._waiting: list[Progress] = []
         self._forked: list[Progress] = []  # these wait, too, with what they share
@@ -120,7 +127,9 @@ class Scheduler:
         if parent_id is None:
             self._waiting.append(request)
         else:
-            self._parent_of(request, parent_id).completions.append(request)
+            require(parent_id in self._known, "parent_id", "wait or run", parent_id)
+            parent = self._known[parent_id]
+            request.wait_for(parent, is_begun=parent in self._forked)
         self._known[request_id] = request
 
     def __contains__(self, request_id: int) -> bool:
@@ -160,14 +169,33 @@ class Scheduler:
         while not chunks and len(self._running) + len(self._forked) > 1:  # all wait for each other's blocks
             preempted.append(self._preempt(self._latest()))
             chunks = self._chunks(drafts, preempted)
-        return self._step(chunks, preempted, drafts) if chunks else None
+        if not chunks:
+            return None
+        are_apart = self._are_apart
+        return build_step(chunks, self._blocks, preempted, num_draft_tokens=drafts, are_apart=are_apart)
 
     def _chunks(self, drafts: int, preempted: list[int]) -> list[tuple[Progress, int]]:
         """Who runs, and how many tokens of each; who loses blocks to them is added to `preempted`."""
+        if not self._are_apart:
+            return self._chunks_of(None, drafts, preempted)
+        for of_prompts in (not self._had_prompts, self._had_prompts):
+            if chunks := self._chunks_of(of_prompts, drafts, preempted):
+                return chunks
+        return []
+
+    def _chunks_of(
+        self, of_prompts: bool | None, drafts: int, preempted: list[int]
+    ) -> list[tuple[Progress, int]]:
+        """`_chunks` of tokens of prompts alone, of generated ones alone, or (None) of both."""
         chunks: list[tuple[Progress, int]] = []
-        budget = self.max_num_batched_tokens
+        budget, num_others = self.max_num_batched_tokens, 0
         for request in self._running:  # the latest may leave it meanwhile
             count = request.num_tokens - request.num_computed + drafts
+            if of_prompts is not None:
+                if request.is_in_prompt != of_prompts:
+                    num_others += 1
+                    continue
+                count = request.num_alike
             count = budget if count > budget else count  # min() takes longer
             if request.num_computed + count > request.room:
                 count = self._extended(request, count, preempted)
@@ -175,7 +203,7 @@ class Scheduler:
                 break
             chunks.append((request, count))
             budget -= count
-        if len(chunks) == len(self._running) and not drafts:
+        if len(chunks) + num_others == len(self._running) and not drafts and of_prompts is not False:
             chunks += self._admit(budget)
         return chunks
 
@@ -195,6 +223,7 @@ class Scheduler:
         if finished:
             sampled = set(itertools.compress(step.request_ids, step.samples))
             require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
+        self._had_prompts = step.num_prefills > 0
         size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
             request = self._known[request_id]
@@ -252,17 +281,6 @@ class Scheduler:
             request.is_stale = True
 
     # --------------------------------------------------------------------------------------- inside
-    def _parent_of(self, request: Progress, parent_id: int) -> Progress:
-        """The request whose prompt another one waits for, from now on."""
-        require(parent_id in self._known, "parent_id", "wait or run", parent_id)
-        parent = self._known[parent_id]
-        is_early = parent.num_computed == 0 and parent.parent is None and parent not in self._forked
-        require(is_early, "parent_id", "name a request whose prompt is not computed yet", parent_id)
-        is_same, rule = request.num_tokens == parent.num_tokens, f"be its parent's ({parent.num_tokens})"
-        require(is_same, "num_prompt_tokens", rule, request.num_tokens)
-        request.parent = parent
-        return parent
-
     def _fork(self, parent: Progress) -> None:
         """Lets those that waited for a prompt have its blocks, all but the last token."""
         for request in parent.completions:
@@ -330,21 +348,3 @@ class Scheduler:
             chunks.append((request, count))
             budget -= count
         return chunks
-
-    def _step(self, chunks: list[tuple[Progress, int]], preempted: list[int], drafts: int) -> Step:
-        is_decode = [count == 1 + drafts and request.num_computed > 0 for request, count in chunks]
-        if not all(is_decode):
-            order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
-            chunks = [chunks[i] for i in order]
-        request_ids = tuple([request.request_id for request, _ in chunks])
-        return Step(
-            request_ids=request_ids,
-            query_lens=tuple([count for _, count in chunks]),
-            seq_lens=tuple([request.num_computed + count for request, count in chunks]),
-            block_tables=self.block_manager.block_tables(request_ids),
-            block_copies=self._blocks.copies_of(request_ids),
-            samples=tuple([request.num_new + drafts == count for request, count in chunks]),
-            num_decodes=sum(is_decode),
-            preempted=tuple(preempted),
-            num_draft_tokens=drafts,
-        )

@@ -8,12 +8,13 @@ import jax
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
 from jattn.serving.block_manager import BlockManager
+from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.prompts import require_list_of_ints
 from jattn.serving.reach import reach_of
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.speculation import draft_buckets
-from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
+from pallas_kernels.checks import require, require_int, require_positive, require_type
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
 NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
@@ -56,21 +57,6 @@ def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -
     return num_blocks
 
 
-def check_switches(*, batch_invariant: bool, **switches: bool) -> None:
-    """Checks the engine's switches.
-
-    Raises:
-        ValueError: One is neither True nor False.
-        NotImplementedError: A request's bits must not depend on what else runs.
-    """
-    for name, value in {"batch_invariant": batch_invariant, **switches}.items():
-        require_type(name, value, bool, "True or False")
-    if batch_invariant:
-        reason = "matrix products of another bucket round otherwise"
-        way_out = "One bucket (buckets=[...]) and layers with AttentionSpec.batch_invariant come nearest"
-        raise unsupported("batch_invariant=True", reason, way_out)
-
-
 class StepLimits(NamedTuple):
     """What the engine was told of its steps.
 
@@ -79,21 +65,41 @@ class StepLimits(NamedTuple):
         max_num_seqs: Most requests of a step.
         max_num_batched_tokens: Most new tokens of a step.
         max_model_len: Longest context; None = the model's.
+        batch_invariant: As `Engine` has it.
     """
 
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None = None
+    batch_invariant: bool = False
 
     def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
         """Raises ValueError unless all are ints: positive the limits, None perhaps the memory's sizes."""
         require_list_of_ints("skip_layers", skip_layers)
-        sizes = self._asdict()
+        require_type("batch_invariant", self.batch_invariant, bool, "True or False")
+        sizes = {name: size for name, size in self._asdict().items() if name != "batch_invariant"}
         if self.max_model_len is None:
             del sizes["max_model_len"]
         require_int(**sizes, **{name: size for name, size in memory.items() if size is not None})
         require_positive(**sizes)
+
+    def check_features(
+        self,
+        enable_prefix_caching: bool,
+        speculative: Any,
+        cascade_attention: bool | None,
+        buckets: Sequence[Bucket] | None,
+    ) -> None:
+        """Checks what else the engine is to do; arguments as `Engine` has them.
+
+        Raises:
+            ValueError: enable_prefix_caching is no bool, or buckets are given with batch_invariant.
+            NotImplementedError: Another one does not go with batch_invariant.
+        """
+        require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
+        if self.batch_invariant:
+            check_goes_with_invariance(speculative, cascade_attention, buckets)
 
     def longest(self, model: ServedModel) -> int:
         """The longest context, in tokens.
@@ -161,8 +167,13 @@ class StepLimits(NamedTuple):
         Raises:
             ValueError: There would be no block to hand out.
         """
-        sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
-        return Scheduler(BlockManager(num_blocks, self.block_size), **sizes, reach=reach_of(model))
+        return Scheduler(
+            BlockManager(num_blocks, self.block_size),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            reach=reach_of(model),
+            batch_invariant=self.batch_invariant,
+        )
 
     def draft_buckets(self, model: ServedModel, num_blocks: int, num_draft_tokens: int) -> list[Bucket]:
         """Of steps with so many drafts a row."""
@@ -191,6 +202,9 @@ class StepLimits(NamedTuple):
             ValueError: No bucket fits the largest step.
         """
         max_blocks = self.max_blocks(model, num_blocks)
+        if self.batch_invariant:
+            sizes = self.max_num_seqs, self.max_num_batched_tokens, max_blocks
+            return DecodeGraphs(step, invariant_buckets(*sizes))
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.

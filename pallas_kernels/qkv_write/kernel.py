@@ -139,11 +139,14 @@ def _normed(x: Halves, weight: Halves | None, shape: Shape) -> Halves:
     factor = lax.rsqrt(squares / shape.head_dim + shape.eps)
     layout = row_layout(shape.kv_heads, shape.half)
     factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, first.shape, [0]), layout)
-    parts = zip((first, second), weight, strict=True)
-    if shape.is_offset:
-        return tuple((part * factor * (1.0 + w)).astype(x[0].dtype) for part, w in parts)
     rounded = lambda y: y.astype(x[0].dtype)
-    return tuple(rounded(rounded(part * factor).astype(jnp.float32) * w) for part, w in parts)
+
+    def weighted(part: Tile, w: Tile) -> Tile:
+        if shape.is_offset:
+            return rounded(part * factor * (1.0 + w))
+        return rounded(rounded(part * factor).astype(jnp.float32) * w)
+
+    return weighted(first, weight[0]), weighted(second, weight[1])
 
 
 def _turned(x: Halves, cos_sin: Halves | None) -> Halves:
@@ -151,8 +154,8 @@ def _turned(x: Halves, cos_sin: Halves | None) -> Halves:
         return x
     cos, sin = cos_sin
     first, second = (part.astype(jnp.float32) for part in x)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return tuple(part.astype(x[0].dtype) for part in turned)
+    rounded = lambda y: y.astype(x[0].dtype)
+    return rounded(first * cos - second * sin), rounded(second * cos + first * sin)
 
 
 def _store(ref: Any, x: Halves, shape: Shape) -> None:

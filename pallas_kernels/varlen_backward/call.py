@@ -73,6 +73,8 @@ class Call:
             self.seq_lens,
             self.kv_start_loc,
             kv_tokens=self.key.shape[0],
+            kv_heads=self.key.shape[1],
+            head_dim=self.key.shape[2],
             score=score,
             sizes=sizes,
         )
@@ -81,10 +83,11 @@ class Call:
         """Refuses a schedule made for other keys or requests, as far as shapes tell."""
         kv_tokens, reqs = self.key.shape[0], self.seq_lens.shape[0]
         what = f"{kv_tokens} keys of {reqs} requests"
-        rows = max_tiles(kv_tokens, reqs)
+        rows, q_heads, kv_heads = max_tiles(kv_tokens, reqs), self.query.shape[1], self.key.shape[1]
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
+        what = f"{what}, {kv_heads} kv heads"
+        require_shape("schedule.order", schedule.order.shape, (rows * kv_heads,), what)
         if self.lists is not None:
-            q_heads, kv_heads = self.query.shape[1], self.key.shape[1]
             what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
             require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
@@ -103,12 +106,16 @@ class Call:
             grad_out=as_copied(self.grad_out),
             stats=self.stats(),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
-            schedule=ScheduleRefs(
-                schedule.table, schedule.num_live, None if self.lists is None else ListRefs(*self.lists)
-            ),
+            schedule=self._schedule_refs(schedule),
             mask=() if self.mask is None else self.mask.arrays,
             grad_query=jax.new_ref(zeros),
         )
+
+    def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:
+        if self.lists is None:
+            return ScheduleRefs(schedule.table, schedule.num_live, schedule.order, None)
+        order, *lists = self.lists
+        return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
 
     def stats(self) -> jax.Array:
         """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32."""

@@ -73,24 +73,23 @@ class Item:
 
 
 class Worklist:
-    """The items of a step, and which of them a thread block takes, the longest first."""
+    """The items of a step, and which of them a thread block takes."""
 
-    def __init__(self, schedule: ScheduleRefs, spec: BackwardSpec):
-        self.schedule, self.spec = schedule, spec
+    def __init__(self, schedule: ScheduleRefs, ctas: int, spec: BackwardSpec):
+        self.schedule, self.ctas, self.spec = schedule, ctas, spec
         self.num_items = schedule.num_live[0] * spec.kv_heads
 
     def rounds(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """How many items this thread block has, and the function from place among these to number.
+        """How many items this thread block has, and the function from place among these to item.
 
         Thread blocks take items in turn, every other round in the opposite order, so that their shares are
-        equal. Heads of a tile follow each other, so that tiles at work share queries in L2.
+        equal where the longest come first.
         """
-        cta, ctas = lax.axis_index("cta"), jnp.int32(self.spec.sizes.ctas)
+        cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
         full_rounds = lax.div(self.num_items, ctas)
         place = lambda r: r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
         rounds = full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32)
-        lists = self.schedule.lists
-        return rounds, place if lists is None else lambda r: lists.order[place(r)]
+        return rounds, lambda r: self.schedule.order[place(r)]
 
     def item(self, number: Scalar, columns: Ref = None) -> Item:
         """An item; its row of the table is in `columns`, or in global memory."""

@@ -1,9 +1,9 @@
 """The backward kernel: dK and dV of a tile of keys at a time, and dQ added up on the way.
 
-A thread block stays on its SM and works through its share of the items (a tile of keys of one kv head), the
-longest first. An item's steps are the tiles of queries that see its keys, of each query head of the group.
-Two warpgroups compute, each with half of the keys; the third loads, by one warp. Both sides go through the
-same items and steps (s = step % stages; b = step % 2):
+A thread block works on an item (a tile of keys of one kv head), or through a share of them. An item's steps
+are the tiles of queries that see its keys, of each query head of the group. Two warpgroups compute, each with
+half of the keys; the third loads, by one warp. Both sides go through the same items and steps
+(s = step % stages; b = step % 2):
 
     loading                              shared memory      computing: each of two warpgroups
     -------                              -------------      ---------------------------------
@@ -61,11 +61,12 @@ from pallas_kernels.varlen_backward.spec import BackwardSpec
 
 def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
     """Gradients of keys and values; those of queries are added to `inputs.grad_query`."""
+    ctas = spec.sizes.ctas or len(inputs.schedule.order)
     kernel = plgpu.kernel(
-        functools.partial(backward_body, spec=spec),
+        functools.partial(backward_body, ctas=ctas, spec=spec),
         out_type=(output_types(inputs),),
         scratch_types=(smem_types(spec), pipeline_types(spec)),
-        grid=(spec.sizes.ctas,),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -78,11 +79,11 @@ def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
 
 
 def backward_body(
-    inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, spec: BackwardSpec
+    inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, ctas: int, spec: BackwardSpec
 ) -> None:
     """What a thread block does: its last warpgroup loads, the others compute."""
     wg = lax.axis_index("warpgroup")
-    work = Worklist(inputs.schedule, spec)
+    work = Worklist(inputs.schedule, ctas, spec)
 
     @pl.when(wg == WARPGROUPS)
     def _() -> None:

@@ -10,15 +10,15 @@ from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.shared.tile_codes import SEEN, WHOLE
-from pallas_kernels.varlen_backward.schedule import COLUMNS, Schedule
+from pallas_kernels.varlen_backward.schedule import COLUMNS, Schedule, item_order
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
 
 
 class TileLists(NamedTuple):
-    """The items of a step in the order in which thread blocks take them, and their lists.
+    """The lists of a step's items, and the order in which thread blocks take these.
 
     Attributes:
-        order: The items, the longest first: `row of the schedule * kv_heads + kv_head`.
+        order: As Schedule.order.
         entries: Of each row of the schedule and each query head, tiles of the request's queries: those that
             need a mask, then the others. What follows is garbage.
         num_partial: So many of each list need a mask.
@@ -69,9 +69,8 @@ def make_lists(
     tiles, heads, max_list = of_keys.shape
     listed = list_tiles(of_keys.reshape(tiles * heads, max_list))
     lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
-    is_live = jnp.arange(tiles, dtype=jnp.int32) < schedule.num_live
-    lengths = jnp.where(jnp.repeat(is_live, kv_heads), lengths, -1)
-    return TileLists(jnp.argsort(-lengths).astype(jnp.int32), *listed)
+    order = item_order(lengths.astype(jnp.int32), schedule.sets, schedule.num_live * kv_heads)
+    return TileLists(order, *listed)
 
 
 def _transposed(

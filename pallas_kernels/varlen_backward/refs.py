@@ -10,9 +10,8 @@ from pallas_kernels.shared.types import Barriers, Ref
 
 
 class ListRefs(NamedTuple):
-    """Which tiles of queries the items see: lists.TileLists, whose fields these are."""
+    """Which tiles of queries the items see: fields of lists.TileLists."""
 
-    order: Ref
     entries: Ref
     num_partial: Ref
     num_full: Ref
@@ -24,11 +23,13 @@ class ScheduleRefs(NamedTuple):
     Attributes:
         table: [tiles, columns]: the schedule.
         num_live: [1]: rows of the table that mean something.
+        order: [items]: which item, as `row * kv_heads + kv_head`.
         lists: Or None: all tiles of queries that the score's mask leaves.
     """
 
     table: Ref
     num_live: Ref
+    order: Ref
     lists: ListRefs | None
 
 

@@ -33,6 +33,9 @@ COLUMNS = (
     "num",  # of all
     "zero",  # always 0: see products.Work
 )
+QUERY_BYTES = 2 + 2 + 4  # of an element of a query: itself, its output's gradient, its own
+MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # that an order tells apart
+LAST_SHARE = 1 / 8
 TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
 
@@ -40,12 +43,17 @@ class Schedule(NamedTuple):
     """The tiles of keys of a step, shared by the layers of one mask.
 
     Attributes:
-        table: One row a tile: COLUMNS. The longest first; rows from `num_live` on are 0.
+        table: One row a tile: COLUMNS, in the order of the keys. Rows from `num_live` on are 0.
         num_live: How many tiles there are.
+        sets: Of each item, a tile of keys and a kv head: which items read the same queries, or neighbours of
+            them, so that L2 holds what a set reads.
+        order: The items in the order in which thread blocks take them, each as `tile * kv_heads + kv_head`.
     """
 
     table: Int32[Array, "tiles columns"]
     num_live: Int32[Array, " 1"]
+    sets: Int32[Array, " items"]
+    order: Int32[Array, " items"]
 
 
 def max_tiles(kv_tokens: int, reqs: int) -> int:
@@ -59,6 +67,8 @@ def make_schedule(
     kv_start_loc: Int[Array, " reqs"],
     *,
     kv_tokens: int,
+    kv_heads: int,
+    head_dim: int,
     score: Score,
     sizes: KernelSizes,
 ) -> Schedule:
@@ -69,6 +79,8 @@ def make_schedule(
         seq_lens: Keys of each request.
         kv_start_loc: First key of each request; starts with 0 and ascends.
         kv_tokens: Static: rows of the keys, padding included.
+        kv_heads: Static.
+        head_dim: Static: width of a head.
         score: Static: tells which queries see a key.
         sizes: Static.
     """
@@ -101,8 +113,45 @@ def make_schedule(
     ]  # fmt: skip
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     live = jnp.where(is_live[:, None], table, 0)
-    places = sorted_places(jnp.where(is_live, -tiles[-1], 1)[None])[0]
-    return Schedule(jnp.zeros_like(live).at[places].set(live), last_tiles[-1:])
+    sets = _sets(live, kv_heads, head_dim, sizes)
+    order = item_order(jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads)
+    return Schedule(live, last_tiles[-1:], sets, order)
+
+
+def _sets(
+    table: Int32[Array, "tiles columns"], kv_heads: int, head_dim: int, sizes: KernelSizes
+) -> Int32[Array, " items"]:
+    """Schedule.sets: one request and kv head after the other, as many as read `sizes.l2_bytes` together."""
+    if sizes.l2_bytes == 0:
+        return jnp.zeros(len(table) * kv_heads, jnp.int32)
+    column = lambda name: table[:, COLUMNS.index(name)].astype(jnp.float32)
+    num_queries = column("seq_len") - column("first_position")
+    heads = jnp.arange(kv_heads, dtype=jnp.float32)
+    first = kv_heads * column("first_query_row")[:, None] + heads[None, :] * num_queries[:, None]
+    return (first * (QUERY_BYTES * head_dim / sizes.l2_bytes)).astype(jnp.int32).reshape(-1)
+
+
+def item_order(
+    lengths: Int32[Array, " items"], sets: Int32[Array, " items"], num_live: Int32[Array, " 1"]
+) -> Int32[Array, " items"]:
+    """Schedule.order: set by set, of each the longest first; but the shortest of all items last.
+
+    Thread blocks that are done early take of those, an eighth of all the work.
+
+    Args:
+        lengths: Steps of each item.
+        sets: Schedule.sets.
+        num_live: How many items there are; the others come behind.
+    """
+    number = jnp.arange(len(lengths), dtype=jnp.int32)
+    is_live = number < num_live
+    lengths = jnp.where(is_live, jnp.minimum(lengths, MAX_LENGTH), 0)
+    of_work = lengths.astype(jnp.float32)
+    up_to_mine = jnp.where(lengths[None, :] <= lengths[:, None], of_work[None, :], 0.0).sum(axis=1)
+    is_last = up_to_mine <= of_work.sum() * LAST_SHARE
+    group = jnp.where(is_last, MAX_SETS, jnp.minimum(sets, MAX_SETS - 1))
+    keys = jnp.where(is_live, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
+    return jnp.zeros_like(number).at[sorted_places(keys[None])[0]].set(number)
 
 
 def query_range(

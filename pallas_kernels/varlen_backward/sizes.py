@@ -3,7 +3,6 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.gpu import NUM_SMS
 
 UNIT = 64  # the tensor core's M, and what shared memory is made of: 64 rows of 64 columns
 WARPGROUPS = 2  # that compute: each has half of a tile's keys
@@ -17,16 +16,21 @@ class KernelSizes:
     Attributes:
         tile_q: Queries of a step: 64 or 128.
         stages: Steps in flight from global memory.
-        ctas: Thread blocks of the grid; each stays on its SM and works through its share of the items.
+        l2_bytes: So much of queries and their gradients is read side by side; 0 = the longest items first,
+            whatever they read.
+        ctas: Thread blocks of the grid, each with its share of the items; None = one an item, so that an SM
+            takes the next item when it is done with one.
     """
 
     tile_q: int = 64
     stages: int = 2
-    ctas: int = NUM_SMS
+    l2_bytes: int = 32 * 10**6
+    ctas: int | None = None
 
     def __post_init__(self) -> None:
         require_one_of("tile_q", self.tile_q, (64, 128))
-        require_positive(stages=self.stages, ctas=self.ctas)
+        require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
+        require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jattn.models.expert_products import MAX_DENSE_TOKENS
 from jattn.models.experts import ClampedSwiGLU, Experts, Routing
 from jattn.models.layers import MLP
+from jattn.models.specs import MLPSpec
 
 HIDDEN, INTERMEDIATE = 24, 40
 # Tokens that make each way of computing the products: fewer rows than experts, all experts, tiles.
@@ -101,7 +102,8 @@ FAMILIES = {
 def make(family, *, num_experts=8, chosen=2, dtype=jnp.float32, seed=0):
     of = FAMILIES[family]
     rngs = nnx.Rngs(seed)
-    shared = MLP(HIDDEN, INTERMEDIATE, hidden_act="silu", use_bias=False, dtype=dtype, rngs=rngs)
+    spec = MLPSpec(intermediate_size=INTERMEDIATE, hidden_act="silu")
+    shared = MLP(HIDDEN, spec, dtype=dtype, rngs=rngs)
     layer = Experts(
         HIDDEN,
         INTERMEDIATE,

@@ -95,7 +95,7 @@ def test_silence_means_what_transformers_means():
 
 
 REFUSED = {
-    "MixtralForCausalLM": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'gelu_fast'.*gelu_pytorch_tanh": {"hidden_act": "gelu_fast"},
     "'mrope'.*default, linear, dynamic": {"rope_scaling": {"rope_type": "mrope"}},
@@ -119,7 +119,7 @@ WRONG = {
     "head_dim must be even, got 5": {"head_dim": 5},
     "rope parameter factor must be given for 'linear'": {"rope_scaling": {"type": "linear"}},
     "rope parameter low_freq_factor must be given": {"rope_scaling": {"type": "llama3", "factor": 2.0}},
-    "high_freq_factor must be above low_freq_factor .4.0.*got 1.0": {
+    "high_freq_factor must be at least low_freq_factor .4.0.*got 1.0": {
         "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}
     },
     "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},

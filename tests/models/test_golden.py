@@ -15,7 +15,8 @@ BLOCK = 16
 NUM_BLOCKS = 48
 BUCKET = jattn.Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=160, max_blocks=8)
 PROMPTS = range(4)
-TOLERANCE = 1e-4
+FAST = ("llama", "gemma2")  # one plain family and one with everything
+NAMES = sorted(path.parent.name for path in (GOLDEN / "hf").glob("*/expected.npz"))
 
 
 @nnx.jit
@@ -33,6 +34,10 @@ class Golden:
         blocks = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
         self.tables = blocks[:32].reshape(4, 8)
         self.caches = self.model.create_caches(NUM_BLOCKS, block_size=BLOCK)
+        logits = self.expected["logits3"]
+        self.tolerance = max(2e-5, 4e-6 * np.abs(logits[logits > np.finfo(np.float32).min]).max())
+        # Ropes by lengths turn a chunk's keys by the length so far, transformers by the whole prompt's.
+        self.is_whole = any(rope is not None and rope.needs_lengths for rope in self.model.config.ropes)
 
     def prompt(self, i):
         return self.expected[f"prompt{i}"].tolist()
@@ -58,13 +63,8 @@ def golden_of(name):
     return Golden(name)
 
 
-# The fast tests have one plain family and one with everything.
 @pytest.fixture(
-    params=[
-        "llama",
-        *(pytest.param(name, marks=pytest.mark.kernels) for name in ("llama3", "mistral", "qwen2", "qwen3")),
-        "gemma2",
-    ]
+    params=[pytest.param(name, marks=() if name in FAST else pytest.mark.kernels) for name in NAMES]
 )
 def golden(request):
     return golden_of(request.param)
@@ -76,15 +76,16 @@ def test_a_whole_prompt_at_once(golden, has_cache):
     table, caches = (golden.tables[:1], golden.model.create_caches(NUM_BLOCKS)) if has_cache else (None, None)
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], table)
     logits, caches = step(golden.model, jnp.asarray(prompt, jnp.int32), caches, metadata)
-    assert golden.error(3, np.asarray(logits)) < TOLERANCE
+    assert golden.error(3, np.asarray(logits)) < golden.tolerance
     assert (caches is not None) == has_cache
 
 
 def test_a_prompt_in_uneven_chunks(golden):
-    prompt, done = golden.prompt(3), 0
-    for length in (1, 30, 2, 17, 1, 49):
+    number, lengths = (2, (1, 20, 2, 9, 1)) if golden.is_whole else (3, (1, 30, 2, 17, 1, 49))
+    prompt, done = golden.prompt(number), 0
+    for length in lengths:
         (logits,) = golden.run([(2, prompt[done : done + length], done)])
-        assert golden.error(3, logits, first=done) < TOLERANCE
+        assert golden.error(number, logits, first=done) < golden.tolerance
         done += length
     assert done == len(prompt)
 
@@ -92,7 +93,7 @@ def test_a_prompt_in_uneven_chunks(golden):
 def test_prompts_batched_with_each_other(golden):
     rows = [(i, golden.prompt(i), 0) for i in PROMPTS]
     for i, logits in zip(PROMPTS, golden.run(rows), strict=True):
-        assert golden.error(i, logits) < TOLERANCE
+        assert golden.error(i, logits) < golden.tolerance
 
 
 def test_greedy_decoding_among_other_requests(golden):
@@ -100,7 +101,7 @@ def test_greedy_decoding_among_other_requests(golden):
     prompts = [golden.prompt(i) for i in PROMPTS]
     first = golden.run([(i, prompts[i], 0) for i in PROMPTS[:3]])
     tokens = [int(logits[-1].argmax()) for logits in first]
-    chunk = -(-len(prompts[3]) // 23)
+    chunk = len(prompts[3]) if golden.is_whole else -(-len(prompts[3]) // 23)
     for n in range(24):
         for i in PROMPTS[:3]:
             if golden.expected[f"margin{i}"][n] > 1e-3:
@@ -112,7 +113,7 @@ def test_greedy_decoding_among_other_requests(golden):
         logits = golden.run(rows)
         tokens = [int(row[-1].argmax()) for row in logits[:3]]
         if late:
-            assert golden.error(3, logits[3], first=n * chunk) < TOLERANCE
+            assert golden.error(3, logits[3], first=n * chunk) < golden.tolerance
 
 
 def test_decodes_what_it_says_itself(golden):
@@ -146,4 +147,4 @@ def test_the_checkpoints_can_tell_a_wrong_window_or_rope(name, change):
     prompt = golden.prompt(3)
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], None)
     logits, _ = step(other, jnp.asarray(prompt, jnp.int32), None, metadata)
-    assert golden.error(3, np.asarray(logits)) > 100 * TOLERANCE
+    assert golden.error(3, np.asarray(logits)) > 1e-2

@@ -70,7 +70,9 @@ def grads_of(problem, *, sizes=None, interpret=None):
     def run(mask, arguments):
         lens = PackedLens(*(arguments[name] for name in PackedLens._fields))
         tokens, kv_tokens = (arguments[name].shape[0] for name in ("query", "key"))
-        schedule = make_schedule(*lens, kv_tokens=kv_tokens, score=setting.score, sizes=sizes)
+        of_heads = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
+        of_layer = {**of_heads, "score": setting.score, "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, **of_layer)
         static = {"max_seq_len": max(setting.seq_lens)}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, num_tokens=tokens, **static)
         options = {"lists": lists, "mask": backward_mask(mask, spec, **static)}
@@ -98,7 +100,8 @@ class TestLists:
         sizes, lens = KernelSizes(tile_q=64), jnp.asarray([192], jnp.int32)
         starts = jnp.asarray([0, 192], jnp.int32)
         score = Score(scale=1.0, causal=False)
-        schedule = make_schedule(starts, lens, starts[:1], kv_tokens=256, score=score, sizes=sizes)
+        static = {"kv_tokens": 256, "kv_heads": 1, "head_dim": 64, "score": score, "sizes": sizes}
+        schedule = make_schedule(starts, lens, starts[:1], **static)
         some = jnp.asarray([[[0, 0]], [[1, 0]], [[1, 1]]], bool)
         every = jnp.asarray([[[0, 0]], [[0, 0]], [[1, 1]]], bool)
         ends = jnp.asarray([64, 64, 64], jnp.int32)
@@ -126,7 +129,8 @@ class TestRefusals:
     def test_lists_of_other_tiles(self, name):
         arguments, sizes = plain_arguments(), KernelSizes()
         lens = [arguments[field] for field in PackedLens._fields]
-        schedule = make_schedule(*lens, kv_tokens=16, score=Score(scale=1.0), sizes=sizes)
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=16, **static)
         tiles = QueryTiles(*(jnp.zeros(n, jnp.int32) for n in (2, 1, 1)))
         codes = jnp.zeros((1, 4, 1), jnp.uint8)
         lists = make_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)

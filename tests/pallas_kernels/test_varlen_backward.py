@@ -18,7 +18,7 @@ from pallas_kernels.varlen_backward import (
     varlen_backward,
 )
 from pallas_kernels.varlen_backward.call import Call
-from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
+from pallas_kernels.varlen_backward.schedule import COLUMNS, item_order, max_tiles
 from tests import aot
 from tests.covering import covering_array
 from tests.pallas_kernels.backward_aot_cases import aot_cases
@@ -140,6 +140,8 @@ def schedule_of(query_lens, seq_lens, score, *, tile_q=64, gap=0):
         jnp.asarray(seq_lens, jnp.int32),
         jnp.asarray(kv_starts[:-1]),
         kv_tokens=int(kv_starts[-1]),
+        kv_heads=1,
+        head_dim=64,
         score=score,
         sizes=KernelSizes(tile_q=tile_q),
     )
@@ -191,10 +193,26 @@ class TestSchedule:
         ]
         assert sorted(written) == list(range(5 + 0 + 300 + 9 + 4 * 11))
 
-    def test_the_longest_come_first(self):
-        nums = [row["num"] for row in schedule_of([700, 300], [700, 300], Score(scale=1.0))]
-        assert nums == sorted(nums, reverse=True)
-        assert max(nums) == 11
+    def test_the_longest_come_first_and_dead_items_last(self):
+        lengths, sets = jnp.asarray([3, 9, 5, 9, 0, 7], jnp.int32), jnp.zeros(6, jnp.int32)
+        order = item_order(lengths, sets, jnp.asarray([4], jnp.int32))
+        assert order.tolist() == [1, 3, 2, 0, 4, 5]
+
+    def test_items_of_a_set_follow_each_other_but_for_the_shortest(self):
+        lengths, sets = jnp.asarray([40, 30, 4, 50, 60, 5], jnp.int32), jnp.asarray([0, 0, 0, 1, 1, 1])
+        order = item_order(lengths, sets, jnp.asarray([6], jnp.int32))
+        assert order.tolist() == [0, 1, 4, 3, 5, 2]
+
+    def test_a_set_reads_what_l2_holds(self):
+        """Queries, gradients of outputs and of queries: 8 bytes an element, 512 kB for 1,000 of 64."""
+        starts, lens = jnp.asarray([0, 1000, 2000], jnp.int32), jnp.asarray([1000, 1000], jnp.int32)
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
+        make = functools.partial(make_schedule, starts, lens, starts[:-1], kv_tokens=2000, **static)
+        of = lambda l2_bytes: make(sizes=KernelSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
+        first, second = [0, 1], [2, 3]
+        assert of(512_000)[:16] == [first] * 8 + [second] * 8
+        assert of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8
+        assert of(0)[:16] == [[0, 0]] * 16
 
 
 ARGUMENTS = {
@@ -268,7 +286,8 @@ class TestRefusals:
     def test_a_schedule_of_other_keys(self):
         arguments = plain_arguments()
         lens = (arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc"))
-        schedule = make_schedule(*lens, kv_tokens=1000, score=Score(scale=1.0), sizes=KernelSizes())
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": KernelSizes()}
+        schedule = make_schedule(*lens, kv_tokens=1000, **static)
         assert schedule.table.shape[0] == max_tiles(1000, 1) == 8
         with pytest.raises(ValueError, match=r"schedule.table must have .* got \(8, 32\)"):
             varlen_backward(**arguments, schedule=schedule)
@@ -279,6 +298,7 @@ class TestRefusals:
             ({"tile_q": 96}, "tile_q must be one of 64, 128, got 96"),
             ({"stages": 1}, "stages must be at least 2, got 1"),
             ({"ctas": 0}, "ctas must be positive, got 0"),
+            ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
         ],
     )
     def test_sizes(self, changes, message):

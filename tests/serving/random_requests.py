@@ -5,6 +5,7 @@ python -m tests.serving.random_requests --count 10000 [--seed N] [--window W]: m
 
 import argparse
 import collections
+import functools
 import random
 import time
 
@@ -13,25 +14,41 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn.serving import SamplingParams
+from jattn.serving import Engine, SamplingParams
 from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
 from jattn.serving.sampler import build_sampling_metadata, sample
 from tests.serving.test_requests import engine_of
-from tests.serving.tiny import one_layer_model
+from tests.serving.tiny import one_layer_model, sized_model
 
 ROUNDING = 1e-5  # of a logit, in f32: a step of other sizes rounds elsewhere
 MAX_OPEN = 24  # requests that wait or run at once: some of them for long
 
 
+def rounding_engines(sliding_window):
+    """A crowded one and a roomy one, in f32."""
+    model = one_layer_model(sliding_window=sliding_window)
+    crowded = engine_of(9, 11, model=model, max_blocks=None if sliding_window is None else 64)
+    return crowded, engine_of(model=model, enable_prefix_caching=False)
+
+
+def invariant_engines(sliding_window):
+    """Likewise in bf16, of a model that rounds otherwise in steps of other sizes; they have the same ones."""
+    model = sized_model(sliding_window=sliding_window)
+    sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 11, "batch_invariant": True}
+    engine = functools.partial(Engine, model, check_batches=True, **sizes)
+    alone = engine(num_blocks=9 if sliding_window is None else 65, enable_prefix_caching=False)
+    return engine(num_blocks=9), alone
+
+
 class Crowd:
     """A crowded engine, and a roomy one that serves each request alone."""
 
-    def __init__(self, seed, sliding_window=None):
-        model = one_layer_model(sliding_window=sliding_window)
+    def __init__(self, seed, sliding_window=None, batch_invariant=False):
+        self.is_exact = batch_invariant
         self.draw = random.Random(seed)
         self.longest = 20 if sliding_window is None else 90  # of 64 tokens that fit the cache
-        self.crowded = engine_of(9, 11, model=model, max_blocks=None if sliding_window is None else 64)
-        self.alone = engine_of(model=model, enable_prefix_caching=False)
+        engines = invariant_engines if batch_invariant else rounding_engines
+        self.crowded, self.alone = engines(sliding_window)
         self.shared = self.draw.choices(range(256), k=self.longest)
         self.asked, self.counts = {}, collections.Counter()
         self.got, self.ended = collections.defaultdict(list), collections.Counter()
@@ -86,6 +103,7 @@ class Crowd:
             got, want = self.got.pop((name, index)), one.token_ids
             if got != want:
                 asked = f"completion {index} of {prompt} with {params}"
+                assert not self.is_exact, asked
                 assert self.is_near_tie(prompt, params.of_completion(index), got, want), asked
                 self.counts["near_ties"] += 1
             self.counts["compared"] += 1
@@ -148,8 +166,10 @@ def main():
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of the model's layers; None = they see everything")
+    parser.add_argument("--batch-invariant", action="store_true", help="bf16, and no token may differ")
     arguments = parser.parse_args()
-    crowd, start = Crowd(arguments.seed, arguments.window), time.perf_counter()
+    crowd = Crowd(arguments.seed, arguments.window, arguments.batch_invariant)
+    start = time.perf_counter()
     crowd.run(arguments.count)
     crowd.check()
     stats = crowd.crowded.stats

@@ -84,6 +84,7 @@ class TestGenerate:
         options += ["--max-num-seqs=3", "--max-num-batched-tokens=40", "--block-size=8"]
         options += ["--num-blocks=9", "--max-model-len=99", "--no-enable-prefix-caching"]
         options += ["--speculative=ngram", "--num-speculative-tokens=2", "--no-cascade-attention"]
+        options += ["--batch-invariant"]
         assert main([*MODEL, "--max-tokens", "1", *options, "a"]) == 0
         assert recorded.calls[0]["sampling_params"] == SamplingParams(
             temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, stop=("x", "yz")
@@ -102,6 +103,7 @@ class TestGenerate:
             "speculative": "ngram",
             "num_speculative_tokens": 2,
             "cascade_attention": False,
+            "batch_invariant": True,
         }
 
     def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):

@@ -128,9 +128,22 @@ def test_refuses(folder, content, message):
         Engine(load_shapes(where), num_blocks=9)
 
 
-def test_a_server_takes_what_is_stated(folder):
-    assert default_sampling(None) == {"temperature": 1.0}
-    assert default_sampling(folder({"top_k": 3})) == {"temperature": 1.0, "top_k": 3}
+OFF = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "params"),
+    [
+        (None, {"temperature": 1.0}),
+        ({"temperature": 0.3, "top_k": 3}, {"temperature": 1.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 1.0, "repetition_penalty": 1.1}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (LLAMA3, {"temperature": 0.6, "top_p": 0.9}),
+    ],
+)
+def test_a_server_takes_the_engines_and_openais_temperature_where_that_is_greedy(folder, content, params):
+    engine = Engine(load_shapes(folder(content)), num_blocks=9)
+    assert default_sampling(engine.default_sampling_params) == OFF | params
 
 
 class TestCommandLine:

@@ -11,7 +11,6 @@ from flax import nnx
 
 import jattn.models
 from jattn.bucket import Bucket
-from jattn.cache import move
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampling_params import SamplingParams
@@ -73,10 +72,6 @@ def nothing_is_left_running(request):
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
         assert (engine.scheduler.num_unfinished, engine.scheduler.block_manager.num_used) == (0, 0)
-
-
-def copy_blocks_compiles():
-    return move._copy_blocks._cache_size()
 
 
 class TestGreedy:
@@ -399,7 +394,7 @@ class TestForks:
         engine = Engine(golden.model, **one_bucket(4, 160, 65))
         manager = engine.scheduler.block_manager
         streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
-        got, num_compiles = [[], []], copy_blocks_compiles()
+        got = [[], []]
         for n in range(NUM_TOKENS):
             for ids, stream in zip(got, streams, strict=True):
                 ids.append(next(stream).token_id)
@@ -408,7 +403,6 @@ class TestForks:
                     manager.fork(request_id, 100 * n + request_id + 1000)
         assert got == [golden.greedy[1], golden.greedy[2]]
         assert manager.num_used > 0
-        assert copy_blocks_compiles() - num_compiles <= 2  # for one pair, and for two
 
 
 class TestWeights:

@@ -7,8 +7,10 @@ from tests.serving.random_requests import Crowd
 pytestmark = pytest.mark.kernels
 
 
-@pytest.mark.parametrize(("sliding_window", "count"), [(None, 400), (24, 200)])
-def test_many_requests_of_random_parameters_get_what_each_would_alone(sliding_window, count):
-    crowd = Crowd(7, sliding_window)
+@pytest.mark.parametrize(
+    ("sliding_window", "is_invariant", "count"), [(None, False, 400), (24, False, 200), (None, True, 150)]
+)
+def test_many_requests_of_random_parameters_get_what_each_would_alone(sliding_window, is_invariant, count):
+    crowd = Crowd(7, sliding_window, is_invariant)
     crowd.run(count)
     crowd.check()

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from jattn.graphs import DecodeGraphs
-from jattn.serving import Engine
 from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths
 from jattn.serving.step import sampler_rows
 from tests.serving.tiny import one_layer_model
@@ -51,8 +50,3 @@ class TestDefaultBuckets:
             asked = min(bucket.max_reqs, 256)
             assert asked <= size <= 256
             assert size < 1.5 * asked
-
-
-def test_batch_invariance_is_refused_with_the_way_out():
-    with pytest.raises(NotImplementedError, match=r"batch_invariant=True.* another bucket .*AttentionSpec"):
-        Engine(one_layer_model(), batch_invariant=True)

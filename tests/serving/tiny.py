@@ -1,5 +1,6 @@
 """The smallest things that an engine can serve: a tokenizer of bytes and a model of one layer."""
 
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -23,12 +24,30 @@ def byte_tokenizer():
 BYTES = byte_tokenizer()
 
 
-def one_layer_model(seed=0, sliding_window=None):
+def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None):
     """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
     config = read_config(GOLDEN / "hf" / "llama")
     family = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} if sliding_window else {}
-    change = {"num_hidden_layers": 1, "sliding_window": sliding_window, "eos_token_id": None}
+    change = {"num_hidden_layers": num_layers, "sliding_window": sliding_window, "eos_token_id": None}
     config = DecoderConfig.from_hf(config.to_hf() | family | change)
-    model = Decoder(config, rngs=nnx.Rngs(seed))
+    model = Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
     model.tokenizer = BYTES
+    return model
+
+
+class SizedNorm(nnx.Module):
+    """Has keys depend on how many tokens their step has room for, as rounding does on a GPU, only more."""
+
+    def __init__(self, norm):
+        self.norm = norm
+
+    def __call__(self, x):
+        return self.norm(x) * jnp.asarray(1 + x.shape[0] % 13 / 64, x.dtype)
+
+
+def sized_model(**options):
+    """In bf16; its texts depend on the sizes of its steps."""
+    model = one_layer_model(dtype=jnp.bfloat16, **options)
+    for layer in model.layers:
+        layer.input_layernorm = SizedNorm(layer.input_layernorm)
     return model

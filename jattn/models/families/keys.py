@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn.models.families.family import Family, Keys
-from pallas_kernels.checks import require, require_positive, unsupported
+from jattn.models.weight_formats import check_quantization
+from pallas_kernels.checks import require, require_number, require_positive, unsupported
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -66,11 +67,12 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
-    keys = known | {key: value for key, value in hf.items() if key in known}
+    keys = known | {key: _as(known[key], key, value) for key, value in hf.items() if key in known}
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     missing = [key for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
     require_positive(**{key: keys[key] for key in SIZES})
+    require_number(rms_norm_eps=keys["rms_norm_eps"])
     heads = keys["num_attention_heads"]
     if keys["head_dim"] is None:
         rule = f"be a multiple of num_attention_heads ({heads}) where head_dim is not given"
@@ -78,6 +80,18 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // heads
     keys["num_key_value_heads"] = keys["num_key_value_heads"] or heads
     return keys
+
+
+def _as(default: Any, key: str, value: Any) -> Any:
+    """The value; a float, where the default is one.
+
+    Raises:
+        ValueError: The default is a float, and the value no number.
+    """
+    if value is None or not isinstance(default, float):
+        return value
+    require(_is_number(value), key, "be a number", repr(value))
+    return float(value)
 
 
 def _renamed(hf: Keys, family: Family) -> dict[str, Any]:
@@ -88,10 +102,6 @@ def _renamed(hf: Keys, family: Family) -> dict[str, Any]:
 
 
 def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
-    quantization = hf.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", quantization)
-        raise unsupported(f"quantization_config {method!r}", "weights are read as floats", "Dequantize first")
     for key, (values, reason) in family.only.items():
         if hf.get(key) is not None and hf[key] not in values:
             supported = ", ".join(map(repr, values)) or "none"
@@ -107,9 +117,15 @@ def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
 
 
 def normalised(hf: Keys, family: Family) -> dict[str, Any]:
-    """A config.json that says the same: with a model_type and an architecture, and one key for the dtype."""
+    """A config.json of the floats: with a model_type and an architecture, and one key for the dtype.
+
+    Raises:
+        NotImplementedError: The weights are stored in a way that is not read here.
+    """
+    check_quantization(hf.get("quantization_config"))
     hf = {**hf, "torch_dtype": dtype_of(hf)}
-    hf.pop("dtype", None)
+    for key in ("dtype", "quantization_config"):
+        hf.pop(key, None)
     return hf | {"model_type": family.model_type, "architectures": [family.architecture]}
 
 

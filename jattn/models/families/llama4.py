@@ -73,7 +73,7 @@ LLAMA4 = Family(
         "no_rope_layer_interval": 4,
         "use_qk_norm": True,
         "attn_temperature_tuning": True,
-        "floor_scale": 8192,
+        "floor_scale": 8192.0,
         "attn_scale": 0.1,
         "num_experts": 16,
         "num_experts_per_tok": 1,

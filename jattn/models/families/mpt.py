@@ -8,11 +8,11 @@ from jattn.models.specs import MLPSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
-    heads, clip_qkv = keys["num_attention_heads"], keys["attn_config.clip_qkv"]
+    clip_qkv, scale = keys["attn_config.clip_qkv"], keys["attn_config.softmax_scale"]
     return LayerSpec(
-        attention=attention(keys, scale=keys["attn_config.softmax_scale"] or keys["head_dim"] ** -0.5),
-        alibi_slopes=alibi_slopes(heads, keys["attn_config.alibi_bias_max"]),
-        clip_qkv=clip_qkv or None,
+        attention=attention(keys, scale=float(scale or keys["head_dim"] ** -0.5)),
+        alibi_slopes=alibi_slopes(keys["num_attention_heads"], keys["attn_config.alibi_bias_max"]),
+        clip_qkv=float(clip_qkv) if clip_qkv else None,
         mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act="gelu", kind="plain"),
     )
 
@@ -35,7 +35,7 @@ MPT = Family(
         "tie_word_embeddings": True,
         "attn_config.clip_qkv": None,
         "attn_config.softmax_scale": None,
-        "attn_config.alibi_bias_max": 8,
+        "attn_config.alibi_bias_max": 8.0,
     },
     layer=_layer,
     norm="layer_no_bias",
@@ -71,6 +71,8 @@ MPT = Family(
         "embedding_fraction",
         "learned_pos_emb",  # with ALiBi there are none
         "verbose",
+        "init_config",
+        "tokenizer_name",
         "attn_config.attn_uses_sequence_id",  # of packed training
     ),
     prefix="transformer.",

@@ -16,7 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
     *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
-    *("speculative", "num_speculative_tokens", "cascade_attention"),
+    *("speculative", "num_speculative_tokens", "cascade_attention", "batch_invariant"),
 )
 
 
@@ -44,6 +44,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--cascade-attention",
         action=argparse.BooleanOptionalAction,
         help="what all decoding requests begin with is read once [where it pays]",
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits whatever else runs, at a price"
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
     parser.add_argument(

@@ -12,7 +12,7 @@ class ServerOptions:
 
     Attributes:
         served_model_names: What clients may call the model; the first is what answers call it.
-        folder: Of the checkpoint: its chat template and its sampling defaults; None = it has none.
+        folder: Of the checkpoint: its chat template; None = it has none.
         chat_template: A file in the place of the folder's template.
         host: Where to listen.
         port: Likewise; 0 = one that is free.

@@ -1,10 +1,8 @@
 """From a request's parameters to SamplingParams."""
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.generation_config import GenerationConfig
 from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.forms import structured_outputs
@@ -16,14 +14,21 @@ COPIED = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
     *("ignore_eos", "include_stop_str_in_output"),
 )
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as checkpoints have them
 
 
-def default_sampling(folder: pathlib.Path | None) -> dict[str, Any]:
-    """What a request that says nothing gets: the checkpoint's generation_config.json, else temperature 1.
+def default_sampling(params: SamplingParams) -> dict[str, Any]:
+    """What a request gets where it says nothing: the engine's, but never greedily; then temperature 1.
 
-    Source: vLLM `--generation-config auto`.
+    OpenAI's clients take that for granted, as where they ask for several completions.
+
+    Args:
+        params: `Engine.default_sampling_params`.
+
+    Source: vLLM `--generation-config auto`; there do_sample is not looked at.
     """
-    return {"temperature": 1.0} | (GenerationConfig.read(folder).told() if folder else {})
+    own = {name: getattr(params, name) for name in DEFAULTED}
+    return own if params.temperature else own | {"temperature": 1.0}
 
 
 def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:

@@ -32,7 +32,7 @@ class Service:
         require(self.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", None)
         self.token_texts = TokenTexts(self.tokenizer)
         self.chat_template = load_chat_template(options.folder, options.chat_template)
-        self.default_sampling = default_sampling(options.folder)
+        self.default_sampling = default_sampling(engine.engine.default_sampling_params)
         self.counts = Counts()
         self.is_ready = False
         self.num_open = 0  # completions that clients wait for

@@ -34,18 +34,45 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MPT = {"d_model": 96, "n_heads": 3, "n_layers": 2, "max_seq_len": 512}  # by keys of its own
 CHECKPOINTS = {
     "mistral": ("Mistral", {"sliding_window": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "mpt": (
+        "Mpt",
+        {**MPT, "tie_word_embeddings": True, "attn_config": {"clip_qkv": 2.0, "softmax_scale": 0.3}},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen2_yarn": (
+        "Qwen2",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+    ),
 }
+MPT_LACKS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MPT_LACKS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
 
 
 def make(name: str, directory: pathlib.Path) -> None:
     """Writes one checkpoint and its expected.npz."""
     family, options = CHECKPOINTS[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES, **options, dtype="float32")
+    own = {key: SIZES[key] for key in SIZES if not (family == "Mpt" and key in MPT_LACKS)}
+    config = getattr(transformers, f"{family}Config")(**own | options, dtype="float32")
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():
@@ -53,8 +80,10 @@ def make(name: str, directory: pathlib.Path) -> None:
             if parameter.ndim == 1:
                 parameter.normal_(0.0 if key.endswith("bias") else 0.8, 0.3)
             else:
-                parameter.normal_(0.0, 1.0 if "embed" in key else 1.5 * parameter.shape[1] ** -0.5)
-    model.set_attn_implementation("eager")
+                inputs = parameter.shape[1 if parameter.ndim == 2 else 2]  # experts: [experts, out, in]
+                parameter.normal_(0.0, 1.0 if "embed" in key or "wte" in key else 1.5 * inputs**-0.5)
+    if family != "Mpt":  # which has no other
+        model.set_attn_implementation("eager")
     expected: dict[str, np.ndarray] = {}
     rng = np.random.default_rng(0)
     for i, length in enumerate(PROMPT_LENS):

@@ -1,0 +1,115 @@
+"""Tensors in safetensors files: what the headers say, and the bytes, mapped and never copied on the host."""
+
+import dataclasses
+import json
+import math
+import mmap
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.checks import require
+
+# Of tensors that are read; others may stand in a file and be passed over.
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": jnp.dtype(jnp.float8_e5m2),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_LENGTH = 8  # bytes of the header's length, which a file begins with
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        name: In the file.
+        code: The file's word for its dtype, such as "BF16".
+        shape: Of the tensor.
+        memory: The file, mapped.
+        start: Of the tensor's bytes in it.
+        stop: Of the tensor's bytes in it.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    memory: mmap.mmap
+    start: int
+    stop: int
+
+    @property
+    def sources(self) -> tuple["StoredTensor", ...]:
+        """The tensors that it is made of: itself."""
+        return (self,)
+
+    @property
+    def widen(self) -> None:
+        """How those become it: they are it."""
+        return None
+
+    def view(self) -> np.ndarray:
+        """The tensor, read-only, in the file's own memory: it changes with the file."""
+        dtype = DTYPES[self.code]
+        count = (self.stop - self.start) // dtype.itemsize
+        flat = np.frombuffer(self.memory, dtype, count, self.start)
+        return flat.reshape(self.shape)
+
+    def release(self) -> None:
+        """Gives the memory of its bytes back; who looks at them again has them read again."""
+        first = -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = self.stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, by name. Nothing but the header is read.
+
+    Raises:
+        ValueError: It is no whole safetensors file.
+    """
+    rule = "be a whole safetensors file"
+    size = path.stat().st_size
+    require(size > _LENGTH, str(path), rule, f"{size} bytes")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        require(length <= size - _LENGTH, str(path), rule, f"{size} bytes and a header of {length}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:  # of json or of the encoding
+            raise ValueError(f"{path} must {rule}, got {error}.") from error
+        require(isinstance(header, dict), str(path), rule, repr(header)[:60])
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    header.pop("__metadata__", None)
+    begin = _LENGTH + length
+    try:
+        found = {name: _tensor(name, entry, memory, begin) for name, entry in header.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} must {rule}, got {error!r} in its header.") from error
+    for tensor in found.values():
+        got = f"{tensor.name} {tensor.code} {tensor.shape} in bytes {tensor.start} to {tensor.stop} of {size}"
+        require(_is_whole(tensor, begin, size), str(path), rule, got)
+    return found
+
+
+def _tensor(name: str, entry: Any, memory: mmap.mmap, begin: int) -> StoredTensor:
+    start, stop = entry["data_offsets"]
+    return StoredTensor(name, entry["dtype"], tuple(entry["shape"]), memory, begin + start, begin + stop)
+
+
+def _is_whole(tensor: StoredTensor, begin: int, size: int) -> bool:
+    if not begin <= tensor.start <= tensor.stop <= size:
+        return False
+    dtype = DTYPES.get(tensor.code)
+    return dtype is None or math.prod(tensor.shape) * dtype.itemsize == tensor.stop - tensor.start

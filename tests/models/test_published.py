@@ -1,0 +1,197 @@
+"""Checkpoints as they are published: their keys, their tensors' names, and what is refused by name."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jattn.masks import LocalStrided
+from jattn.models import DecoderConfig, load
+from jattn.models.families import FAMILIES
+from jattn.models.families.reading import alibi_slopes
+from jattn.models.loading import read_config
+from tests.conftest import GOLDEN
+from tests.models import published_configs as published
+
+GOLDEN_OF = {  # a folder of each family
+    **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "bloom", "mpt")},
+    **{name: name for name in ("phi3small", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")},
+    "gemma3_text": "gemma3",
+    "phi3": "phi3_longrope",
+    "llama4_text": "llama4",
+}
+
+
+def hf_of(model_type):
+    return json.loads((GOLDEN / "hf" / GOLDEN_OF[model_type] / "config.json").read_text())
+
+
+def read(hf):
+    """The config, and its first and last layer."""
+    config = DecoderConfig.from_hf(hf)
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+    return config, config.layers[0], config.layers[-1]
+
+
+def test_phi3small():
+    config, sparse, dense = read(published.PHI3SMALL_8K)
+    assert sparse.attention.sparsity == LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
+    assert dense.attention.sparsity is None
+    assert [layer.attention.sparsity is None for layer in config.layers] == [False, True] * 16
+    assert sparse.attention.scale == 1 / 128
+    assert (config.embedding_scale, config.logit_scale) == (10.0, 1 / 8)
+    assert config.hidden_tokens == (100256, 100258, 100259)
+    plain = read(published.PHI3SMALL_8K | {"mup_use_scaling": False, "rope_position_scale": 2.0})[1]
+    assert (plain.attention.scale, plain.rope.rope_type, plain.rope.factor) == (128**-0.5, "linear", 2.0)
+    long = read(published.PHI3SMALL_128K)[1].rope
+    assert (long.rope_type, long.attention_factor, long.long_attention_factor) == (
+        "longrope",
+        1.0,
+        1.1902380714238083,
+    )
+
+
+def test_gemma3():
+    config, sliding, _ = read(published.GEMMA3_4B)
+    assert config.model_type == "gemma3_text"
+    assert (config.vocab_size, config.num_attention_heads, config.head_dim) == (262208, 8, 256)
+    windows = [layer.attention.window for layer in config.layers]
+    assert windows == ([(1023, 0)] * 5 + [None]) * 5 + [(1023, 0)] * 4
+    full = config.layers[5]
+    assert (full.rope.rope_theta, full.rope.factor) == (1e6, 8.0)
+    assert (sliding.rope.rope_theta, sliding.rope.rope_type) == (1e4, "default")
+    assert (config.eos_token_ids, config.tie_word_embeddings, config.dtype) == ((1, 106), True, "bfloat16")
+
+
+def test_llama4():
+    config, local, full = read(published.LLAMA4_SCOUT)
+    assert (local.attention.chunk_size, full.attention.chunk_size) == (8192, None)
+    assert (local.rope.interleaved, full.rope) == (True, None)
+    slower = local.rope.rope_theta ** (-np.arange(64) / 64) / local.rope.inv_freq()
+    np.testing.assert_allclose(slower, np.where(slower > 4, 16, 1), rtol=1e-6)  # a step, not a blend
+    assert (local.temperature, full.temperature.floor_scale) == (None, 8192.0)
+    assert (local.qk_norm.comes_after_rope, full.qk_norm) == (True, None)
+    assert (local.mlp.num_experts, local.mlp.shared.intermediate_size) == (16, 8192)
+    assert config.eos_token_ids == (200001, 200007, 200008)
+
+
+def test_the_others():
+    _, sliding, full = read(published.GPT_OSS_20B)
+    assert (sliding.attention.window, full.attention.window, sliding.has_sinks) == ((127, 0), None, True)
+    assert (sliding.mlp.experts_per_token, sliding.rope.truncate) == (4, False)
+    _, layer, _ = read(published.PHI4_MINI)
+    assert (layer.rope.rotary_dim, layer.attention.window) == (96, (262143, 0))
+    config, layer, _ = read(published.BLOOM_560M)
+    assert (config.hidden_size, config.max_position_embeddings, layer.mlp.intermediate_size) == (
+        1024,
+        2048,
+        4096,
+    )
+    assert layer.alibi_slopes[:2] == (2**-0.5, 2**-1.0)
+    _, layer, _ = read(published.MPT_7B_STORYWRITER)
+    assert (layer.clip_qkv, layer.alibi_slopes[:2]) == (6.0, (2**-0.5, 2**-1.0))
+    assert read(published.MIXTRAL_8X7B)[1].mlp.routing.normalizes
+    _, layer, _ = read(published.QWEN3_30B_A3B)
+    assert (layer.mlp.intermediate_size, layer.mlp.shared, layer.mlp.routing.normalizes) == (768, None, True)
+    _, layer, _ = read(published.QWEN15_MOE)
+    assert (layer.mlp.gates_shared, layer.qkv_bias, layer.out_bias) == (True, True, False)
+    config, layer, _ = read(published.GEMMA_2B)
+    assert (layer.mlp.hidden_act, config.embedding_scale) == ("gelu_pytorch_tanh", 2048**0.5)
+    with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
+        read(published.QWEN25_7B_1M)
+
+
+def test_slopes_of_heads_that_are_no_power_of_two():
+    assert alibi_slopes(4) == (0.25, 0.0625, 0.015625, 0.00390625)
+    assert alibi_slopes(6) == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
+    assert alibi_slopes(2, 16.0) == (2**-8, 2**-16)
+
+
+ONLY = [(name, key) for name, family in FAMILIES.items() for key in family.only]
+
+
+@pytest.mark.parametrize(("name", "key"), ONLY)
+def test_a_value_that_is_not_served_is_refused_with_those_that_are(name, key):
+    hf, value = hf_of(name), {bool: True, int: 7}.get(type((*FAMILIES[name].only[key][0], 7)[0]), "other")
+    value = not FAMILIES[name].only[key][0][0] if isinstance(value, bool) else value
+    outer, _, inner = key.partition(".")
+    hf |= {outer: hf[outer] | {inner: value}} if inner else {key: value}
+    with pytest.raises(NotImplementedError, match=rf"^{key} {value!r}: .*Supported: "):
+        DecoderConfig.from_hf(hf)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_names_the_key_that_it_does_not_know(name):
+    assert set(GOLDEN_OF) == set(FAMILIES)
+    with pytest.raises(NotImplementedError, match=r"config key 'rope_twist' \(0.5\): no \w+ForCausalLM here"):
+        DecoderConfig.from_hf(hf_of(name) | {"rope_twist": 0.5})
+
+
+WRONG = [
+    ("phi3small", {"blocksparse_triton_kernel_block_size": 64}, "blocksparse_triton.* 64: .*Supported: 16"),
+    ("phi3small", {"hidden_act": "gelu"}, "activation 'gelu': .*Supported: gegelu"),
+    ("phi3small", {"gegelu_limit": "20"}, "gegelu_limit must be a number, got '20'"),
+    ("phi3small", {"dummy_token_indices": [320]}, r"a hidden token must lie in \[0, 320\), got 320"),
+    ("llama4_text", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(4\), got 1"),
+    ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'.*chunked_attention"),
+    ("llama4_text", {"floor_scale": 0}, r"floor_scale must be positive, got 0\.0"),
+    ("mpt", {"attn_config": {"clip_qkv": -1}}, r"clip_qkv must be positive, got -1\.0"),
+    ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
+    ("bloom", {"layer_norm_epsilon": None}, "rms_norm_eps must be a number, got None"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_says_what_is_wrong_with_a_family_s_config(name, change, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        DecoderConfig.from_hf(hf_of(name) | change)
+
+
+def same(one, other):
+    for old, new in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    return True
+
+
+def wrapped(name, wrapper):
+    """A golden folder's config and tensors as a model of text and images has them, and by which names."""
+    hf = hf_of(name)
+    names = {"model_type": wrapper.model_type, "architectures": [wrapper.architecture]}
+    return names | {"text_config": hf, "vision_config": {"hidden_size": 3}, "image_token_index": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "rename", "vision"),
+    [
+        ("gemma3_text", lambda name: f"language_model.{name}", "vision_tower.x"),
+        (
+            "gemma3_text",
+            lambda name: name.replace("model.", "model.language_model.", 1),
+            "model.vision_tower.x",
+        ),
+        ("llama4_text", lambda name: f"language_model.{name}", "vision_model.x"),
+    ],
+)
+def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, name, rename, vision):
+    folder = GOLDEN / "hf" / GOLDEN_OF[name]
+    tensors = {rename(key): value for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {vision: np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(wrapped(name, FAMILIES[name].wrapper)))
+    assert same(load(tmp_path, progress=False), load(folder, progress=False))
+    save_file(tensors | {"audio.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"hold only what its config.json asks for, got audio.x"):
+        load(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama"])
+def test_a_checkpoint_of_the_body_alone_lacks_the_prefix(tmp_path, name):
+    folder = GOLDEN / "hf" / name
+    prefix = FAMILIES[name].prefix
+    tensors = load_file(folder / "model.safetensors").items()
+    save_file({key.removeprefix(prefix): value for key, value in tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert same(load(tmp_path, progress=False), load(folder, progress=False))
+    assert read_config(tmp_path) == read_config(folder) or name == "llama"  # it has a generation_config

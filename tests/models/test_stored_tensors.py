@@ -1,0 +1,137 @@
+"""Files of tensors: read where they lie, never held, and refused where they are broken."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jattn.models.stored_tensors import read_header
+
+ROOT = pathlib.Path(__file__).parents[2]
+STATUS = pathlib.Path("/proc/self/status")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn),
+        *(ml_dtypes.float8_e5m2, np.uint8, np.int8, np.int32, np.int64),
+    ],
+)
+def test_reads_what_safetensors_writes(tmp_path, dtype):
+    tensors = {
+        "a": np.arange(15).reshape(3, 5).astype(dtype),
+        "b": np.array(3).astype(dtype),
+        "c": np.zeros((0, 4), dtype),
+    }
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = read_header(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        view = found[name].view()
+        assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
+        np.testing.assert_array_equal(view, tensor)
+
+
+def test_what_is_released_can_be_read_again(tmp_path):
+    tensors = {"a": np.arange(1 << 20, dtype=np.int32), "b": np.arange(1 << 20, dtype=np.int32) * 3}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read_header(tmp_path / "x.safetensors")
+    for name in ("a", "b", "a"):
+        np.testing.assert_array_equal(found[name].view(), tensors[name])
+        found[name].release()
+
+
+def test_a_dtype_that_nobody_reads_may_stand_in_a_file(tmp_path):
+    header = json.dumps({"x": {"dtype": "F4", "shape": [3, 5], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert read_header(tmp_path / "x.safetensors")["x"].code == "F4"
+
+
+def entry(**changes):
+    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "got"),
+    [
+        (b"", "8 bytes"),
+        (b"{", "header of 900|Expecting property name"),
+        (b"[1]", r"\[1\]"),
+        (json.dumps(entry(shape=[3])).encode(), r"x F32 \(3,\) in bytes"),
+        (json.dumps(entry(data_offsets=[0, 80], shape=[20])).encode(), "in bytes .* of"),
+        (json.dumps(entry(data_offsets=[-4, 4])).encode(), "in bytes"),
+        (json.dumps({"x": {"dtype": "F32"}}).encode(), "KeyError"),
+        (json.dumps({"x": 3}).encode(), "TypeError"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, header, got):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
+    with pytest.raises(ValueError, match=f"{path} must be a whole safetensors file, got .*({got})"):
+        read_header(path)
+
+
+def test_a_header_beyond_the_end_is_named(tmp_path):
+    (tmp_path / "x").write_bytes((900).to_bytes(8, "little") + b"{}")
+    with pytest.raises(
+        ValueError, match="x must be a whole safetensors file, got 10 bytes and a header of 900"
+    ):
+        read_header(tmp_path / "x")
+
+
+LOADER = """
+    import pathlib, sys
+    import jax
+    from jattn.models import load
+
+    def megabytes(key):
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+    load(sys.argv[2], progress=False)  # compiles
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is the present again
+    before = megabytes("VmRSS")
+    model = load(sys.argv[1], progress=False)
+    print(megabytes("VmHWM") - before - sum(leaf.nbytes for leaf in jax.tree.leaves(model)) / 2**20)
+"""
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
+def test_the_host_never_holds_a_second_copy_of_the_weights(tmp_path):
+    """Peak memory beyond the parameters themselves, which a CPU has in the same memory."""
+    hf = {
+        **{"model_type": "llama", "vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048},
+        **{"num_attention_heads": 8, "num_hidden_layers": 12, "torch_dtype": "float32"},
+        "tie_word_embeddings": True,
+    }
+    shapes = {"self_attn.q_proj": (1024, 1024), "self_attn.k_proj": (1024, 1024)}
+    shapes |= {"self_attn.v_proj": (1024, 1024), "self_attn.o_proj": (1024, 1024)}
+    shapes |= {"mlp.gate_proj": (2048, 1024), "mlp.up_proj": (2048, 1024), "mlp.down_proj": (1024, 2048)}
+    shapes |= {"input_layernorm": (1024,), "post_attention_layernorm": (1024,)}
+    shard_bytes = 0
+    for directory, layers in (("big", 12), ("small", 1)):
+        folder = tmp_path / directory
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": layers}))
+        ends = {"model.embed_tokens.weight": np.ones((1000, 1024), np.float32)}
+        save_file(ends | {"model.norm.weight": np.ones(1024, np.float32)}, folder / "ends.safetensors")
+        for first in range(0, layers, 4):
+            tensors = {
+                f"model.layers.{layer}.{name}.weight": np.full(shape, layer, np.float32)
+                for layer in range(first, min(first + 4, layers))
+                for name, shape in shapes.items()
+            }
+            save_file(tensors, folder / f"layers-{first}.safetensors")
+            shard_bytes = max(shard_bytes, sum(tensor.nbytes for tensor in tensors.values()))
+    command = [sys.executable, "-c", textwrap.dedent(LOADER), str(tmp_path / "big"), str(tmp_path / "small")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 1.2 * shard_bytes / 2**20

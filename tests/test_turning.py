@@ -1,0 +1,123 @@
+"""write_qkv in a layer: what norms, rope and write give one by one, and the layers that keep those."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import turning
+from jattn.models.layers import RMSNorm
+from jattn.models.rope import Rope
+from pallas_kernels.qkv_write import qkv_write
+
+DIM, HIDDEN = 64, 96
+SPEC = jattn.AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=DIM)
+ROPE = Rope(head_dim=DIM)
+LONG = Rope(
+    head_dim=DIM,
+    rope_type="longrope",
+    short_factor=(1.0,) * 32,
+    long_factor=(4.0,) * 32,
+    long_attention_factor=1.2,
+    original_max_position_embeddings=16,
+)
+
+
+def norm(**how):
+    made = RMSNorm(DIM, eps=1e-6, is_offset=how.pop("is_offset", False), dtype=jnp.bfloat16, **how)
+    made.weight.set_value(1 + 0.1 * jax.random.normal(jax.random.key(3), (DIM,), jnp.bfloat16))
+    return made
+
+
+SERVED = {
+    "rope": {"rope": ROPE},
+    "norms": {"q_norm": norm(), "k_norm": norm()},
+    "both": {"rope": ROPE, "q_norm": norm(), "k_norm": norm()},
+    "offset": {"rope": ROPE, "q_norm": norm(is_offset=True), "k_norm": norm(is_offset=True)},
+    "by length": {"rope": LONG, "k_norm": norm()},
+    "clipped": {"rope": ROPE, "clip_qkv": 0.5},
+    "by name": {"rope": ROPE, "implementation": ["mosaic_gpu", "xla"]},
+}
+NOT_SERVED = {
+    "a rope of one's own": {"rope": lambda x, positions: -x},
+    "a part of each head": {"rope": Rope(head_dim=DIM, partial_rotary_factor=0.5)},
+    "neighbours": {"rope": Rope(head_dim=DIM, interleaved=True)},
+    "another rounding": {"q_norm": norm(rounds_once=True), "k_norm": norm(rounds_once=True)},
+    "two kinds": {"q_norm": norm(), "k_norm": norm(is_offset=True)},
+    "another norm": {"q_norm": lambda x: 2 * x},
+    "scaled queries": {"rope": ROPE, "query_scale": lambda positions: 1 + positions.astype(jnp.float32)},
+    "xla by name": {"rope": ROPE, "implementation": "xla"},
+}
+
+
+def step(how, layout="NHD", quantization=None):
+    """A layer's queries and cache of a decode row and a prompt with a context."""
+    layer = jattn.PagedAttention(
+        HIDDEN, SPEC, rngs=nnx.Rngs(0), fuses_qkv=True, param_dtype=jnp.bfloat16, **how
+    )
+    spec = jattn.CacheSpec(
+        num_blocks=9, num_kv_heads=2, head_dim=DIM, layout=layout, quantization=quantization
+    )
+    metadata = jattn.build_batch_metadata([1, 5], [9, 21], np.arange(1, 5).reshape(2, 2), block_size=16)
+    x = jax.random.normal(jax.random.key(1), (metadata.bucket.max_tokens, HIDDEN), jnp.bfloat16)
+    return layer, x, jattn.PagedCache.create(spec), metadata
+
+
+def as_on_a_gpu(monkeypatch):
+    """With the kernel interpreted."""
+    interpreted = functools.partial(qkv_write, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
+    monkeypatch.setattr(turning, "qkv_write", interpreted)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("how", SERVED.values(), ids=SERVED)
+def test_the_kernel_does_what_the_parts_do(how, layout, monkeypatch):
+    layer, x, cache, metadata = step(how, layout)
+    want_query, want = layer._query_and_kv(x, cache, metadata, metadata.positions)
+    as_on_a_gpu(monkeypatch)
+    layer, x, cache, metadata = step(how, layout)
+    assert layer._turning(cache, x.dtype, metadata, metadata.positions) is not None
+    query, got = jax.jit(layer._query_and_kv)(x, cache, metadata, metadata.positions)
+    unit = float(jnp.finfo(jnp.bfloat16).eps)
+    for one, other in ((query, want_query), (got.k, want.k), (got.v, want.v)):
+        one, other = (np.asarray(array, np.float32) for array in (one, other))
+        np.testing.assert_allclose(one, other, rtol=2 * unit, atol=8 * unit)
+
+
+@pytest.mark.parametrize("how", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_other_layers_keep_the_parts(how, monkeypatch):
+    layer, x, cache, metadata = step(how)
+    as_on_a_gpu(monkeypatch)
+    assert layer._turning(cache, x.dtype, metadata, metadata.positions) is None
+
+
+def test_caches_of_eight_bits_keep_the_parts(monkeypatch):
+    layer, x, cache, _ = step(SERVED["both"], quantization="fp8_per_token_head")
+    as_on_a_gpu(monkeypatch)
+    norms = layer.q_norm, layer.k_norm
+    reason = turning.why_not_write_qkv(cache, x.dtype, layer.rope, norms)
+    assert (
+        reason == "there is no kernel for caches of float8_e4m3fn, float8_e4m3fn (those of bfloat16 have one)"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_layer_on_a_gpu_gives_what_the_parts_give(layout):
+    results = []
+    for implementation in ("mosaic_gpu", "xla"):
+        layer, x, cache, metadata = step(SERVED["both"] | {"implementation": implementation}, layout)
+        run = jax.jit(functools.partial(nnx.call, nnx.split(layer)))
+        results.append(run(x=x, cache=cache, metadata=metadata, positions=metadata.positions)[0])
+    (one, one_cache), (other, other_cache) = results
+    close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05)
+    wide = lambda array: np.asarray(array, np.float32)
+    close(wide(one), wide(other))
+    close(wide(one_cache.k), wide(other_cache.k))
+    np.testing.assert_array_equal(wide(one_cache.v), wide(other_cache.v))
