@@ -36,16 +36,11 @@ def varlen_backward(
     deterministic: bool = False,
     sizes: KernelSizes | None = None,
     interpret: Interpret = None,
-) -> tuple[
-    Float[Array, "tokens q_heads head_dim"],
-    Float[Array, "kv_tokens kv_heads head_dim"],
-    Float[Array, "kv_tokens kv_heads head_dim"],
-]:
+) -> tuple[Array, Array, Array]:
     """Gradients of the queries, keys and values that varlen_prefill attended over, packed.
 
     Rows of no request, and keys behind a request's last, may hold anything: their gradients are 0, and they
-    reach nothing. Sinks are in `lse` and need no mention; their own gradient is the sum over a head's tokens
-    of `exp(sink - lse) * (grad_lse - sum(out * grad_out))`.
+    reach nothing. Sinks are in `lse` and need no mention; Call tells their own gradient.
 
     Args:
         query: Tokens of all requests, one request after the other; behind the last there may be padding.
@@ -61,12 +56,9 @@ def varlen_backward(
         grad_lse: Gradient of lse; None = 0.
         alibi_slopes: Slope of each head.
         schedule: make_schedule's for the same lengths, score and sizes; made here when None.
-        lists: make_lists' for the schedule: each head's tiles of queries; None = all. Of a listed tile, rows
-            of the request must be finite even where the mask hides them.
-        mask: What queries see in tiles that are listed as seen in part, as varlen_prefill takes it; static
-            but for its arrays. Only with lists.
-        deterministic: Static: the same bits twice. Otherwise thread blocks add to the gradient of queries in
-            the order in which they come.
+        lists: The tiles of queries that see each tile of keys; None = all. For it and the next see Call.
+        mask: Static but for its arrays.
+        deterministic: Static: the same bits twice, also of the gradient of queries.
         sizes: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
