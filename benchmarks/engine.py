@@ -92,9 +92,8 @@ def main(arguments: argparse.Namespace) -> None:
     gc.collect()
     if "fp8" in cases:
         how: Any = {"quantization": "fp8_per_token_head", "blocks": 40_000, "rows": 64}
-        rows.add(
-            name="decode_fp8_64x4096", **decode_step(engine_of(model, arguments.cache_dir, **how), 64, 4096)
-        )
+        engine = engine_of(model, arguments.cache_dir, **how)
+        rows.add(name="decode_fp8_64x4096", **decode_step(engine, 64, 4096))
 
 
 def engine_of(

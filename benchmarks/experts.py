@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -10,10 +11,15 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.device_time import Rows, kernel_times, read_ceiling
+from jattn.models.expert_parts import How
+from jattn.models.expert_products import all_experts, each_row, way
+from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
 from jattn.models.experts import ClampedSwiGLU, Experts, Routing
 
 TOKENS = (1, 4, 16, 64, 256, 512, 1024, 2048, 8192)
 CHECKED = 16  # tokens that are computed again, in f32
+# Each way of computing them, up to how many tokens.
+WAYS = ((each_row, 64), (all_experts, 2048), (tiles_by_kernel, 2**30), (tiles_by_xla, 2**30))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,36 +62,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every shape with every number of tokens: as a random router chooses, and all tokens alike."""
+    """Every shape, number of tokens and way: as a random router chooses, and all tokens alike."""
     rows = Rows("experts", arguments.out)
     ceiling = read_ceiling()
     rows.add(name="read_ceiling", gb_per_s=ceiling)
     for name in arguments.case or SHAPES:
         layer = SHAPES[name].make()
-        for tokens in arguments.tokens:
-            for choice in ("random", "alike"):
+        for tokens, choice in itertools.product(arguments.tokens, ("random", "alike")):
+            for run in [run for run, most in WAYS if tokens <= most]:
                 try:
-                    row = measure(layer, SHAPES[name], tokens, choice)
+                    row = measure(layer, SHAPES[name], tokens, choice, run)
                 except Exception as error:  # the other rows still count
                     print(f"{name} {tokens} {choice}: {type(error).__name__}: {error}"[:500], flush=True)
                     continue
                 rows.add(name=name, tokens=tokens, choice=choice, **row, of_ceiling=row["gb_per_s"] / ceiling)
 
 
-def measure(layer: Experts, shape: Shape, tokens: int, choice: str) -> dict[str, Any]:
-    """A row: time, and the rate at which the touched experts' bytes were read."""
+def measure(layer: Experts, shape: Shape, tokens: int, choice: str, way_of: Any) -> dict[str, Any]:
+    """A row: time, router included, and the rate at which the touched experts' bytes were read."""
     x = jax.random.normal(jax.random.key(tokens), (tokens, shape.hidden_size), jnp.bfloat16)
     x = x if choice == "random" else jnp.broadcast_to(x[:1], x.shape)
     graph, state = nnx.split(layer)
-    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+
+    @jax.jit
+    def run(state: Any, x: jax.Array) -> jax.Array:
+        layer = nnx.merge(graph, state)
+        choices = layer.routing.choose(layer.router_logits(x), layer.experts_per_token)
+        return way_of(x, choices, layer.weights(), How(layer.activation, layer.precision)).astype(x.dtype)
+
     memory = run.lower(state, x).compile().memory_analysis()
     out, time = kernel_times(run, state, x)
-    _, chosen = jax.lax.top_k(layer.router_logits(x), shape.experts_per_token)
     check(layer, x, out)
+    _, chosen = jax.lax.top_k(layer.router_logits(x), shape.experts_per_token)
     num_touched = len(np.unique(np.asarray(chosen)))
     expert_bytes = sum(array.nbytes for array in jax.tree.leaves(state)) // shape.num_experts
     flops = 6 * tokens * shape.experts_per_token * shape.hidden_size * shape.intermediate_size
+    sizes = {"num_chosen": shape.experts_per_token, "num_experts": shape.num_experts}
+    has_kernel = why_no_kernel(x, layer.weights()) is None
     return {
+        "way": way_of.__name__,
+        "is_taken": way(num_tokens=tokens, **sizes, has_kernel=has_kernel) is way_of,
         **time,
         "num_touched": num_touched,
         "gb_per_s": num_touched * expert_bytes / time["us"] / 1e3,

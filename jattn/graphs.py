@@ -17,9 +17,9 @@ from jattn.requests import count_decodes
 from pallas_kernels.checks import require, require_positive
 
 WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds
-# A decode among the prefills is a query tile of its own. 36 layers of 8B width on an H200: 248 of them, of 1k
-# keys, made a step of 8,192 tokens 38 ms longer, 0.15 ms each; a token of that step took 0.022 ms.
-DECODE_AMONG_PREFILLS = 8  # tokens that one costs as much as, besides itself
+# A decode among the prefills is a query tile of its own, over all its keys. 36 layers of 8B width on an H200:
+# 248 of them, of 64 blocks, made a step of 8,192 tokens 38 ms longer, 0.15 ms each; a token took 0.022 ms.
+BLOCKS_OF_A_TOKEN = 8  # blocks of a decode among the prefills that cost as much as a token more
 
 type GraphStep = Callable[..., tuple[Any, Any]]
 
@@ -175,10 +175,12 @@ class DecodeGraphs:
         """The smallest bucket that fits a batch: fewest tokens, then fewest rows, then fewest block columns.
 
         Decodes beyond a bucket's decode rows are prefills there, as in build_batch_metadata, and cost more:
-        each counts as 8 tokens more, so that a few of them ride in a bucket without decode rows and many do
-        not. While buckets are being compiled behind, the smallest that is ready. Else one that is up to 4
-        times as large and ready is taken before another is compiled. A batch of decodes alone takes no
-        bucket with a prefill region where there is another.
+        each counts as a token more for 8 blocks of the longest request, so that a few of them ride in a
+        bucket without decode rows and many do not.
+
+        While buckets are being compiled behind, the smallest that is ready. Else one that is up to 4 times as
+        large and ready is taken before another is compiled. A batch of decodes alone takes no bucket with a
+        prefill region where there is another.
 
         Args:
             query_lens: New tokens of each request. None: the three counts say what the batch is.
@@ -198,6 +200,7 @@ class DecodeGraphs:
         counts = num_decodes, num_prefills, num_prefill_tokens
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
+        each = max(num_blocks // BLOCKS_OF_A_TOKEN, 1)
         for bucket in able:
             if query_lens is not None:
                 if bucket.decode_query_len not in counted:
@@ -205,7 +208,7 @@ class DecodeGraphs:
                 counts = counted[bucket.decode_query_len]
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 late = max(counts[0] - bucket.max_decodes, 0)
-                fitting.append((bucket.max_tokens + DECODE_AMONG_PREFILLS * late, bucket))
+                fitting.append((bucket.max_tokens + each * late, bucket))
         if not fitting:
             batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
             raise ValueError(f"the batch must fit one of the buckets {named(able)}, got {batch}.")

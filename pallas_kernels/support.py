@@ -293,3 +293,18 @@ def _listed(values: tuple[object, ...]) -> str:
 
 def _first_broken(rules: Iterable[tuple[bool, str]]) -> str | None:
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
+
+
+def why_not_grouped_matmul(
+    *, dtype: DTypeLike, weights_dtype: DTypeLike, inputs: int, outputs: int
+) -> str | None:
+    """Why grouped_matmul has no kernel for a product; None if it has."""
+    for name, of in (("rows", dtype), ("weights", weights_dtype)):
+        if jnp.dtype(of).name not in DTYPES:
+            return f"{name} are {jnp.dtype(of).name}, and the kernel takes {' and '.join(DTYPES)}"
+    if jnp.dtype(dtype) != jnp.dtype(weights_dtype):
+        return f"rows are {jnp.dtype(dtype).name} and weights {jnp.dtype(weights_dtype).name}"
+    for name, width in (("inputs", inputs), ("outputs", outputs)):
+        if width % 64 or not width:
+            return f"{name} are {width}, and the kernel takes multiples of 64"
+    return None

@@ -93,6 +93,11 @@ def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
     return {name: kernels_in(text) for name, text in _run_alone("compile", module, names).items()}
 
 
+def report_of(module: str, names: list[str]) -> dict[str, str]:
+    """What ptxas said of `module.aot_cases()[name]`."""
+    return _run_alone("compile", module, names)
+
+
 def lower_all(module: str, names: list[str]) -> dict[str, str]:
     """Lowers `module.aot_cases()[name]`: whether Pallas takes them; why not, where one is refused."""
     return {name: text.strip() for name, text in _run_alone("lower", module, names).items()}

@@ -3,7 +3,11 @@
 import pathlib
 import re
 
+import pytest
+
+from benchmarks import serve
 from benchmarks.__main__ import SUITES
+from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A search for sizes, the tests on a GPU, and the pages.
@@ -17,3 +21,22 @@ def test_make_bench_runs_every_suite_as_one():
     )
     assert sorted(suites.split()) == sorted(SUITES.keys() - OTHERS)
     assert command == "$(PYTHON) -m benchmarks $$suite || exit 1; done"
+
+
+@pytest.mark.kernels
+def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "PROMPT_IDS", 256)
+    (slow, fast) = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    assert (slow["num_prompts"], fast["num_prompts"]) == (2, 8)
+    for row in (slow, fast):
+        for kind in serve.TIMES:
+            assert min(row[f"server_{kind}_p50"], row[f"engine_{kind}_p50"]) > 0
+        cost = row["server_time_to_first_token_ms_p50"] - row["engine_time_to_first_token_ms_p50"]
+        assert row["time_to_first_token_ms_p50_cost"] == cost
+    serve.draw([slow, fast], str(tmp_path / "rows.svg"))
+    assert (tmp_path / "rows.svg").stat().st_size > 1000
+
+
+def test_every_id_is_a_word_of_its_own():
+    tokenizer = serve.word_tokenizer(1000)
+    assert tokenizer.decode([7, 999, 0]) == " 7 999 0"

@@ -186,7 +186,7 @@ class TestCompiles:
 class TestChoosing:
     """Every size that an engine has, none of them compiled."""
 
-    GRAPHS = DecodeGraphs(first_element, default_buckets(256, max_blocks=8, prefill_tokens=(32, 128, 8192)))
+    GRAPHS = DecodeGraphs(first_element, default_buckets(256, max_blocks=512, prefill_tokens=(32, 128, 8192)))
 
     @pytest.mark.parametrize("rows", [1, 3, 28, 32, 121, 128, 250])
     def test_decodes_alone_take_no_bucket_with_a_prefill_region(self, rows):
@@ -194,14 +194,18 @@ class TestChoosing:
         assert bucket.max_prefill_tokens == 0
         assert rows <= bucket.max_decodes < rows + 8
 
-    @pytest.mark.parametrize(("decodes", "rows"), [(0, 0), (2, 0), (32, 0), (33, 256), (248, 256)])
-    def test_many_decodes_beside_prompts_have_rows_of_their_own(self, decodes, rows):
-        """As prefills, 248 of them cost a step of 8,192 tokens a fifth of its time."""
+    @pytest.mark.parametrize(
+        ("decodes", "num_blocks", "rows"),
+        [(0, 64, 0), (2, 64, 0), (32, 64, 0), (33, 64, 256), (248, 64, 256), (8, 256, 0), (9, 256, 256)],
+    )
+    def test_many_decodes_beside_prompts_have_rows_of_their_own(self, decodes, num_blocks, rows):
+        """As prefills, 248 of 64 blocks cost a step of 8,192 tokens a fifth of its time."""
         lens = np.array([1] * decodes + [1024] * 7)
-        assert self.GRAPHS.choose(lens).max_decodes == rows
+        assert self.GRAPHS.choose(lens, num_blocks=num_blocks).max_decodes == rows
 
     def test_few_decodes_beside_a_short_prompt_have_none(self):
-        assert self.GRAPHS.choose([1, 1, 20]) == Bucket(max_prefills=32, max_prefill_tokens=32, max_blocks=8)
+        want = Bucket(max_prefills=32, max_prefill_tokens=32, max_blocks=512)
+        assert self.GRAPHS.choose([1, 1, 20]) == want
 
 
 class TestCompilingBehind:

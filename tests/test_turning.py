@@ -113,8 +113,9 @@ def test_a_layer_on_a_gpu_gives_what_the_parts_give(layout):
     results = []
     for implementation in ("mosaic_gpu", "xla"):
         layer, x, cache, metadata = step(SERVED["both"] | {"implementation": implementation}, layout)
-        run = jax.jit(functools.partial(nnx.call, nnx.split(layer)))
-        results.append(run(x=x, cache=cache, metadata=metadata, positions=metadata.positions)[0])
+        graphdef, state = nnx.split(layer)
+        run = jax.jit(lambda state, *step, g=graphdef: nnx.merge(g, state)(*step))
+        results.append(run(state, x, cache, metadata, metadata.positions))
     (one, one_cache), (other, other_cache) = results
     close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05)
     wide = lambda array: np.asarray(array, np.float32)

@@ -10,7 +10,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jattn.models.expert_products import Choices, How, Weights, run_experts
+from jattn.implementations.choice import Asked, asked_for
+from jattn.models.expert_parts import Choices, How, Weights
+from jattn.models.expert_products import run_experts
 from jattn.models.layers import ACTIVATIONS, matmul_precision
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 
@@ -148,6 +150,7 @@ class Experts(nnx.Module):
         gates_shared_expert: bool = False,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
+        implementation: Asked = None,
     ) -> None:
         """Makes the parameters.
 
@@ -163,6 +166,7 @@ class Experts(nnx.Module):
             gates_shared_expert: Qwen2-MoE: times the sigmoid of a learned product with the input.
             rngs: For the initial parameters.
             dtype: Of the parameters.
+            implementation: As in `jattn.attend`; without "mosaic_gpu" among them no kernel is taken.
 
         Raises:
             ValueError: A size is impossible, or there is a gate and no shared expert.
@@ -174,6 +178,7 @@ class Experts(nnx.Module):
         self.experts_per_token, self.routing = experts_per_token, routing
         self.activation = Gated(activation) if isinstance(activation, str) else activation
         self.precision = matmul_precision(dtype)
+        self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         linear: Any = {"param_dtype": dtype, "precision": self.precision, "rngs": rngs}
         self.router = nnx.Linear(hidden_size, num_experts, use_bias=routing.has_bias, **linear)
         of_experts: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
@@ -188,7 +193,8 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """The layer's output, in x.dtype. No token sees another: padding may hold anything, NaN too."""
         choices = self.routing.choose(self.router_logits(x), self.experts_per_token)
-        out = run_experts(x, choices, self._weights(), How(self.activation, self.precision))
+        how = How(self.activation, self.precision)
+        out = run_experts(x, choices, self.weights(), how, may_take_kernel=self.may_take_kernel)
         if self.shared_expert is not None:
             shared = self.shared_expert(x).astype(jnp.float32)
             if self.shared_expert_gate is not None:
@@ -202,7 +208,8 @@ class Experts(nnx.Module):
         logits = jnp.matmul(x, kernel, precision=self.precision, preferred_element_type=jnp.float32)
         return logits if bias is None else logits + bias[...].astype(jnp.float32)[None, :]
 
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
+        """The experts' parameters as arrays."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return Weights(
             gate_up=gate_up.weight[...],

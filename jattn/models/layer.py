@@ -1,6 +1,7 @@
 """One layer of a decoder."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -36,7 +37,8 @@ class DecoderLayer(nnx.Module):
         norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
-        self.mlp = _mlp(config.hidden_size, spec.mlp, dtype=dtype, rngs=rngs)
+        how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
+        self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:
@@ -104,12 +106,18 @@ def _rope(spec: LayerSpec) -> Rope | NormedRope | None:
 
 
 def _mlp(
-    hidden_size: int, spec: MLPSpec | ExpertsSpec, *, dtype: DTypeLike, rngs: nnx.Rngs
+    hidden_size: int,
+    spec: MLPSpec | ExpertsSpec,
+    *,
+    rngs: nnx.Rngs,
+    dtype: DTypeLike,
+    implementation: str | Sequence[str] | None,
 ) -> MLP | PlainMLP | Experts:
     if isinstance(spec, MLPSpec):
         kind = PlainMLP if spec.kind == "plain" else MLP
         return kind(hidden_size, spec, dtype=dtype, rngs=rngs)
-    shared = None if spec.shared is None else _mlp(hidden_size, spec.shared, dtype=dtype, rngs=rngs)
+    how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
+    shared = None if spec.shared is None else _mlp(hidden_size, spec.shared, **how)
     return Experts(
         hidden_size,
         spec.intermediate_size,
@@ -120,6 +128,5 @@ def _mlp(
         use_bias=spec.has_bias,
         shared_expert=shared,
         gates_shared_expert=spec.gates_shared,
-        rngs=rngs,
-        dtype=dtype,
+        **how,
     )

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require, require_positive, require_shape, unsupported
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.lists import TileLists
 from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
-from pallas_kernels.varlen_backward.schedule import ALIGN, TABLE_WIDTH, Schedule, make_schedule, max_tiles
-from pallas_kernels.varlen_backward.sizes import UNIT, KernelSizes
+from pallas_kernels.varlen_backward.schedule import Schedule, make_schedule, max_tiles
+from pallas_kernels.varlen_backward.sizes import KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_prefill import KernelMask
+from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,10 +82,26 @@ def varlen_backward(
         query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc,
         alibi_slopes=alibi_slopes, lists=lists, mask=mask,
     )  # fmt: skip
+    return grads_of_call(
+        call, schedule, score=score, deterministic=deterministic, sizes=sizes, interpret=interpret
+    )
+
+
+def grads_of_call(
+    call: Call,
+    schedule: Schedule | None,
+    *,
+    score: Score,
+    deterministic: bool,
+    sizes: KernelSizes | None,
+    interpret: Interpret,
+) -> tuple[Array, Array, Array]:
+    """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_backward."""
     call.check()
     if deterministic:
         way_out = "Use another implementation, or leave deterministic=False"
         raise unsupported("varlen_backward", "its additions come in any order", way_out)
+    query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     sizes = default_sizes(query.shape[2]) if sizes is None else sizes
@@ -94,8 +110,8 @@ def varlen_backward(
     kv_heads = key.shape[1]
     spec = BackwardSpec(
         kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
-        sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None, has_lists=lists is not None,
-        mask=mask, interpret=interpret,
+        sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
+        has_lists=call.lists is not None, mask=call.mask, interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
     outputs = backward(inputs, spec)

@@ -7,10 +7,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.items import Item, Worklist, aligned
 from pallas_kernels.varlen_backward.refs import Inputs, Pipeline, Smem
-from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 
 

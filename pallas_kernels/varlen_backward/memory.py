@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
-from pallas_kernels.varlen_backward.schedule import TABLE_WIDTH
-from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec, f32
+from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 BUFFERS = 2  # of gradients of scores: a warpgroup may be a step ahead of the other

@@ -9,8 +9,7 @@ from jaxtyping import Array, Int, Int32
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
-
-ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
+from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
 # What a kernel reads of a tile of keys. Queries stand in tiles, too; tile i of a request's begins at row
 # `first_query_row + i * tile_q`. Of the tiles that see a key, those at either end may not see all of them.
@@ -36,7 +35,6 @@ COLUMNS = (
 QUERY_BYTES = 2 + 2 + 4  # of an element of a query: itself, its output's gradient, its own
 MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # that an order tells apart
 LAST_SHARE = 1 / 8
-TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
 
 class Schedule(NamedTuple):
@@ -103,7 +101,7 @@ def make_schedule(
     first_position = keys - (starts[1:] - starts[:-1])
     skew = starts[:-1] % ALIGN
     query_position = first_position - skew
-    tiles = _query_tiles(
+    tiles = query_tiles(
         score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < TILE_KV,
         bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
@@ -181,7 +179,7 @@ def query_range(
     return low, jnp.maximum(high, low)
 
 
-def _query_tiles(
+def query_tiles(
     score: Score,
     first_key: jax.Array,
     last_key: jax.Array,

@@ -7,10 +7,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import HeadCut, head_cut
+from pallas_kernels.shared.head_dims import UNIT, HeadCut, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
-from pallas_kernels.varlen_backward.sizes import UNIT, WARPGROUPS, KernelSizes
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS, KernelSizes
 from pallas_kernels.varlen_prefill import KernelMask
 
 W = plgpu.Layout.WGMMA

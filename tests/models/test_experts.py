@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.models.expert_products import MAX_DENSE_TOKENS
+from jattn.models import expert_products
+from jattn.models.expert_parts import How, Weights
+from jattn.models.expert_products import MAX_DENSE_TOKENS, all_experts, each_row, way
+from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
 from jattn.models.experts import ClampedSwiGLU, Experts, Routing
 from jattn.models.layers import MLP
 from jattn.models.specs import MLPSpec
@@ -282,3 +287,62 @@ def test_an_unknown_routing_is_refused(change, message):
 def test_a_limit_of_swiglu_is_positive():
     with pytest.raises(ValueError, match=r"limit must be positive, got 0\.0"):
         ClampedSwiGLU(limit=0.0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
+def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 64)
+    monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 64)
+    layer, x = make(family, dtype=jnp.bfloat16), tokens(90, dtype=jnp.bfloat16)
+    choices = layer.routing.choose(layer.router_logits(x), layer.experts_per_token)
+    weights, how = layer.weights(), How(layer.activation, layer.precision)
+    out = tiles_by_kernel(x, choices, weights, how, interpret=plgpu.InterpretGPUParams())
+    wide = Weights(*(None if array is None else array.astype(jnp.float32) for array in weights))
+    want = tiles_by_xla(x.astype(jnp.float32), choices, wide, How(layer.activation, "highest"))
+    assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
+
+
+def test_a_layer_for_xla_takes_no_kernel(monkeypatch):
+    monkeypatch.setattr(expert_products, "why_no_kernel", lambda x, weights: None)
+    taken = []
+    monkeypatch.setattr(expert_products, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
+    for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
+        taken.clear()
+        layer = Experts(
+            *(HIDDEN, INTERMEDIATE),
+            num_experts=64,
+            experts_per_token=1,
+            routing=Routing(),
+            rngs=nnx.Rngs(0),
+            dtype=jnp.float32,
+            implementation=implementation,
+        )
+        layer(tokens(400))
+        assert len(taken) == want
+
+
+def test_the_kernel_is_declined_with_its_reason():
+    layer, x = make("mixtral"), tokens(3)
+    assert why_no_kernel(x, layer.weights()) in (
+        "the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'",
+        "rows are float32, and the kernel takes bfloat16 and float16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "has_kernel", "want"),
+    [
+        (15, True, each_row),
+        (16, True, all_experts),
+        (64, True, all_experts),
+        (128, True, all_experts),
+        (256, True, tiles_by_kernel),
+        (8192, True, tiles_by_kernel),
+        (512, False, all_experts),
+        (513, False, tiles_by_xla),
+    ],
+)
+def test_the_sizes_choose_the_way(tokens, has_kernel, want):
+    """Of Qwen3-30B-A3B, 8 of 128 experts."""
+    assert way(num_tokens=tokens, num_chosen=8, num_experts=128, has_kernel=has_kernel) is want

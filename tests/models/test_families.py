@@ -99,6 +99,8 @@ REFUSED = {
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'gelu_fast'.*gelu_pytorch_tanh": {"hidden_act": "gelu_fast"},
     "'mrope'.*default, linear, dynamic": {"rope_scaling": {"rope_type": "mrope"}},
+    "partial_rotary_factor 0.5.*Supported: 1": {"partial_rotary_factor": 0.5},
+    "partial_rotary_factor 0.25": {"rope_parameters": {"partial_rotary_factor": 0.25}},
     "quantization_config 'gptq'": {"quantization_config": {"quant_method": "gptq"}},
     "dtype 'float8_e4m3fn'.*bfloat16": {"dtype": "float8_e4m3fn"},
     "use_bidirectional_attention": {"model_type": "gemma2", "use_bidirectional_attention": True},

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
-from jattn.models import DecoderConfig, load, save
+from jattn.models import Decoder, DecoderConfig, load, save
 from jattn.models.hf_tensors import Join
 from jattn.models.placing import read_parameter
 from jattn.models.stored_tensors import read_header
@@ -94,6 +95,23 @@ def test_float8_may_become_16_bits(tmp_path):
     want = floats[PROJECTION].astype(ml_dtypes.bfloat16)
     (kernel,) = [layer.self_attn.qkv_proj.kernel[...] for layer in got.layers][1:2]
     np.testing.assert_array_equal(np.asarray(kernel)[:, :, -2].reshape(len(kernel), -1).T, want)
+
+
+def test_float8_experts_become_floats(tmp_path):
+    """A mixture's experts stand in matrices of their own, with scales of their own."""
+    hf = {
+        **{"model_type": "qwen3_moe", "vocab_size": 50, "hidden_size": 48, "intermediate_size": 40},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "num_hidden_layers": 2},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "norm_topk_prob": True},
+    }
+    config = DecoderConfig.from_hf(hf)
+    save(Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32), tmp_path / "random")
+    tensors = load_file(tmp_path / "random" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in tensors
+    stored, floats = quantized(tensors, *CASES["blocks"][1:])
+    got = load(write(tmp_path / "a", hf, stored, FP8), progress=False)
+    want = load(write(tmp_path / "b", hf, floats), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # Every 4-bit float, low halves first, and exponents on both sides of 127.

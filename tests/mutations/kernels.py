@@ -10,8 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu import tile_lists
-from pallas_kernels import paged_decode, varlen_prefill
+from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
+from tests.pallas_kernels import backward_problem
 from tests.problems import AttentionProblem, Setting
 
 WINDOW = (100, 0)
@@ -74,3 +75,16 @@ def check_lists() -> None:
 
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
     run(kernel, problem, block_table=metadata.block_table, **lens)
+
+
+def check_backward(window=(None, None)) -> None:
+    """Documents of several tiles, one of them behind context."""
+    score = Score(scale=0.125, window=window)
+    lens = {"query_lens": (150, 3, 270), "seq_lens": (150, 3, 300)}
+    problem = backward_problem.BackwardProblem(backward_problem.Setting(score=score, heads=(4, 2), **lens))
+    static = {
+        "sizes": varlen_backward.KernelSizes(tile_q=128, ctas=3),
+        "interpret": plgpu.InterpretGPUParams(),
+    }
+    kernel = functools.partial(varlen_backward.varlen_backward, score=score, **static)
+    problem.check(jax.jit(kernel)(**problem.arguments))

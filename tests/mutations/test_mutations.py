@@ -14,6 +14,9 @@ from pallas_kernels.paged_decode import merge
 from pallas_kernels.paged_decode.segments import Span
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import items as backward_items
+from pallas_kernels.varlen_backward import schedule as backward_schedule
+from pallas_kernels.varlen_backward import scores as backward_scores
 from pallas_kernels.varlen_prefill import call as prefill_call
 from pallas_kernels.varlen_prefill import items
 from tests.mutations import kernels
@@ -129,10 +132,45 @@ def without_a_seen_tile(some, every, query_blocks):
     return some & ~(is_first & (some.sum(axis=-1, keepdims=True) > 1)), every, query_blocks
 
 
+# ---------------------------------------------------------------------------------- varlen_backward
+def query_tiles(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(first, low, high, num)` of the tiles of queries that see a tile of keys."""
+    right = backward_schedule.query_tiles
+    wrong = lambda *args, **kwargs: change(*right(*args, **kwargs))
+    return lambda patch: patch.setattr(backward_schedule, "query_tiles", wrong)
+
+
+def query_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
+    """Ends of the queries that see a key, shifted."""
+    right = backward_scores.query_range
+
+    def shifted(*args):
+        first, end = right(*args)
+        return first + low, end + high
+
+    return lambda patch: patch.setattr(backward_scores, "query_range", shifted)
+
+
+def one_head(patch: pytest.MonkeyPatch) -> None:
+    right = backward_items.Item.head
+    patch.setattr(backward_items.Item, "head", lambda item, nth: right(item, nth * 0))
+
+
+def fewer(first, low, high, num):
+    return (
+        first,
+        jnp.minimum(low, num - 1),
+        jnp.where(num > 1, jnp.maximum(high - 1, 0), high),
+        jnp.where(num > 1, num - 1, num),
+    )
+
+
 decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode, split_kv=64)
 decode_window = functools.partial(kernels.check_decode, kernels.WINDOW)
 prefill, lists = kernels.check_prefill, kernels.check_lists
 prefill_window = functools.partial(kernels.check_prefill, kernels.WINDOW)
+backward = kernels.check_backward
+backward_window = functools.partial(kernels.check_backward, kernels.WINDOW)
 next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
 MUTATIONS = {
     "decode-last-tile": Mutation(
@@ -211,13 +249,43 @@ MUTATIONS = {
         lists,
         codes(lambda some, every, query_blocks: (some, every, query_blocks[::-1])),
     ),
+    "backward-last-tile": Mutation(
+        "an item's last tile of queries is not read", backward, query_tiles(fewer)
+    ),
+    "backward-first-tile": Mutation(
+        "an item's first tile of queries is not read",
+        backward,
+        query_tiles(lambda first, low, high, num: (
+            jnp.where(num > 1, first + 1, first), jnp.where(num > 1, jnp.maximum(low - 1, 0), low), high,
+            jnp.where(num > 1, num - 1, num),
+        )),
+    ),
+    "backward-whole": Mutation(
+        "tiles at either end are not masked",
+        backward,
+        query_tiles(lambda first, low, high, num: (first, low * 0, high * 0, num)),
+    ),
+    "backward-future": Mutation("each key is seen by the query before it", backward, query_range(low=-1)),
+    "backward-end": Mutation("each key is not seen by its own query", backward, query_range(low=1)),
+    "backward-window": Mutation("a window is a key too wide", backward_window, query_range(high=1)),
+    "backward-narrow-window": Mutation("a window is a key too narrow", backward_window, query_range(high=-1)),
+    "backward-head": Mutation("a query head of each group is taken for all", backward, one_head),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "check",
-    [decode, in_splits, decode_window, prefill, prefill_window, lists],
-    ids=["decode", "in_splits", "decode_window", "prefill", "prefill_window", "lists"],
+    [decode, in_splits, decode_window, prefill, prefill_window, lists, backward, backward_window],
+    ids=[
+        "decode",
+        "in_splits",
+        "decode_window",
+        "prefill",
+        "prefill_window",
+        "lists",
+        "backward",
+        "backward_window",
+    ],
 )
 def test_the_kernels_pass_as_they_are(check):
     check()

@@ -82,12 +82,16 @@ class BackwardProblem:
         for name, got in zip(GRADIENTS, grads, strict=True):
             got, want = np.asarray(got, np.float64), self.want[name]
             assert got.shape == want.shape
-            assert not np.isnan(got).any(), name
+            assert not np.isnan(got).any(), f"{name}'s gradient is off by NaN"
             error, allowed = got - want, self.in_16_bits[name] - want
             rounding = float(jnp.finfo(self.setting.dtype).eps) * np.abs(want).max(initial=0.0)
-            assert np.abs(error).max() <= 2 * np.abs(allowed).max() + rounding / 2, name
-            assert (error**2).mean() <= 2 * (allowed**2).mean() + 1e-12, name
-            assert not got[~self._is_live(name)].any(), name
+            bound = 2 * np.abs(allowed).max(initial=0.0) + rounding / 2
+            off, mean_square = np.abs(error).max(initial=0.0), (error**2).mean()
+            assert off <= bound, f"{name}'s gradient is off by {off}, more than {bound}"
+            assert mean_square <= 2 * (allowed**2).mean() + 1e-12, (
+                f"{name}'s gradient is off by {mean_square}"
+            )
+            assert not got[~self._is_live(name)].any(), f"{name}'s gradient must come out 0 where nobody is"
 
     def _is_live(self, name):
         live = np.zeros(len(self.arrays[name]), bool)

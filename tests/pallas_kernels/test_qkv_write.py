@@ -22,7 +22,8 @@ def problem(layout="NHD", tokens=9, heads=2, group=3, dim=64, dtype=jnp.bfloat16
     qkv = 3 * jax.random.normal(next(keys), (tokens, heads, group + 2, dim), dtype)
     caches = [jax.random.normal(next(keys), shape, dtype) for _ in range(2)]
     angles = 100 * jax.random.normal(next(keys), (tokens, dim // 2))
-    slots = jnp.asarray((SLOTS * tokens)[:tokens], jnp.int32)
+    others = np.random.default_rng(0).permutation(64)  # no slot twice: which token stays would be chance
+    slots = jnp.asarray(SLOTS[:tokens] if tokens <= len(SLOTS) else others[:tokens], jnp.int32)
     named = {}
     if "n" in parts:
         weight = lambda: 1 + 0.1 * jax.random.normal(next(keys), (dim,), dtype)
@@ -164,13 +165,6 @@ class TestOnGPU:
         [(8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (1, 8, 80)],
     )
     def test_models_heads(self, is_offset, dtype, heads, group, dim):
-        for tokens in (1, 60, 1000):
-            check(
-                "NHD",
-                heads=heads,
-                group=group,
-                dim=dim,
-                dtype=dtype,
-                is_offset=is_offset,
-                tokens=min(tokens, 60),
-            )
+        how = {"heads": heads, "group": group, "dim": dim, "dtype": dtype, "is_offset": is_offset}
+        for tokens in (1, 60):
+            check("NHD", tokens=tokens, **how)

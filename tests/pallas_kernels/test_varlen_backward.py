@@ -326,11 +326,17 @@ class TestAheadOfTime:
         assert kernel.spilled_bytes <= 400
 
     def test_plain_attention_spills_addresses_only(self):
-        """Of an item, and none in the loop over whole tiles but two."""
+        """Of an item; in the loop over whole tiles thirteen are moved to memory or back."""
         aot.require_plugin()
         name = "d128-plain-float16"
         (kernel,) = aot.compile_all("tests.pallas_kernels.backward_aot_cases", [name])[name]
-        assert kernel.spilled_bytes <= 200
+        assert kernel.spilled_bytes <= 600
+
+    @pytest.mark.parametrize("name", ["d64-plain-float16", "d128-plain-float16", "d128-cap_alibi-float16"])
+    def test_products_wait_for_each_other_nowhere(self, name):
+        """ptxas says so where it makes them, for want of registers or because somebody looks too early."""
+        aot.require_plugin()
+        assert "serialized" not in aot.report_of("tests.pallas_kernels.backward_aot_cases", [name])[name]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """`batch_invariant`: a request's bits, in bf16, whatever runs beside it and whatever is cached."""
 
+import functools
 import random
 
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -10,9 +12,10 @@ from jattn.serving import Engine, SamplingParams
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduler import Scheduler
 from tests.serving.test_prefix_cache import BLOCK_SIZE, Pool
-from tests.serving.tiny import sized_model
+from tests.serving.tiny import one_layer_model, sized_model
 
 GREEDY = SamplingParams(max_tokens=12, logprobs=2)
+ON_KERNELS = {"implementation": "mosaic_gpu"}
 
 
 MODEL = sized_model()
@@ -97,6 +100,25 @@ class TestBits:
     def test_depend_on_the_batch_without(self, alone):
         engine = engine_of(batch_invariant=False)
         assert bits(engine, prompts(8)) != [alone(prompt) for prompt in prompts(8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sliding_window", [None, 200])
+def test_bits_on_kernels_do_not_depend_on_what_runs_beside_nor_on_what_is_cached(sliding_window):
+    """Long prompts in pieces, tiles of the kernels that begin anywhere, decodes of several splits."""
+    wide = {"head_dim": 128, "max_position_embeddings": 4096}
+    model = one_layer_model(sliding_window=sliding_window, num_layers=3, dtype=jnp.bfloat16, **wide)
+    sizes = {"num_blocks": 1200, "max_num_seqs": 8, "max_num_batched_tokens": 700, "block_size": 16}
+    make = functools.partial(Engine, model, batch_invariant=True, **ON_KERNELS, **sizes)
+    draw = random.Random(0)
+    ids = lambda count: draw.choices(range(256), k=count)
+    shared = ids(1500)
+    asked = [shared[: draw.randint(0, 1500)] + ids(count) for count in (1, 40, 300, 900, 2400, 70)]
+    alone, crowded = make(enable_prefix_caching=False), make()
+    want = [bits(alone, [prompt])[0] for prompt in asked]
+    assert bits(crowded, asked) == want
+    assert bits(crowded, asked[::-1]) == want[::-1]
+    assert crowded.stats.num_prefix_hit_tokens > 0
 
 
 class Watched(Scheduler):

@@ -24,12 +24,12 @@ def byte_tokenizer():
 BYTES = byte_tokenizer()
 
 
-def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None):
+def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None, **changes):
     """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
     config = read_config(GOLDEN / "hf" / "llama")
     family = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} if sliding_window else {}
     change = {"num_hidden_layers": num_layers, "sliding_window": sliding_window, "eos_token_id": None}
-    config = DecoderConfig.from_hf(config.to_hf() | family | change)
+    config = DecoderConfig.from_hf(config.to_hf() | family | change | changes)
     model = Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
     model.tokenizer = BYTES
     return model

@@ -81,15 +81,9 @@ def gradients(
     """
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score, sizes = score_of(spec), kernel.default_sizes(spec.head_dim)
-    kv_tokens = kv.k.shape[0]
-    schedule = kernel.make_schedule(
-        *lens,
-        kv_tokens=kv_tokens,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        score=score,
-        sizes=sizes,
-    )
+    kv_tokens, kv_heads, head_dim = kv.k.shape
+    widths: dict[str, Any] = {"kv_tokens": kv_tokens, "kv_heads": kv_heads, "head_dim": head_dim}
+    schedule = kernel.make_schedule(*lens, **widths, score=score, sizes=sizes)
     listed: dict[str, Any] = {}
     if mask is not None:
         bounds = {"num_tokens": query.shape[0], "max_seq_len": kv_tokens}

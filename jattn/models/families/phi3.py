@@ -15,7 +15,7 @@ def _rope(keys: Keys) -> Rope:
     given["rope_type"] = given.get("rope_type", kind) or "default"
     if given["rope_type"] in ("su", "yarn"):
         given["rope_type"] = "longrope"
-    return rope({**keys, "rope_scaling": None, "rope_parameters": given})
+    return rope({**keys, "rope_scaling": None, "rope_parameters": given}, is_partial=True)
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:

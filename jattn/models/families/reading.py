@@ -94,16 +94,18 @@ def layer_type(keys: Keys, layer: int, default: str, known: Collection[str] = (F
     return types[layer]
 
 
-def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False) -> Rope:
+def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_partial: bool = False) -> Rope:
     """The rope of a layer of some type: one dictionary for all, or one a type.
 
     Args:
         keys: The config's.
         kind: The layer's type.
         interleaved: Pairs are neighbours.
+        is_partial: The family may rotate a part of a head.
 
     Raises:
         ValueError: There are dictionaries by type, and none of this.
+        NotImplementedError: A part of a head is to be rotated, which the family does not.
     """
     given = {**(keys["rope_parameters"] or {}), **(keys["rope_scaling"] or {})}
     context = keys["max_position_embeddings"]
@@ -114,8 +116,12 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False) -> R
     if any(isinstance(value, Mapping) for value in given.values()):
         require(kind in given, "rope_parameters", f"have {kind!r}", sorted(given))
         given = given[kind]
+    given = {**base, **given}
+    part = given.get("partial_rotary_factor")
+    if not is_partial and part not in (None, 1):
+        raise unsupported(f"partial_rotary_factor {part}", "the family rotates whole heads", "Supported: 1")
     return Rope.from_hf(
-        {**base, **given},
+        given,
         head_dim=keys["head_dim"],
         default_context=context,
         max_context=keys["max_position_embeddings"],

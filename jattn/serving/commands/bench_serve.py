@@ -3,12 +3,13 @@
 import argparse
 import asyncio
 import dataclasses
+import functools
 import importlib
 import json
 import pathlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,10 @@ def bench_serve(args: argparse.Namespace) -> None:
     require_positive(**sizes, vocab_size=args.vocab_size, request_rate=min(args.request_rate))
     rows = []
     for rate in args.request_rate:
+        prompts = drawn_prompts(args.num_prompts, args.input_len, args.vocab_size, random.Random(args.seed))
+        ask, draws = functools.partial(_ask, args), random.Random(args.seed + 1)
         start = time.perf_counter()
-        samples = asyncio.run(_run(args, rate))
+        samples = asyncio.run(arriving(ask, prompts, rate, draws))
         rows.append(summary(samples, rate, time.perf_counter() - start) | sizes)
         print("\n".join(([] if rows[1:] else [HEADER]) + [as_line(rows[-1])]), flush=True)
     if args.json is not None:
@@ -73,14 +76,30 @@ def bench_serve(args: argparse.Namespace) -> None:
         draw(rows, args.plot)
 
 
-async def _run(args: argparse.Namespace, rate: float) -> list[Sample]:
-    """All requests of one rate: they come as in a Poisson process, whatever became of those before."""
-    draw = random.Random(args.seed)
-    tasks = []
-    for _ in range(args.num_prompts):
-        prompt = draw.choices(range(args.vocab_size), k=args.input_len)
-        tasks.append(asyncio.create_task(_ask(args, prompt)))
-        await asyncio.sleep(draw.expovariate(rate))
+def drawn_prompts(count: int, length: int, vocab_size: int, draw: random.Random) -> list[list[int]]:
+    """Random token ids."""
+    return [draw.choices(range(vocab_size), k=length) for _ in range(count)]
+
+
+async def arriving(
+    ask: Callable[[list[int]], Coroutine[Any, Any, Sample]],
+    prompts: Sequence[list[int]],
+    rate: float,
+    draw: random.Random,
+) -> list[Sample]:
+    """Asks with each prompt, as they come in a Poisson process, whatever became of those before.
+
+    Args:
+        ask: What asks.
+        prompts: With which.
+        rate: How many a second.
+        draw: Of the times between them.
+    """
+    tasks, due = [], time.perf_counter()
+    for prompt in prompts:
+        tasks.append(asyncio.create_task(ask(prompt)))
+        due += draw.expovariate(rate)
+        await asyncio.sleep(max(due - time.perf_counter(), 0))
     return await asyncio.gather(*tasks)
 
 
@@ -112,8 +131,9 @@ def summary(samples: Sequence[Sample], rate: float, seconds: float) -> dict[str,
     }
     errors = sorted({sample.error for sample in samples if sample.error is not None})
     row: dict[str, Any] = {"request_rate": rate, "seconds": seconds, "errors": errors}
-    row |= {"num_ok": len(good), "num_failed": len(samples) - len(good)}
-    row["tokens_per_second"] = sum(sample.num_tokens for sample in good) / seconds
+    num_tokens = sum(sample.num_tokens for sample in good)
+    row |= {"num_ok": len(good), "num_failed": len(samples) - len(good), "num_tokens": num_tokens}
+    row["tokens_per_second"] = num_tokens / seconds
     for name, values in times.items():
         told = np.percentile(values, PERCENTILES) * 1e3 if values else [float("nan")] * len(PERCENTILES)
         row[f"{name}_ms"] = {f"p{p}": float(value) for p, value in zip(PERCENTILES, told, strict=True)}

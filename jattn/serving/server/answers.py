@@ -97,8 +97,17 @@ class Job:
         async with contextlib.aclosing(outputs):
             async for index, output in outputs:
                 pieces[index].append(output)
-        choices = [self.shape.choice(i, _joined(some), is_chunk=False) for i, some in enumerate(pieces)]
+        chosen = self._best([_joined(some) for some in pieces])
+        choices = [self.shape.choice(i, output, is_chunk=False) for i, output in enumerate(chosen)]
         return self._envelope(self.shape.whole, choices) | {"usage": self._usage()}
+
+    def _best(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Of each prompt's completions as many as are wanted: those whose tokens are likeliest on average."""
+        made, wanted = self.params.n, self.body.n or 1
+        if made == wanted:
+            return outputs
+        groups = [outputs[first : first + made] for first in range(0, len(outputs), made)]
+        return [one for group in groups for one in sorted(group, key=_mean_logprob, reverse=True)[:wanted]]
 
     async def _events(
         self, first: tuple[int, RequestOutput], outputs: AsyncGenerator[tuple[int, RequestOutput]]
@@ -165,6 +174,13 @@ class EventStream(StreamingResponse):
 
 def _line(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    """Of a completion's tokens."""
+    places = zip(output.new_token_ids, output.logprobs or (), strict=True)
+    logprobs = [place[token].logprob for token, place in places]
+    return sum(logprobs) / max(len(logprobs), 1)
 
 
 def _joined(outputs: list[RequestOutput]) -> RequestOutput:

@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,13 +10,28 @@ from jattn.serving.outputs import Logprobs, RequestOutput
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
+from jattn.serving.server.protocol import (
+    ChatCompletionBody,
+    ChatTemplateBody,
+    Message,
+    NamedToolChoice,
+    Tool,
+)
 from jattn.serving.server.sampling import refuse, sampling_params
 from jattn.serving.server.service import Service
 from jattn.serving.server.token_texts import TokenTexts
+from jattn.serving.server.tools import (
+    OPEN,
+    NamedReader,
+    TaggedReader,
+    ToolReader,
+    named_tool,
+    whole_calls,
+    with_objects,
+)
 from pallas_kernels.checks import require
 
-SERVED = {"tools": ([],), "tool_choice": ("none", "auto"), "modalities": (["text"],)}
+SERVED = {"modalities": (["text"],)}
 
 
 class ChatShape:
@@ -24,9 +39,18 @@ class ChatShape:
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, texts: TokenTexts, num_logprobs: int | None):
-        """`num_logprobs`: likeliest tokens to tell of; None = nothing."""
+    def __init__(
+        self, texts: TokenTexts, num_logprobs: int | None, make_reader: Callable[[], ToolReader] | None
+    ) -> None:
+        """For one request.
+
+        Args:
+            texts: Of tokens.
+            num_logprobs: Likeliest tokens to tell of; None = nothing.
+            make_reader: Makes what finds a completion's calls of tools; None = there are none.
+        """
         self._texts, self._num_logprobs = texts, num_logprobs
+        self._make_reader, self._readers = make_reader, dict[int, ToolReader]()
 
     def opening(self, index: int) -> dict[str, Any]:
         """Who speaks."""
@@ -35,16 +59,37 @@ class ChatShape:
 
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
         """What is said."""
-        said: dict[str, Any] = {"content": output.new_text}
+        content, calls, reason = self._read(index, output)
+        said: dict[str, Any] = {} if calls and not content and is_chunk else {"content": content}
+        if calls:
+            said["tool_calls"] = calls if is_chunk else whole_calls(calls)
         if not is_chunk:
-            said |= {"role": "assistant", "refusal": None}
+            said |= {
+                "role": "assistant",
+                "refusal": None,
+                "content": content if content or not calls else None,
+            }
         return {
             "index": index,
             "delta" if is_chunk else "message": said,
             "logprobs": self._logprobs(output.new_token_ids, output.logprobs),
-            "finish_reason": output.finish_reason,
+            "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
+
+    def _read(self, index: int, output: RequestOutput) -> tuple[str, list[dict[str, Any]], str | None]:
+        """What is said to the user, what is called, and why nothing more comes."""
+        if self._make_reader is None:
+            return output.new_text, [], output.finish_reason
+        if index not in self._readers:
+            self._readers[index] = self._make_reader()
+        reader = self._readers[index]
+        content, calls = reader.feed(output.new_text)
+        if output.finish_reason is None:
+            return content, list(calls), None
+        rest, more = reader.end()
+        is_stop = output.finish_reason == "stop"
+        return content + rest, [*calls, *more], reader.finish_reason if is_stop else output.finish_reason
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         if self._num_logprobs is None or logprobs is None:
@@ -63,10 +108,35 @@ async def create_chat_completion(request: Request) -> Response:
     body: ChatCompletionBody = await read(request, ChatCompletionBody)
     service.check_model(body.model)
     refuse(body, SERVED)
-    prompt = chat_tokens(service, body)
+    make_reader = _reader_maker(service, body)
+    prompt = chat_tokens(service, body, tools=body.tools if body.tool_choice != "none" else None)
     num = _num_logprobs(body)
     params = sampling_params(body, service.default_sampling, max_tokens=_max_tokens(body), logprobs=num)
-    return await Job(service, body, [prompt], params, ChatShape(service.token_texts, num)).answer(request)
+    shape = ChatShape(service.token_texts, num, make_reader)
+    return await Job(service, body, [prompt], params, shape).answer(request)
+
+
+def _reader_maker(service: Service, body: ChatCompletionBody) -> Callable[[], ToolReader] | None:
+    """Makes what finds the calls of one completion; None where there can be none.
+
+    Raises:
+        ValueError: A function is named that is not among the tools.
+        ApiError: Nobody knows what a call looks like in what this model says.
+    """
+    choice = body.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        name = named_tool(body.tools or (), choice).function.name
+        return lambda: NamedReader(name)
+    if choice == "required":
+        told = "tool_choice: 'required' is not served. Name a function, or leave it out."
+        raise ApiError(422, told, "tool_choice", "unsupported")
+    if not body.tools or choice == "none":
+        return None
+    if service.chat_template is not None and not service.chat_template.has_call_tags:
+        told = f"tools: the chat template has no {OPEN}. Name a function in tool_choice, or leave tools out."
+        raise ApiError(422, told, "tools", "unsupported")
+    most = 1 if body.parallel_tool_calls is False else None
+    return lambda: TaggedReader(most=most)
 
 
 def _max_tokens(body: ChatCompletionBody) -> int | None:
@@ -84,7 +154,13 @@ def _num_logprobs(body: ChatCompletionBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def chat_tokens(service: Service, body: ChatTemplateBody, *, add_special_tokens: bool = False) -> list[int]:
+def chat_tokens(
+    service: Service,
+    body: ChatTemplateBody,
+    *,
+    tools: Sequence[Tool] | None = None,
+    add_special_tokens: bool = False,
+) -> list[int]:
     """A conversation's tokens. The template writes the special ones, so that there is no second BOS.
 
     Raises:
@@ -95,9 +171,13 @@ def chat_tokens(service: Service, body: ChatTemplateBody, *, add_special_tokens:
         told = "the model has no chat template. Start the server with --chat-template FILE."
         raise ApiError(422, told, "messages", "unsupported")
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    others = body.chat_template_kwargs or {}
-    reserved = sorted({"messages", "add_generation_prompt"} & others.keys())
+    others = dict(body.chat_template_kwargs or {})
+    own: dict[str, Any] = {}
+    if tools is not None:
+        own["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    reserved = sorted({"messages", "add_generation_prompt", *own} & others.keys())
     require(not reserved, "chat_template_kwargs", "hold other names", reserved)
+    others |= own
     text = service.chat_template.render(messages, add_generation_prompt=body.add_generation_prompt, **others)
     return service.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -111,4 +191,6 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
                 told = f"messages[{index}].content: only text is served, got {part.get('type')!r}."
                 raise ApiError(422, told, "messages", "unsupported")
         plain["content"] = "\n".join(part["text"] for part in message.content)
+    if plain.get("tool_calls") is not None:
+        plain["tool_calls"] = with_objects(f"messages[{index}].tool_calls", plain["tool_calls"])
     return plain

@@ -74,19 +74,33 @@ async def create_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     body: CompletionBody = await read(request, CompletionBody)
     service.check_model(body.model)
-    refuse(body, {"best_of": (1, body.n), "suffix": ("",)})
+    refuse(body, {"suffix": ("",)})
     prompts = _prompts(service, body)
-    params = sampling_params(body, service.default_sampling, **_lengths(body))
+    params = sampling_params(body, service.default_sampling, **_lengths(body), **_candidates(body))
     shape = TextShape(service.token_texts, body, prompts)
     return await Job(service, body, [ids for ids, _ in prompts], params, shape).answer(request)
 
 
+def _candidates(body: CompletionBody) -> dict[str, Any]:
+    """How many completions of each prompt; of more than `n` those are told whose tokens are likeliest.
+
+    Raises:
+        ValueError: There are too few, or all would be the same, or there is no time to choose.
+    """
+    num, most = body.n or 1, body.best_of
+    if most is None or most == num:
+        return {"n": num, "logprobs": body.logprobs}
+    require(most > num, "best_of", f"be at least n ({num})", most)
+    require(body.temperature != 0, "best_of", "be n with temperature 0", most)
+    require(not body.stream, "best_of", "be n in a stream", most)
+    return {"n": most, "logprobs": body.logprobs or 0}
+
+
 def _lengths(body: CompletionBody) -> dict[str, Any]:
-    """How long, and what is told of each token. Scoring a prompt (echo, no new token) takes one."""
+    """How long, and what is told of the prompt. Scoring it (echo, no new token) takes one token."""
     scores = body.echo and body.max_tokens == 0
     return {
         "max_tokens": 1 if scores else body.max_tokens,
-        "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
     }
 

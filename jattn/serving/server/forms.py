@@ -3,7 +3,13 @@
 from typing import Any
 
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.protocol import GenerationBody, ResponseFormat
+from jattn.serving.server.protocol import (
+    ChatCompletionBody,
+    GenerationBody,
+    NamedToolChoice,
+    ResponseFormat,
+)
+from jattn.serving.server.tools import named_tool
 from jattn.serving.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require
 
@@ -26,6 +32,9 @@ def structured_outputs(body: GenerationBody) -> tuple[str, StructuredOutputsPara
         found["structured_outputs"] = told
     if body.response_format is not None and body.response_format.type != "text":
         found["response_format"] = _of_response_format(body.response_format)
+    if isinstance(body, ChatCompletionBody) and isinstance(body.tool_choice, NamedToolChoice):
+        function = named_tool(body.tools or (), body.tool_choice).function
+        found["tool_choice"] = {"json": function.parameters or {"type": "object"}}
     if not found:
         return None
     name, *others = found

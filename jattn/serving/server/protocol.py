@@ -92,8 +92,8 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
-    # known, and served with their defaults alone
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    # known, and served with its default alone
     suffix: str | None = None
 
 
@@ -114,6 +114,35 @@ class ChatTemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class ToolFunction(Body):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """OpenAI's; functions are the only kind."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(Body):
+    """Names a tool's function."""
+
+    name: str
+
+
+class NamedToolChoice(Body):
+    """This function is to be called, and nothing else said."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatCompletionBody(GenerationBody, ChatTemplateBody):
     """`POST /v1/chat/completions`."""
 
@@ -121,10 +150,10 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # known, and served with their defaults alone
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    # known, and served with their defaults alone
     modalities: list[Literal["text"]] | None = None
 
 

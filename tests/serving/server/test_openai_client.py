@@ -7,8 +7,10 @@ import subprocess
 import openai
 import pydantic
 import pytest
+from openai.types import Completion, ErrorObject, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.serving.server.running import running
+from tests.serving.server.running import parsed, running
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -122,3 +124,51 @@ def test_curl(server):
         check=True,
     )
     assert json.loads(done.stdout)["usage"]["completion_tokens"] == 3
+
+
+SHAPES = [
+    ("/v1/completions", {"prompt": "abc", "logprobs": 2, "n": 2}, Completion, Completion),
+    (
+        "/v1/chat/completions",
+        {"logprobs": True, "top_logprobs": 2, "n": 2},
+        ChatCompletion,
+        ChatCompletionChunk,
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+        ChatCompletion,
+        ChatCompletionChunk,
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "whole", "chunk"), SHAPES)
+def test_answers_have_the_published_shapes(server, path, body, whole, chunk):
+    """The client itself takes whatever comes; its types, told to be strict, do not."""
+    headers = {"Authorization": "Bearer secret"}
+    body = {"max_tokens": 5, "seed": 1, "messages": MESSAGES} | body
+    if "prompt" in body:
+        del body["messages"]
+    status, _, answer = server.ask("POST", path, body, headers)
+    assert status == 200
+    checked = whole.model_validate(answer, strict=True)
+    assert checked.usage is not None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    _, _, text = server.ask("POST", path, body | options, headers)
+    events = list(parsed(text))
+    for choice in (choice for event in events for choice in event["choices"] if chunk is Completion):
+        choice["finish_reason"] = choice["finish_reason"] or "stop"  # the type knows no stream's null
+    chunks = [chunk.model_validate(event, strict=True) for event in events]
+    assert chunks[-1].usage == checked.usage
+
+
+def test_models_and_errors_have_the_published_shapes(server):
+    headers = {"Authorization": "Bearer secret"}
+    _, _, models = server.ask("GET", "/v1/models", headers=headers)
+    assert [Model.model_validate(one, strict=True).id for one in models["data"]] == ["tiny"]
+    _, _, answer = server.ask("POST", "/v1/completions", {}, headers)
+    ErrorObject.model_validate(answer["error"], strict=True)

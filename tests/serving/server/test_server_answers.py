@@ -47,6 +47,19 @@ class TestCompletions:
         assert len(events) > 4
         assert all("usage" not in event for event in events)
 
+    def test_the_best_of_several_are_those_whose_tokens_are_likeliest(self, server):
+        asked = {"prompt": ["abc", "d"], "max_tokens": 6, "seed": 4, "temperature": 1.2}
+        every = server.post("/v1/completions", **asked, n=5, logprobs=1)["choices"]
+        mean = lambda choice: sum(choice["logprobs"]["token_logprobs"]) / 6
+        best = lambda some: [one["text"] for one in sorted(some, key=mean, reverse=True)[:2]]
+        answer = server.post("/v1/completions", **asked, n=2, best_of=5)
+        assert [one["text"] for one in answer["choices"]] == [*best(every[:5]), *best(every[5:])]
+        assert [(one["index"], one["logprobs"]) for one in answer["choices"]] == [(i, None) for i in range(4)]
+        assert answer["usage"]["completion_tokens"] == 60
+        status, error = server.error("/v1/completions", **asked, best_of=2, stream=True)
+        assert (status, error["param"]) == (400, "best_of")
+        assert "best_of must be n in a stream, got 2" in error["message"]
+
     def test_several_prompts_and_completions_are_numbered(self, server):
         asked = {"prompt": ["abc", "d", "ef"], "n": 2, "max_tokens": 4, "seed": 1, "temperature": 1.0}
         whole = server.post("/v1/completions", **asked)

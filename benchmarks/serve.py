@@ -1,0 +1,182 @@
+"""`jattn serve` on an 8B-wide Qwen3 with random weights, beside its engine without a server: what HTTP costs.
+
+The same prompts arrive at the same times, at the server from a process of its own. No row unless the server
+says what the engine says, and every request has come to its end.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.device_time import Rows
+from benchmarks.engine import QWEN3_8B, TOLERANCE, engine_of, logprob_error
+from benchmarks.random_decoder import random_decoder
+from jattn.serving import AsyncEngine, Engine, SamplingParams
+from jattn.serving.commands.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
+from jattn.serving.commands.events import events
+
+RATES = (4.0, 16.0, 32.0)  # requests a second
+INPUT_LEN, OUTPUT_LEN = 1024, 256
+SECONDS = 8.0  # in which requests arrive, for each rate
+PROMPT_IDS = 9999  # prompts' ids are below it
+TIMES = ("time_to_first_token_ms", "inter_token_latency_ms", "end_to_end_ms")
+CLIENT = "import sys; from jattn.serving.cli import main; sys.exit(main())"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `python -m benchmarks serve` takes."""
+    parser.add_argument("--cache-dir", help="where executables are kept from one run to the next")
+    parser.add_argument("--out", help="folder of the rows")
+    parser.add_argument("--plot", help="where to draw them (the extra jattn[plot])")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Each rate, first the engine and then the server."""
+    rows, model = Rows("serve", arguments.out), random_decoder(QWEN3_8B)
+    engine = engine_of(model, arguments.cache_dir)
+    engine.precompile(progress=False, wait=False)
+    engine.graphs.wait()
+    error = logprob_error(engine, model)
+    if error > TOLERANCE:
+        raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
+    model.tokenizer = engine.tokenizer = word_tokenizer(QWEN3_8B["vocab_size"])
+    made = compared(engine, RATES, seconds=SECONDS, input_len=INPUT_LEN, output_len=OUTPUT_LEN)
+    for row in made:
+        rows.add(name=f"rate_{row['request_rate']:g}", logprob_error=error, **row)
+    if arguments.plot is not None:
+        draw(made, arguments.plot)
+
+
+def compared(engine: Engine, rates: Sequence[float], *, seconds: float, **lens: int) -> list[dict[str, Any]]:
+    """A row for each rate; the engine's numbers, the server's, and what lies between them."""
+    sizes = [{"num_prompts": max(round(rate * seconds), 1), **lens} for rate in rates]
+    runs = list(zip(rates, sizes, strict=True))
+    asyncio.run(at_the_engine(engine, rates[-1], sizes[-1]))  # what a first run makes is not measured
+    alone = [asyncio.run(at_the_engine(engine, rate, size)) for rate, size in runs]
+    (prompt,) = drawn_prompts(1, lens["input_len"], PROMPT_IDS, random.Random(2))
+    want = engine.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0].text
+    with serving(engine) as url:
+        require_same_text(url, prompt, want)
+        served = [at_the_server(url, rate, size) for rate, size in runs]
+    rows = []
+    for (rate, size), one, other in zip(runs, alone, served, strict=True):
+        for told in (one, other):
+            if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * lens["output_len"]:
+                raise SystemExit(f"not all requests came to their end: {told}: no rows")
+        rows.append({"request_rate": rate, **size, **beside(one, other)})
+    return rows
+
+
+def beside(engine: dict[str, Any], server: dict[str, Any]) -> dict[str, Any]:
+    """Both runs in one row, and what the server costs: of throughput a share, of time milliseconds."""
+    row: dict[str, Any] = {}
+    for name, run in (("engine", engine), ("server", server)):
+        row[f"{name}_tokens_per_s"] = run["tokens_per_second"]
+        for kind in TIMES:
+            row |= {f"{name}_{kind}_{p}": value for p, value in run[kind].items()}
+    row["throughput_cost"] = 1 - server["tokens_per_second"] / engine["tokens_per_second"]
+    for kind in TIMES[:2]:
+        row[f"{kind}_p50_cost"] = server[kind]["p50"] - engine[kind]["p50"]
+    return row
+
+
+async def at_the_engine(engine: Engine, rate: float, sizes: dict[str, int]) -> dict[str, Any]:
+    """One run without a server."""
+    params = SamplingParams(max_tokens=sizes["output_len"], ignore_eos=True)
+    prompts = drawn_prompts(sizes["num_prompts"], sizes["input_len"], PROMPT_IDS, random.Random(0))
+    start = time.perf_counter()
+    async with AsyncEngine(engine) as shared:
+
+        async def ask(prompt: list[int]) -> Sample:
+            sample, began = Sample(), time.perf_counter()
+            async for output in shared.generate(prompt, params):
+                sample.arrivals.append(time.perf_counter() - began)
+                sample.num_tokens += len(output.new_token_ids)
+            sample.end = time.perf_counter() - began
+            return sample
+
+        samples = await arriving(ask, prompts, rate, random.Random(1))
+    return summary(samples, rate, time.perf_counter() - start)
+
+
+def at_the_server(url: str, rate: float, sizes: dict[str, int]) -> dict[str, Any]:
+    """One run of `jattn bench-serve`, in a process of its own."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    options += [f"--url={url}", f"--request-rate={rate}", f"--vocab-size={PROMPT_IDS}", "--seed=0"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "rows.json"
+        command = [sys.executable, "-c", CLIENT, "bench-serve", *options, f"--json={file}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (row,) = json.loads(file.read_text())
+    return row
+
+
+@contextlib.contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """A server in a thread; where it listens."""
+    server_of: Any = importlib.import_module("jattn.serving.server")
+    options = server_of.ServerOptions(port=0)
+    sock = server_of.listening(options)
+    server = server_of.Server(engine, options, log_level="warning")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        while not server.service.is_ready:
+            if server.failure is not None:
+                raise server.failure
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def require_same_text(url: str, prompt: list[int], want: str) -> None:
+    """The server must say what the engine said before it, to a prompt alone, greedily."""
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+
+    async def served() -> str:
+        chunks = [chunk async for chunk in events(url, "/v1/completions", body)]
+        return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+    said = asyncio.run(served())
+    if said != want:
+        raise SystemExit(f"the server says {said!r}, the engine {want!r}: no rows")
+
+
+def word_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer in which every id is a word, as incremental decoding has it to do with a real one."""
+    tokenizers = importlib.import_module("tokenizers")
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={f"Ġ{i}": i for i in range(vocab_size)}, merges=[])
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
+    """Times to the first token and between two, over the rates: the engine dashed, the server solid."""
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    rates = [row["request_rate"] for row in rows]
+    for panel, kind in zip(panels, TIMES, strict=False):
+        for number, percentile in enumerate(PERCENTILES):
+            for name, line in (("engine", "o--"), ("server", "o-")):
+                values = [row[f"{name}_{kind}_p{percentile}"] for row in rows]
+                panel.plot(rates, values, line, color=f"C{number}", label=f"{name}, p{percentile}")
+        title = kind.removesuffix("_ms").replace("_", " ")
+        panel.set(title=title, xlabel="requests a second", ylabel="ms", ylim=(0, None))
+    panels[0].legend()
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,0 +1,4 @@
+"""Products of tiles of rows with one of many matrices each."""
+
+from pallas_kernels.grouped_matmul.entry import grouped_matmul as grouped_matmul
+from pallas_kernels.grouped_matmul.sizes import TILE_ROWS as TILE_ROWS

@@ -1,0 +1,115 @@
+"""grouped_matmul: against float64 in interpret mode and on a GPU, compiled for an H200, races, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul
+from tests import aot, races
+from tests.pallas_kernels import grouped_aot_cases
+
+GROUPS = (2, 0, -1, 2, -1)  # of the tiles; nobody has group 1 or 3
+
+
+class Problem:
+    """Rows, matrices with NaN where no tile looks, and a row of NaN in the middle of a tile."""
+
+    def __init__(self, inputs, outputs, *, outputs_first, dtype=jnp.bfloat16):
+        keys = jax.random.split(jax.random.key(0))
+        x = jax.random.normal(keys[0], (len(GROUPS) * TILE_ROWS, inputs), dtype)
+        self.x = x.at[TILE_ROWS + 3].set(jnp.nan)
+        shape = (4, outputs, inputs) if outputs_first else (4, inputs, outputs)
+        self.weights = jax.random.normal(keys[1], shape, dtype).at[1::2].set(jnp.nan)
+        self.groups = jnp.asarray(GROUPS, jnp.int32)
+        self.outputs_first = outputs_first
+
+    def run(self, interpret=None):
+        run = functools.partial(grouped_matmul, outputs_first=self.outputs_first, interpret=interpret)
+        return jax.jit(run)(self.x, self.weights, self.groups)
+
+    def check(self, out):
+        assert out.dtype == self.x.dtype
+        for tile, group in enumerate(GROUPS):
+            if group < 0:
+                continue
+            rows = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
+            matrix = np.asarray(self.weights[group], np.float64)
+            want = np.asarray(self.x[rows], np.float64) @ (matrix.T if self.outputs_first else matrix)
+            got = np.asarray(out[rows], np.float64)
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+            assert np.nanmax(np.abs(got - want)) <= 2**-8 * np.nanmax(np.abs(want))
+
+
+SIZES = [(64, 64), (192, 128), (128, 192), (320, 256)]
+
+
+@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_each_tile_is_multiplied_with_its_group_s_matrix(inputs, outputs, outputs_first):
+    problem = Problem(inputs, outputs, outputs_first=outputs_first)
+    out = problem.run(plgpu.InterpretGPUParams())
+    problem.check(out)
+    again = np.asarray(problem.run(plgpu.InterpretGPUParams()).astype(jnp.float32))
+    live = np.repeat(np.asarray(GROUPS) >= 0, TILE_ROWS)
+    np.testing.assert_array_equal(again[live], np.asarray(out.astype(jnp.float32))[live])
+
+
+def test_there_are_no_races():
+    problem = Problem(320, 128, outputs_first=True)
+    problem.run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
+    races.check_none_were_found()
+
+
+def test_f16():
+    problem = Problem(128, 64, outputs_first=True, dtype=jnp.float16)
+    problem.check(problem.run(plgpu.InterpretGPUParams()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [*SIZES, (768, 2048), (2880, 2880), (2048, 1536)])
+def test_on_a_gpu(inputs, outputs, outputs_first, dtype):
+    problem = Problem(inputs, outputs, outputs_first=outputs_first, dtype=dtype)
+    problem.check(problem.run())
+    assert jnp.array_equal(problem.run()[:TILE_ROWS], problem.run()[:TILE_ROWS])
+
+
+def test_nothing_is_spilled_on_an_h200():
+    aot.require_plugin()
+    names = [*grouped_aot_cases.aot_cases()]
+    for name, kernels in aot.compile_all(grouped_aot_cases.__name__, names).items():
+        assert [kernel.spilled_bytes for kernel in kernels if "grouped_matmul" in kernel.name] == [0], name
+
+
+def test_no_rows_are_no_work():
+    out = grouped_matmul(
+        jnp.zeros((0, 64), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16), jnp.zeros(0, jnp.int32)
+    )
+    assert out.shape == (0, 128)
+
+
+def arguments(rows=128, inputs=64, outputs=64, tiles=1, dtype=jnp.bfloat16, weights=None):
+    weights = (2, inputs, outputs) if weights is None else weights
+    return jnp.zeros((rows, inputs), dtype), jnp.zeros(weights, jnp.bfloat16), jnp.zeros(tiles, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rows": 100}, ValueError, r"x must have a multiple of 128 rows, got \(100, 64\)"),
+        ({"weights": (2, 128, 64)}, ValueError, r"weights must have 64 inputs, as x, got \(2, 128, 64\)"),
+        ({"tiles": 2}, ValueError, r"group_of_tile must have shape \(1,\) \(one a tile\), got \(2,\)"),
+        ({"dtype": jnp.float32}, NotImplementedError, "rows are float32, and the kernel takes bfloat16"),
+        ({"dtype": jnp.float16}, NotImplementedError, "rows are float16 and weights bfloat16"),
+        ({"inputs": 96}, NotImplementedError, "inputs are 96, and the kernel takes multiples of 64"),
+        ({"outputs": 32}, NotImplementedError, "outputs are 32, and the kernel takes multiples of 64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        grouped_matmul(*arguments(**change))

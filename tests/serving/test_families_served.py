@@ -1,0 +1,126 @@
+"""Every family through the engine with every feature: transformers' own tokens, or a refusal by name."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+import jattn
+from jattn.bucket import Bucket
+from jattn.models import Decoder, load
+from jattn.models.families import FAMILIES
+from jattn.serving import Engine, SamplingParams
+from tests.conftest import GOLDEN
+
+NUM_TOKENS = 10
+FAST = ("phi3small", "bloom")
+FOLDERS = sorted(path.parent for path in (GOLDEN / "hf").glob("*/expected.npz"))
+TYPES = set(FAMILIES)  # before the pages' examples add one
+of_family = pytest.mark.parametrize(
+    "name",
+    [pytest.param(path.name, marks=() if path.name in FAST else pytest.mark.kernels) for path in FOLDERS],
+)
+
+
+@functools.cache
+def golden(name) -> tuple[Decoder, dict]:
+    folder = GOLDEN / "hf" / name
+    return load(folder, progress=False), dict(np.load(folder / "expected.npz"))
+
+
+def engine_of(model, **options):
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 160, "num_blocks": 48, "max_model_len": 160}
+    limits |= {"check_batches": True} | options
+    if "speculative" not in options:
+        most = limits["max_num_batched_tokens"]
+        sizes = Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=most, max_blocks=10)
+        limits["buckets"] = [sizes]
+    return Engine(model, **limits)
+
+
+def generated(engine, expected, numbers=range(4), **params):
+    """What the prompts become, whatever ends a text."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params)
+    return engine.generate([expected[f"prompt{i}"].tolist() for i in numbers], params)
+
+
+def assert_greedy(results, expected, numbers=range(4)):
+    """Transformers' tokens, up to the first that is a close call."""
+    for i, result in zip(numbers, results, strict=True):
+        close = np.flatnonzero(expected[f"margin{i}"][:NUM_TOKENS] <= 1e-3)
+        sure = close[0] if len(close) else NUM_TOKENS
+        assert result.token_ids[:sure] == expected[f"greedy{i}"][:sure].tolist()
+
+
+def test_every_family_is_here():
+    types = {json.loads((folder / "config.json").read_text())["model_type"] for folder in FOLDERS}
+    assert types == TYPES
+
+
+@of_family
+def test_prompts_at_once_and_again_from_their_cached_beginnings(name):
+    model, expected = golden(name)
+    engine = engine_of(model)
+    results = generated(engine, expected)
+    assert_greedy(results, expected)
+    again = generated(engine, expected)
+    assert [one.token_ids for one in again] == [one.token_ids for one in results]
+    assert engine.stats.num_prefix_hit_tokens == 128  # of 33 and 100 tokens the full blocks
+
+
+@pytest.mark.kernels
+@of_family
+def test_prompts_in_chunks(name):
+    model, expected = golden(name)
+    # Ropes by lengths turn a chunk's keys by the length so far, transformers by the whole prompt's.
+    by_length = any(rope is not None and rope.needs_lengths for rope in model.config.ropes)
+    numbers = range(3 if by_length else 4)
+    engine = engine_of(model, max_num_batched_tokens=32)
+    assert_greedy(generated(engine, expected, numbers), expected, numbers)
+
+
+@pytest.mark.kernels
+@of_family
+@pytest.mark.parametrize("quantization", ["int8_token_head", "fp8_e4m3"])
+def test_8_bit_caches_say_what_is_nearly_best(name, quantization):
+    model, expected = golden(name)
+    prompt = expected["prompt3"].tolist()
+    model.kv_scales = jattn.calibrate(model, [prompt]) if quantization == "fp8_e4m3" else None
+    (result,) = generated(engine_of(model, quantization=quantization), expected, [3])
+    model.kv_scales = None
+    last = expected["logits3"][-1]
+    said = last[last > np.finfo(np.float32).min]
+    assert last[result.token_ids[0]] > last.max() - 0.2 * (said.max() - said.min())
+
+
+@pytest.mark.kernels
+@of_family
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_drafts_change_no_token(name, drafter):
+    model, expected = golden(name)
+    engine = engine_of(model, speculative="ngram" if drafter == "ngram" else model)
+    engine._speculation._draft_cost = 0.0  # here a draft model is as large as the model
+    assert_greedy(generated(engine, expected, [1, 2]), expected, [1, 2])
+    assert drafter == "ngram" or engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.kernels
+@of_family
+def test_a_common_beginning_is_read_once_or_refused_by_name(name):
+    model, expected = golden(name)
+    specs = model.config.attention_specs
+    by_distance = any(spec.window or spec.chunk_size or spec.sparsity for spec in specs)
+    if by_distance or any(layer.alibi_slopes for layer in model.config.layers):
+        message = r"cascade_attention=True: (spec\.|alibi_slopes).*need.* masks that ignore distance"
+        with pytest.raises(NotImplementedError, match=message):
+            engine_of(model, cascade_attention=True)
+        return
+    engine = engine_of(model, cascade_attention=True)
+    prompt = expected["prompt2"].tolist()
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine.generate([prompt], SamplingParams(max_tokens=1))  # leaves its blocks to the others
+    results = engine.generate([prompt] * 3, params)
+    alike = {f"{key}{i}": expected[f"{key}2"] for i in range(3) for key in ("greedy", "margin")}
+    assert_greedy(results, alike, range(3))
+    assert engine.stats.num_cascade_steps > 0
