@@ -197,8 +197,9 @@ def _attend(
     for region, choice in layer.choices:
         part = part_of(metadata, region)
         q, kv = _queries_of(query, metadata, region), _keys_of(cache, part)
-        how, work = packed.How(spec, choice, return_lse), plan.work_of(layer, region)
-        out, lse = _way_of(how, q, kv, part, plan, work, per_head)()
+        is_in_order = isinstance(kv, PackedKV) and kv.is_in_order and part.first_row == 0
+        how = packed.How(spec, choice, return_lse, is_in_order)
+        out, lse = _way_of(how, q, kv, part, plan, plan.work_of(layer, region), per_head)()
         outs.append(out)
         lses.append(lse)
     if not outs:

@@ -36,6 +36,7 @@ def attention(
     mask: Mask | Array | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """Attention, as jax.nn.dot_product_attention has it, with a derivative whose memory is linear in tokens.
 
@@ -53,14 +54,14 @@ def attention(
         scale: As AttentionSpec's; head_dim ** -0.5 when None.
         segment_ids: An id of each token [batch, tokens]: a query sees keys of its own id. The kernels take
             each run of equal ids for a segment; ids that come again, if not traced, go to XLA.
-        cu_seqlens: First token of each packed document, and one past the last, from 0. Tokens behind are
-            padding, which reaches nothing.
+        cu_seqlens: First token of each document, and one past the last, from 0; behind is padding.
         alibi_slopes: As in `attend`.
         sinks: As in `attend`.
         mask: A mask of jattn.masks, whose rows are texts or documents; or an array of bool, for which there
             is no kernel, that broadcasts to [batch, q_heads, q_tokens, kv_tokens].
         return_lse: Return the log-sum-exp too.
         implementation: As in `attend`.
+        deterministic: As AttentionSpec's.
 
     Returns:
         As q; rows without a key are 0. With return_lse a pair with the natural log of the softmax's
@@ -70,9 +71,12 @@ def attention(
         ValueError: Arguments disagree.
         NotImplementedError: No implementation asked for can serve this; the message says why.
     """
-    spec = _spec_of(q, k, v, causal=causal, window=window, soft_cap=soft_cap, scale=scale)
-    rows = _rows_of(q, k, segment_ids, cu_seqlens, mask, spec)
-    asked = _for_segments(segment_ids, implementation)
+    numbers = {"window": window, "soft_cap": soft_cap, "scale": scale, "deterministic": deterministic}
+    spec = _spec_of(q, k, v, causal=causal, **numbers)
+    rows, asked = (
+        _rows_of(q, k, segment_ids, cu_seqlens, mask, spec),
+        _for_segments(segment_ids, implementation),
+    )
     per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     out, lse = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
     return (out, lse) if return_lse else out

@@ -70,7 +70,7 @@ def lay_batch(
         jnp.full(batch, seq_len, jnp.int32),
         num_tokens=batch * query_len,
     )
-    kv = PackedKV(k=flat(k), v=flat(v), kv_start_loc=starts * room)
+    kv = PackedKV(k=flat(k), v=flat(v), kv_start_loc=starts * room, is_in_order=True)
     return Laid(flat(q), kv, metadata, mask, query_len, q_tokens)
 
 
@@ -78,7 +78,7 @@ def lay_packed(q: Array, k: Array, v: Array, cu_seqlens: Int[Array, " bounds"], 
     """A row for each document: the tokens from one of `cu_seqlens` to the next."""
     bounds = cu_seqlens.astype(jnp.int32)
     metadata = _metadata(bounds, bounds[1:] - bounds[:-1], num_tokens=q.shape[0])
-    kv = PackedKV(k=k, v=v, kv_start_loc=bounds[:-1])
+    kv = PackedKV(k=k, v=v, kv_start_loc=bounds[:-1], is_in_order=True)
     return Laid(q, kv, metadata, mask, row_tokens=q.shape[0], q_tokens=q.shape[0])
 
 

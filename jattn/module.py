@@ -174,7 +174,7 @@ class PagedAttention(nnx.Module):
             return query, cache
         key = self._turned(key, self.k_norm, positions, metadata)
         if cache is None:
-            return query, PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts)
+            return query, PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts, is_in_order=True)
         return query, write_kv(cache, key, value, metadata.slot_mapping)
 
     def _turning(

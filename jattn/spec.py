@@ -55,6 +55,8 @@ class AttentionSpec:
             Where it lets queries see later keys, as a prefix LM does, causal must be False.
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
+        deterministic: Gradients have the same bits twice. The kernels add in any order, so XLA computes them:
+            what it costs on a GPU is the kernel.
         query_quantization: "int8" or "fp8_e4m3": queries are rounded to it, with a scale per token and head,
             before they meet keys that the cache holds in the same type. None = they stay as they are. It
             changes what is computed, not how fast: the kernels widen both to 16 bits.
@@ -71,11 +73,12 @@ class AttentionSpec:
     sqrt_alibi: bool = False
     sparsity: Mask | None = None
     batch_invariant: bool = False
+    deterministic: bool = False
     query_quantization: str | None = None
 
     def __post_init__(self) -> None:
         set_ints(self, "num_q_heads", "num_kv_heads", "head_dim")
-        set_bools(self, "causal", "sqrt_alibi", "batch_invariant")
+        set_bools(self, "causal", "sqrt_alibi", "batch_invariant", "deterministic")
         set_floats(self, "scale", "soft_cap")
         object.__setattr__(self, "window", _window(self.window))
         if self.chunk_size is not None:

@@ -13,6 +13,7 @@ import pytest
 
 import jattn
 from jattn import masks
+from jattn.implementations.xla.scores import num_first_keys
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -308,5 +309,13 @@ def test_the_signature_is_what_its_users_were_promised():
     names = list(inspect.signature(jattn.attention).parameters)
     assert names == [
         "q", "k", "v", "causal", "window", "soft_cap", "scale", "segment_ids", "cu_seqlens", "alibi_slopes",
-        "sinks", "mask", "return_lse", "implementation",
+        "sinks", "mask", "return_lse", "implementation", "deterministic",
     ]  # fmt: skip
+
+
+def test_xla_walks_no_further_than_a_mask_of_first_keys():
+    """Else compressed keys would be walked through as if they were as many as queries."""
+    first, near = masks.Sinks(9), masks.Window(left=3)
+    cases = {first: 9, first & near: 9, near & first & masks.Sinks(4): 4, first | masks.Sinks(30): 30}
+    assert {mask: num_first_keys(mask) for mask in cases} == cases
+    assert [num_first_keys(mask) for mask in (None, near, first | near, ~first)] == [None] * 4

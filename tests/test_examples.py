@@ -14,11 +14,11 @@ import jattn
 from examples import (
     decode_one_step,
     demo,
+    flax_train_then_serve,
     serve_a_batch,
     serve_with_graphs,
     serve_with_loop,
     sparsity_study,
-    train_and_generate,
 )
 from tests.in_place import check_in_place
 from tests.serving.tiny import one_layer_model
@@ -51,31 +51,32 @@ def test_decode_one_step_writes_into_the_cache_it_is_given():
 @pytest.fixture(scope="module")
 def trained():
     """A model that knows its text, and its last loss."""
-    model = train_and_generate.Model(nnx.Rngs(0))
+    model = flax_train_then_serve.Model(nnx.Rngs(0))
     with jax.numpy_dtype_promotion("standard"):  # optax's
-        return model, train_and_generate.train(model, train_and_generate.TEXT, steps=100)
+        return model, flax_train_then_serve.train(model, flax_train_then_serve.TEXT, steps=100)
 
 
 def test_what_flax_trained_generates_its_text_from_a_paged_cache(trained):
     model, loss = trained
     assert loss < 0.1
-    count = len(train_and_generate.TEXT) - len(train_and_generate.PROMPT)
-    assert train_and_generate.generate(model, train_and_generate.PROMPT, count) == train_and_generate.TEXT
+    text, prompt = flax_train_then_serve.TEXT, flax_train_then_serve.PROMPT
+    assert flax_train_then_serve.generate(model, prompt, len(text) - len(prompt)) == text
 
 
 def test_training_and_serving_compute_the_same_scores(trained):
     model, _ = trained
     text = jnp.arange(97, 97 + 40, dtype=jnp.int32)  # longer than the window
-    caches = [jattn.PagedCache.create(train_and_generate.CACHE_SPEC) for _ in model.layers]
-    metadata = jattn.build_batch_metadata([40], [40], [[5, 2, 7]], block_size=train_and_generate.BLOCK_SIZE)
+    caches = [jattn.PagedCache.create(flax_train_then_serve.CACHE_SPEC) for _ in model.layers]
+    size = flax_train_then_serve.BLOCK_SIZE
+    metadata = jattn.build_batch_metadata([40], [40], [[5, 2, 7]], block_size=size)
     served, _ = model.step(text, caches, metadata)
     np.testing.assert_allclose(served[0], model(text[None])[0, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_train_and_generate_prints_the_text(capsys, monkeypatch):
-    monkeypatch.setattr(train_and_generate, "train", lambda model, text, steps: 0.5)
-    monkeypatch.setattr(train_and_generate, "generate", lambda model, prompt, count: prompt + b"!" * count)
-    train_and_generate.main()
+def test_flax_train_then_serve_prints_the_text(capsys, monkeypatch):
+    monkeypatch.setattr(flax_train_then_serve, "train", lambda model, text, steps: 0.5)
+    monkeypatch.setattr(flax_train_then_serve, "generate", lambda model, prompt, count: prompt + b"!" * count)
+    flax_train_then_serve.main()
     assert capsys.readouterr().out == "loss after training: 0.500\nhow much wood" + "!" * 57 + "\n"
 
 

@@ -202,11 +202,14 @@ class PackedKV:
         k: [kv_tokens, kv_heads, head_dim]
         v: [kv_tokens, kv_heads, head_dim]
         kv_start_loc: First key of each row of the metadata; row r has `seq_lens[r]` keys from there.
+        is_in_order: Static: whoever made it says that kv_start_loc begins with 0 and ascends, padding rows'
+            too, and that no two rows share a key. The kernels compute gradients only then.
     """
 
     k: Float[Array, "kv_tokens kv_heads head_dim"]
     v: Float[Array, "kv_tokens kv_heads head_dim"]
     kv_start_loc: Int[Array, " reqs"]
+    is_in_order: bool = static(default=False)
 
     def __post_init__(self) -> None:
         for name, axes in (("k", 3), ("v", 3), ("kv_start_loc", 1)):

@@ -14,6 +14,10 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # best first
 type Asked = str | Sequence[str] | None
 
 
+class KernelFallbackWarning(UserWarning):
+    """A layer on a GPU that is served without a kernel, and so slowly, though nobody asked for that."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """What serves a kind of layer in a region.
@@ -22,11 +26,13 @@ class Choice:
         implementation: Its name.
         kernel: Which kernel, of which sizes; None of the others.
         reason: Why a better one was passed over; None where none was.
+        asked: Names that were asked for, one of which may compute the gradients; None = nobody asked.
     """
 
     implementation: str
     kernel: Kernel | None = None
     reason: str | None = None
+    asked: tuple[str, ...] | None = None
 
 
 def asked_for(implementation: Asked) -> tuple[str, ...]:
@@ -89,4 +95,6 @@ def choose(
         else:
             kernel = found
     name, reason = first_able(asked, reasons)
-    return Choice(implementation=name, kernel=kernel if name == "mosaic_gpu" else None, reason=reason)
+    named = None if implementation is None else asked
+    kernel = kernel if name == "mosaic_gpu" else None
+    return Choice(implementation=name, kernel=kernel, reason=reason, asked=named)

@@ -136,5 +136,5 @@ def _described(spec: AttentionSpec) -> str:
     for name in ("window", "soft_cap", "chunk_size", "sparsity", "query_quantization"):
         value = getattr(spec, name)
         said += [] if value is None else [f"{name}={value}"]
-    said += [name for name in ("sqrt_alibi", "batch_invariant") if getattr(spec, name)]
+    said += [name for name in ("sqrt_alibi", "batch_invariant", "deterministic") if getattr(spec, name)]
     return ", ".join(said)

@@ -5,31 +5,43 @@ The backward pass has queries, keys, values, outputs and log-sum-exps, and compu
 
 import dataclasses
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import PackedKV
 from jattn.implementations import mosaic_gpu, xla
-from jattn.implementations.choice import Choice
+from jattn.implementations.choice import Choice, KernelFallbackWarning
 from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles, varying_as
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
+from pallas_kernels.checks import unsupported
 
 type OutAndLse = tuple[Array, Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What is static: the layer, what serves it, and whether the log-sum-exp is wanted."""
+    """What is static.
+
+    Attributes:
+        spec: The layer.
+        choice: What serves it.
+        return_lse: Whether the log-sum-exp is wanted.
+        is_in_order: PackedKV's, of these rows.
+    """
 
     spec: AttentionSpec
     choice: Choice
     return_lse: bool
+    is_in_order: bool
 
 
 class Values(NamedTuple):
@@ -77,9 +89,8 @@ def varying_together(values: Values) -> Values:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: How, values: Values, context: Context) -> OutAndLse:
-    query, k, v, sinks, alibi_slopes = values
-    kv = PackedKV(k=k, v=v, kv_start_loc=context.kv_start_loc)
-    metadata, spec, kernel = context.metadata, how.spec, how.choice.kernel
+    query, _, _, sinks, alibi_slopes = values
+    kv, metadata, spec, kernel = _kv(values, context), context.metadata, how.spec, how.choice.kernel
     options: dict[str, Any] = {"mask": context.mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if kernel is not None:
         options["return_lse"] = how.return_lse
@@ -88,26 +99,77 @@ def _attend(how: How, values: Values, context: Context) -> OutAndLse:
     return out, lse if how.return_lse else None
 
 
-class _Saved(NamedTuple):
+class _Kept(NamedTuple):
+    """What the backward pass gets.
+
+    Attributes:
+        values: Of the forward pass.
+        context: Likewise.
+        out: Its output.
+        lse: Its log-sum-exp.
+        wants_slopes: () where ALiBi's slopes are to have a gradient, else None: both are without arrays.
+    """
+
     values: Values
+    context: Context
     out: Array
     lse: Array
+    wants_slopes: tuple[()] | None
 
 
-def _forward(how: How, values: Values, context: Context) -> tuple[OutAndLse, tuple[_Saved, Context]]:
+def _forward(how: How, values: Values, context: Context) -> tuple[OutAndLse, _Kept]:
+    """Called with CustomVJPPrimal for each array."""
+    slopes = values.alibi_slopes
+    wants_slopes = () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
+    values, context = jax.tree.map(lambda primal: primal.value, (values, context))
     values = once_derivable(values)
     out, lse = _attend(dataclasses.replace(how, return_lse=True), values, context)
     assert lse is not None
-    return (out, lse if how.return_lse else None), (_Saved(values, out, lse), context)
+    return (out, lse if how.return_lse else None), _Kept(values, context, out, lse, wants_slopes)
 
 
-def _backward(how: How, kept: tuple[_Saved, Context], grads: OutAndLse) -> tuple[Values, None]:
-    (values, out, lse), grads = once_derivable((kept[0], grads))
-    query, k, v, sinks, alibi_slopes = values
-    context = kept[1]
-    kv = PackedKV(k=k, v=v, kv_start_loc=context.kv_start_loc)
-    problem = xla.Problem(kv, context.metadata, how.spec, context.mask, sinks, alibi_slopes)
-    return Values(*xla.gradients(query, problem, xla.Saved(out, lse, *grads))), None
+def _backward(how: How, kept: _Kept, grads: tuple[Any, Any]) -> tuple[Values, None]:
+    (values, context, out, lse, wants_slopes) = kept
+    is_zero = [isinstance(grad, SymbolicZero) for grad in grads]
+    grad_out = jnp.zeros_like(out) if is_zero[0] else grads[0]
+    grad_lse = None if is_zero[1] else grads[1]
+    values, out, lse, grad_out, grad_lse = once_derivable((values, out, lse, grad_out, grad_lse))
+    saved = xla.Saved(out, lse, grad_out, grad_lse)
+    if how.choice.kernel is None or not _takes_kernel(how, values, context, wants_slopes is not None):
+        given = how.spec, context.mask, values.sinks, values.alibi_slopes
+        problem = xla.Problem(_kv(values, context), context.metadata, *given)
+        return Values(*xla.gradients(values.query, problem, saved)), None
+    options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **saved._asdict()}
+    kv, metadata = _kv(values, context), context.metadata
+    of_arrays = mosaic_gpu.gradients(values.query, kv, metadata, how.spec, **options)
+    sinks, slopes = values.sinks, values.alibi_slopes
+    of_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
+    return Values(*of_arrays, of_sinks, None if slopes is None else jnp.zeros_like(slopes)), None
 
 
-_attend.defvjp(_forward, _backward)
+def _kv(values: Values, context: Context) -> PackedKV:
+    return PackedKV(k=values.k, v=values.v, kv_start_loc=context.kv_start_loc)
+
+
+def _takes_kernel(how: How, values: Values, context: Context, wants_slopes: bool) -> bool:
+    """Whether there is a kernel for the gradients; where there is none XLA does it, if that is allowed."""
+    reason = mosaic_gpu.why_not_gradients(
+        how.spec,
+        {"query": values.query.dtype, "key": values.k.dtype, "value": values.v.dtype},
+        context.mask,
+        is_in_order=how.is_in_order,
+        wants_slopes=wants_slopes,
+    )
+    asked = how.choice.asked
+    if reason is None:
+        return True
+    if asked is not None and "xla" not in asked and not how.spec.deterministic:
+        way_out = "Leave implementation=None or ask for ('mosaic_gpu', 'xla')"
+        raise unsupported("a derivative of attention", f"mosaic_gpu: {reason}", way_out)
+    if asked is None and not how.spec.deterministic:
+        message = f"gradients of attention fall to xla on a GPU, which is slow: {reason}."
+        warnings.warn(message, KernelFallbackWarning, stacklevel=2)
+    return False
+
+
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)

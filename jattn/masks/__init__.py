@@ -6,7 +6,7 @@ hashable and go into `AttentionSpec.sparsity`; masks that hold arrays are pytree
 where they change without a recompile.
 """
 
-from jattn.masks.base import And, Coverage, Mask, Or, Pairs, Sizes, Tiles
+from jattn.masks.base import And, Coverage, Mask, Not, Or, Pairs, Sizes, Tiles
 from jattn.masks.blocks import BigBird, BlockMask, ListedBlocks
 from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
 from jattn.masks.coverage import coverage_of_tiles
@@ -29,6 +29,7 @@ __all__ = [
     "LocalStrided",
     "Mask",
     "MaskFunction",
+    "Not",
     "OnlyHeads",
     "Or",
     "Pairs",

@@ -117,6 +117,9 @@ class Mask(abc.ABC):
     def __or__(self, other: "Mask") -> "Mask":
         return Or(masks=(*_operands(self, Or), *_operands(other, Or)))
 
+    def __invert__(self) -> "Mask":
+        return self.masks[0] if isinstance(self, Not) else Not(masks=(self,))
+
     __rand__, __ror__ = __and__, __or__
     __array_ufunc__ = None  # numpy's arrays leave & and | to masks, which say what they are not
 
@@ -244,7 +247,7 @@ def _operands(mask: Mask, kind: "type[_Joined]") -> tuple[Mask, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined(Mask):
-    """Masks under & or |."""
+    """Masks under &, | or ~."""
 
     masks: tuple[Mask, ...]
 
@@ -327,11 +330,21 @@ class Or(_Joined):
         return Coverage(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
 
 
-def quotient(x: Any, size: int) -> Any:
-    """`x // size` for x >= 0, in arrays and in kernels, which have no floor division."""
-    return jax.lax.div(x, jnp.full_like(x, size))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Not(_Joined):
+    """Pairs that the one of `masks` hides from each other, those outside of its arrays among them."""
 
+    @property
+    @override
+    def sees_all_before(self) -> bool:
+        return False
 
-def remainder(x: Any, size: int) -> Any:
-    """`x % size` for x >= 0."""
-    return jax.lax.rem(x, jnp.full_like(x, size))
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        return ~self.masks[0].sees(pairs)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        some, every = self.masks[0].coverage(tiles)
+        return Coverage(~every, ~some)

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.arguments import require_array, require_ints
-from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles, quotient, remainder
+from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
+from jattn.masks.integers import quotient, remainder
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jattn.masks.base import And, Mask, Or, Sizes, check_is_mask
+from jattn.masks.base import And, Mask, Not, Or, Sizes, check_is_mask
 from jattn.metadata.batch import BatchMetadata
 from pallas_kernels import support
 from pallas_kernels.checks import require
@@ -75,4 +75,4 @@ def _written(mask: Mask) -> str:
     if isinstance(mask, And | Or):
         sign = " & " if isinstance(mask, And) else " | "
         return "(" + sign.join(map(_written, mask.masks)) + ")"
-    return type(mask).__name__
+    return f"~{_written(mask.masks[0])}" if isinstance(mask, Not) else type(mask).__name__

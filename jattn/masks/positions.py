@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.masks.arguments import require_ints
-from jattn.masks.base import Coverage, Mask, Pairs, Tiles, quotient, remainder
+from jattn.masks.base import Coverage, Mask, Pairs, Tiles
+from jattn.masks.integers import quotient, remainder
 from pallas_kernels.checks import require
 
 

@@ -131,6 +131,14 @@ class Rope:
         """Whether a token is turned by its request's length and not by its position alone."""
         return self.rope_type in ("dynamic", "longrope")
 
+    @property
+    def turning_length(self) -> int | None:
+        """Tokens of a request beyond which all of it is turned by other frequencies; None = of no length.
+
+        "dynamic" has none: its frequencies change with each token, and what is cached stays.
+        """
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else None
+
     def inv_freq(self, *, is_long: bool = False) -> Float32[np.ndarray, " half"]:
         """Radians a token of each pair.
 

@@ -1,7 +1,8 @@
 """The plan of a step: what serves each kind of layer (choosing), and what the layers share (works)."""
 
+from jattn.implementations.choice import KernelFallbackWarning
 from jattn.planning.cascading import can_cascade
-from jattn.planning.choosing import KernelFallbackWarning, choose_layers
+from jattn.planning.choosing import choose_layers
 from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, table_lines
 from jattn.planning.plans import Plan, check_batch_of, plan, planned
 

@@ -5,16 +5,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from jattn.implementations.choice import Asked, asked_for, choose
+from jattn.implementations.choice import Asked, KernelFallbackWarning, asked_for, choose
 from jattn.implementations.layers import Layer, regions_of
 from jattn.masks import Mask, check_mask_of_step
 from jattn.metadata.batch import BatchMetadata
 from jattn.planning.layer_plans import LayerPlan
 from pallas_kernels import support
-
-
-class KernelFallbackWarning(UserWarning):
-    """A layer on a GPU that is served without a kernel, and so slowly, though nobody asked for that."""
 
 
 def choose_layers(

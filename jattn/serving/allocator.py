@@ -21,8 +21,10 @@ class Allocator:
         max_num_batched_tokens: int,
         reach: Reach | None,
         batch_invariant: bool = False,
+        turning_length: int | None = None,
     ) -> None:
         """Arguments as `Scheduler` has them."""
+        self._turning_length = turning_length
         self._manager, self._reach, self._most_at_once = manager, reach, max_num_batched_tokens
         self._prompts_alone = batch_invariant  # generated tokens are neither found nor read with a prompt
         self.copies: dict[int, list[tuple[int, int]]] = {}  # of each request, until its step has run
@@ -69,6 +71,13 @@ class Allocator:
         """As `BlockManager` has them."""
         return self._manager.block_tables(request_ids)
 
+    def turning(self, requests: Iterable[Progress], num_draft_tokens: int = 0) -> list[Progress]:
+        """Those whose cached keys would be turned by other frequencies, were they made in the next step."""
+        if self._turning_length is None:
+            return []
+        begun = (one for one in requests if one.num_computed and not self._is_long(one.num_computed))
+        return [one for one in begun if self._is_long(one.num_tokens + num_draft_tokens)]
+
     def copies_of(self, request_ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """What is to be copied before a step of these requests."""
         if not self.copies:
@@ -81,11 +90,15 @@ class Allocator:
         free = manager.num_free_without(found)
         if self._blocks_wanted(request, found) > free:
             return 0
+        before = request.num_computed, request.num_published
         request.num_computed = len(found) * manager.block_size
         request.num_published = len(found)
         most = (len(found) + free) * manager.block_size - request.num_computed
         num_new = request.num_alike if self._prompts_alone else request.num_new
         count = min(num_new, budget, most)
+        if self._is_long(request.num_tokens) and not self._is_long(request.num_computed + count):
+            request.num_computed, request.num_published = before
+            return 0  # until the budget is large enough
         manager.allocate(request.request_id, request.num_computed + count, found)
         request.room = manager.room(request.request_id)
         return count
@@ -112,7 +125,8 @@ class Allocator:
             num_computed = min(num_computed, request.num_prompt_tokens)
         num_full = min(num_computed // self._manager.block_size, len(request.hashes))
         for index in range(request.num_published, num_full):
-            self._manager.publish(request.request_id, index, request.hashes[index])
+            digest = self._of_length(request.hashes[index], request.num_computed)
+            self._manager.publish(request.request_id, index, digest)
         request.num_published = num_full
 
     def free(self, request: Progress) -> None:
@@ -122,6 +136,13 @@ class Allocator:
         self.copies.pop(request.request_id, None)
 
     # --------------------------------------------------------------------------------------- inside
+    def _is_long(self, num_tokens: int) -> bool:
+        return self._turning_length is not None and num_tokens > self._turning_length
+
+    def _of_length(self, digest: bytes, num_tokens: int) -> bytes:
+        """A block's digest in a request of so many tokens."""
+        return digest + b"long" if self._is_long(num_tokens) else digest
+
     def _blocks_wanted(self, request: Progress, found: Sequence[int]) -> int:
         """Free blocks that a request must see before it begins, behind those that it shares."""
         manager = self._manager
@@ -142,7 +163,7 @@ class Allocator:
             return ()
         num_tokens = request.num_prompt_tokens if self._prompts_alone else request.num_tokens
         most = (num_tokens - 1) // self._manager.block_size
-        digests = request.hashes[:most]
+        digests = [self._of_length(one, request.num_tokens) for one in request.hashes[:most]]
         if self._reach is None:
             return self._manager.find(digests)
         return found_within(self._reach, self._manager, digests)

@@ -54,6 +54,13 @@ def reach_of(model: Any) -> Reach | None:
     return Reach(frozenset(layers)) if layers and (None, None) not in layers else None
 
 
+def turning_length_of(model: Any) -> int | None:
+    """Tokens of a request beyond which a model turns all its keys otherwise; None = of no length."""
+    ropes = [module.rope for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
+    lengths: list[int | None] = [getattr(rope, "turning_length", None) for rope in ropes]
+    return min((length for length in lengths if length is not None), default=None)
+
+
 def found_within(reach: Reach, manager: BlockManager, digests: Sequence[bytes]) -> tuple[int, ...]:
     """The published blocks of the longest beginning behind which a request may go on.
 

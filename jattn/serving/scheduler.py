@@ -43,6 +43,7 @@ class Scheduler:
         max_num_batched_tokens: int = 512,
         reach: Reach | None = None,
         batch_invariant: bool = False,
+        turning_length: int | None = None,
     ) -> None:
         """Starts without requests.
 
@@ -52,6 +53,7 @@ class Scheduler:
             max_num_batched_tokens: Most new tokens of a step, all requests together.
             reach: How far back the model looks; None = to the beginning.
             batch_invariant: Prompts and generated tokens have steps of their own.
+            turning_length: A request that passes it is computed again, and begins beyond it; None = none.
 
         Raises:
             ValueError: A limit is not positive.
@@ -61,7 +63,8 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
         self.num_forked_tokens = self._num_forks = 0
-        self._blocks = Allocator(block_manager, max_num_batched_tokens, reach, batch_invariant)
+        how = (max_num_batched_tokens, reach, batch_invariant, turning_length)
+        self._blocks = Allocator(block_manager, *how)
         self._are_apart, self._had_prompts = batch_invariant, False
         # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
         self._waiting: list[Progress] = []
@@ -146,7 +149,7 @@ class Scheduler:
         count, rows = 1 + num_draft_tokens, self._running
         if not rows or any(request.num_new != 1 or not request.num_computed for request in rows):
             return False
-        if count * len(rows) > self.max_num_batched_tokens:
+        if count * len(rows) > self.max_num_batched_tokens or self._blocks.turning(rows, num_draft_tokens):
             return False
         is_wanted = (self._waiting or self._forked) and len(rows) < self.max_num_seqs
         return not is_wanted and self._blocks.can_extend(rows, count)
@@ -164,7 +167,8 @@ class Scheduler:
             self._num_forks = self.block_manager.num_forks
             for request in self._running:  # what one was to write into may be shared now
                 request.room = 0
-        preempted: list[int] = []
+        again = self._blocks.turning(self._running)
+        preempted = [self._preempt(self._running, self._running.index(request)) for request in again]
         chunks = self._chunks(drafts, preempted)
         while not chunks and len(self._running) + len(self._forked) > 1:  # all wait for each other's blocks
             preempted.append(self._preempt(self._latest()))
@@ -294,11 +298,7 @@ class Scheduler:
         parent.completions = []
 
     def _extended(self, request: Progress, count: int, preempted: list[int]) -> int:
-        """Finds room for the next `count` tokens of a running request, or for as many as fit the cache.
-
-        Returns:
-            How many have it; 0 = none: it is the latest of all and waits, with the blocks it has.
-        """
+        """How many of a running request's next `count` tokens have room; 0 = it is the latest, and waits."""
         count = self._blocks.fitting(request, count)
         end = request.num_computed + count
         preempted += self._make_room(request, end)
@@ -318,9 +318,9 @@ class Scheduler:
         """The queue whose last request is the latest of all that have blocks."""
         return max((self._running, self._forked), key=lambda queue: queue[-1].arrival if queue else -1)
 
-    def _preempt(self, queue: list[Progress]) -> int:
-        """Takes the blocks of a queue's last request, which waits to be computed again."""
-        victim = queue.pop()
+    def _preempt(self, queue: list[Progress], place: int = -1) -> int:
+        """Takes the blocks of a request, a queue's last or another, which waits to be computed again."""
+        victim = queue.pop(place)
         self._blocks.free(victim)
         victim.forget()
         bisect.insort(self._waiting, victim, key=by_arrival)

@@ -10,11 +10,11 @@ from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.prompts import require_list_of_ints
-from jattn.serving.reach import reach_of
+from jattn.serving.reach import reach_of, turning_length_of
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.speculation import draft_buckets
-from pallas_kernels.checks import require, require_int, require_positive, require_type
+from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
 NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
@@ -166,6 +166,7 @@ class StepLimits(NamedTuple):
 
         Raises:
             ValueError: There would be no block to hand out.
+            NotImplementedError: Long requests are turned otherwise, and not as the steps would need it.
         """
         return Scheduler(
             BlockManager(num_blocks, self.block_size),
@@ -173,7 +174,21 @@ class StepLimits(NamedTuple):
             max_num_batched_tokens=self.max_num_batched_tokens,
             reach=reach_of(model),
             batch_invariant=self.batch_invariant,
+            turning_length=self._turning_length(model),
         )
+
+    def _turning_length(self, model: ServedModel) -> int | None:
+        """Of requests that may become as long; None = of none."""
+        length = turning_length_of(model)
+        if length is None or self.longest(model) <= length:
+            return None
+        reason = f"requests of more than {length} tokens are turned by other frequencies, all of them"
+        if self.batch_invariant:
+            raise unsupported("batch_invariant=True", reason, f"Give max_model_len={length}")
+        if self.max_num_batched_tokens <= length:
+            what = f"max_num_batched_tokens={self.max_num_batched_tokens}"
+            raise unsupported(what, reason, f"Give at least {length + 1}, or max_model_len={length}")
+        return length
 
     def draft_buckets(self, model: ServedModel, num_blocks: int, num_draft_tokens: int) -> list[Bucket]:
         """Of steps with so many drafts a row."""

@@ -34,13 +34,12 @@ def qkv_write(
             of qkv's dtype; changed in place where it is donated.
         v_cache: As k_cache.
         slot_mapping: `block * block_size + offset` of each token; tokens of slots < 0 are not written.
-        cos: Of each token's angles: pairs (i, i + head_dim / 2) are turned by them. None = nothing is turned.
+        cos: Of each token's angles; pairs (i, i + head_dim / 2) are turned. None = nothing is turned.
         sin: As cos.
         q_norm: Weights of an RMS norm over each query head, before it is turned; None = no norm.
         k_norm: The same of keys.
         eps: Static: added to the mean square.
-        is_offset: Static: the norms' factor is 1 + weight, and the product is rounded once (Gemma). Else the
-            normalised head is rounded before it is multiplied (Llama).
+        is_offset: Static: norms multiply by 1 + weight, then round (Gemma); else they round before, too.
         layout: Static: "NHD" or "HND".
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 

@@ -170,6 +170,8 @@ def compositions(draw, of=SINGLE):
     result = draw(of)
     for _ in range(draw(st.integers(1, 2))):
         a, b = result, draw(of)
+        if draw(st.integers(0, 3)) == 0:
+            a = Ruled(lambda a=a: ~a.mask, lambda *p, a=a: not a.sees(*p))
         if draw(st.booleans()):
             result = Ruled(lambda a=a, b=b: a.mask & b.mask, lambda *p, a=a, b=b: a.sees(*p) and b.sees(*p))
         else:

@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jattn.masks import And, BlockMask, Causal, Document, Mask, Or, Pairs, Prefix, VerticalSlash, Window
-from jattn.masks.base import leaves, quotient, remainder
+from jattn.masks import And, BlockMask, Causal, Document, Mask, Not, Or, Pairs, Prefix, VerticalSlash, Window
+from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
+from jattn.masks.integers import quotient, remainder
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
@@ -69,6 +70,8 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
         case And() | Or():
             operands = [_window(operand) or kernel_mask(operand, call) for operand in mask.masks]
             return _joined(operator.and_ if isinstance(mask, And) else operator.or_, operands)
+        case Not():
+            return _inverted(kernel_mask(mask.masks[0], call))
         case Document():
             return _document(mask, call)
         case Prefix():
@@ -141,6 +144,14 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
 
     arrays = tuple(x for operand in operands for x in operand.arrays)
     return KernelMask(arrays, load, sees, is_words=all(operand.is_words for operand in operands))
+
+
+def _inverted(operand: KernelMask) -> KernelMask:
+    def sees(tile: PairTile, loaded: Any) -> Any:
+        seen = operand.sees(tile, loaded)
+        return tuple(~word for word in seen) if operand.is_words else ~seen
+
+    return operand._replace(sees=sees)
 
 
 def _document(mask: Document, call: Call) -> KernelMask:

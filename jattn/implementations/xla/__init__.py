@@ -1,6 +1,6 @@
 """Attention in plain XLA, on any machine."""
 
-from jattn.implementations.xla.backward import Gradients, Saved, gradients
+from jattn.implementations.xla.backward import Gradients, Saved, gradient_of_sinks, gradients
 from jattn.implementations.xla.query_tiles import QueryTiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias, pairs_of, visible
 from jattn.implementations.xla.tile import Problem
@@ -14,6 +14,7 @@ __all__ = [
     "Saved",
     "alibi_bias",
     "attend",
+    "gradient_of_sinks",
     "gradients",
     "pairs_of",
     "prefill_tiles",

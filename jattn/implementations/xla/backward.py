@@ -120,6 +120,13 @@ def _tokens(query: Array, saved: Saved, metadata: BatchMetadata, summed: Any) ->
     return Tokens(clear(query), grad_out, jnp.where(is_real, lse, jnp.inf), delta)
 
 
+def gradient_of_sinks(
+    sinks: Float[Array, " q_heads"], saved: Saved, metadata: BatchMetadata
+) -> Float[Array, " q_heads"]:
+    """What `gradients` says of sinks, where a kernel computes the rest."""
+    return _of_sinks(sinks, _tokens(saved.out, saved, metadata, jnp.float32))
+
+
 def _of_sinks(sinks: Float[Array, " q_heads"], tokens: Tokens) -> Float[Array, " q_heads"]:
     """A sink is a score without a value: its probability's gradient is 0, less the row's sum."""
     share = jnp.exp(sinks.astype(tokens.lse.dtype)[None] - tokens.lse)
@@ -171,7 +178,7 @@ def _add_group(
     def parts_of(tile: Tiles, of_tile: Tokens, chunk: Array) -> Parts:
         return parts_at(queries(tile, of_tile.query), of_tile, chunk, problem)
 
-    reach = lambda tile, q: chunk_range(queries(tile, q), problem.spec, size)
+    reach = lambda tile, q: chunk_range(queries(tile, q), problem, size)
     low, high = jax.vmap(reach)(tiles, of_tiles.query)
 
     def step(nth: Array, state: tuple[Sums, Array]) -> tuple[Sums, Array]:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.masks import Pairs
+from jattn.masks import And, Mask, Or, Pairs, Sinks
 from jattn.spec import AttentionSpec
 
 
@@ -61,6 +61,19 @@ def key_range(
         low = jnp.maximum(low, first // spec.chunk_size * spec.chunk_size)
         high = jnp.minimum(high, (last // spec.chunk_size + 1) * spec.chunk_size)
     return low, jnp.maximum(high, low)
+
+
+def num_first_keys(mask: Mask | None) -> int | None:
+    """So many of a request's first keys are all that a mask lets see; None = it does not say."""
+    if isinstance(mask, Sinks):
+        return mask.num
+    if not isinstance(mask, And | Or):
+        return None
+    bounds = [num_first_keys(operand) for operand in mask.masks]
+    known = [bound for bound in bounds if bound is not None]
+    if isinstance(mask, Or):
+        return max(known) if len(known) == len(bounds) else None
+    return min(known, default=None)
 
 
 def alibi_bias(

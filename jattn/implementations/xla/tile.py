@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.xla.keys import Chunk, chunk_size, load_chunk, static_scales
 from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
-from jattn.implementations.xla.scores import alibi_bias, key_range, pairs_of, visible
+from jattn.implementations.xla.scores import alibi_bias, key_range, num_first_keys, pairs_of, visible
 from jattn.implementations.xla.varying import varying_as
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
@@ -75,7 +75,7 @@ def attend_tile(
         return add_chunk(state, s, chunk, sees.any(axis=(1, 2)), multiplied)
 
     state = varying_as(q, nothing_yet((*heads, tile_q), spec.head_dim, summed))
-    state = jax.lax.fori_loop(*chunk_range(queries, spec, size), step, state)
+    state = jax.lax.fori_loop(*chunk_range(queries, problem, size), step, state)
     if sinks is not None:
         is_real = (queries.seq_len > 0) & queries.is_live
         state = add_sink(state, jnp.where(is_real, sinks.astype(summed).reshape(*heads, 1), -jnp.inf))
@@ -111,9 +111,11 @@ def queries_of(
     return queries, summed
 
 
-def chunk_range(queries: Queries, spec: AttentionSpec, size: int) -> tuple[Array, Array]:
+def chunk_range(queries: Queries, problem: Problem, size: int) -> tuple[Array, Array]:
     """First chunk of so many keys that some query of a tile may see, and one past the last."""
-    low, high = key_range(spec, queries.positions[0], queries.positions[-1], queries.seq_len)
+    bound = num_first_keys(problem.mask)
+    seq_len = queries.seq_len if bound is None else jnp.minimum(queries.seq_len, bound)
+    low, high = key_range(problem.spec, queries.positions[0], queries.positions[-1], seq_len)
     return low // size, (high + size - 1) // size
 
 

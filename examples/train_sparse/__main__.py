@@ -1,0 +1,113 @@
+"""Trains the tiny model's recipe dense, windowed, MoBA-like and NSA-like on the same bytes, and decodes each.
+
+python -m examples.train_sparse --out DIR
+
+Writes losses.json, loss.png (against tokens and time) and masks.png (of the middle layer, over training).
+Needs optax and jattn[models,plot]; minutes on one GPU. `--steps 4 --layers 1 --tokens 64 --batch 2` tries it.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import sysconfig
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+
+from examples.python_sources import line_starts, read_sources
+from examples.train_sparse import pictures
+from examples.train_sparse.model import Params, bits, generate, hidden_of_texts, init
+from examples.train_sparse.patterns import PATTERNS, Pattern
+from examples.train_tiny import HF_CONFIG, LEARNING_RATE, learning_rate, make_optimizer
+from jattn.models import DecoderConfig
+
+PROMPT = "def main(argv=None):\n    parser ="
+
+
+def train(
+    config: DecoderConfig, windows: np.ndarray, pattern: Pattern, options: Any
+) -> tuple[Any, Params, dict[str, list[float]], list[np.ndarray]]:
+    """The graph, the parameters, tokens and seconds and bits of each step, and the mask at a few of them."""
+    graph, params = init(config, options.seed)
+    optimizer = make_optimizer()
+    state = params, optimizer.init(params)
+    loss_of = lambda params, batch: bits(graph, in_16_bits(params), batch, pattern).mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: Any, batch: jax.Array, rate: jax.Array) -> tuple[Any, jax.Array]:
+        params, moments = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, moments = optimizer.update(grads, moments, params)
+        updates = jax.tree.map(lambda update: -rate * update, updates)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    history: dict[str, list[float]] = {"tokens": [], "seconds": [], "bits": []}
+    masks, begin = [], 0.0
+    drawn = {round(x) for x in np.linspace(0, options.steps - 1, pictures.STAGES)}
+    for nth in range(options.steps):
+        batch = jnp.asarray(windows[nth])
+        if nth in drawn:
+            masks.append(seen_by_the_middle_layer(graph, state[0], batch[:1, :-1], pattern))
+        rate = jnp.float32(learning_rate(nth / options.steps, LEARNING_RATE))
+        state, loss = update(state, batch, rate)
+        loss.block_until_ready()
+        begin = begin or time.perf_counter()  # behind the first step, which compiles
+        history["tokens"].append((nth + 1) * batch[:, 1:].size)
+        history["seconds"].append(time.perf_counter() - begin)
+        history["bits"].append(float(loss))
+    return graph, state[0], history, masks
+
+
+def in_16_bits(params: Params) -> Params:
+    """On a GPU, whose kernels are of 16 bits."""
+    if jax.default_backend() == "cpu":
+        return params
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+def seen_by_the_middle_layer(graph: Any, params: Params, tokens: jax.Array, pattern: Pattern) -> np.ndarray:
+    """What its first heads see: [heads, queries, keys]."""
+    _, _, layers = hidden_of_texts(graph, in_16_bits(params), tokens, pattern)
+    q, k = layers[len(layers) // 2]
+    return pictures.drawn(pattern.mask(q, k), q.shape[1], q.shape[2], k.shape[2])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_sparse", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
+    parser.add_argument("--data", default=sysconfig.get_path("stdlib"), help="a folder of Python sources")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=32, help="texts of a step [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a text [%(default)s]")
+    parser.add_argument("--layers", type=int, default=HF_CONFIG["num_hidden_layers"])
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": options.layers})
+    stream, _ = read_sources(pathlib.Path(options.data))
+    rng = np.random.default_rng(options.seed)
+    starts = rng.choice(line_starts(stream), (options.steps, options.batch, 1))
+    windows = stream[starts + np.arange(options.tokens + 1)]  # the same for every pattern
+    prompt = jnp.asarray([*PROMPT.encode()], jnp.int32)
+    histories, seen = {}, {}
+    for name in options.patterns:
+        graph, params, histories[name], seen[name] = train(config, windows, PATTERNS[name], options)
+        said = generate(graph, params, prompt, 40, PATTERNS[name])
+        text = bytes(np.minimum(np.asarray(said), 255).tolist()).decode(errors="replace")
+        seconds, last = histories[name]["seconds"][-1], np.mean(histories[name]["bits"][-20:])
+        print(f"--- {name}: {last:.3f} bits a byte after {seconds:.0f} s\n{text}", flush=True)
+    (options.out / "losses.json").write_text(json.dumps(histories) + "\n")
+    pictures.draw_losses(histories).savefig(options.out / "loss.png", dpi=110)
+    pictures.draw_masks(seen).savefig(options.out / "masks.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The patterns that are compared: each attends to whole texts in training, and to a paged cache in decode."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import jattn
+from jattn import masks, sparsity
+from jattn.cache import blocks_of
+
+BLOCK, TOP_K, WINDOW = 16, 4, 64  # keys of a block, blocks that a query sees, keys nearby
+
+# (q, k, v [batch, tokens, heads, head_dim], gates [batch, tokens, q_heads, 3]) -> out
+type Train = Callable[[Array, Array, Array, Array], Array]
+# (query [reqs, q_heads, head_dim], cache, metadata, spec, gates [reqs, q_heads, 3]) -> out
+type Decode = Callable[[Array, jattn.PagedCache, jattn.BatchMetadata, jattn.AttentionSpec, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """How a layer attends; `mask` is what is drawn of it, None where queries and keys decide."""
+
+    train: Train
+    decode: Decode
+    mask: Callable[[Array, Array], masks.Mask]
+
+
+def windowed(window: tuple[int, int] | None) -> Pattern:
+    """The keys nearby, or all of them."""
+    of = lambda spec: dataclasses.replace(spec, window=window)
+    left = None if window is None else window[0]
+    return Pattern(
+        train=lambda q, k, v, gates: jattn.attention(q, k, v, causal=True, window=window),
+        decode=lambda q, cache, metadata, spec, gates: jattn.attend(q, cache, metadata, of(spec)),
+        mask=lambda q, k: masks.Causal() & masks.Window(left=left),
+    )
+
+
+def moba() -> Pattern:
+    """The query's own block, and those whose mean key it likes best."""
+    choose = lambda q, k: sparsity.moba(q, k, block_size=BLOCK, top_k=TOP_K)
+
+    def decode(
+        query: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
+        spec: jattn.AttentionSpec, gates: Array,
+    ) -> Array:  # fmt: skip
+        keys, _ = cached_means(cache, metadata)
+        scores = products(query, keys)  # [reqs, q_heads, blocks]
+        return jattn.attend(query, cache, metadata, spec, mask=best_blocks(scores, metadata))
+
+    return Pattern(
+        train=lambda q, k, v, gates: jattn.attention(q, k, v, causal=True, mask=choose(q, k)),
+        decode=decode,
+        mask=lambda q, k: masks.Causal() & choose(q, k),
+    )
+
+
+def nsa() -> Pattern:
+    """Blocks as one key each, the best of them whole, and a window, mixed by gates that are trained."""
+
+    def decode(
+        query: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
+        spec: jattn.AttentionSpec, gates: Array,
+    ) -> Array:  # fmt: skip
+        keys, values = cached_means(cache, metadata)
+        has_ended = (jnp.arange(keys.shape[1]) + 1)[None] * BLOCK <= metadata.seq_lens[:, None]
+        scores = jnp.where(has_ended[:, None], products(query, keys) * spec.softmax_scale, -1e30)
+        shares = jnp.where(has_ended[:, None], jax.nn.softmax(scores, axis=-1), 0.0)
+        group = spec.q_heads_per_kv_head
+        compressed = jnp.einsum("rhb,rbhd->rhd", shares, jnp.repeat(values, group, axis=2))
+        by_kv_head = shares.reshape(len(shares), -1, group, keys.shape[1]).sum(axis=2)
+        mask = best_blocks(by_kv_head, metadata, num_first=1)
+        selected = jattn.attend(query, cache, metadata, spec, mask=mask)
+        near = dataclasses.replace(spec, window=(WINDOW - 1, 0))
+        parts = compressed, selected, jattn.attend(query, cache, metadata, near)
+        gated = [gates[..., n, None] * x.astype(gates.dtype) for n, x in enumerate(parts)]
+        return sum(gated[1:], gated[0]).astype(query.dtype)
+
+    def selected_blocks(q: Array, k: Array) -> masks.Mask:
+        return sparsity.selected_blocks(
+            q, sparsity.block_means(k, BLOCK), block_size=BLOCK, num_selected=TOP_K
+        )
+
+    return Pattern(
+        train=lambda q, k, v, gates: sparsity.nsa(
+            q, k, v, gates, block_size=BLOCK, num_selected=TOP_K, window=WINDOW
+        ),
+        decode=decode,
+        mask=lambda q, k: masks.Causal() & (selected_blocks(q, k) | masks.Window(left=WINDOW - 1)),
+    )
+
+
+def cached_means(
+    cache: jattn.PagedCache, metadata: jattn.BatchMetadata
+) -> tuple[Float[Array, "reqs blocks kv_heads head_dim"], Float[Array, "reqs blocks kv_heads head_dim"]]:
+    """Mean key and value of each of the cache's blocks of a request; right of those that are full."""
+    keys, values = blocks_of(cache, metadata.block_table)
+    return keys.astype(jnp.float32).mean(axis=2), values.astype(jnp.float32).mean(axis=2)
+
+
+def products(
+    query: Float[Array, "reqs q_heads head_dim"], keys: Float[Array, "reqs blocks kv_heads head_dim"]
+) -> Float[Array, "reqs q_heads blocks"]:
+    """q.k of each query head with its kv head's keys."""
+    keys = jnp.repeat(keys, query.shape[1] // keys.shape[2], axis=2)
+    return jnp.einsum("rhd,rbhd->rhb", query.astype(jnp.float32), keys)
+
+
+def best_blocks(
+    scores: Float[Array, "reqs heads blocks"], metadata: jattn.BatchMetadata, num_first: int = 0
+) -> masks.BlockMask:
+    """The TOP_K blocks of each request's one query, its own and the first ones among them."""
+    own = ((metadata.seq_lens - 1) // BLOCK)[:, None, None]
+    nth = jnp.arange(scores.shape[-1])[None, None]
+    scores = jnp.where((nth == own) | (nth < num_first), jnp.inf, scores)
+    chosen = sparsity.top_k_blocks(jnp.where(nth > own, -jnp.inf, scores), TOP_K)
+    return masks.BlockMask(blocks=chosen[:, :, None], block_q=None, block_kv=BLOCK)
+
+
+PATTERNS = {"dense": windowed(None), "window": windowed((WINDOW - 1, 0)), "MoBA": moba(), "NSA": nsa()}

@@ -1,0 +1,99 @@
+"""Gradients of attention over packed keys by the Mosaic GPU kernels, and why there are none."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jattn.cache import PackedKV
+from jattn.implementations.mosaic_gpu.backward_lists import (
+    PackedLens,
+    backward_lists,
+    backward_mask,
+    why_not_backward_lists,
+)
+from jattn.implementations.mosaic_gpu.kernels import score_of
+from jattn.masks import Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.spec import AttentionSpec
+from pallas_kernels import support
+from pallas_kernels import varlen_backward as kernel
+
+
+def why_not_gradients(
+    spec: AttentionSpec,
+    dtypes: dict[str, DTypeLike],
+    mask: Mask | None,
+    *,
+    is_in_order: bool,
+    wants_slopes: bool,
+) -> str | None:
+    """Why varlen_backward has no kernel for a region; None if it has. Looks at shapes alone.
+
+    Args:
+        spec: The layer.
+        dtypes: Of query, key, value.
+        mask: What it masks beyond the spec's numbers.
+        is_in_order: Whether the rows' keys follow each other from the first key on.
+        wants_slopes: Whether slopes of ALiBi have a gradient.
+    """
+    reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
+    if reason is not None:
+        return reason
+    if not is_in_order:
+        return "gradients of keys whose rows are not said to follow each other (PackedKV(is_in_order=True))"
+    if wants_slopes:
+        return "gradients of ALiBi's slopes have no kernel"
+    if spec.deterministic:
+        return "gradients are added in any order (spec.deterministic)"
+    return None if mask is None else why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim))
+
+
+def gradients(
+    query: Float[Array, "tokens q_heads head_dim"],
+    kv: PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    *,
+    out: Float[Array, "tokens q_heads head_dim"],
+    lse: Float[Array, "q_heads tokens"],
+    grad_out: Float[Array, "tokens q_heads head_dim"],
+    grad_lse: Float[Array, "q_heads tokens"] | None,
+    mask: Mask | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of query, keys and values; those of sinks follow from the same, without a kernel.
+
+    Args:
+        query: The region's queries.
+        kv: Its keys and values.
+        metadata: The region as a step of its own.
+        spec: The layer; why_not_gradients is None.
+        out: Of the forward pass.
+        lse: Of the forward pass.
+        grad_out: Gradient of out.
+        grad_lse: Gradient of lse; None = 0.
+        mask: Which keys a query sees beyond the spec's numbers.
+        alibi_slopes: Slope per head.
+        interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
+    """
+    lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
+    score, sizes = score_of(spec), kernel.default_sizes(spec.head_dim)
+    kv_tokens, kv_heads, head_dim = kv.k.shape
+    schedule = kernel.make_schedule(
+        *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes
+    )
+    listed: dict[str, Any] = {}
+    if mask is not None:
+        bounds = {"num_tokens": query.shape[0], "max_seq_len": kv_tokens}
+        lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, **bounds)
+        listed = {"lists": lists, "mask": backward_mask(mask, spec, max_seq_len=kv_tokens)}
+    if grad_lse is not None:  # what comes down to a row without keys may be anything
+        grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)
+    return kernel.varlen_backward(
+        query, kv.k, kv.v, out, lse, grad_out,
+        **lens._asdict(), score=score, grad_lse=grad_lse, alibi_slopes=alibi_slopes, schedule=schedule,
+        sizes=sizes, interpret=interpret, **listed,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Native sparse attention: compressed keys, the blocks that they point at, and a window, mixed by gates."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, override
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.dense_attention import attention
+from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
+from jattn.masks.integers import quotient
+from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
+from pallas_kernels.checks import require, require_shape
+
+type Compress = Callable[[Array], Array]
+
+
+def nsa(
+    q: Float[Array, "batch tokens q_heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads head_dim"],
+    gates: Float[Array, "..."],
+    *,
+    block_size: int,
+    num_selected: int,
+    window: int,
+    block_q: int = 1,
+    compress: Compress | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "batch tokens q_heads head_dim"]:
+    """Three causal attentions, each times its gate: to blocks as one key each, to the best of them, nearby.
+
+    Gradients reach `compress` and the gates; through these, choices are trained.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        gates: [batch, tokens, q_heads, 3]: of compressed, selected and window, as a sigmoid makes them.
+        block_size: Static: keys of a block.
+        num_selected: Static: blocks that a query sees whole, its own and the first among them. All query
+            heads of a kv head choose together, by the attention that they pay to the compressed ones.
+        window: Static: keys that the window has, the query's own among them.
+        block_q: Static: so many neighbours choose together; the kernels take 8 and more.
+        compress: What makes one key, or value, of a block [batch, blocks, block_size, kv_heads, head_dim];
+            None = the mean.
+        implementation: As in `attend`.
+
+    Raises:
+        ValueError: Shapes disagree, or a size is out of range.
+
+    Source: Native Sparse Attention (DeepSeek).
+    """
+    require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, one of each")
+    require(window >= 1, "window", "be at least 1", window)
+    require(q.shape[1] >= 1, "q", "have at least one token", q.shape)
+    by_mean = lambda x: x.mean(axis=2)
+    short = lambda x: (compress or by_mean)(in_blocks(x, block_size)).astype(x.dtype)
+    keys, values = short(k), short(v)
+    how: dict[str, Any] = {"implementation": implementation}
+    compressed = attention(q, keys, values, mask=EndedBlocks(block_size), **how)
+    mask = selected_blocks(q, keys, block_size=block_size, num_selected=num_selected, block_q=block_q)
+    selected = attention(q, k, v, causal=True, mask=mask, **how)
+    nearby = attention(q, k, v, causal=True, window=(window - 1, 0), **how)
+    parts = (compressed, selected, nearby)
+    gated = (gates[..., n, None].astype(jnp.float32) * x.astype(jnp.float32) for n, x in enumerate(parts))
+    return sum(gated, jnp.float32(0)).astype(q.dtype)
+
+
+def selected_blocks(
+    q: Float[Array, "batch tokens q_heads head_dim"],
+    keys: Float[Array, "batch blocks kv_heads head_dim"],
+    *,
+    block_size: int,
+    num_selected: int,
+    block_q: int = 1,
+) -> BlockMask:
+    """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's."""
+    (batch, tokens, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
+    grouped = q.reshape(batch, tokens, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, keys.astype(jnp.float32)) * head_dim**-0.5
+    has_ended = jnp.arange(tokens)[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
+    shares = jnp.where(has_ended, jax.nn.softmax(jnp.where(has_ended, scores, -1e30), axis=-1), 0.0)
+    by_query = jnp.moveaxis(shares.sum(axis=2), 1, 2)  # [batch, tokens, kv_heads, blocks]
+    chosen = jnp.swapaxes(block_means(by_query, block_q), 1, 2)
+    chosen = choosable(chosen, block_q=block_q, block_kv=block_size, num_first=1)
+    return BlockMask(blocks=top_k_blocks(chosen, num_selected), block_q=block_q, block_kv=block_size)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class EndedBlocks(Mask):
+    """Key b stands for positions `b * size` onward of the queries' text: those that end up to a query."""
+
+    size: int
+
+    @override
+    def sees(self, pairs: Pairs) -> Any:
+        return pairs.key < quotient(pairs.query + 1, self.size)
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        ended = lambda query: quotient(query + 1, self.size)
+        return Coverage(tiles.first_key < ended(tiles.last_query), tiles.last_key < ended(tiles.first_query))

@@ -1,0 +1,70 @@
+"""Blocks by scores of one's own: of mean keys, of a learned indexer, of whatever a model computes."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.checks import require
+
+
+def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*rows blocks"]:
+    """The blocks with the k largest scores of each row, as `BlockMask(blocks=)` takes them. Traced.
+
+    There is no gradient through a choice. Scores that are to be trained enter the output through a gate, too.
+
+    Args:
+        scores: Of each block of keys; +inf = always, -inf = never.
+        k: Static: how many. What scores as the last of them is taken, too.
+
+    Raises:
+        ValueError: k is less than 1, or there are no blocks.
+    """
+    require(k >= 1, "k", "be at least 1", k)
+    require(scores.ndim > 0 and scores.shape[-1] > 0, "scores", "be of at least one block", scores.shape)
+    scores = jax.lax.stop_gradient(scores)
+    least = jax.lax.top_k(scores, min(k, scores.shape[-1]))[0][..., -1:]
+    return (scores >= least) & ~jnp.isneginf(scores)
+
+
+def block_means(
+    x: Float[Array, "batch tokens heads head_dim"], block_size: int
+) -> Float[Array, "batch blocks heads head_dim"]:
+    """Mean of each block of tokens in f32; the last block's of those that there are."""
+    tokens = x.shape[1]
+    sums = in_blocks(x.astype(jnp.float32), block_size).sum(axis=2)
+    counts = jnp.minimum(tokens - jnp.arange(sums.shape[1]) * block_size, block_size)
+    return sums / counts.astype(jnp.float32)[None, :, None, None]
+
+
+def in_blocks(
+    x: Float[Array, "batch tokens heads head_dim"], block_size: int
+) -> Float[Array, "batch blocks block_size heads head_dim"]:
+    """Tokens by block, the last one filled up with zeros."""
+    missing = -x.shape[1] % block_size
+    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    return x.reshape(x.shape[0], -1, block_size, *x.shape[2:])
+
+
+def choosable(
+    scores: Float[Array, "batch heads q_blocks kv_blocks"],
+    *,
+    block_q: int,
+    block_kv: int,
+    num_first: int = 0,
+    num_recent: int = 1,
+) -> Float[Array, "batch heads q_blocks kv_blocks"]:
+    """Scores with -inf for blocks behind the queries' own, +inf for the first and the most recent ones.
+
+    Args:
+        scores: Any.
+        block_q: Static: queries of a block; divides block_kv.
+        block_kv: Static: keys of a block.
+        num_first: Static: blocks at a text's start that are always taken.
+        num_recent: Static: blocks up to and with the queries' own that are.
+    """
+    require(block_q >= 1 and block_kv % block_q == 0, "block_q", f"divide block_kv ({block_kv})", block_q)
+    q_blocks, kv_blocks = scores.shape[-2:]
+    own = (jnp.arange(q_blocks) * block_q // block_kv)[None, None, :, None]
+    nth = jnp.arange(kv_blocks)[None, None, None, :]
+    is_kept = (nth < num_first) | (nth > own - num_recent)
+    return jnp.where(nth > own, -jnp.inf, jnp.where(is_kept, jnp.inf, scores))

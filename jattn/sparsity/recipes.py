@@ -1,0 +1,135 @@
+"""Published patterns as short functions: each returns a mask for causal attention."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
+from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
+from jattn.sparsity.pooled import largest
+from pallas_kernels.checks import require
+
+
+def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
+    """A text's first keys and the most recent ones, the query's own among them, of every head.
+
+    Of some heads alone, while the others see everything: `masks.streaming_heads`, DuoAttention's.
+
+    Source: StreamingLLM.
+    """
+    require(num_recent >= 1, "num_recent", "be at least 1", num_recent)
+    return Sinks(num_first) | Window(left=num_recent - 1)
+
+
+def moba(
+    q: Float[Array, "batch tokens q_heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    *,
+    block_size: int,
+    top_k: int,
+    block_q: int = 1,
+) -> BlockMask:
+    """Each query sees its own block and those before whose mean key it likes best.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        block_size: Static: keys of a block.
+        top_k: Static: blocks of a query, its own among them.
+        block_q: Static: so many neighbours choose together, by their mean query. 1 is MoBA's; the kernels
+            take 8 and more.
+
+    Source: MoBA.
+    """
+    q_means = block_means(q, block_q)
+    scores = _products(q_means, block_means(k, block_size))
+    scores = choosable(scores, block_q=block_q, block_kv=block_size)
+    return BlockMask(blocks=top_k_blocks(scores, top_k), block_q=block_q, block_kv=block_size)
+
+
+def x_attention(
+    q: Float[Array, "batch tokens q_heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    *,
+    mass: float,
+    block_size: int = 128,
+    stride: int = 16,
+) -> BlockMask:
+    """The fewest blocks that hold `mass` of an attention that is estimated by sums over antidiagonals.
+
+    Of each square of stride x stride pairs only the antidiagonal is looked at. The queries' own block and the
+    first one are always seen.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        mass: Static: share of the estimated attention to keep, in (0, 1].
+        block_size: Static: queries and keys of a block.
+        stride: Static: divides block_size.
+
+    Source: XAttention.
+    """
+    require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
+    require(block_size % stride == 0, "stride", f"divide block_size ({block_size})", stride)
+    # Query s - 1 - r of a square's rows meets key r of its columns: side by side they are one long product.
+    queries = _side_by_side(q, block_size, stride, is_backward=True)
+    keys = _side_by_side(k, block_size, stride, is_backward=False)
+    scores = _products(queries, keys) * (q.shape[-1] ** -0.5 / stride)
+    squares = jnp.arange(scores.shape[-1])
+    seen = (squares[None, :] <= squares[:, None])[None, None]
+    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    blocks, size = scores.shape[-1] * stride // block_size, block_size // stride
+    weights = shares.reshape(*shares.shape[:2], blocks, size, blocks, size).sum(axis=(3, 5))
+    kept = largest(jax.lax.stop_gradient(weights), mass)
+    always = choosable(jnp.zeros(weights.shape), block_q=block_size, block_kv=block_size, num_first=1)
+    kept = (kept | jnp.isposinf(always)) & ~jnp.isneginf(always)
+    return BlockMask(blocks=kept, block_q=block_size, block_kv=block_size)
+
+
+def vertical_slash(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    *,
+    num_columns: int,
+    num_slashes: int,
+    last: int = 64,
+) -> VerticalSlash:
+    """The keys and the distances in which a text's last queries have most of their attention.
+
+    Args:
+        q: Queries of one text.
+        k: Its keys.
+        num_columns: Static: keys of each head that all queries see.
+        num_slashes: Static: distances at which they see.
+        last: Static: how many queries are looked at.
+
+    Source: MInference.
+    """
+    tokens, last = q.shape[0], min(last, q.shape[0])
+    scores = _products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
+    distance = jnp.arange(tokens - last, tokens)[:, None] - jnp.arange(tokens)[None, :]
+    shares = jax.nn.softmax(jnp.where(distance >= 0, scores, -jnp.inf), axis=-1)
+    by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(shares)
+    best = lambda x, count: jax.lax.top_k(jax.lax.stop_gradient(x), min(count, tokens))[1]
+    columns, slashes = best(shares.sum(axis=1), num_columns), best(by_distance, num_slashes)
+    return VerticalSlash.of(columns, slashes, tokens)
+
+
+def _side_by_side(
+    x: Float[Array, "batch tokens heads head_dim"], block_size: int, stride: int, *, is_backward: bool
+) -> Float[Array, "batch squares heads width"]:
+    """The vectors of each `stride` tokens as one, first or last token first; whole blocks of them."""
+    whole = in_blocks(x, block_size)
+    pieces = whole.reshape(x.shape[0], -1, stride, *x.shape[2:])
+    pieces = jnp.moveaxis(pieces[:, :, ::-1] if is_backward else pieces, 2, 3)
+    return pieces.reshape(*pieces.shape[:3], -1)
+
+
+def _products(
+    q: Float[Array, "batch queries q_heads head_dim"], k: Float[Array, "batch keys kv_heads head_dim"]
+) -> Float[Array, "batch q_heads queries keys"]:
+    """q.k of each query head with its kv head's keys, in f32."""
+    (batch, queries, q_heads, head_dim), kv_heads = q.shape, k.shape[2]
+    grouped = q.reshape(batch, queries, kv_heads, q_heads // kv_heads, head_dim)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    return scores.reshape(batch, q_heads, queries, k.shape[1])

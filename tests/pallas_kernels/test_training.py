@@ -1,0 +1,148 @@
+"""Training on a GPU: which gradients the kernel computes, that they are right, and who does the rest."""
+
+import contextlib
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import attending, masks
+from jattn.implementations import mosaic_gpu
+from pallas_kernels import support, varlen_backward, varlen_prefill
+
+BOUNDS = (0, 70, 70, 200, 233)
+SLOPES = jnp.linspace(0.05, 0.2, 4)
+
+
+def arrays(tokens=240, head_dim=64):
+    return tuple(
+        jax.random.normal(jax.random.key(i), (tokens, heads, head_dim), jnp.bfloat16)
+        for i, heads in enumerate((4, 2, 2))
+    )
+
+
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """The kernels in interpret mode with few thread blocks; yields which of them were called."""
+    called = []
+
+    def interpreted(name, run):
+        def call(*args, **options):
+            called.append(name)
+            return run(*args, **options, interpret=plgpu.InterpretGPUParams())
+
+        return call
+
+    def few_ctas(right):
+        return lambda *args, **kwargs: dataclasses.replace(right(*args, **kwargs), ctas=3)
+
+    with contextlib.ExitStack() as stack:
+        patch = lambda *where: stack.enter_context(mock.patch.object(*where))
+        for module in (varlen_prefill, varlen_backward):
+            patch(module, "default_sizes", few_ctas(module.default_sizes))
+        patch(support, "why_not_on", lambda *_: None)
+        for name in ("attend", "gradients"):
+            patch(mosaic_gpu, name, interpreted(name, getattr(mosaic_gpu, name)))
+        patch(attending, "_attend_once", attending._attend)
+        yield called
+
+
+def loss_of(run):
+    def loss(given):
+        out, lse = run(*given)
+        return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum()
+
+    return loss
+
+
+CASES = {
+    "documents": {"cu_seqlens": jnp.asarray(BOUNDS), "causal": True},
+    "sinks and slopes": {
+        "cu_seqlens": jnp.asarray(BOUNDS),
+        "causal": True,
+        "sinks": jnp.linspace(-1.0, 1.0, 4),
+        "alibi_slopes": SLOPES,
+        "soft_cap": 9.0,
+    },
+    "segments": {"segment_ids": jnp.arange(240) // 90, "window": (50, 10)},
+    "mask": {"mask": masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2), "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_by_the_kernel_are_xla_s(name):
+    given, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
+    want = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(given)
+    with as_on_a_gpu() as called:
+        got = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(given)
+    assert set(called) == {"attend", "gradients"}
+    for one, other in zip(got, want, strict=True):
+        scale = float(jnp.abs(other).max())
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=0.02 * scale
+        )
+        assert scale > 0
+
+
+class TestWhatTheKernelDeclines:
+    """Forward by the kernel, backward by XLA, which says so; or a refusal where XLA was not asked."""
+
+    def run(self, loss, given, *, gradients_by_kernel=False):
+        with as_on_a_gpu() as called:
+            jax.eval_shape(jax.grad(loss), given)
+        assert set(called) == {"attend", *["gradients"] * gradients_by_kernel}
+
+    def test_slopes_that_are_trained(self):
+        q, k, v = arrays()
+        run = lambda slopes, **how: loss_of(
+            functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, **how)
+        )((q, k, v))
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"fall to xla .*: gradients of ALiBi's slopes"):
+            self.run(run, SLOPES)
+        message = r"a derivative of attention: mosaic_gpu: gradients of ALiBi's slopes have no kernel"
+        with pytest.raises(NotImplementedError, match=message):
+            self.run(functools.partial(run, implementation="mosaic_gpu"), SLOPES)
+        self.run(functools.partial(run, implementation=("mosaic_gpu", "xla")), SLOPES)
+
+    def test_keys_whose_order_nobody_knows(self):
+        q, k, v = arrays()
+        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+        metadata = jattn.build_batch_metadata([100, 140], [100, 140], None)
+
+        def loss(given, is_in_order):
+            q, k, v = given
+            starts = jnp.asarray([0, 100])
+            kv = jattn.PackedKV(k=k, v=v, kv_start_loc=starts, is_in_order=is_in_order)
+            return jattn.attend(q, kv, metadata, spec).astype(jnp.float32).sum()
+
+        self.run(functools.partial(loss, is_in_order=True), (q, k, v), gradients_by_kernel=True)
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
+            self.run(functools.partial(loss, is_in_order=False), (q, k, v))
+
+    def test_heads_too_wide(self):
+        run = functools.partial(jattn.attention, return_lse=True)
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 256"):
+            self.run(loss_of(run), arrays(head_dim=256))
+
+    def test_the_same_bits_twice(self):
+        run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
+        self.run(loss_of(run), arrays())
+
+
+def test_layers_without_a_cache_train_by_the_kernel():
+    from flax import nnx
+
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+    layer = jattn.PagedAttention(64, spec, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    metadata = jattn.build_batch_metadata([100, 60], [100, 60], None)
+    x = jnp.ones((160, 64), jnp.bfloat16)
+    loss = lambda layer, x: layer(x, None, metadata, metadata.positions)[0].astype(jnp.float32).sum()
+    with as_on_a_gpu() as called:
+        jax.eval_shape(jax.grad(functools.partial(loss, layer)), x)
+    assert set(called) == {"attend", "gradients"}

@@ -1,0 +1,238 @@
+"""Published patterns against what their papers say, one query at a time in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, sparsity
+
+TOKENS, Q_HEADS, KV_HEADS, DIM = 50, 4, 2, 8
+
+
+def arrays(tokens=TOKENS):
+    heads = (Q_HEADS, KV_HEADS, KV_HEADS)
+    return tuple(jax.random.normal(jax.random.key(i), (2, tokens, n, DIM)) for i, n in enumerate(heads))
+
+
+def in_numpy(*given):
+    """Each [batch, heads, tokens, head_dim] in float64, of as many heads as queries have."""
+    found = [np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in given]
+    return [np.repeat(x, Q_HEADS // x.shape[1], axis=1) for x in found]
+
+
+def softmax(s, sees):
+    p = np.zeros(len(s))
+    if sees.any():
+        p[sees] = np.exp(s[sees] - s[sees].max())
+    return p / max(p.sum(), 1e-300)
+
+
+def drawn(mask, row, tokens=TOKENS):
+    """What a text's queries see under causality: [q_heads, queries, keys]."""
+    seen = masks.dense(
+        mask & masks.Causal(), tokens, tokens, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, row=row
+    )
+    return np.asarray(seen)
+
+
+class TestTopKBlocks:
+    def test_literal(self):
+        scores = jnp.asarray([[0.1, 3.0, 2.0, -jnp.inf], [1.0, 1.0, 0.0, jnp.inf], [-jnp.inf] * 4])
+        want = [[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]
+        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
+        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 9), ~np.isneginf(scores))
+
+    @pytest.mark.parametrize(
+        ("scores", "k", "message"),
+        [
+            (jnp.zeros(3), 0, "k must be at least 1, got 0"),
+            (jnp.zeros((2, 0)), 1, r"scores must be .* got \(2, 0\)"),
+        ],
+    )
+    def test_refusals(self, scores, k, message):
+        with pytest.raises(ValueError, match=message):
+            sparsity.top_k_blocks(scores, k)
+
+    def test_scores_of_one_s_own_choose_a_decode_step_s_blocks(self):
+        """Over a paged cache: a query sees the blocks that it chose, and no others."""
+        spec = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
+        metadata = jattn.build_batch_metadata([1, 1], [30, 64], [range(1, 5), range(5, 9)], block_size=16)
+        normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+        cache = jattn.PagedCache(k=normal(0, 9, 16, KV_HEADS, DIM), v=normal(1, 9, 16, KV_HEADS, DIM))
+        query, scores = normal(2, 2, Q_HEADS, DIM), normal(3, 2, KV_HEADS, 1, 4)
+
+        @jax.jit
+        def step(scores):
+            blocks = sparsity.top_k_blocks(scores, 2)
+            mask = masks.BlockMask(blocks=blocks, block_q=None, block_kv=16)
+            return jattn.attend(query, cache, metadata, spec, mask=mask)
+
+        out = step(scores)
+        for row, n in enumerate((30, 64)):
+            ids = metadata.block_table[row]
+            k, v = (np.asarray(x[ids], np.float64).reshape(64, KV_HEADS, DIM) for x in (cache.k, cache.v))
+            for h in range(Q_HEADS):
+                best = np.argsort(np.asarray(scores)[row, h // 2, 0])[-2:]
+                sees = np.isin(np.arange(64) // 16, best) & (np.arange(64) < n)
+                p = softmax(k[:, h // 2] @ np.asarray(query)[row, h] * DIM**-0.5, sees)
+                np.testing.assert_allclose(out[row, h], p @ v[:, h // 2], atol=1e-5)
+
+
+class TestMoBA:
+    @pytest.mark.parametrize("block_q", [1, 4])
+    def test_queries_see_their_own_block_and_those_whose_means_they_like(self, block_q):
+        q, k, _ = arrays()
+        size, top_k = 8, 3
+        seen = sparsity.moba(q, k, block_size=size, top_k=top_k, block_q=block_q)
+        queries, keys = in_numpy(q, k)
+        for b, h, i in np.ndindex(2, Q_HEADS, TOKENS):
+            first, own = i // block_q * block_q, i // size
+            mean = queries[b, h, first : first + block_q].mean(axis=0)
+            likes = [mean @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)]
+            chosen = {own, *np.argsort(likes)[::-1][: top_k - 1]}
+            want = [j // size in chosen and j <= i for j in range(TOKENS)]
+            np.testing.assert_array_equal(drawn(seen, b)[h, i], want) if h == i % Q_HEADS else None
+
+    def test_a_block_of_queries_must_divide_one_of_keys(self):
+        q, k, _ = arrays()
+        with pytest.raises(ValueError, match=r"block_q must divide block_kv \(8\), got 3"):
+            sparsity.moba(q, k, block_size=8, top_k=2, block_q=3)
+
+
+def test_streaming_llm_sees_first_and_recent_keys():
+    i, j = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]
+    seen = drawn(sparsity.streaming_llm(num_first=3, num_recent=5), 0)
+    np.testing.assert_array_equal(seen[0], ((j < 3) | (i - j < 5)) & (j <= i))
+    with pytest.raises(ValueError, match="num_recent must be at least 1, got 0"):
+        sparsity.streaming_llm(num_first=3, num_recent=0)
+
+
+class TestXAttention:
+    def test_blocks_hold_the_mass_of_antidiagonals(self):
+        q, k, _ = arrays(48)
+        size, stride, mass = 16, 4, 0.7
+        seen = sparsity.x_attention(q, k, mass=mass, block_size=size, stride=stride)
+        queries, keys = in_numpy(q, k)
+        squares, each = 48 // stride, size // stride
+        for b, h in np.ndindex(2, Q_HEADS):
+            s = np.zeros((squares, squares))
+            for a, c, r in np.ndindex(squares, squares, stride):
+                s[a, c] += queries[b, h, a * stride + stride - 1 - r] @ keys[b, h, c * stride + r]
+            s *= DIM**-0.5 / stride
+            p = np.array([softmax(s[a], np.arange(squares) <= a) for a in range(squares)])
+            weights = p.reshape(3, each, 3, each).sum(axis=(1, 3))
+            for a in range(3):
+                order = np.argsort(weights[a])[::-1]
+                count = 1 + np.searchsorted(np.cumsum(weights[a][order]), mass * weights[a].sum())
+                want = {0, a, *order[:count]}
+                assert set(np.flatnonzero(np.asarray(seen.blocks)[b, h, a])) == {n for n in want if n <= a}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mass": 0.0}, r"mass must lie in \(0, 1\], got 0.0"),
+            ({"mass": 0.5, "block_size": 10, "stride": 4}, r"stride must divide block_size \(10\), got 4"),
+        ],
+    )
+    def test_refusals(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            sparsity.x_attention(*arrays()[:2], **options)
+
+
+def test_vertical_slash_marks_what_the_last_queries_attend_to():
+    q, k, _ = arrays()
+    seen = sparsity.vertical_slash(q[0], k[0], num_columns=4, num_slashes=6, last=8)
+    queries, keys = in_numpy(q[:1], k[:1])
+    for h in range(Q_HEADS):
+        columns, slashes = np.zeros(TOKENS), np.zeros(TOKENS)
+        for i in range(TOKENS - 8, TOKENS):
+            p = softmax(keys[0, h] @ queries[0, h, i] * DIM**-0.5, np.arange(TOKENS) <= i)
+            columns += p
+            slashes[: i + 1] += p[i::-1]
+        assert set(np.flatnonzero(np.asarray(seen.columns)[h])) == set(np.argsort(columns)[-4:])
+        assert set(np.flatnonzero(np.asarray(seen.slashes)[h])) == set(np.argsort(slashes)[-6:])
+
+
+SIZES = {"block_size": 8, "num_selected": 3, "window": 6}  # NSA's
+
+
+class TestNSA:
+    def gates(self):
+        return jax.nn.sigmoid(jax.random.normal(jax.random.key(7), (2, TOKENS, Q_HEADS, 3)))
+
+    def test_is_the_gated_sum_of_compressed_selected_and_window(self):
+        q, k, v = arrays()
+        size, window = 8, 6
+        out = sparsity.nsa(q, k, v, self.gates(), **SIZES)
+        queries, keys, values = in_numpy(q, k, v)
+        gates, blocks = np.asarray(self.gates(), np.float64), -(-TOKENS // size)
+        padded = [np.pad(x, ((0, 0), (0, 0), (0, blocks * size - TOKENS), (0, 0))) for x in (keys, values)]
+        short = [x.reshape(2, Q_HEADS, blocks, size, DIM).mean(axis=3) for x in padded]
+        j = np.arange(TOKENS)
+        for b, i in [(0, 0), (0, 7), (0, 8), (1, 30), (1, 49)]:
+            ended = (np.arange(blocks) + 1) * size - 1 <= i
+            of = lambda h, i=i, b=b, ended=ended: softmax(
+                short[0][b, h] @ queries[b, h, i] * DIM**-0.5, ended
+            )
+            for h in range(Q_HEADS):
+                group = of(h // 2 * 2) + of(h // 2 * 2 + 1)
+                own = i // size
+                group[0] = group[own] = np.inf
+                group[own + 1 :] = -np.inf
+                chosen = np.argsort(group)[::-1][: min(3, own + 1)]
+                attend = lambda sees, i=i, b=b, h=h: (
+                    softmax(keys[b, h] @ queries[b, h, i] * DIM**-0.5, sees) @ values[b, h]
+                )
+                parts = (
+                    of(h) @ short[1][b, h],
+                    attend(np.isin(j // size, chosen) & (j <= i)),
+                    attend((j <= i) & (i - j < window)),
+                )
+                want = sum(gates[b, i, h, n] * x for n, x in enumerate(parts))
+                np.testing.assert_allclose(out[b, i, h], want, atol=2e-5)
+
+    def test_gates_and_what_compresses_are_trained(self):
+        q, k, v = arrays()
+
+        def loss(gates, weights):
+            compress = lambda x: jnp.einsum("bnskd,s->bnkd", x, weights)
+            out = sparsity.nsa(q, k, v, gates, **SIZES, compress=compress)
+            return (out**2).sum()
+
+        grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(self.gates(), jnp.full(8, 1 / 8))
+        assert all(jnp.isfinite(x).all() and (x != 0).any() for x in grads)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"gates": jnp.zeros((2, TOKENS, Q_HEADS, 2))},
+                r"gates must have shape \(2, 50, 4, 3\) .*, got \(2,",
+            ),
+            ({"window": 0}, r"window must be at least 1, got 0"),
+            ({"num_selected": 0}, r"k must be at least 1, got 0"),
+        ],
+    )
+    def test_refusals(self, change, message):
+        q, k, v = arrays()
+        with pytest.raises(ValueError, match=message):
+            sparsity.nsa(q, k, v, **{"gates": self.gates()} | SIZES | change)
+
+
+def test_not_is_the_rest_and_twice_is_the_mask():
+    window = masks.Window(left=3)
+    i, j = np.arange(9)[:, None], np.arange(9)[None, :]
+    np.testing.assert_array_equal(masks.dense(~window, 9, 9)[0], i - j > 3)
+    assert ~~window is window
+    assert hash(~window) == hash(~masks.Window(left=3))
+    with pytest.raises(ValueError, match=r"sparsity must let no query .*, got \(Prefix & ~Window\)"):
+        masks.check_ahead("sparsity", masks.Prefix(length=3) & ~window, causal=True)
+    run = functools.partial(jattn.attention, *arrays(9), causal=True)
+    sees = jnp.asarray((i - j > 3) & (j <= i))
+    got, want = run(mask=~window), run(mask=sees)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert (got[:, :4] == 0).all()

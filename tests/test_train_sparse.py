@@ -1,0 +1,93 @@
+"""examples.train_sparse: what is trained over whole texts is what decodes token by token; and it runs."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from examples.train_sparse import model as sparse
+from examples.train_sparse.patterns import BLOCK, PATTERNS, TOP_K, WINDOW
+from examples.train_tiny import HF_CONFIG
+from jattn.models import DecoderConfig
+
+pytestmark = pytest.mark.kernels  # together longer than the fast tests have
+TOKENS = 90
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_paged_cache_decodes_what_was_trained(name):
+    assert max(TOP_K * BLOCK, WINDOW) < TOKENS
+    pattern = PATTERNS[name]
+    config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": 1})
+    graph, params = sparse.init(config, 0)
+    noise = 0.3 * jax.random.normal(jax.random.key(5), params.gates.shape)
+    params = params._replace(gates=noise)
+    tokens = jax.random.randint(jax.random.key(1), (1, TOKENS), 0, 256)
+
+    @jax.jit
+    def whole(params):
+        model, hidden, _ = sparse.hidden_of_texts(graph, params, tokens, pattern)
+        return model.logits(hidden)
+
+    @jax.jit
+    def stepped(params, caches, metadata):
+        def one(carry, token):
+            caches, metadata = carry
+            scores, caches = sparse.step(graph, params, caches, metadata, token[None], pattern)
+            return (caches, jattn.advance(metadata)), scores[0]
+
+        return jax.lax.scan(one, (caches, metadata), tokens[0])[1]
+
+    with jax.numpy_dtype_promotion("standard"):
+        blocks = -(-TOKENS // BLOCK)
+        model = nnx.merge(graph, params.model)
+        caches = model.create_caches(1 + blocks, block_size=BLOCK)
+        metadata = jattn.build_batch_metadata([1], [1], [range(1, 1 + blocks)], block_size=BLOCK)
+        want, got = whole(params), stepped(params, caches, metadata)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_patterns_are_not_all_the_same():
+    config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": 1})
+    graph, params = sparse.init(config, 0)
+    windows = jax.random.randint(jax.random.key(1), (1, TOKENS + 1), 0, 256)
+    with jax.numpy_dtype_promotion("standard"):
+        run = lambda pattern: jax.jit(functools.partial(sparse.bits, graph, pattern=pattern))(params, windows)
+        found = [float(run(pattern)[0, -1]) for pattern in PATTERNS.values()]
+    assert len(set(found)) == len(found)
+
+
+def test_it_writes_losses_and_pictures(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from examples.train_sparse.__main__ import main
+
+    (tmp_path / "sources").mkdir()
+    for name in "abcdefghijkl":
+        (tmp_path / "sources" / f"{name}.py").write_text(f"def {name}():\n    return 0\n" * 200)
+    options = [
+        "--steps",
+        "5",
+        "--batch",
+        "2",
+        "--tokens",
+        "32",
+        "--layers",
+        "1",
+        "--patterns",
+        "window",
+        "NSA",
+    ]
+    with jax.numpy_dtype_promotion("standard"):
+        main(["--out", str(tmp_path), "--data", str(tmp_path / "sources"), *options])
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert [*losses] == ["window", "NSA"]
+    for history in losses.values():
+        assert history["tokens"] == [64, 128, 192, 256, 320]
+        assert history["bits"][-1] < history["bits"][0]
+    for name in ("loss", "masks"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("def main(argv=None)") == 2
