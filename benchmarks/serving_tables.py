@@ -1,20 +1,21 @@
-"""Tables of what the engine does with a whole model, beside a peer that ran on another machine."""
+"""Tables of what the engine does with a whole model, and of gradients, beside peers."""
 
 from benchmarks.recorded import rows_of
 
 
 def engine_table(file: str, beside: str) -> str:
-    """A row a case; the peer's of another run, so that no ratio stands here."""
+    """A row a case; a ratio where the peer ran on the same machine in the same run."""
     ours, theirs = rows_of(file), rows_of(beside)
     peers = {row["what"]: row for row in theirs}  # of two runs of one case the second
     lines = [
-        f"{ours[0]['gpu']}, jax {ours[0]['jax']}; {theirs[0]['engine']}, in another run on another machine.",
+        f"{ours[0]['gpu']}, jax {ours[0]['jax']}; {theirs[0]['engine']}.",
         "",
-        "| case | jattn | nano-vllm |",
-        "|---|---|---|",
+        "| case | jattn | nano-vllm | ratio |",
+        "|---|---|---|---|",
     ]
     for row in {row["name"]: row for row in ours}.values():
-        lines.append(f"| {row['name']} | {_engine_cell(row)} | {_peer_cell(peers.get(row['name']))} |")
+        peer = peers.get(row["name"])
+        lines.append(f"| {row['name']} | {_engine_cell(row)} | {_peer_cell(peer)} | {_ratio(row, peer)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -29,15 +30,60 @@ def _engine_cell(row: dict[str, float]) -> str:
         return f"{row['step_ms']:.2f} ms a step, {row['host_waits_ms']:.2f} of them the host waits"
     if "tokens_per_s" in row:
         return f"{row['tokens_per_s']:,.0f} tokens/s"
+    if "gain" in row:
+        return f"{row['s']:.2f} s, {row['without_s']:.2f} where no prompt shares: {row['gain']:.2f} x"
     return f"{row['step_ms']:.2f} ms a step"
 
 
 def _peer_cell(row: dict[str, float] | None) -> str:
     if row is None:
         return "-"
+    where = "" if row["same_run"] else " (another machine)"
     if "step_ms" in row:
-        return f"{row['step_ms']:.2f} ms a step"
-    return f"{row['tok_s']:,.0f} tokens/s" if "tok_s" in row else f"ready after {row['s']:.1f} s"
+        return f"{row['step_ms']:.2f} ms a step{where}"
+    took = f"{row['tok_s']:,.0f} tokens/s" if "tok_s" in row else f"ready after {row['s']:.1f} s"
+    return took + where
+
+
+def _ratio(row: dict[str, float], peer: dict[str, float] | None) -> str:
+    """Of speeds, where both are known of one run."""
+    if peer is None or not peer["same_run"] or "tokens_per_s" not in row:
+        return "-"
+    return f"{row['tokens_per_s'] / peer['tok_s']:.2f}"
+
+
+def cascades_table(file: str) -> str:
+    """A decode step that reads a shared prefix once, and one that reads it for each request."""
+    rows = rows_of(file)
+    lines = [
+        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
+        "",
+        "| requests x shared tokens | with cascades, ms | without, ms | ratio |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["name"], *(f"{row[key]:.2f}" for key in ("step_ms", "step_ms_without", "ratio"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def gradients_table(file: str) -> str:
+    """varlen_backward beside cuDNN, in one run."""
+    rows = rows_of(file)
+    lines = [
+        f"{rows[0]['gpu']}, jax {rows[0]['jax']}; cuDNN through jax.nn.dot_product_attention.",
+        "",
+        "| case | TFLOP/s | cuDNN | ratio | largest error |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio, peer = "-", row.get("cudnn_tflop_per_s")
+        if peer is not None:
+            ratio = f"{row['tflop_per_s'] / peer:.2f}"
+        beside = "-" if peer is None else f"{peer:.0f}"
+        error = max(row["errors"].values())
+        lines.append(f"| {row['name']} | {row['tflop_per_s']:.0f} | {beside} | {ratio} | {error:.4f} |")
+    return "\n".join(lines) + "\n"
 
 
 def drafts_table(file: str) -> str:

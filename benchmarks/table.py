@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import bars
 from benchmarks.recorded import rows_of
-from benchmarks.serving_tables import drafts_table, engine_table
+from benchmarks.serving_tables import cascades_table, drafts_table, engine_table, gradients_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "benchmarks.md")
@@ -47,6 +47,8 @@ def filled(text: str) -> str:
         "write": write_table,
         "engine": engine_table,
         "drafts": drafts_table,
+        "cascades": cascades_table,
+        "gradients": gradients_table,
         "quantization": quantization_table,
         "GPU tests": gpu_tests_line,
     }

@@ -1,4 +1,8 @@
-"""Static sizes of grouped_matmul."""
+"""Static sizes of grouped_matmul.
+
+Chosen for few bytes of both operands a product and no spilled registers, not by measurement yet:
+`python -m benchmarks experts` has the rows.
+"""
 
 TILE_ROWS = 128  # rows of a thread block, half of them each of its two warpgroups that multiply
 TILE_INPUTS = 64  # of both operands, a stage: a row of the swizzle

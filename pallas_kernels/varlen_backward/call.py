@@ -21,7 +21,28 @@ from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of varlen_backward, of the same names."""
+    """Arguments of varlen_backward, of the same names.
+
+    The gradient of a head's sink is the sum over its tokens of `exp(sink - lse) * (grad_lse - expected)`;
+    `expected` is a token's sum of `out * grad_out`.
+
+    Attributes:
+        query: Tokens of all requests.
+        key: Keys of all requests.
+        value: As key.
+        out: As query.
+        lse: [q_heads, tokens].
+        grad_out: As query.
+        grad_lse: As lse, or None.
+        query_start_loc: First token of each request, and one past the last.
+        seq_lens: Keys of each request.
+        kv_start_loc: First key of each request.
+        alibi_slopes: Slope of each head.
+        lists: make_lists' for the call's schedule: each head's tiles of queries. Of a listed tile, rows of
+            the request must be finite even where the mask hides them.
+        mask: What queries see in tiles that are listed as seen in part, as varlen_prefill takes it. Only
+            with lists.
+    """
 
     query: jax.Array
     key: jax.Array

@@ -1,5 +1,7 @@
 """varlen_backward: gradients of packed attention."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -36,20 +38,15 @@ def varlen_backward(
     deterministic: bool = False,
     sizes: KernelSizes | None = None,
     interpret: Interpret = None,
-) -> tuple[
-    Float[Array, "tokens q_heads head_dim"],
-    Float[Array, "kv_tokens kv_heads head_dim"],
-    Float[Array, "kv_tokens kv_heads head_dim"],
-]:
+) -> tuple[Array, Array, Array]:
     """Gradients of the queries, keys and values that varlen_prefill attended over, packed.
 
     Rows of no request, and keys behind a request's last, may hold anything: their gradients are 0, and they
-    reach nothing. Sinks are in `lse` and need no mention; their own gradient is the sum over a head's tokens
-    of `exp(sink - lse) * (grad_lse - sum(out * grad_out))`.
+    reach nothing. Sinks are in `lse`; Call tells their own gradient.
 
     Args:
-        query: Tokens of all requests, one request after the other; behind the last there may be padding.
-        key: Keys of all requests, likewise.
+        query: Tokens of all requests, one after the other; behind the last there may be padding.
+        key: Keys, likewise.
         value: As key.
         out: What varlen_prefill returned.
         lse: Likewise: natural log; -inf for rows that saw no key.
@@ -58,33 +55,29 @@ def varlen_backward(
         seq_lens: Keys of each request. Its last token stands at position `seq_len - 1`.
         kv_start_loc: First key of each request; starts with 0 and ascends.
         score: Static: scale, mask, soft cap.
-        grad_lse: Gradient of lse; None = 0.
+        grad_lse: Gradient of lse, or None: 0.
         alibi_slopes: Slope of each head.
         schedule: make_schedule's for the same lengths, score and sizes; made here when None.
-        lists: make_lists' for the schedule: each head's tiles of queries; None = all. Of a listed tile, rows
-            of the request must be finite even where the mask hides them.
-        mask: What queries see in tiles that are listed as seen in part, as varlen_prefill takes it; static
-            but for its arrays. Only with lists.
-        deterministic: Static: the same bits twice. Otherwise thread blocks add to the gradient of queries in
-            the order in which they come.
-        sizes: Static. Chosen from the shapes when None.
+        lists: The tiles of queries that see each tile of keys; None = all. For it and the next see Call.
+        mask: Static but for its arrays.
+        deterministic: Static: the same bits twice, also of the gradient of queries.
+        sizes: Static; chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        Gradients of query, key and value, each as its array.
+        Gradients of query, key and value.
 
     Raises:
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for this request; the message says why.
     """
     call = Call(
-        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse,
-        query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc,
-        alibi_slopes=alibi_slopes, lists=lists, mask=mask,
+        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, mask=mask,
+        query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc, lists=lists,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    return grads_of_call(
-        call, schedule, score=score, deterministic=deterministic, sizes=sizes, interpret=interpret
-    )
+    options: dict[str, Any] = {"deterministic": deterministic, "sizes": sizes, "interpret": interpret}
+    return grads_of_call(call, schedule, score=score, **options)
 
 
 def grads_of_call(

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
@@ -84,7 +84,8 @@ class Job:
         except BaseException:
             await outputs.aclose()
             raise
-        return EventStream(self._events(first, outputs))
+        seconds = self.service.options.stall_seconds
+        return EventStream(self._events(first, outputs), seconds=seconds)
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         async with contextlib.aclosing(self.service.outputs(self.prompts, self.params)) as outputs:
@@ -162,14 +163,25 @@ class Job:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, which end where the client has gone."""
+    """Server-sent events, which end where the client has gone, or takes none for too long."""
 
     media_type = "text/event-stream"
 
+    def __init__(self, events: AsyncGenerator[bytes], *, seconds: float) -> None:
+        """Each event must be taken within so many seconds: they wait where a client's buffers are full."""
+        super().__init__(events)
+        self._seconds = seconds
+
     async def stream_response(self, send: Send) -> None:
         """Sends them; closes their source, whatever happens, so that its request is dropped at once."""
+
+        async def in_time(message: Message) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+
         async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
-            await super().stream_response(send)
+            with contextlib.suppress(TimeoutError):
+                await super().stream_response(in_time)
 
 
 def _line(data: dict[str, Any]) -> bytes:

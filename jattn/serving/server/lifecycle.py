@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.engine import Engine
 from jattn.serving.server.app import build_app
+from jattn.serving.server.connections import PunctualProtocol
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.service import Service
 
@@ -37,6 +38,7 @@ class Server(uvicorn.Server):
             build_app(self.service, self._lifespan),
             host=options.host,
             port=options.port,
+            http=PunctualProtocol,
             log_level=log_level,
             lifespan="on",
             server_header=False,
@@ -106,4 +108,6 @@ def listening(options: ServerOptions) -> socket.socket:
         OSError: The port is taken, or the host not of this machine.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    return socket.create_server((options.host, options.port), family=family)
+    sock = socket.create_server((options.host, options.port), family=family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # who has vanished is found out in the end
+    return sock

@@ -19,7 +19,8 @@ class ServerOptions:
         api_keys: Bearer keys, one of which a client must have; none = anybody may ask.
         max_queue: Completions that may wait, besides those that a step can hold; more are turned away (429).
         max_body_bytes: Of a request.
-        body_seconds: Within which a request's body must have come.
+        body_seconds: Within which a request's head must have come, and then its body.
+        stall_seconds: Within which a client must take what it is sent of a stream; else it is dropped.
         drain_seconds: How long requests may go on when the server is told to stop.
     """
 
@@ -32,6 +33,7 @@ class ServerOptions:
     max_queue: int = 1024
     max_body_bytes: int = 8 * 2**20
     body_seconds: float = 60.0
+    stall_seconds: float = 60.0
     drain_seconds: int = 30
 
     def __post_init__(self) -> None:
@@ -40,6 +42,7 @@ class ServerOptions:
         require(all(self.api_keys), "api_keys", "hold no empty key", repr(self.api_keys))
         template = self.chat_template
         require(template is None or template.is_file(), "chat_template", "be a file", template)
-        require_positive(max_body_bytes=self.max_body_bytes, body_seconds=self.body_seconds)
+        require_positive(max_body_bytes=self.max_body_bytes)
+        require_positive(body_seconds=self.body_seconds, stall_seconds=self.stall_seconds)
         for name in ("max_queue", "drain_seconds"):
             require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))

@@ -1,15 +1,18 @@
 """Whatever a client does wrong is told in OpenAI's shape, and harms nobody else."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import socket
 import threading
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jattn.serving.server.answers import EventStream
 from tests.serving.faults import device_fails, reading_fails
 from tests.serving.server.running import running
 
@@ -88,6 +91,13 @@ def the_next_request_is_served(server):
         ),
         (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "model", "The model `gpt-9` does not exist"),
         (CHAT, {"messages": []}, 400, "messages", "messages: List should have at least 1 item"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": ""}]},
+            400,
+            "messages",
+            r"at least one token, got \[\]",
+        ),
         (CHAT, {"messages": [{"content": "a"}]}, 400, "messages", "messages.0.role: Field required"),
         (CHAT, {"messages": [{"role": "system", "content": "a"}]}, 400, "messages", "no systems"),
         (
@@ -252,6 +262,15 @@ def hang_up(server, body, after_bytes=1):
     return client
 
 
+def is_closed(client):
+    """Whether the other side has said that it is done."""
+    client.settimeout(0.01)
+    try:
+        return client.recv(4096) == b""
+    except TimeoutError:
+        return False
+
+
 class TestClients:
     @pytest.mark.parametrize("streams", [True, False])
     def test_who_hangs_up_frees_the_blocks_within_a_step_or_two(self, server, engine, streams):
@@ -273,6 +292,42 @@ class TestClients:
         assert server.post(TEXT, prompt="abc", max_tokens=3)["usage"]["completion_tokens"] == 3
         for client in clients:
             client.close()
+
+    @pytest.mark.parametrize("is_second", [False, True])
+    def test_who_brings_no_request_in_time_is_cut_off(self, server, is_second):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            if is_second:
+                client.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+            start, dribble = time.monotonic(), b"GET /version HTTP/1.1\r\n"
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < start + 10 and not is_closed(client):
+                    client.sendall(dribble)
+                    dribble = b"X: 1\r\n"
+                    time.sleep(0.05)
+            assert time.monotonic() < start + 5  # body_seconds is 0.5
+
+    def test_a_stream_that_is_not_taken_in_time_ends(self):
+        ended = []
+
+        async def pieces():
+            try:
+                while True:
+                    yield b"x" * 10
+            finally:
+                ended.append(True)
+
+        async def send(message):
+            if message.get("body"):
+                await asyncio.sleep(60)
+
+        async def main():
+            start = time.monotonic()
+            await EventStream(pieces(), seconds=0.05).stream_response(send)
+            return time.monotonic() - start
+
+        assert asyncio.run(main()) < 5
+        assert ended == [True]
 
     def test_too_many_are_turned_away_and_told_when_to_come_again(self, server, engine):
         clients = [hang_up(server, LONG | {"stream": True}, after_bytes=0) for _ in range(6)]  # 4 run, 2 wait

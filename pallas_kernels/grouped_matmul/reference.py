@@ -1,0 +1,20 @@
+"""What grouped_matmul computes, tile by tile, in f32."""
+
+import jax
+import jax.numpy as jnp
+
+
+def grouped_matmul_reference(
+    x: jax.Array, weights: jax.Array, group_of_tile: jax.Array, *, outputs_first: bool = False
+) -> jax.Array:
+    """Arguments as `grouped_matmul`; f32 [rows, outputs], zeros where a tile has no group."""
+    tiles = x.reshape(len(group_of_tile), -1, x.shape[1])
+
+    def multiply(of_tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, group = of_tile
+        matrix = weights[group].T if outputs_first else weights[group]
+        out = jnp.matmul(rows.astype(jnp.float32), matrix.astype(jnp.float32), precision="highest")
+        return jnp.where(group >= 0, out, 0)
+
+    out = jax.lax.map(multiply, (tiles, group_of_tile))
+    return out.reshape(len(x), -1)
