@@ -82,8 +82,9 @@ def gradients(
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score, sizes = score_of(spec), kernel.default_sizes(spec.head_dim)
     kv_tokens, kv_heads, head_dim = kv.k.shape
-    widths: dict[str, Any] = {"kv_tokens": kv_tokens, "kv_heads": kv_heads, "head_dim": head_dim}
-    schedule = kernel.make_schedule(*lens, **widths, score=score, sizes=sizes)
+    schedule = kernel.make_schedule(
+        *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes
+    )
     listed: dict[str, Any] = {}
     if mask is not None:
         bounds = {"num_tokens": query.shape[0], "max_seq_len": kv_tokens}
