@@ -3,7 +3,6 @@
 Of each step it adds its pieces of the queries' gradient to global memory, too.
 """
 
-import itertools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -15,10 +14,9 @@ from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.paged_kv import clear_unseen
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.items import Item, Worklist
+from pallas_kernels.varlen_backward.memory import BUFFERS
 from pallas_kernels.varlen_backward.products import (
-    Begun,
     InterpretedProducts,
-    Place,
     Products,
     Sums,
     Units,
@@ -39,8 +37,8 @@ class Gradients:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
-        self.scores = Scores(inputs.slopes, inputs.mask, smem.columns.at[wg], wg, spec)
-        self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, pipeline, wg, spec)
+        self.scores = Scores(inputs.mask, smem.columns.at[wg], wg, spec)
+        self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, wg, spec)
 
     def work_share(self, work: Worklist) -> None:
         """All items of the thread block."""
@@ -62,41 +60,35 @@ class Gradients:
 
     def grads_of(self, item: Item, step: Scalar) -> tuple[Scalar, Sums]:
         """All steps of an item, from `step` on: the one behind, and the sums."""
-        first, num_steps = item.first_head()
-        # Tiles of none are told apart from others by the loops alone: any will do where there is no step.
-        tile = lambda nth, i, is_masked: QueryTile(item, nth, item.steps(nth).tile(i), is_masked)
 
-        def work() -> Sums:
-            start = self.work(tile(first, jnp.int32(0), True), step)
-            begun = self.products.start(step, start)
+        def of_head(nth: Scalar, carry: tuple[Scalar, Sums]) -> tuple[Scalar, Sums]:
+            step, sums = carry
+            head = item.head(nth)
+            slope = None if self.inputs.slopes is None else self.inputs.slopes[head]
 
-            def of_head(nth: Scalar, at: tuple[Scalar, Begun]) -> tuple[Scalar, Begun]:
-                step, begun = at
-                of_head = item.steps(nth)
-                done = (nth == first).astype(jnp.int32)
+            steps = item.steps(nth)
 
-                def take(is_masked: bool) -> Callable[[Scalar, Begun], Begun]:
-                    work_of = lambda i: self.work(tile(nth, i, is_masked), step + i)
-                    return lambda i, begun: self.products.take(step + i, work_of(i), begun)
+            def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
+                tile = lambda i: QueryTile(item, head, steps.tile(i), slope, is_masked)
+                return lambda i, sums: self.take_step(tile(i), step + i, sums)
 
-                begun = lax.fori_loop(done, of_head.num_masked, take(True), begun)
-                begun = lax.fori_loop(jnp.maximum(of_head.num_masked, done), of_head.num, take(False), begun)
-                return step + of_head.num, begun
+            sums = lax.fori_loop(0, steps.num_masked, of_tile(True), sums)
+            sums = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), sums)
+            return step + steps.num, sums
 
-            _, begun = lax.fori_loop(first, self.spec.group, of_head, (step, begun))
-            return self.products.finish(step + num_steps - 1, start, begun)
+        return lax.fori_loop(0, self.spec.group, of_head, (step, self.products.zeros()))
 
-        return step + num_steps, lax.cond(num_steps > 0, work, self.products.zeros)
-
-    def work(self, tile: QueryTile, step: Scalar) -> Work:
-        """What is done between the products of a step."""
-        stage, buffer = self.products.stage(step), self.products.buffer(step)
+    def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
+        """A tile of queries."""
+        stage = lax.rem(step, jnp.int32(self.spec.sizes.stages))
+        buffer = lax.rem(step, jnp.int32(BUFFERS))
         smem, pipeline = self.smem, self.pipeline
         stats_s, stored = smem.stats.at[stage], self.scores.stored(tile)
 
-        def clear() -> None:
+        def arrived(full: Ref, tile_s: Ref) -> None:
+            plgpu.barrier_wait(full.at[stage])
             if tile.is_masked:
-                self._clear_queries(tile, smem.query.at[stage], smem.grad_out.at[stage])
+                self._clear_queries(tile, tile_s.at[stage])
 
         def exchange(ds: Tile) -> None:
             store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
@@ -104,18 +96,23 @@ class Gradients:
             plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
             plgpu.barrier_wait(pipeline.ds_full.at[buffer])
 
-        return Work(
+        work = Work(
             zero=tile.item["zero"],
-            place=Place(tile.head, tile.item.query_row(tile.nth)),
-            clear=clear,
+            await_queries=lambda: arrived(pipeline.q_full, smem.query),
+            await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out),
             probabilities=lambda s: self.scores.probabilities(s, stats_s, tile, stored),
             grad_scores=lambda of, dp: self.scores.gradients(of, dp, stats_s),
             exchange=exchange,
-            add_grad_query=self.add_grad_query,
+            release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stage]),
+            add_grad_query=lambda dq: self.add_grad_query(tile, dq),
         )
+        sums = self.products.step(sums, stage, buffer, work)
+        plgpu.barrier_arrive(pipeline.q_free.at[stage])
+        return sums
 
-    def add_grad_query(self, place: Place, dq: Units) -> None:
+    def add_grad_query(self, tile: QueryTile, dq: Units) -> None:
         """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
+        first = tile.item.query_row(tile.nth)
         if not self.spec.is_interpreted:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last step's
             for nth, piece in enumerate(dq):
@@ -123,8 +120,8 @@ class Gradients:
             plgpu.commit_smem()
         for nth, piece in enumerate(dq):
             query_unit, unit = self.products.piece(nth)
-            rows = pl.ds(pl.multiple_of(place.row + query_unit * UNIT, 8), UNIT)
-            to = self.inputs.grad_query.at[place.head, unit, rows]
+            rows = pl.ds(pl.multiple_of(first + query_unit * UNIT, 8), UNIT)
+            to = self.inputs.grad_query.at[tile.head, unit, rows]
             if self.spec.is_interpreted:
                 to[...] = plgpu.load(to, layout=W, optimized=False) + piece
             else:
@@ -156,13 +153,13 @@ class Gradients:
                 self._clear(self.smem.key.at[wg], begin - wg * UNIT, end - wg * UNIT)
             plgpu.commit_smem()
 
-    def _clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
+    def _clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
         """The same of queries, and of gradients of their outputs. Each warpgroup for itself."""
         begin, end = tile.live()
 
         @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
         def _() -> None:
-            for tile_s, nth in itertools.product(tiles_s, range(self.spec.query_units)):
+            for nth in range(self.spec.query_units):
                 here = tile_s.at[slice(None), pl.ds(nth * UNIT, UNIT)]
                 self._clear(here, begin - nth * UNIT, end - nth * UNIT)
             plgpu.commit_smem()

@@ -22,20 +22,17 @@ class QueryTile(NamedTuple):
 
     Attributes:
         item: The keys' item.
-        nth_head: The query head, counted in the group.
+        head: The query head.
         nth: Number of the tile, of the request's.
+        slope: ALiBi's of the head, times log2(e), or None.
         is_masked: Static: some pair of it may not be seen.
     """
 
     item: Item
-    nth_head: Scalar
+    head: Scalar
     nth: Scalar
+    slope: Scalar | None
     is_masked: bool
-
-    @property
-    def head(self) -> Scalar:
-        """The query head."""
-        return self.item.head(self.nth_head)
 
     def live(self) -> tuple[Scalar, Scalar]:
         """First of its rows that is the request's, and one past the last."""
@@ -47,22 +44,22 @@ class Probabilities(NamedTuple):
     """Of a tile.
 
     Attributes:
-        p: Probabilities, in 16 bits.
-        weight: The same in f32, times the soft cap's derivative.
+        p: Probabilities.
+        bend: What the soft cap's derivative is made of, or None.
         sees: Which pairs are seen, or None where all are.
     """
 
     p: Tile
-    weight: Tile
+    bend: Tile | None
     sees: Tile | None
 
 
 class Scores:
     """Of one warpgroup."""
 
-    def __init__(self, slopes: Ref, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
-        """With [tile_q] of shared memory for numbers of queries in their tile; refs.Inputs has the rest."""
-        self.slopes, self.arrays, self.columns_s, self.wg, self.spec = slopes, arrays, columns_s, wg, spec
+    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
+        """With the mask's arrays, and [tile_q] of shared memory for the number of each query in its tile."""
+        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
 
     def store_columns(self) -> None:
         """Numbers the queries of a tile."""
@@ -86,20 +83,20 @@ class Scores:
             bend = jnp.tanh(s * (score.scale / score.soft_cap))
             y = bend * (score.soft_cap * LOG2E)
         less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
-        if self.slopes is not None:
-            y, less = self._biased(y, less, tile, self.slopes[tile.head])
-        p, sees = jnp.exp2(y - self._wide(less)), None
-        if tile.is_masked:
-            sees = self._sees(tile, stored)
-            p = jnp.where(sees, p, 0.0)
-        # Not the cap's part and p: registers are short.
-        weight = p if bend is None else p * (1.0 - bend * bend)
-        return Probabilities(p.astype(self.spec.dtype), weight, sees)
+        if tile.slope is not None:
+            y, less = self._biased(y, less, tile, tile.slope)
+        p = jnp.exp2(y - self._wide(less))
+        if not tile.is_masked:
+            return Probabilities(p, bend, None)
+        sees = self._sees(tile, stored)
+        return Probabilities(jnp.where(sees, p, 0.0), bend, sees)
 
     def gradients(self, of: Probabilities, grad_p: Tile, stats_s: Ref) -> Tile:
         """Of scores, but for the scale."""
         less = plgpu.load(stats_s.at[1], layout=COLUMN, optimized=False)
-        grad = of.weight * (grad_p - self._wide(less))
+        grad = of.p * (grad_p - self._wide(less))
+        if of.bend is not None:
+            grad = grad * (1.0 - of.bend * of.bend)
         return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
 
     def _biased(self, y: Tile, less: Columns, tile: QueryTile, slope: Scalar) -> tuple[Tile, Columns]:

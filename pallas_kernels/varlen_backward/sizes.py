@@ -16,8 +16,6 @@ class KernelSizes:
     Attributes:
         tile_q: Queries of a step: 64 or 128.
         stages: Steps in flight from global memory.
-        overlaps: Scores of a step are begun while the last product of the one before is in flight: for
-            both, registers must do.
         l2_bytes: So much of queries and their gradients is read side by side; 0 = the longest items first,
             whatever they read.
         ctas: Thread blocks of the grid, each with its share of the items; None = one an item, so that an SM
@@ -26,7 +24,6 @@ class KernelSizes:
 
     tile_q: int = 64
     stages: int = 2
-    overlaps: bool = True
     l2_bytes: int = 32 * 10**6
     ctas: int | None = None
 
@@ -39,7 +36,7 @@ class KernelSizes:
 
 # Units of 64 that a head fills -> sizes. Two warpgroups share the gradient of a step's queries by whole
 # units, so a head of one unit takes two of queries.
-TABLE = {1: KernelSizes(tile_q=128, overlaps=False), 2: KernelSizes(tile_q=64)}
+TABLE = {1: KernelSizes(tile_q=128), 2: KernelSizes(tile_q=64)}
 
 
 def default_sizes(head_dim: int) -> KernelSizes:
