@@ -1,6 +1,6 @@
 """Decoders on meshes of four devices of a CPU, beside transformers and one device.
 
-Run by tests/models/test_sharded_decoders.py: `families` or `engine`.
+Run by tests/models/test_sharded_decoders.py: `families`, `engine` or `features`.
 """
 
 import pathlib
@@ -19,7 +19,7 @@ from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
 from jattn.models import load, save  # noqa: E402
-from jattn.serving import Engine  # noqa: E402
+from jattn.serving import Engine, cli  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
@@ -130,6 +130,35 @@ def check_drafts(folder: pathlib.Path, want: list[list[int]]) -> None:
     print(f"drafts: {engine.stats.num_accepted_tokens} accepted")
 
 
+# What an engine is asked for besides; each gives one device's tokens.
+FEATURES = {
+    "fp8 cache": {"quantization": "fp8_e4m3"},
+    "int8 cache, scales per token and head": {"quantization": "int8_token_head"},
+    "int8 cache, scales per channel": {"quantization": "int8_static_v"},
+    "cascades": {"cascade_attention": True, "block_size": 8},
+    "batch_invariant": {"batch_invariant": True},
+}
+
+
+def check_feature(folder: pathlib.Path, name: str) -> None:
+    found = []
+    for mesh in (None, jattn.parallel.make_mesh(tp=2)):
+        model = load(folder, mesh=mesh, progress=False)
+        if FEATURES[name].get("quantization") in ("fp8_e4m3", "int8_static_v"):  # static scales
+            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=FEATURES[name]["quantization"])
+        engine = Engine(model, **SIZES | FEATURES[name])
+        results = engine.generate([PROMPTS[2] + prompt for prompt in PROMPTS], max_tokens=12)
+        found.append([result.token_ids for result in results])
+        assert (engine.stats.num_cascade_steps > 0) == (name == "cascades")
+        assert all(
+            is_cut(leaf, 2) == (mesh is not None)
+            for leaf in jax.tree.leaves(engine._runner._caches)
+            if leaf.ndim
+        )
+    assert found[0] == found[1], (name, found)
+    print(name)
+
+
 def check_parameters(model, tp: int) -> None:
     """All but norms are cut."""
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -161,10 +190,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), folder)
+        if sys.argv[1] == "features":
+            for feature in FEATURES:
+                check_feature(folder, feature)
+            return
         alone = alone_of(folder)
         for tp in (2, 4):
             check_engine(folder, tp, alone)
         check_drafts(folder, alone.tokens)
+        command = ["doctor", "--model", str(folder), "--tensor-parallel-size", "4", "--num-blocks", "9"]
+        assert cli.main(command) == 0
 
 
 if __name__ == "__main__":

@@ -32,12 +32,19 @@ def changed(**changes):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("what", "num_lines"), [("families", 16), ("engine", 3)])
-def test_on_several_devices(what, num_lines):
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        ("families", ["bloom: ", "gpt_oss: ", "llama4: ", "qwen2_moe: "]),
+        ("engine", ["tp 2: 4 executables", "tp 4: 4 executables", "drafts: ", "2/1 heads of 32"]),
+        ("features", ["fp8 cache", "int8 cache, scales per channel", "cascades", "batch_invariant"]),
+    ],
+)
+def test_on_several_devices(what, lines):
     command = [sys.executable, "-m", "tests.models.sharded_decoders", what]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == num_lines
+    assert [line for line in lines if line not in done.stdout] == []
 
 
 def test_a_mesh_of_one_device_serves_the_same_tokens():
