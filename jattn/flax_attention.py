@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jattn.dense_attention import Rows, attend_arrays, mask_of_array
+from jattn.dense_attention import attend_arrays
+from jattn.dense_checks import Rows, mask_of_array
 from jattn.implementations.choice import asked_for, first_able
 from jattn.implementations.xla import alibi_bias, pairs_of, visible
 from jattn.spec import AttentionSpec

@@ -179,9 +179,10 @@ class TestTransformations:
             )
         np.testing.assert_allclose(out, want, atol=1e-6)
 
-    def test_gradients_flow_without_a_cache(self):
-        """Against finite differences, through the reference."""
-        attention = layer(implementation="reference", has_sinks=True, rope=rope)
+    @pytest.mark.parametrize("implementation", ["reference", "xla"])
+    def test_gradients_flow_without_a_cache(self, implementation):
+        """Against finite differences."""
+        attention = layer(implementation=implementation, has_sinks=True, rope=rope)
         metadata = step([7, 5], [7, 5])
         loss = lambda m, x: (m(x, None, metadata, metadata.positions)[0] ** 2).sum()
         x = hidden(12)

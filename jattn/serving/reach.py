@@ -57,8 +57,8 @@ def reach_of(model: Any) -> Reach | None:
 def turning_length_of(model: Any) -> int | None:
     """Tokens of a request beyond which a model turns all its keys otherwise; None = of no length."""
     ropes = [module.rope for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
-    lengths = {getattr(rope, "turning_length", None) for rope in ropes} - {None}
-    return min(lengths, default=None)
+    lengths: list[int | None] = [getattr(rope, "turning_length", None) for rope in ropes]
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def found_within(reach: Reach, manager: BlockManager, digests: Sequence[bytes]) -> tuple[int, ...]:

@@ -66,9 +66,10 @@ def test_a_step_compiles_once_per_bucket():
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("name", ["qwen3_biases", "gemma2_default_layers"])
-def test_trains_under_vmap(name):
-    graph, params = nnx.split(make("reference", DecoderConfig.from_hf(CONFIGS[name] | TINY)))
+def test_trains_under_vmap(name, implementation):
+    graph, params = nnx.split(make(implementation, DecoderConfig.from_hf(CONFIGS[name] | TINY)))
 
     def loss(params):
         model = nnx.merge(graph, params)

@@ -303,11 +303,11 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
     assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
 
 
-def test_a_layer_for_xla_takes_no_kernel(monkeypatch):
+def test_a_layer_takes_the_kernel_by_name_alone(monkeypatch):
     monkeypatch.setattr(expert_products, "why_no_kernel", lambda x, weights: None)
     taken = []
     monkeypatch.setattr(expert_products, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
-    for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
+    for implementation, want in ((None, 0), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
         taken.clear()
         layer = Experts(
             *(HIDDEN, INTERMEDIATE),
@@ -346,3 +346,17 @@ def test_the_kernel_is_declined_with_its_reason():
 def test_the_sizes_choose_the_way(tokens, has_kernel, want):
     """Of Qwen3-30B-A3B, 8 of 128 experts."""
     assert way(num_tokens=tokens, num_chosen=8, num_experts=128, has_kernel=has_kernel) is want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [3, 17, 100, 1000])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
+def test_16_bits_on_a_gpu_err_no_more_than_twice_a_rounding_to_16_bits(family, count, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 256)
+    monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 192)
+    layer, x = make(family, dtype=jnp.bfloat16), tokens(count, dtype=jnp.bfloat16)
+    assert why_no_kernel(x, layer.weights()) is None
+    got, want = run(layer, x), expected(family, layer, x.astype(jnp.float32))
+    error = np.abs(np.asarray(got[some(got)], np.float64) - want)
+    assert error.max() <= 2 * 2**-8 * np.abs(want).max()
+    assert jnp.array_equal(run(layer, x), got)

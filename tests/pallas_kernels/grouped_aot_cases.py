@@ -14,6 +14,8 @@ SHAPES = {
     "gpt_oss_20b_up": (32, 2880, 5760, True),
     "gpt_oss_20b_down": (32, 2880, 2880, False),
     "narrow": (4, 64, 64, False),
+    "tile_128": (4, 2048, 128, True),
+    "tile_64": (4, 2048, 64, False),
 }
 
 

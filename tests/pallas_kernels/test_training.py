@@ -146,3 +146,40 @@ def test_layers_without_a_cache_train_by_the_kernel():
     with as_on_a_gpu() as called:
         jax.eval_shape(jax.grad(functools.partial(loss, layer)), x)
     assert set(called) == {"attend", "gradients"}
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("name", CASES)
+    def test_gradients_by_the_kernel_are_xla_s(self, name, head_dim):
+        given, run = (
+            arrays(head_dim=head_dim),
+            functools.partial(jattn.attention, return_lse=True, **CASES[name]),
+        )
+        got, want = (
+            jax.jit(jax.grad(loss_of(functools.partial(run, implementation=by))))(given)
+            for by in ("mosaic_gpu", "xla")
+        )
+        for one, other in zip(got, want, strict=True):
+            one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+            np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * float(jnp.abs(other).max()))
+
+    def test_deterministic_gradients_have_the_same_bits(self):
+        run = functools.partial(jattn.attention, return_lse=True, causal=True, deterministic=True)
+        step = jax.jit(jax.grad(loss_of(run)))
+        for one, other in zip(step(arrays()), step(arrays()), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_a_flax_layer_trains_by_the_kernels(self):
+        from flax import nnx
+
+        layer = nnx.MultiHeadAttention(
+            4, 256, decode=False, dtype=jnp.bfloat16, attention_fn=jattn.attention_fn, rngs=nnx.Rngs(0)
+        )
+        x = jax.random.normal(jax.random.key(0), (2, 300, 256), jnp.bfloat16)
+        loss = lambda layer, x: (layer(x, is_causal=True).astype(jnp.float32) ** 2).mean()
+        text = nnx.jit(nnx.grad(loss)).lower(layer, x).as_text()
+        assert text.count("mosaic_gpu") >= 2
+        grads = jax.tree.leaves(nnx.jit(nnx.grad(loss))(layer, x))
+        assert all(bool(jnp.isfinite(grad).all()) for grad in grads)

@@ -32,7 +32,7 @@ def golden(name) -> tuple[Decoder, dict]:
 def engine_of(model, **options):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 160, "num_blocks": 48, "max_model_len": 160}
     limits |= {"check_batches": True} | options
-    if "speculative" not in options:
+    if not {"speculative", "buckets"} & {*options}:
         most = limits["max_num_batched_tokens"]
         sizes = Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=most, max_blocks=10)
         limits["buckets"] = [sizes]
@@ -123,3 +123,21 @@ def test_a_common_beginning_is_read_once_or_refused_by_name(name):
     alike = {f"{key}{i}": expected[f"{key}2"] for i in range(3) for key in ("greedy", "margin")}
     assert_greedy(results, alike, range(3))
     assert engine.stats.num_cascade_steps > 0
+
+
+@pytest.mark.kernels
+@of_family
+def test_batch_invariant_bits_are_those_of_a_request_alone(name):
+    model, expected = golden(name)
+    if any(rope is not None and rope.turning_length for rope in model.config.ropes):
+        with pytest.raises(
+            NotImplementedError, match=r"batch_invariant=True: requests of more than 64 tokens"
+        ):
+            engine_of(model, batch_invariant=True, buckets=None)
+        return
+    alone, crowd = (engine_of(model, batch_invariant=True, buckets=None) for _ in range(2))
+    (want,) = generated(alone, expected, [2], logprobs=1)
+    _, got, _ = generated(crowd, expected, [3, 2, 1], logprobs=1)
+    assert got.token_ids == want.token_ids
+    of = lambda result: [one.logprob for table in result.logprobs for one in table.values()]
+    assert of(got) == of(want)

@@ -76,11 +76,6 @@ GEMMA3 = Family(
             "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.",
         },
-        passed_over=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
+        passed_over=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal"),
     ),
 )

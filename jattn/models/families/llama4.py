@@ -3,7 +3,7 @@
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys, Wrapper
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FULL, LLAMA_TENSORS, attention, layer_type, rope
+from jattn.models.families.reading import FULL, LLAMA_TENSORS, attention, gated_tensors, layer_type, rope
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm, Temperature
@@ -51,7 +51,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
-_MLP, _EXPERTS = "model.layers.*.feed_forward", "model.layers.*.feed_forward.experts"
+_FFN, _EXPERTS = "model.layers.*.feed_forward", "model.layers.*.feed_forward.experts"
 LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
@@ -83,15 +83,11 @@ LLAMA4 = Family(
     layer=_layer,
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.mlp.gate_up_proj": Stored((f"{_MLP}.gate_proj", f"{_MLP}.up_proj"), "gates_apart"),
-        "layers.*.mlp.down_proj": Stored((f"{_MLP}.down_proj",)),
-        "layers.*.mlp.router": Stored((f"{_MLP}.router",)),
+        **gated_tensors("layers.*.mlp", _FFN),
+        **gated_tensors("layers.*.mlp.shared_expert", f"{_FFN}.shared_expert"),
+        "layers.*.mlp.router": Stored((f"{_FFN}.router",)),
         "layers.*.mlp.gate_up_proj.weight": Stored((f"{_EXPERTS}.gate_up_proj",), "experts_stacked"),
         "layers.*.mlp.down_proj.weight": Stored((f"{_EXPERTS}.down_proj",), "array"),
-        "layers.*.mlp.shared_expert.gate_up_proj": Stored(
-            (f"{_MLP}.shared_expert.gate_proj", f"{_MLP}.shared_expert.up_proj"), "gates_apart"
-        ),
-        "layers.*.mlp.shared_expert.down_proj": Stored((f"{_MLP}.shared_expert.down_proj",)),
     },
     aliases={"num_local_experts": "num_experts"},
     harmless=("for_llm_compressor",),

@@ -4,7 +4,15 @@ from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
-from jattn.models.families.reading import FULL, LLAMA_TENSORS, SLIDING, layer_type, llama_layer, rope
+from jattn.models.families.reading import (
+    FULL,
+    LLAMA_TENSORS,
+    SLIDING,
+    gated_tensors,
+    layer_type,
+    llama_layer,
+    rope,
+)
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.specs import MLPSpec
@@ -54,7 +62,6 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
-_SHARED = f"{_MLP}.shared_expert"
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
@@ -74,10 +81,7 @@ QWEN2_MOE = Family(
     tensors={
         **LLAMA_TENSORS,
         **EXPERT_TENSORS,
-        "layers.*.mlp.shared_expert.gate_up_proj": Stored(
-            (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"), "gates_apart"
-        ),
-        "layers.*.mlp.shared_expert.down_proj": Stored((f"{_SHARED}.down_proj",)),
+        **gated_tensors("layers.*.mlp.shared_expert", f"{_MLP}.shared_expert"),
         "layers.*.mlp.shared_expert_gate": Stored((f"{_MLP}.shared_expert_gate",)),
     },
     harmless=("attention_bias",),

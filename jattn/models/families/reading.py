@@ -13,6 +13,13 @@ from pallas_kernels.checks import require, unsupported
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+
+def gated_tensors(ours: str, theirs: str) -> dict[str, Stored]:
+    """Where a gated MLP's projections are: three matrices."""
+    gates = Stored((f"{theirs}.gate_proj", f"{theirs}.up_proj"), "gates_apart")
+    return {f"{ours}.gate_up_proj": gates, f"{ours}.down_proj": Stored((f"{theirs}.down_proj",))}
+
+
 # Where a Llama's parameters are, and so most families'.
 LLAMA_TENSORS = {
     "embed_tokens": Stored(("model.embed_tokens",)),
@@ -22,10 +29,7 @@ LLAMA_TENSORS = {
     ),
     "layers.*.self_attn.o_proj": Stored(("model.layers.*.self_attn.o_proj",)),
     "layers.*.post_attention_layernorm": Stored(("model.layers.*.post_attention_layernorm",)),
-    "layers.*.mlp.gate_up_proj": Stored(
-        tuple(f"model.layers.*.mlp.{part}_proj" for part in ("gate", "up")), "gates_apart"
-    ),
-    "layers.*.mlp.down_proj": Stored(("model.layers.*.mlp.down_proj",)),
+    **gated_tensors("layers.*.mlp", "model.layers.*.mlp"),
     "norm": Stored(("model.norm",)),
     "lm_head": Stored(("lm_head",)),
 }

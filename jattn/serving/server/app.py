@@ -19,6 +19,7 @@ from jattn.serving.server.chat import create_chat_completion
 from jattn.serving.server.completions import create_completion
 from jattn.serving.server.errors import ApiError, respond
 from jattn.serving.server.metrics import exposition
+from jattn.serving.server.openapi import openapi
 from jattn.serving.server.service import Service
 from jattn.serving.server.tokens import detokenize, tokenize
 
@@ -120,6 +121,11 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": importlib.metadata.version("jattn")})
 
 
+async def description(request: Request) -> Response:
+    """Of all paths."""
+    return JSONResponse(openapi())
+
+
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     service: Service = request.app.state.service
@@ -140,5 +146,6 @@ ROUTES = [
     Route("/v1/models/{name:path}", _quiet(model)),
     Route("/health", health),
     Route("/version", version),
+    Route("/openapi.json", description),
     Route("/metrics", metrics),
 ]

@@ -110,6 +110,7 @@ async def create_chat_completion(request: Request) -> Response:
     refuse(body, SERVED)
     make_reader = _reader_maker(service, body)
     prompt = chat_tokens(service, body, tools=body.tools if body.tool_choice != "none" else None)
+    require(len(prompt) > 0, "messages", "become at least one token", prompt)
     num = _num_logprobs(body)
     params = sampling_params(body, service.default_sampling, max_tokens=_max_tokens(body), logprobs=num)
     shape = ChatShape(service.token_texts, num, make_reader)

@@ -91,6 +91,13 @@ def the_next_request_is_served(server):
         ),
         (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "model", "The model `gpt-9` does not exist"),
         (CHAT, {"messages": []}, 400, "messages", "messages: List should have at least 1 item"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": ""}]},
+            400,
+            "messages",
+            r"at least one token, got \[\]",
+        ),
         (CHAT, {"messages": [{"content": "a"}]}, 400, "messages", "messages.0.role: Field required"),
         (CHAT, {"messages": [{"role": "system", "content": "a"}]}, 400, "messages", "no systems"),
         (
