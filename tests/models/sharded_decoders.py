@@ -140,6 +140,22 @@ FEATURES = {
 }
 
 
+def check_what_leaves_it(folder: pathlib.Path) -> None:
+    """Log-probabilities, of prompts too, and what `save` writes are one device's."""
+    model = load(folder, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
+    save(model, folder / "saved")
+    stored = [(at / "model.safetensors").read_bytes() for at in (folder, folder / "saved")]
+    assert stored[0] == stored[1]
+    params = jattn.serving.SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=2)
+    found = []
+    for one in (model, load(folder, progress=False)):
+        (result,) = Engine(one, **SIZES).generate(PROMPTS[1:2], params)
+        places = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
+        found.append([sorted((token, of.logprob) for token, of in place.items()) for place in places])
+    np.testing.assert_allclose(*(np.concatenate(places) for places in found), atol=2e-5)
+    print("saved and scored")
+
+
 def check_feature(folder: pathlib.Path, name: str) -> None:
     found = []
     for mesh in (None, jattn.parallel.make_mesh(tp=2)):
@@ -193,6 +209,7 @@ def main() -> None:
         if sys.argv[1] == "features":
             for feature in FEATURES:
                 check_feature(folder, feature)
+            check_what_leaves_it(folder)
             return
         alone = alone_of(folder)
         for tp in (2, 4):

@@ -37,7 +37,10 @@ def changed(**changes):
     [
         ("families", ["bloom: ", "gpt_oss: ", "llama4: ", "qwen2_moe: "]),
         ("engine", ["tp 2: 4 executables", "tp 4: 4 executables", "drafts: ", "2/1 heads of 32"]),
-        ("features", ["fp8 cache", "int8 cache, scales per channel", "cascades", "batch_invariant"]),
+        (
+            "features",
+            ["fp8 cache", "int8 cache, scales per channel", "cascades", "batch_invariant", "saved and"],
+        ),
     ],
 )
 def test_on_several_devices(what, lines):
