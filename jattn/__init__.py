@@ -6,7 +6,7 @@ A step flows one way: requests -> metadata -> plan; keys, values -> cache; queri
 import typing
 import warnings
 
-from jattn import masks, models, pytree, requests, serving, sparsity, vllm
+from jattn import masks, models, parallel, pytree, requests, serving, sparsity, vllm
 from jattn.attending import attend
 from jattn.bucket import Bucket
 from jattn.cache import CacheSpec, PackedKV, PagedCache, copy_blocks, swap_blocks, write_kv
@@ -76,6 +76,7 @@ __all__ = [  # noqa: RUF022  (the flow's order)
     # Packages.
     "masks",
     "models",
+    "parallel",
     "pytree",
     "requests",
     "serving",

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
@@ -17,13 +19,19 @@ from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
+from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
 from jattn.models.scales import KVScales, static_scales
 from jattn.planning import Plan, plan
 from pallas_kernels.checks import require
 
 
 class Decoder(nnx.Module):
-    """A causal language model: a step's tokens in, laid out as its metadata says; hidden states out."""
+    """A causal language model: a step's tokens in, laid out as its metadata says; hidden states out.
+
+    Attributes:
+        mesh: The devices that it is spread over (`jattn.models.load`); None = it is not.
+        axis_name: Inside shard_map, where this is one device's part: the axis that the parts lie along.
+    """
 
     def __init__(
         self,
@@ -43,6 +51,8 @@ class Decoder(nnx.Module):
         """
         dtype = jnp.dtype((config.dtype or jnp.float32) if dtype is None else dtype)
         self.config = config
+        self.mesh: Mesh | None = None
+        self.axis_name: str | None = None
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
@@ -110,6 +120,10 @@ class Decoder(nnx.Module):
             f"have one entry per layer ({len(self.layers)})",
             None if caches is None else len(caches),
         )
+        if self.mesh is not None:
+            options = {"metadata": metadata, "positions": positions, "plan": plan}
+            out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
+            return out
         positions = metadata.positions if positions is None else positions
         x = self.embed(token_ids)
         written: list[Any] = []
@@ -121,7 +135,14 @@ class Decoder(nnx.Module):
 
     def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """What the first layer is given: embeddings, scaled and normalised where the config says so."""
-        x = jnp.take(self.embed_tokens.embedding[...], token_ids, axis=0, mode="clip")
+        if self.mesh is not None:
+            x: Array = run_on_mesh(self, "embed", (token_ids,))
+            return x
+        table = self.embed_tokens.embedding[...]
+        if self.axis_name is None:
+            x = jnp.take(table, token_ids, axis=0, mode="clip")
+        else:
+            x = take_of_parts(table, token_ids, self.axis_name, self.config.vocab_size)
         if self.config.embedding_scale is not None:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
         return x if self.embedding_norm is None else self.embedding_norm(x)
@@ -134,7 +155,16 @@ class Decoder(nnx.Module):
         mask: Mask | None = None,
         common_prefix_len: Int[Array, ""] | int | None = None,
     ) -> Plan:
-        """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them."""
+        """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them.
+
+        Raises:
+            NotImplementedError: The model is on a mesh, and the mask is not the same for all heads.
+        """
+        if self.mesh is not None:
+            require_mask_of_all(mask)
+            options = {"mask": mask, "common_prefix_len": common_prefix_len}
+            made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options)
+            return made
         layers = [layer.self_attn for layer in self.layers]
         return plan(
             metadata,
@@ -148,9 +178,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
         """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""
-        head = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        precision = matmul_precision(hidden.dtype)
-        scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
+        scores = self._scores(hidden) if self.mesh is None else run_on_mesh(self, "_scores", (hidden,))
         config = self.config
         scores = scores if config.logit_scale is None else scores * config.logit_scale
         cap = config.final_logit_softcapping
@@ -159,6 +187,15 @@ class Decoder(nnx.Module):
             lowest = jnp.finfo(scores.dtype).min
             scores = scores.at[:, np.array(config.hidden_tokens)].set(lowest)
         return scores
+
+    def _scores(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
+        """The product with the vocabulary."""
+        head = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        precision = matmul_precision(hidden.dtype)
+        scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
+        if self.axis_name is None:
+            return scores
+        return jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
 
     def cache_specs(
         self,
@@ -226,4 +263,5 @@ class Decoder(nnx.Module):
             skip_layers=skip_layers,
         )
         scales = static_scales(self.kv_scales, specs)
-        return tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))
+        create = lambda: tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))
+        return create() if self.mesh is None else create_on(self.mesh, create)

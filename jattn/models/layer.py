@@ -21,7 +21,12 @@ from jattn.planning import Plan
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm or between two, beside the residual stream."""
+    """Attention and MLP, each behind a norm or between two, beside the residual stream.
+
+    Attributes:
+        axis_name: Inside shard_map, where attention and MLP are one device's parts: the axis that these lie
+            along, and that what they give is summed over. None = they are whole.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
+        self.axis_name: str | None = None
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:
@@ -56,13 +62,17 @@ class DecoderLayer(nnx.Module):
         """The residual stream behind this layer, and its cache with the step's keys and values in it."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, cache, metadata, positions, plan)
+        attended = self._summed(attended)
         if self.has_norms_around:
             x = x + self.post_attention_layernorm(attended)
-            out = self.mlp(self.pre_feedforward_layernorm(x))
+            out = self._summed(self.mlp(self.pre_feedforward_layernorm(x)))
             return x + self.post_feedforward_layernorm(out), cache
         x = (normed if self.adds_to_normed else x) + attended
         normed = self.post_attention_layernorm(x)
-        return (normed if self.adds_to_normed else x) + self.mlp(normed), cache
+        return (normed if self.adds_to_normed else x) + self._summed(self.mlp(normed)), cache
+
+    def _summed(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)
 
 
 def _attention(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jattn.models.checkpoint import (
@@ -23,6 +24,7 @@ from jattn.models.decoder import Decoder
 from jattn.models.families import text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.tensor_names import by_family_s_names
@@ -34,6 +36,7 @@ def load_shapes(
     *,
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder that `load` makes, with shapes in the place of its weights: to ask it, not to run it.
 
@@ -41,6 +44,7 @@ def load_shapes(
         directory: As in `load`; of the tensors' files only headers and scales are read.
         dtype: As in `load`.
         implementation: As in `load`.
+        mesh: As in `load`.
 
     Raises:
         FileNotFoundError: As `load`.
@@ -49,8 +53,11 @@ def load_shapes(
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
+    if mesh is not None:
+        check_divides(config, mesh)
     tensors = _tensors(directory, config)
     model = _shapes(config, tensors, dtype, implementation)
+    model.mesh = mesh
     model.kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
     return model
@@ -87,6 +94,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
+    mesh: Mesh | None = None,
     progress: bool = True,
 ) -> Decoder:
     """Loads a Hugging Face checkpoint of a supported family, with its tokenizer if there is a tokenizer.json.
@@ -103,16 +111,22 @@ def load(
             names, or other *.safetensors files.
         dtype: Of parameters and computation; None = the config's, or the embedding's where it says nothing.
         implementation: Of the attention, as in `jattn.attend`.
+        mesh: Devices to spread it over (`jattn.parallel.make_mesh`); None = it lies on one. Parameters that
+            are joined or widened are made on the host then: no device ever holds more than its own part.
         progress: Shows a bar on stderr.
 
     Raises:
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
-        NotImplementedError: The config asks for what is not here; the message names it.
+            Or the model does not fall into the mesh's parts.
+        NotImplementedError: The config asks for what is not here, or a mesh for a cut that is not; the
+            message names it.
         ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
     config, generation_config = read_config(directory), GenerationConfig.read(directory)
+    if mesh is not None:
+        check_divides(config, mesh)
     tensors = _tensors(directory, config)
     graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
@@ -124,9 +138,11 @@ def load(
     bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
     for path, value in bar:
         join = join_of(names, path, value.shape)
-        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype)
+        sharding = None if mesh is None else sharding_of(mesh, path, len(value.shape))
+        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, sharding=sharding)
         flat[path] = value.replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
+    model.mesh = mesh
     model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")

@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jattn.models.hf_tensors import Join
@@ -18,26 +20,55 @@ def put(view: np.ndarray) -> Array:
     return jax.device_put(view, may_alias=False)
 
 
-def read_parameter(tensors: Sequence[Tensor], join: Join, dtype: np.dtype, place: Place = put) -> Array:
+def put_parts(sharding: NamedSharding) -> Place:
+    """Places an array as a mesh holds it: each device is sent its own part and no more."""
+    return lambda view: jax.device_put(view, sharding, may_alias=False)
+
+
+def read_parameter(
+    tensors: Sequence[Tensor],
+    join: Join,
+    dtype: np.dtype,
+    place: Place = put,
+    *,
+    sharding: NamedSharding | None = None,
+) -> Array:
     """A parameter, made of tensors of files. The host's memory of their bytes is given back.
+
+    One for a mesh is made on the host, and no device ever holds more than its own part.
 
     Args:
         tensors: Those that it is.
         join: How it is made of them.
         dtype: Of the parameter.
-        place: Puts one array on the device, or on several.
+        place: Puts one array on the device, where there is one.
+        sharding: Where a mesh holds it; None = there is no mesh.
     """
-    sources = tuple(tuple(place(source.view()) for source in tensor.sources) for tensor in tensors)
-    widen = tuple(tensor.widen for tensor in tensors)
-    if join.is_nothing and widen == (None,) and sources[0][0].dtype == dtype:
-        array = sources[0][0]
+    if sharding is None:
+        array = _read(tensors, join, dtype, place)
+    elif _is_stored(tensors, join, dtype):
+        array = _read(tensors, join, dtype, put_parts(sharding))
     else:
-        array = _made(sources, widen=widen, join=join, dtype=dtype)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            array = put_parts(sharding)(np.asarray(_read(tensors, join, dtype, jnp.asarray)))
     array.block_until_ready()  # what is on its way to the device is in the host's memory, too
     for tensor in tensors:
         for source in tensor.sources:
             source.release()
     return array
+
+
+def _is_stored(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> bool:
+    """Whether one tensor is the parameter, bit by bit."""
+    one = tensors[0]
+    return join.is_nothing and one.widen is None and one.sources[0].view().dtype == dtype
+
+
+def _read(tensors: Sequence[Tensor], join: Join, dtype: np.dtype, place: Place) -> Array:
+    sources = tuple(tuple(place(source.view()) for source in tensor.sources) for tensor in tensors)
+    if _is_stored(tensors, join, dtype):
+        return sources[0][0]
+    return _made(sources, widen=tuple(tensor.widen for tensor in tensors), join=join, dtype=dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("widen", "join", "dtype"))

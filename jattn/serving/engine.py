@@ -74,7 +74,7 @@ class Engine:
         Args:
             model: A `jattn.models.Decoder`, another ServedModel, or a Hugging Face folder to load one from.
             num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
-            cache_bytes: Of all caches. None = enough for any step, or 80 % of what is free (1 GiB: unknown).
+            cache_bytes: On each device. None = enough for any step, or 80 % of what is free (1 GiB: unknown).
             block_size: Tokens of a block.
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -89,15 +90,15 @@ class ServedModel(Protocol):
 MEMBERS = ("config", "tokenizer", "cache_specs", "create_caches", "plan", "logits")  # told by their names
 
 
-def as_served(model: Any) -> ServedModel:
-    """The model, loaded where it is a folder.
+def as_served(model: Any, mesh: Mesh | None = None) -> ServedModel:
+    """The model, loaded where it is a folder, onto a mesh if one is given.
 
     Raises:
         ValueError: It is neither a folder nor a model that has what ServedModel names.
         FileNotFoundError: There is no such folder, or a file of it is missing.
     """
     if isinstance(model, str | os.PathLike):
-        return load(os.fspath(model))
+        return load(os.fspath(model), mesh=mesh)
     missing = [name for name in MEMBERS if not hasattr(model, name)]
     rule = "be a jattn.models.Decoder or a Hugging Face folder"
     require(len(missing) < len(MEMBERS), "model", rule, repr(model))

@@ -7,6 +7,7 @@ import jax
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep, default_buckets
+from jattn.parallel import num_parts
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.prompts import require_list_of_ints
@@ -144,7 +145,7 @@ class StepLimits(NamedTuple):
         Args:
             model: Whose caches.
             num_blocks: So many; None = as cache_bytes says.
-            cache_bytes: Memory for all layers; None = enough, where there is enough.
+            cache_bytes: Memory for all layers, on each device; None = enough, where there is enough.
             cache: What else `ServedModel.cache_specs` takes.
             draft: A model whose caches, of as many blocks, share the memory.
 
@@ -159,7 +160,8 @@ class StepLimits(NamedTuple):
             plain: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
             specs += draft.cache_specs(1, block_size=self.block_size, **plain)
         most = self._blocks_at_once(model) * self.max_num_seqs + 1
-        return num_blocks_in(cache_bytes, sum(spec.bytes_per_block for spec in specs), most=most)
+        size = sum(spec.bytes_per_block for spec in specs) // num_parts(model)
+        return num_blocks_in(cache_bytes, size, most=most)
 
     def scheduler(self, model: ServedModel, num_blocks: int) -> Scheduler:
         """A scheduler of a model's requests, over so many blocks.

@@ -42,7 +42,7 @@ def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: St
 
     Raises:
         ValueError: The number is not positive or leaves no room in a step, or the draft model has another
-            vocabulary than the model, or shorter contexts.
+            vocabulary than the model, shorter contexts, or lies on other devices.
         FileNotFoundError: There is no such folder, or a file of it is missing.
     """
     if speculative is None:
@@ -59,7 +59,10 @@ def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: St
     is_one = isinstance(speculative, str | os.PathLike) or any(hasattr(speculative, n) for n in MEMBERS)
     rule = 'be None, "ngram", an NgramProposer, a model or the folder of one'
     require(is_one, "speculative", rule, repr(speculative))
-    draft = as_served(speculative)
+    mesh = getattr(model, "mesh", None)
+    draft = as_served(speculative, mesh)
+    is_beside = getattr(draft, "mesh", None) == mesh
+    require(is_beside, "speculative", f"lie on the model's mesh ({mesh})", getattr(draft, "mesh", None))
     vocab, longest = model.config.vocab_size, limits.longest(model)
     rule = f"have the model's vocabulary ({vocab} tokens)"
     require(draft.config.vocab_size == vocab, "speculative", rule, f"{draft.config.vocab_size} tokens")

@@ -68,4 +68,5 @@ def _fitting(path: tuple[Any, ...], value: Any, variables: Mapping[tuple[Any, ..
     before = variables[path].get_value()
     require_shape(name, value.shape, before.shape, "as the model's")
     require(value.dtype == before.dtype, name, f"be {before.dtype}", value.dtype)
-    return jnp.asarray(value)
+    is_placed = isinstance(before, jax.Array) and before.committed  # on a mesh: each device its own part
+    return jax.device_put(value, before.sharding) if is_placed else jnp.asarray(value)

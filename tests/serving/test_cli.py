@@ -117,6 +117,8 @@ class TestGenerate:
             ([*MODEL, "text"], "prompts[0] must be token ids (the model has no tokenizer.json), got 'text'."),
             ([*MODEL, "--temperature", "-1", "a"], "temperature must be at least 0, got -1.0."),
             (["generate", "--model", "no/such/folder", "a"], "no/such/folder"),
+            ([*MODEL, "--tensor-parallel-size", "99", "a"], "tp * cp must be at most the number of devices"),
+            ([*MODEL, "--tensor-parallel-size", "0", "a"], "tp must be positive, got 0."),
         ],
     )
     def test_an_error_is_one_line_and_status_1(self, argv, message, capsys):

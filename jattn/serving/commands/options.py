@@ -9,6 +9,7 @@ from typing import Any
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models.scales import CalibrationWarning
+from jattn.parallel import make_mesh
 from jattn.serving.engine import Engine
 
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
@@ -48,6 +49,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits whatever else runs, at a price"
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices to spread the model over [1]",
+    )
     parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
     parser.add_argument(
         "--enable-prefix-caching",
@@ -79,7 +87,9 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
     """The Engine that the options ask for; what its caches lack is told on stderr."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", CalibrationWarning)
-        model = load(args.model, dtype=args.dtype)
+        size = args.tensor_parallel_size
+        on = {} if size == 1 else {"mesh": make_mesh(tp=size)}
+        model = load(args.model, dtype=args.dtype, **on)
         engine = Engine(model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
     for warning in told:
         print(f"jattn: {warning.message}", file=sys.stderr)

@@ -1,0 +1,224 @@
+"""A decoder on a mesh: which part of each parameter a device holds, and the model that it runs of them.
+
+Heads and the widths inside an MLP or an expert are cut, so attention and MLP each need one sum over the
+devices, behind their last product. The embedding and lm_head are cut by the vocabulary. The rest is small,
+and every device has it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jattn.cache import PagedCache
+from jattn.masks import LocalStrided, Mask
+from jattn.models.config import DecoderConfig
+from jattn.models.specs import MLPSpec
+from jattn.parallel import TP, cache_partitions, check_mesh
+from pallas_kernels.checks import require, unsupported
+
+type Path = tuple[Any, ...]
+
+# By module and parameter.
+_BY_HEADS: dict[tuple[str, str], P] = {
+    ("qkv_proj", "kernel"): P(None, TP),  # [hidden, kv_heads, group + 2, head_dim]
+    ("qkv_proj", "bias"): P(TP),
+    ("self_attn", "sinks"): P(TP),
+    ("o_proj", "kernel"): P(TP),  # [q_heads * head_dim, hidden]
+}
+_BY_WIDTH: dict[tuple[str, str], P] = {
+    ("gate_up_proj", "kernel"): P(None, None, TP),  # [hidden, 2, intermediate]
+    ("gate_up_proj", "bias"): P(None, TP),
+    ("up_proj", "kernel"): P(None, TP),
+    ("up_proj", "bias"): P(TP),
+    ("down_proj", "kernel"): P(TP),
+    # Of experts: [experts, 2, intermediate, hidden] and [experts, intermediate, hidden].
+    ("gate_up_proj", "weight"): P(None, None, TP),
+    ("down_proj", "weight"): P(None, TP),
+}
+_BY_VOCABULARY = {("embed_tokens", "embedding"): P(TP), ("lm_head", "kernel"): P(None, TP)}
+_PARTITIONS = _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
+# What is added to sums over the devices: one of them adds it.
+_OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
+
+
+def parameter_partition(path: Path, num_axes: int) -> P:
+    """Which axis of a parameter is cut, if any.
+
+    Args:
+        path: In the decoder's state, such as ("layers", 0, "self_attn", "o_proj", "kernel").
+        num_axes: Of the parameter: an expert's bias has one more than an MLP's.
+    """
+    if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
+        return P(None, None, TP)
+    return _PARTITIONS.get(path[-2:], P())
+
+
+def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
+    """A model must fall into as many equal parts as the mesh's tp.
+
+    Raises:
+        ValueError: The mesh is none, or query heads or a width are no multiple of its tp.
+        NotImplementedError: It has cp, or the model is right and cannot be cut here: kv heads, a vocabulary
+            or heads with patterns of their own.
+    """
+    check_mesh(mesh)
+    tp = mesh.shape[TP]
+    rule = f"be a multiple of the mesh's tp ({tp})"
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    require(heads % tp == 0, "num_attention_heads", rule, heads)
+    for layer in config.layers:
+        _check_width(layer.mlp, rule, tp)
+    if kv_heads % tp:
+        reason = f"each device must hold {kv_heads} / {tp} kv heads, and none is held by several yet"
+        way_out = f"Take a tp that divides {kv_heads}"
+        raise unsupported(f"num_key_value_heads {kv_heads} on a mesh with tp {tp}", reason, way_out)
+    if config.vocab_size % tp:
+        reason, way_out = "a vocabulary is cut evenly, and never padded", "Take a tp that divides it"
+        raise unsupported(f"vocab_size {config.vocab_size} on a mesh with tp {tp}", reason, way_out)
+    for spec in config.attention_specs:
+        if tp > 1 and isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
+            reason = "all devices run one program, and each would need the pattern of its own heads"
+            raise unsupported(f"sparsity {spec.sparsity}", reason, "homo_head=True, or one device")
+
+
+def _check_width(mlp: Any, rule: str, tp: int) -> None:
+    shared = None if isinstance(mlp, MLPSpec) else mlp.shared
+    for spec in filter(None, (mlp, shared)):
+        require(spec.intermediate_size % tp == 0, "intermediate_size", rule, spec.intermediate_size)
+
+
+def sharding_of(mesh: Mesh, path: Path, num_axes: int) -> NamedSharding:
+    """Where a mesh holds a parameter."""
+    return NamedSharding(mesh, parameter_partition(path, num_axes))
+
+
+def require_mask_of_all(mask: Mask | None) -> None:
+    """A mask must be the same for all heads: every device would look for those of the others in vain.
+
+    Raises:
+        NotImplementedError: It is not.
+    """
+    if mask is not None and mask.num_heads != (1, 1):
+        reason = "heads are spread over a mesh, and a mask is not"
+        raise unsupported(f"a mask of {mask.num_heads} query and kv heads", reason, "Give one for all heads")
+
+
+def take_of_parts(
+    table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: str, vocab_size: int
+) -> Float[Array, "tokens hidden"]:
+    """Rows of an embedding of which each device has a part, inside shard_map; ids beyond it are clipped."""
+    first = jax.lax.axis_index(axis_name) * len(table)
+    ids = jnp.clip(token_ids, 0, vocab_size - 1) - first
+    is_here = (ids >= 0) & (ids < len(table))
+    rows = jnp.take(table, ids, axis=0, mode="clip")
+    return jax.lax.psum(jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype)), axis_name)
+
+
+def create_on(mesh: Mesh, create: Any) -> tuple[PagedCache, ...]:
+    """What makes caches, run so that each device makes only what it holds."""
+    partitions = [cache_partitions(cache) for cache in jax.eval_shape(create)]
+    places = jax.tree.map(functools.partial(NamedSharding, mesh), tuple(partitions))
+    caches: tuple[PagedCache, ...] = jax.jit(create, out_shardings=places)()
+    return caches
+
+
+# --------------------------------------------------------------------------------------- running
+def run_on_mesh(
+    model: Any,
+    method: str,
+    arguments: tuple[Any, ...],
+    caches: Any = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    returns_caches: bool = False,
+) -> Any:
+    """Runs a method of a decoder on its mesh: each device that of its own part of the model.
+
+    A model of shapes (`load_shapes`) runs what asks for no weights.
+
+    Args:
+        model: A Decoder on a mesh.
+        method: Its name. It is given the arguments, the caches if there are options, and these.
+        arguments: Arrays and pytrees that all devices have whole.
+        caches: The model's caches, or None.
+        options: As arguments, by name.
+        returns_caches: The method's result is one that all devices have whole, and caches. Else all of it is
+            one that they have whole.
+    """
+    graphdef, state = nnx.split(model)
+    paths, variables = zip(*nnx.to_flat_state(state), strict=True)
+    values = tuple(variable.get_value() for variable in variables)
+    shapes = tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values)
+    is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
+    assert model.mesh is not None
+    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns_caches)
+    values = () if is_abstract else values
+    return _run(values, caches, arguments, options, how=how)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """What is static of a run: the model's structure, where its parameters are, and what to run."""
+
+    graphdef: Any
+    paths: tuple[Path, ...]
+    kinds: tuple[Any, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    mesh: Mesh
+    method: str
+    returns_caches: bool
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _run(values: Any, caches: Any, arguments: Any, options: Any, *, how: _How) -> Any:
+    def run(values: Any, caches: Any, arguments: Any, options: Any) -> Any:
+        method = getattr(_own_part(how, values), how.method)
+        return method(*arguments) if options is None else method(*arguments, caches, **options)
+
+    each = zip(how.paths, values, strict=False)  # no values of a model of shapes
+    of_values = tuple(parameter_partition(path, value.ndim) for path, value in each)
+    is_cache = lambda node: isinstance(node, PagedCache)
+    of_caches = jax.tree.map(cache_partitions, caches, is_leaf=is_cache)
+    return jax.shard_map(
+        run,
+        mesh=how.mesh,
+        in_specs=(of_values, of_caches, P(), P()),
+        out_specs=(P(), of_caches) if how.returns_caches else P(),
+        check_vma=False,  # kernels do not say over which axes their results vary
+    )(values, caches, arguments, options)
+
+
+def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
+    """The decoder of one device, inside shard_map: its heads, its widths, its part of the vocabulary."""
+    is_first = jax.lax.axis_index(TP) == 0
+    of_first = lambda value: jnp.where(is_first, value, jnp.zeros_like(value))
+    flat: dict[Path, Any] = {}
+    for path, kind, value in zip(how.paths, how.kinds, values or how.shapes, strict=True):
+        flat[path] = kind(of_first(value) if values and path[-2:] in _OF_SUMS else value)
+    model: Any = nnx.merge(how.graphdef, nnx.from_flat_state(flat))
+    tp = how.mesh.shape[TP]
+    model.mesh, model.axis_name = None, TP
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.LinearGeneral):
+            module.out_features = module.kernel.shape[1:]
+    for layer in model.layers:
+        layer.axis_name = TP
+        _cut_heads(layer.self_attn, tp)
+    return model
+
+
+def _cut_heads(attention: Any, tp: int) -> None:
+    spec = attention.spec
+    heads = {"num_q_heads": spec.num_q_heads // tp, "num_kv_heads": spec.num_kv_heads // tp}
+    attention.spec = dataclasses.replace(spec, **heads)
+    if attention.alibi_slopes is not None:
+        slopes = jnp.asarray(attention.alibi_slopes, jnp.float32).reshape(tp, -1)
+        attention.alibi_slopes = nnx.data(slopes[jax.lax.axis_index(TP)])

@@ -1,0 +1,69 @@
+"""Several devices as one mesh: who holds which heads of a cache, and what a model needs to be cut."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jattn.cache import PagedCache
+from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
+
+TP, CP = "tp", "cp"  # the axes of a mesh: heads and widths of products are cut by one, keys by the other
+
+
+def make_mesh(tp: int = 1, cp: int = 1) -> Mesh:
+    """A mesh of the first `tp * cp` devices, with the axes "tp" and "cp".
+
+    Args:
+        tp: Devices that heads and the widths of products are spread over.
+        cp: Devices that the keys of a request are spread over.
+
+    Raises:
+        ValueError: A size is no positive int, or there are fewer devices.
+    """
+    require_int(tp=tp, cp=cp)
+    require_positive(tp=tp, cp=cp)
+    devices = jax.devices()
+    got = f"{tp} * {cp} = {tp * cp}"
+    require(tp * cp <= len(devices), "tp * cp", f"be at most the number of devices ({len(devices)})", got)
+    grid = np.array(devices[: tp * cp]).reshape(tp, cp)
+    return Mesh(grid, (TP, CP), axis_types=(AxisType.Auto,) * 2)
+
+
+def check_mesh(mesh: Any) -> None:
+    """A mesh must be one that models run on.
+
+    Raises:
+        ValueError: It is no mesh with the axes "tp" and "cp".
+        NotImplementedError: Its cp is not 1.
+    """
+    require_type("mesh", mesh, Mesh, "jattn.parallel.make_mesh makes one")
+    require(mesh.axis_names == (TP, CP), "mesh's axes", f"be {(TP, CP)}", mesh.axis_names)
+    cp = mesh.shape[CP]
+    if cp > 1:
+        reason = "models do not spread the keys of a request over devices yet"
+        raise unsupported(f"a mesh with cp {cp}", reason, "make_mesh(tp=...) spreads heads, with cp=1")
+
+
+def num_parts(model: Any) -> int:
+    """Devices that the heads of a model are spread over; 1 where it has no mesh."""
+    mesh = getattr(model, "mesh", None)
+    return 1 if mesh is None else mesh.shape[TP]
+
+
+def cache_partitions(cache: PagedCache) -> PagedCache:
+    """A cache with PartitionSpecs in the place of its arrays: each device holds its kv heads.
+
+    Args:
+        cache: A cache, or its shapes.
+    """
+
+    def of(path: Any, array: Any) -> P:
+        if path[-1].name not in ("k", "v"):  # scales: one, one a head, a head and channel, a token and head
+            return (P(), P(TP), P(TP), P(None, TP))[array.ndim]
+        return P(None, None, TP) if cache.layout == "NHD" else P(None, TP)
+
+    partitions: PagedCache = jax.tree_util.tree_map_with_path(of, cache)
+    return partitions

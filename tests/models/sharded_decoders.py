@@ -1,0 +1,223 @@
+"""Decoders on meshes of four devices of a CPU, beside transformers and one device.
+
+Run by tests/models/test_sharded_decoders.py: `families`, `engine` or `features`.
+"""
+
+import pathlib
+import re
+import sys
+import tempfile
+from typing import NamedTuple
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn.models import load, save  # noqa: E402
+from jattn.serving import Engine, cli  # noqa: E402
+from tests.conftest import GOLDEN  # noqa: E402
+from tests.serving.tiny import one_layer_model  # noqa: E402
+
+NOT_CUT = {"mpt": "3 heads", "phi3small": "a pattern a head"}
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64}
+METADATA = 2**13  # bytes of what all devices have, at most
+EXCHANGES = re.compile(
+    r"= (\S+)\{\S* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+@jax.jit
+def last_logits(model, token_ids, caches, metadata):
+    plan = model.plan(metadata, caches)
+    hidden, caches = model(token_ids, caches, metadata, plan=plan)
+    return model.logits(hidden), caches
+
+
+def check_family(name: str) -> None:
+    """A prompt through the caches gives transformers' logits, whatever the family."""
+    model = load(GOLDEN / "hf" / name, mesh=jattn.parallel.make_mesh(tp=2), progress=False)
+    expected = np.load(GOLDEN / "hf" / name / "expected.npz")
+    prompt, want = expected["prompt3"], expected["logits3"]
+    metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], np.arange(1, 9)[None])
+    got, caches = last_logits(model, np.asarray(prompt, np.int32), model.create_caches(16), metadata)
+    error = np.abs(np.asarray(got) - want).max()
+    tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
+    assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
+    assert all(is_cut(array, 2) for cache in caches for array in (cache.k, cache.v)), name
+    print(f"{name}: {error:.1e}")
+
+
+def is_cut(array: jax.Array, parts: int) -> bool:
+    """Whether each of so many devices holds its own part of an array, and no more."""
+    shards = array.addressable_shards
+    places = {str(shard.index) for shard in shards}
+    return len(places) == len(shards) == parts and all(s.data.size * parts == array.size for s in shards)
+
+
+def forks_of(engine: Engine) -> list[list[int]]:
+    """Two completions of one prompt: blocks are copied."""
+    params = jattn.serving.SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12)
+    (result,) = engine.generate(PROMPTS[1:2], params)
+    return [completion.token_ids for completion in result.outputs]
+
+
+class Alone(NamedTuple):
+    """What one device makes of it.
+
+    Attributes:
+        tokens: Of each prompt.
+        forks: As `forks_of`.
+        memory: Of each bucket's executable.
+    """
+
+    tokens: list[list[int]]
+    forks: list[list[int]]
+    memory: dict
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=12)]
+
+
+def alone_of(folder: pathlib.Path) -> Alone:
+    engine = Engine(load(folder, progress=False), **SIZES)
+    engine.precompile(progress=False)
+    memory = {bucket: step.memory_analysis() for bucket, step in engine.graphs.executables.items()}
+    return Alone(tokens_of(engine), forks_of(engine), memory)
+
+
+def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
+    """One executable a bucket, one device's tokens, and nothing large whole on a device or exchanged."""
+    model = load(folder, mesh=jattn.parallel.make_mesh(tp=tp), progress=False)
+    check_parameters(model, tp)
+    engine = Engine(model, **SIZES)
+    engine.precompile(progress=False)
+    num_compiles = engine.stats.num_compiles
+    assert engine.graphs.num_compiles == len(engine.graphs.buckets)
+    assert tokens_of(engine) == alone.tokens
+    assert forks_of(engine) == alone.forks
+    check_new_weights(engine, alone.tokens)
+    assert engine.stats.num_compiles == num_compiles
+    params = sum(array.nbytes for array in jax.tree.leaves(jax.device_get(engine._runner.weights.state)))
+    caches = sum(array.nbytes for array in jax.tree.leaves(jax.device_get(engine._runner._caches)))
+    for bucket, executable in engine.graphs.executables.items():
+        check_executable(executable, bucket, model.config, (params, caches), tp, alone.memory[bucket])
+    print(f"tp {tp}: {num_compiles} executables, {params} and {caches} bytes")
+
+
+def check_new_weights(engine: Engine, want: list[list[int]]) -> None:
+    """Weights that the host has are put where the old ones were."""
+    state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(engine.model)))
+    engine.update_weights(jax.tree.map(np.zeros_like, state))
+    assert {token for tokens in tokens_of(engine) for token in tokens} == {0}
+    engine.update_weights(state)
+    assert tokens_of(engine) == want
+
+
+def check_drafts(folder: pathlib.Path, want: list[list[int]]) -> None:
+    """A draft model, loaded onto the model's mesh, changes no token."""
+    model = load(folder, mesh=jattn.parallel.make_mesh(tp=2), progress=False)
+    engine = Engine(model, **SIZES, speculative=str(folder), num_speculative_tokens=2)
+    engine._speculation._draft_cost = 0.0  # as large as the model, it would never be asked
+    assert tokens_of(engine) == want
+    assert engine.stats.num_accepted_tokens > 0
+    print(f"drafts: {engine.stats.num_accepted_tokens} accepted")
+
+
+# What an engine is asked for besides; each gives one device's tokens.
+FEATURES = {
+    "fp8 cache": {"quantization": "fp8_e4m3"},
+    "int8 cache, scales per token and head": {"quantization": "int8_token_head"},
+    "int8 cache, scales per channel": {"quantization": "int8_static_v"},
+    "cascades": {"cascade_attention": True, "block_size": 8},
+    "batch_invariant": {"batch_invariant": True},
+}
+
+
+def check_what_leaves_it(folder: pathlib.Path) -> None:
+    """Log-probabilities, of prompts too, and what `save` writes are one device's."""
+    model = load(folder, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
+    save(model, folder / "saved")
+    stored = [(at / "model.safetensors").read_bytes() for at in (folder, folder / "saved")]
+    assert stored[0] == stored[1]
+    params = jattn.serving.SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=2)
+    found = []
+    for one in (model, load(folder, progress=False)):
+        (result,) = Engine(one, **SIZES).generate(PROMPTS[1:2], params)
+        places = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
+        found.append([sorted((token, of.logprob) for token, of in place.items()) for place in places])
+    np.testing.assert_allclose(*(np.concatenate(places) for places in found), atol=2e-5)
+    print("saved and scored")
+
+
+def check_feature(folder: pathlib.Path, name: str) -> None:
+    found = []
+    for mesh in (None, jattn.parallel.make_mesh(tp=2)):
+        model = load(folder, mesh=mesh, progress=False)
+        if FEATURES[name].get("quantization") in ("fp8_e4m3", "int8_static_v"):  # static scales
+            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=FEATURES[name]["quantization"])
+        engine = Engine(model, **SIZES | FEATURES[name])
+        results = engine.generate([PROMPTS[2] + prompt for prompt in PROMPTS], max_tokens=12)
+        found.append([result.token_ids for result in results])
+        assert (engine.stats.num_cascade_steps > 0) == (name == "cascades")
+        assert all(
+            is_cut(leaf, 2) == (mesh is not None)
+            for leaf in jax.tree.leaves(engine._runner._caches)
+            if leaf.ndim
+        )
+    assert found[0] == found[1], (name, found)
+    print(name)
+
+
+def check_parameters(model, tp: int) -> None:
+    """All but norms are cut."""
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        array = variable.get_value()
+        assert is_cut(array, tp) == (array.ndim > 1), (path, array.sharding)
+
+
+def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int, alone) -> None:
+    """Two sums a layer and one of the embedding; the logits are all that is gathered."""
+    found = EXCHANGES.findall(executable.as_text())
+    kinds = [kind for _, kind in found]
+    assert kinds.count("all-reduce") == 1 + 2 * config.num_hidden_layers, found
+    gathered = [shape for shape, kind in found if kind != "all-reduce"]
+    assert len(gathered) == 1, found
+    assert re.fullmatch(rf"f32\[\d+,{config.vocab_size}\]", gathered[0]), found
+    memory, (params, caches) = executable.memory_analysis(), sizes
+    most = (params + caches) / tp
+    assert memory.argument_size_in_bytes < most + METADATA, (bucket, memory, most)
+    assert memory.alias_size_in_bytes >= caches // tp, (bucket, memory, caches)
+    assert memory.temp_size_in_bytes < 1.05 * alone.temp_size_in_bytes / tp + METADATA, (bucket, memory)
+
+
+def main() -> None:
+    if sys.argv[1] == "families":
+        for path in sorted((GOLDEN / "hf").glob("*/expected.npz")):
+            if path.parent.name not in NOT_CUT:
+                check_family(path.parent.name)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), folder)
+        if sys.argv[1] == "features":
+            for feature in FEATURES:
+                check_feature(folder, feature)
+            check_what_leaves_it(folder)
+            return
+        alone = alone_of(folder)
+        for tp in (2, 4):
+            check_engine(folder, tp, alone)
+        check_drafts(folder, alone.tokens)
+        command = ["doctor", "--model", str(folder), "--tensor-parallel-size", "4", "--num-blocks", "9"]
+        assert cli.main(command) == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Decoders on several devices give what one gives, and none of the devices holds more than its part."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jattn
+from jattn.models import DecoderConfig, load
+from jattn.models.loading import load_shapes, read_config
+from jattn.models.partitions import check_divides, parameter_partition
+from jattn.parallel import check_mesh, make_mesh
+from jattn.serving import Engine
+from tests.conftest import GOLDEN
+
+HF = GOLDEN / "hf"
+LLAMA = HF / "llama"  # 6 query heads, 2 kv heads, 192 wide inside, 320 tokens
+ROOT = GOLDEN.parents[1]
+
+
+def mesh_of(tp, cp=1, names=("tp", "cp")):
+    """A mesh for checks alone: one device stands for all."""
+    return Mesh(np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp), names)
+
+
+def changed(**changes):
+    return DecoderConfig.from_hf(read_config(LLAMA).to_hf() | changes)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        ("families", ["bloom: ", "gpt_oss: ", "llama4: ", "qwen2_moe: "]),
+        ("engine", ["tp 2: 4 executables", "tp 4: 4 executables", "drafts: ", "2/1 heads of 32"]),
+        (
+            "features",
+            ["fp8 cache", "int8 cache, scales per channel", "cascades", "batch_invariant", "saved and"],
+        ),
+    ],
+)
+def test_on_several_devices(what, lines):
+    command = [sys.executable, "-m", "tests.models.sharded_decoders", what]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in lines if line not in done.stdout] == []
+
+
+def test_a_mesh_of_one_device_serves_the_same_tokens():
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 17}
+    buckets = [jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=16, max_blocks=4)]
+    engines = [
+        Engine(load(LLAMA, mesh=mesh, progress=False), **sizes, max_model_len=64, buckets=buckets)
+        for mesh in (None, make_mesh())
+    ]
+    one, other = (engine.generate([[1, 2, 3], [5] * 20], max_tokens=6) for engine in engines)
+    assert [result.token_ids for result in one] == [result.token_ids for result in other]
+
+
+class TestMakeMesh:
+    def test_has_both_axes(self):
+        mesh = make_mesh(tp=1, cp=1)
+        assert dict(mesh.shape) == {"tp": 1, "cp": 1}
+
+    def test_devices_must_be_there(self):
+        count = len(jax.devices())
+        with pytest.raises(
+            ValueError, match=rf"tp \* cp must be .*\({count}\), got {count} \* 2 = {2 * count}"
+        ):
+            make_mesh(tp=count, cp=2)
+
+    @pytest.mark.parametrize(("sizes", "got"), [({"tp": 0}, "0"), ({"cp": -1}, "-1")])
+    def test_sizes_are_positive(self, sizes, got):
+        (name,) = sizes
+        with pytest.raises(ValueError, match=f"{name} must be positive, got {got}"):
+            make_mesh(**sizes)
+
+    def test_sizes_are_ints(self, types_unchecked):
+        with pytest.raises(ValueError, match=r"tp must be an int, got 2\.0"):
+            make_mesh(tp=2.0)
+
+
+class TestWhatDoesNotFit:
+    def test_a_mesh_is_a_mesh(self, types_unchecked):
+        with pytest.raises(ValueError, match=r"mesh must be a Mesh .*got int: 2"):
+            load(LLAMA, mesh=2)
+
+    def test_a_mesh_has_our_axes(self):
+        with pytest.raises(ValueError, match=r"mesh's axes must be \('tp', 'cp'\), got \('x', 'y'\)"):
+            check_mesh(mesh_of(2, names=("x", "y")))
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    def test_keys_are_not_spread(self, of):
+        with pytest.raises(NotImplementedError, match="a mesh with cp 2: models do not spread"):
+            of(LLAMA, mesh=mesh_of(1, cp=2))
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    def test_query_heads(self, of):
+        with pytest.raises(ValueError, match=r"num_attention_heads must be a multiple .*\(4\), got 6"):
+            of(LLAMA, mesh=mesh_of(4))
+
+    def test_kv_heads(self):
+        with pytest.raises(NotImplementedError, match="num_key_value_heads 2 on a mesh with tp 3"):
+            load(LLAMA, mesh=mesh_of(3))
+
+    def test_widths(self):
+        with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 191"):
+            check_divides(changed(intermediate_size=191), mesh_of(2))
+
+    def test_a_shared_expert_s_width(self):
+        hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
+        with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
+            check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
+
+    def test_a_vocabulary(self):
+        with pytest.raises(NotImplementedError, match="vocab_size 321 on a mesh with tp 2"):
+            check_divides(changed(vocab_size=321), mesh_of(2))
+
+    def test_a_pattern_of_each_head(self):
+        with pytest.raises(NotImplementedError, match=r"sparsity LocalStrided.*homo_head=False"):
+            load(HF / "phi3small", mesh=mesh_of(2))
+
+    def test_a_mask_of_each_head(self):
+        model = load_shapes(LLAMA, mesh=make_mesh())
+        metadata = jattn.build_batch_metadata([4], [4], np.ones((1, 1), np.int32))
+        with pytest.raises(NotImplementedError, match=r"a mask of \(None, 1\) query and kv heads"):
+            model.plan(metadata, None, mask=jattn.LocalStrided())
+
+    def test_a_draft_model_elsewhere(self):
+        model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
+        with pytest.raises(ValueError, match=r"speculative must lie on the model's mesh .*got None"):
+            Engine(model, num_blocks=9, speculative=draft)
+
+
+SMALL = ("router", "shared_expert_gate")  # matrices that every device has
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in HF.iterdir() if (path / "config.json").exists())
+)
+def test_every_matrix_of_every_family_is_cut(name):
+    config = read_config(HF / name)
+    model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
+    whole, num_cut = [], 0
+    for path, value in nnx.to_flat_state(nnx.state(model)):
+        partition = parameter_partition(path, len(value.shape))
+        assert len(partition) <= len(value.shape), path
+        num_cut += "tp" in partition
+        if "tp" not in partition and len(value.shape) > 1:
+            whole.append(path)
+    assert num_cut > 4 * config.num_hidden_layers
+    assert [path for path in whole if path[-2] not in (*SMALL, "down_proj")] == []
+    assert [path for path in whole if path[-2] == "down_proj" and path[-1] != "bias"] == []
