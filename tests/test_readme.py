@@ -43,7 +43,16 @@ def test_the_first_example_s_step_writes_into_the_cache_it_is_given(names):
     check_in_place(names["step"], names["cache_spec"], lambda cache: (*rows, cache, names["metadata"]))
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.name)
+LONG = ("serving.md", "sparsity.md", "models.md", "training.md")  # pages that train, serve or load
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=pytest.mark.kernels if page.name in LONG else ())
+        for page in [ROOT / "README.md", *DOCS]
+    ],
+)
 def test_a_page_s_examples_run_in_their_order(page, tmp_path, monkeypatch):
     if "plot(" in page.read_text():
         pytest.importorskip("matplotlib")

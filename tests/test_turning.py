@@ -75,6 +75,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(turning, "qkv_write", interpreted)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("how", SERVED.values(), ids=SERVED)
 def test_the_kernel_does_what_the_parts_do(how, layout, monkeypatch):

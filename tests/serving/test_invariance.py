@@ -57,6 +57,7 @@ def crowded():
     return engine_of()
 
 
+@pytest.mark.kernels
 class TestBits:
     def test_do_not_depend_on_what_runs_beside_nor_on_what_is_cached(self, alone, crowded):
         asked = prompts(8)

@@ -57,6 +57,7 @@ def engine():
     return engine_of()
 
 
+@pytest.mark.kernels
 def test_a_request_that_grows_beyond_the_length_is_computed_again(engine):
     before = engine.stats.num_preemptions
     check(engine, [TEXT[:60], TEXT[50:113], TEXT[9:20]])
