@@ -23,6 +23,7 @@ from examples import (
 from tests.in_place import check_in_place
 from tests.serving.tiny import one_layer_model
 
+pytestmark = pytest.mark.kernels
 EXAMPLES = pathlib.Path(demo.__file__).parent
 
 

@@ -33,6 +33,7 @@ def test_logits_are_those_of_the_slow_decoder(tmp_path, name):
     np.testing.assert_allclose(logits_of(model), want, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["qwen2_sliding", "gemma2_default_layers"])
 def test_bf16_stays_near(tmp_path, name):
     tensors = random_tensors(CONFIGS[name], BFLOAT16)

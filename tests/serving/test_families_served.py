@@ -15,11 +15,19 @@ from tests.conftest import GOLDEN
 
 NUM_TOKENS = 10
 FAST = ("phi3small",)
+# What one of the others has, one of these has, too; those run with the slow tests.
+KERNELS = ("bloom", "gemma3", "gpt_oss", "llama4", "phi3_longrope", "qwen3_moe")
 FOLDERS = sorted(path.parent for path in (GOLDEN / "hf").glob("*/expected.npz"))
 TYPES = set(FAMILIES)  # before the pages' examples add one
+
+
+def marks_of(name):
+    return () if name in FAST else pytest.mark.kernels if name in KERNELS else pytest.mark.slow
+
+
 of_family = pytest.mark.parametrize(
     "name",
-    [pytest.param(path.name, marks=() if path.name in FAST else pytest.mark.kernels) for path in FOLDERS],
+    [pytest.param(path.name, marks=marks_of(path.name)) for path in FOLDERS],
 )
 
 

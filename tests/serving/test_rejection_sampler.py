@@ -15,6 +15,7 @@ from jattn.serving.rejection_sampler import rejection_sample
 from jattn.serving.sampler import build_sampling_metadata, sample
 from jattn.serving.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.kernels
 VOCAB, K = 7, 3
 TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB)).astype(np.float32)
 sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjusted)

@@ -15,6 +15,7 @@ from jattn.metadata.transitions import pad_tokens
 from jattn.sparsity.pooled import _query_means, largest, select_prefill_blocks
 from pallas_kernels.block_scores import MAX_SHARES
 
+pytestmark = pytest.mark.kernels
 SPEC = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
 
 

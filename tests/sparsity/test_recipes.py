@@ -10,6 +10,7 @@ import pytest
 import jattn
 from jattn import masks, sparsity
 
+pytestmark = pytest.mark.kernels
 TOKENS, Q_HEADS, KV_HEADS, DIM = 50, 4, 2, 8
 
 
