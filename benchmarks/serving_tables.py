@@ -1,5 +1,8 @@
 """Tables of what the engine does with a whole model, and of gradients, beside peers."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from benchmarks.recorded import rows_of
 
 
@@ -7,16 +10,11 @@ def engine_table(file: str, beside: str) -> str:
     """A row a case; a ratio where the peer ran on the same machine in the same run."""
     ours, theirs = rows_of(file), rows_of(beside)
     peers = {row["what"]: row for row in theirs}  # of two runs of one case the second
-    lines = [
-        f"{ours[0]['gpu']}, jax {ours[0]['jax']}; {theirs[0]['engine']}.",
-        "",
-        "| case | jattn | nano-vllm | ratio |",
-        "|---|---|---|---|",
-    ]
+    lines = []
     for row in {row["name"]: row for row in ours}.values():
         peer = peers.get(row["name"])
-        lines.append(f"| {row['name']} | {_engine_cell(row)} | {_peer_cell(peer)} | {_ratio(row, peer)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([row["name"], _engine_cell(row), _peer_cell(peer), _ratio(row, peer)])
+    return _table(ours, f"; {theirs[0]['engine']}", ("case", "jattn", "nano-vllm", "ratio"), lines)
 
 
 def _engine_cell(row: dict[str, float]) -> str:
@@ -55,48 +53,40 @@ def _ratio(row: dict[str, float], peer: dict[str, float] | None) -> str:
 def cascades_table(file: str) -> str:
     """A decode step that reads a shared prefix once, and one that reads it for each request."""
     rows = rows_of(file)
-    lines = [
-        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
+    keys = ("step_ms", "step_ms_without", "ratio")
+    return _table(
+        rows,
         "",
-        "| requests x shared tokens | with cascades, ms | without, ms | ratio |",
-        "|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [row["name"], *(f"{row[key]:.2f}" for key in ("step_ms", "step_ms_without", "ratio"))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        ("requests x shared tokens", "with cascades, ms", "without, ms", "ratio"),
+        [[row["name"], *(f"{row[key]:.2f}" for key in keys)] for row in rows],
+    )
 
 
 def gradients_table(file: str) -> str:
     """varlen_backward beside cuDNN, in one run."""
-    rows = rows_of(file)
-    lines = [
-        f"{rows[0]['gpu']}, jax {rows[0]['jax']}; cuDNN through jax.nn.dot_product_attention.",
-        "",
-        "| case | TFLOP/s | cuDNN | ratio | largest error |",
-        "|---|---|---|---|---|",
-    ]
+    rows, lines = rows_of(file), []
     for row in rows:
-        ratio, peer = "-", row.get("cudnn_tflop_per_s")
-        if peer is not None:
-            ratio = f"{row['tflop_per_s'] / peer:.2f}"
-        beside = "-" if peer is None else f"{peer:.0f}"
-        error = max(row["errors"].values())
-        lines.append(f"| {row['name']} | {row['tflop_per_s']:.0f} | {beside} | {ratio} | {error:.4f} |")
-    return "\n".join(lines) + "\n"
+        peer, ours = row.get("cudnn_tflop_per_s"), row["tflop_per_s"]
+        beside = ["-", "-"] if peer is None else [f"{peer:.0f}", f"{ours / peer:.2f}"]
+        lines.append([row["name"], f"{ours:.0f}", *beside, f"{max(row['errors'].values()):.4f}"])
+    columns = ("case", "TFLOP/s", "cuDNN", "ratio", "largest error")
+    return _table(rows, "; cuDNN through jax.nn.dot_product_attention", columns, lines)
 
 
 def drafts_table(file: str) -> str:
     """With drafts and without, in one run."""
-    rows = rows_of(file)
-    lines = [
-        f"{rows[0]['gpu']}, jax {rows[0]['jax']}.",
-        "",
-        "| case, requests | tokens/s with drafts | without | ratio | drafted | accepted |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows, lines = rows_of(file), []
     for row in rows:
         rates = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_s_without")]
-        cells = [row["name"], *rates, f"{row['ratio']:.2f}", str(row["drafted"]), str(row["accepted"])]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([row["name"], *rates, f"{row['ratio']:.2f}", str(row["drafted"]), str(row["accepted"])])
+    columns = ("case, requests", "tokens/s with drafts", "without", "ratio", "drafted", "accepted")
+    return _table(rows, "", columns, lines)
+
+
+def _table(
+    rows: Sequence[dict[str, Any]], beside: str, columns: Sequence[str], lines: Sequence[Sequence[str]]
+) -> str:
+    """What ran the rows, what ran beside it, and a table."""
+    joined = [" | ".join(line) for line in (columns, *lines)]
+    head = [f"{rows[0]['gpu']}, jax {rows[0]['jax']}{beside}.", "", f"| {joined[0]} |"]
+    return "\n".join([*head, "|---" * len(columns) + "|", *(f"| {line} |" for line in joined[1:])]) + "\n"

@@ -71,10 +71,8 @@ def attention(
     """
     numbers = {"window": window, "soft_cap": soft_cap, "scale": scale, "deterministic": deterministic}
     spec = spec_of_arrays(q, k, v, causal=causal, **numbers)
-    rows, asked = (
-        rows_of_arrays(q, k, segment_ids, cu_seqlens, mask, spec),
-        asked_for_segments(segment_ids, implementation),
-    )
+    rows = rows_of_arrays(q, k, segment_ids, cu_seqlens, mask, spec)
+    asked = asked_for_segments(segment_ids, implementation)
     per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     out, lse = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
     return (out, lse) if return_lse else out

@@ -207,8 +207,7 @@ class DecodeGraphs:
                     counted[bucket.decode_query_len] = _counts(query_lens, bucket.decode_query_len)
                 counts = counted[bucket.decode_query_len]
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
-                late = max(counts[0] - bucket.max_decodes, 0)
-                fitting.append((bucket.max_tokens + each * late, bucket))
+                fitting.append((bucket.max_tokens + each * _late(bucket, counts[0]), bucket))
         if not fitting:
             batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
             raise ValueError(f"the batch must fit one of the buckets {named(able)}, got {batch}.")
@@ -317,8 +316,13 @@ def _counts(query_lens: Sequence[int] | np.ndarray, decode_query_len: int) -> tu
     return num_decodes, len(lens) - num_decodes, int(lens[num_decodes:].sum())
 
 
+def _late(bucket: Bucket, num_decodes: int) -> int:
+    """Decodes beyond the bucket's decode rows: prefills there."""
+    return max(num_decodes - bucket.max_decodes, 0)
+
+
 def _fits(bucket: Bucket, num_decodes: int, num_prefills: int, num_prefill_tokens: int) -> bool:
-    late = max(num_decodes - bucket.max_decodes, 0)
+    late = _late(bucket, num_decodes)
     return (
         num_prefills + late <= bucket.max_prefills
         and num_prefill_tokens + late * bucket.decode_query_len <= bucket.max_prefill_tokens

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.attending import attend
 from jattn.cache import PackedKV, PagedCache, write_kv
+from jattn.implementations.choice import asked_for
 from jattn.metadata.batch import BatchMetadata
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
@@ -159,12 +160,14 @@ class PagedAttention(nnx.Module):
         self, x: Array, cache: PagedCache | None, metadata: BatchMetadata, positions: Array
     ) -> tuple[Array, PackedKV | PagedCache]:
         """Queries as attention wants them, and what they attend: the step's keys and values are in it."""
-        if cache is not None and hasattr(self, "qkv_proj"):
+        if hasattr(self, "qkv_proj"):
             qkv = self._clipped(self.qkv_proj(x))
-            how = self._turning(cache, qkv.dtype, metadata, positions)
-            if how is not None:
+            how = None if cache is None else self._turning(cache, qkv.dtype, metadata, positions)
+            if cache is not None and how is not None:
                 return write_qkv(cache, qkv, metadata.slot_mapping, how)
-        query, key, value = self.project(x)
+            query, key, value = self._apart(qkv)
+        else:
+            query, key, value = self.project(x)
         query = self._turned(query, self.q_norm, positions, metadata)
         if self.query_scale is not None:
             factors = self.query_scale(positions)[:, None, None]
@@ -181,8 +184,7 @@ class PagedAttention(nnx.Module):
         self, cache: PagedCache, dtype: np.dtype, metadata: BatchMetadata, positions: Array
     ) -> Turning | None:
         """What `write_qkv` does in the place of norms, rope and write; None where it cannot."""
-        names = (self.implementation,) if isinstance(self.implementation, str) else self.implementation
-        if self.query_scale is not None or (names and "mosaic_gpu" not in names):
+        if self.query_scale is not None or "mosaic_gpu" not in asked_for(self.implementation):
             return None
         if why_not_write_qkv(cache, dtype, self.rope, (self.q_norm, self.k_norm)) is not None:
             return None
@@ -194,13 +196,16 @@ class PagedAttention(nnx.Module):
         Keys and values are None where the layer shares another's.
         """
         if hasattr(self, "qkv_proj"):
-            qkv = self._clipped(self.qkv_proj(x))
-            query = qkv[:, :, :-2].reshape(x.shape[0], -1, self.spec.head_dim)
-            return query, qkv[:, :, -2], qkv[:, :, -1]
+            return self._apart(self._clipped(self.qkv_proj(x)))
         heads = lambda y: self._clipped(y).reshape(x.shape[0], -1, self.spec.head_dim)
         if self.shares_kv:
             return heads(self.q_proj(x)), None, None
         return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+
+    def _apart(self, qkv: Array) -> tuple[Array, Array | None, Array | None]:
+        """The fused projection as `project` returns it."""
+        query = qkv[:, :, :-2].reshape(qkv.shape[0], -1, self.spec.head_dim)
+        return query, qkv[:, :, -2], qkv[:, :, -1]
 
     def _check(self, x: Array, cache: Any, metadata: Any, positions: Array, plan: Any) -> None:
         kinds = (

@@ -17,11 +17,11 @@ def _sparsity(keys: Keys, layer: int) -> LocalStrided | None:
     """What a layer's heads see of a text; None = everything before."""
     size, kernel = keys["blocksparse_block_size"], keys["blocksparse_triton_kernel_block_size"]
     if size != kernel:
-        what, reason = (
+        what, way_out = (
             f"blocksparse_triton_kernel_block_size {kernel}",
-            "patterns have blocks of one size",
+            f"Supported: {size}, the blocksparse_block_size",
         )
-        raise unsupported(what, reason, f"Supported: {size}, the blocksparse_block_size")
+        raise unsupported(what, "patterns have blocks of one size", way_out)
     every = keys["dense_attention_every_n_layers"]
     if every and (layer + 1) % every == 0:
         return None
