@@ -125,13 +125,14 @@ class Decoder(nnx.Module):
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
             return out
         positions = metadata.positions if positions is None else positions
-        x = self.embed(token_ids)
+        delta = self.embed(token_ids)
+        x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            x, cache = layer(x, cache, metadata, positions, plan)
+            x, delta, cache = layer(x, delta, cache, metadata, positions, plan)
             written.append(cache)
-        return self.norm(x), None if caches is None else tuple(written)
+        return self.norm(x + delta), None if caches is None else tuple(written)
 
     def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """What the first layer is given: embeddings, scaled and normalised where the config says so."""
