@@ -44,13 +44,13 @@ class Probabilities(NamedTuple):
     """Of a tile.
 
     Attributes:
-        p: Probabilities.
-        bend: What the soft cap's derivative is made of, or None.
+        p: Probabilities, in 16 bits.
+        weight: The same in f32, times the soft cap's derivative.
         sees: Which pairs are seen, or None where all are.
     """
 
     p: Tile
-    bend: Tile | None
+    weight: Tile
     sees: Tile | None
 
 
@@ -85,18 +85,18 @@ class Scores:
         less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
         if tile.slope is not None:
             y, less = self._biased(y, less, tile, tile.slope)
-        p = jnp.exp2(y - self._wide(less))
-        if not tile.is_masked:
-            return Probabilities(p, bend, None)
-        sees = self._sees(tile, stored)
-        return Probabilities(jnp.where(sees, p, 0.0), bend, sees)
+        p, sees = jnp.exp2(y - self._wide(less)), None
+        if tile.is_masked:
+            sees = self._sees(tile, stored)
+            p = jnp.where(sees, p, 0.0)
+        # Not the cap's part and p: registers are short.
+        weight = p if bend is None else p * (1.0 - bend * bend)
+        return Probabilities(p.astype(self.spec.dtype), weight, sees)
 
     def gradients(self, of: Probabilities, grad_p: Tile, stats_s: Ref) -> Tile:
         """Of scores, but for the scale."""
         less = plgpu.load(stats_s.at[1], layout=COLUMN, optimized=False)
-        grad = of.p * (grad_p - self._wide(less))
-        if of.bend is not None:
-            grad = grad * (1.0 - of.bend * of.bend)
+        grad = of.weight * (grad_p - self._wide(less))
         return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
 
     def _biased(self, y: Tile, less: Columns, tile: QueryTile, slope: Scalar) -> tuple[Tile, Columns]:

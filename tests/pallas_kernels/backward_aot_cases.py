@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import BACKWARD_HEAD_DIMS
-from pallas_kernels.varlen_backward import varlen_backward
+from pallas_kernels.varlen_backward import KernelSizes, varlen_backward
 
 FEATURES = {
     "plain": {},
@@ -20,7 +20,7 @@ FEATURES = {
 }
 
 
-def case(head_dim, dtype, *, has_alibi=False, **score):
+def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
     shape = jax.ShapeDtypeStruct
     tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
     of_queries, of_keys = (shape((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads))
@@ -31,7 +31,7 @@ def case(head_dim, dtype, *, has_alibi=False, **score):
     arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
     if has_alibi:
         arrays["alibi_slopes"] = shape((q_heads,), jnp.float32)
-    run = functools.partial(varlen_backward, score=Score(scale=0.1, **score))
+    run = functools.partial(varlen_backward, score=Score(scale=0.1, **score), sizes=sizes)
     return lambda arrays: run(**arrays), (arrays,)
 
 
@@ -41,4 +41,5 @@ def aot_cases():
     for nth, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
         dtype = ("bfloat16", "float16")[(nth + nth // len(FEATURES)) % 2]
         found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
-    return found
+    overlapping = KernelSizes(tile_q=64, overlaps=True)
+    return found | {"d128-overlaps-bfloat16": case(128, jnp.dtype("bfloat16"), sizes=overlapping)}
