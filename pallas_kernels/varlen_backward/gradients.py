@@ -39,7 +39,9 @@ class Gradients:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
-        self.scores = Scores(inputs.mask, smem.columns.at[wg], wg, spec)
+        self.scores = Scores(
+            inputs.mask, smem.columns.at[wg], None if smem.staged is None else smem.staged.at[wg], wg, spec
+        )
         self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, wg, spec)
 
     def work_share(self, work: Worklist) -> None:

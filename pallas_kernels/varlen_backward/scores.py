@@ -57,9 +57,11 @@ class Probabilities(NamedTuple):
 class Scores:
     """Of one warpgroup."""
 
-    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
-        """With the mask's arrays, and [tile_q] of shared memory for the number of each query in its tile."""
-        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
+    def __init__(
+        self, arrays: tuple[Ref, ...], columns_s: Ref, staged_s: Ref, wg: Scalar, spec: BackwardSpec
+    ):
+        """With the mask's arrays, and of shared memory what refs.Smem has for it."""
+        self.arrays, self.columns_s, self.staged_s, self.wg, self.spec = arrays, columns_s, staged_s, wg, spec
 
     def store_columns(self) -> None:
         """Numbers the queries of a tile."""
@@ -134,6 +136,7 @@ class Scores:
             columns=lambda: self._of_rows(self._rows().astype(f32)),
             shape=(self.spec.sizes.tile_q, UNIT),
             interpret=self.spec.interpret,
+            staged=self.staged_s,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:
