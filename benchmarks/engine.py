@@ -5,6 +5,7 @@ Tokens are checked first: the log-probabilities that the engine reports must be 
 
 import argparse
 import gc
+import pathlib
 import random
 import statistics
 import time
@@ -43,13 +44,14 @@ WARM = SamplingParams(temperature=0.6, ignore_eos=True)
 # Of log-probabilities, in the mean: between such weights in bf16 and in f32 it is 0.05, the largest of some
 # hundreds 0.3; where a request sees others' keys it is above 1.
 TOLERANCE = 0.15
+READY = "ready"  # as start, without waiting for what compiles behind: of no use beside other cases
 OF_ONE_ENGINE = ("start", "decode", "host", "prefill", "first_token", "nano")
 CASES = (*OF_ONE_ENGINE, "kernels", "prefix", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks engine` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all; or {READY}")
     parser.add_argument("--cache-dir", help="where executables are kept from one run to the next")
     parser.add_argument("--out", help="folder of the rows")
 
@@ -59,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
     rows, cases = Rows("engine", arguments.out), arguments.cases or CASES
     model = random_decoder(QWEN3_8B)
     jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-    if set(cases) & set(OF_ONE_ENGINE):
+    if set(cases) & {READY, *OF_ONE_ENGINE}:
         of_one_engine(model, cases, arguments.cache_dir, rows)
     gc.collect()
     if "kernels" in cases:
@@ -83,15 +85,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows: Rows) -> None:
     """`OF_ONE_ENGINE`; nothing but the start is measured before the tokens are right."""
-    start = time.perf_counter()
-    engine = engine_of(model, cache_dir)
-    engine.precompile(progress=False, wait=False)
-    taken = {"ready_s": time.perf_counter() - start, "executables_when_ready": engine.stats.num_compiles}
-    engine.graphs.wait()
-    taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
+    engine, taken = started(model, cache_dir, waits=READY not in cases)
     checked = checked_tokens(engine, model)
-    if "start" in cases:
-        rows.add(name="start", cache_dir=cache_dir is not None, **taken, **checked)
+    for name in {"start", READY}.intersection(cases):
+        rows.add(name=name, cache_dir=cache_dir is not None, **taken, **checked)
     if "decode" in cases:
         for batch, context in DECODES:
             rows.add(name=f"decode_{batch}x{context}", **decode_step(engine, batch, context), **checked)
@@ -113,6 +110,23 @@ def checked_tokens(engine: Engine, model: Any) -> dict[str, Any]:
     if error > TOLERANCE:
         raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
     return {"logprob_error": error}
+
+
+def started(model: Any, cache_dir: str | None, *, waits: bool) -> tuple[Engine, dict[str, Any]]:
+    """An engine, and seconds until it could serve, and until all was compiled where that is waited for.
+
+    With them how many files were kept in the folder before: 0 = a cold start.
+    """
+    kept = 0 if cache_dir is None else sum(path.is_file() for path in pathlib.Path(cache_dir).rglob("*"))
+    start = time.perf_counter()
+    engine = engine_of(model, cache_dir)
+    engine.precompile(progress=False, wait=False)
+    taken: dict[str, Any] = {"kept": kept, "ready_s": time.perf_counter() - start}
+    taken["executables_when_ready"] = engine.stats.num_compiles
+    if waits:
+        engine.graphs.wait()
+        taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
+    return engine, taken
 
 
 def engine_of(
@@ -176,14 +190,21 @@ def by_xla(model: Any, metadata: jattn.BatchMetadata) -> jattn.Plan:
 
 
 def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
-    """Milliseconds of a step: the difference of long and short completions, as the peer's is measured."""
+    """Milliseconds of a step: stepped by hand once all decode, and by the difference of completions.
+
+    The second has more in it: a long completion's first tokens are made beside the others' prompts, its last
+    when some have ended.
+    """
     few, many = 8, 136
     prompts = drawn_prompts(batch, context, seed=0)
     run = lambda count: timed(lambda: engine.generate(prompts, WARM, max_tokens=count))
     for _ in range(2):  # an executable's first run loads it, its second makes its CUDA graph: 33 and 14 ms
         run(many)
     short, long = (min(run(count) for _ in range(2)) for count in (few, many))
-    return {"step_ms": 1e3 * (long - short) / (many - few)}
+    names = decoding(engine, batch, context)
+    seconds = timed(lambda: [engine.step() for _ in range(60)]) / 60
+    ended(engine, names)
+    return {"step_ms": 1e3 * seconds, "in_completions_ms": 1e3 * (long - short) / (many - few)}
 
 
 def host_time(engine: Engine, batch: int, context: int) -> dict[str, Any]:
