@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.partitions import check_divides, sharding_of
+from jattn.parallel import TP
 
 
 def random_decoder(config: dict[str, Any], mesh: Mesh | None = None) -> Decoder:
@@ -17,6 +18,7 @@ def random_decoder(config: dict[str, Any], mesh: Mesh | None = None) -> Decoder:
     made = DecoderConfig.from_hf(config)
     if mesh is not None:
         check_divides(made, mesh)
+        made = made.spread_over(mesh.shape[TP])
     shapes = nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     graphdef, state = nnx.split(shapes)
     flat = nnx.to_flat_state(state)
