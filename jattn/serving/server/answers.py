@@ -16,7 +16,7 @@ from starlette.types import Message, Send
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.server.errors import ApiError, as_api_error
-from jattn.serving.server.forms import structured_outputs
+from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.service import Service
 
@@ -52,6 +52,7 @@ class Job:
         prompts: Tokens, one list a prompt.
         params: How they go on.
         shape: What answers look like.
+        form: As `wanted_form` has it.
     """
 
     service: Service
@@ -59,6 +60,7 @@ class Job:
     prompts: list[list[int]]
     params: SamplingParams
     shape: Shape
+    form: Form | None = None
 
     def __post_init__(self) -> None:
         self._name = f"{self.shape.prefix}-{uuid.uuid4().hex}"
@@ -70,9 +72,8 @@ class Job:
         try:
             return await self._answer(request)
         except ValueError as error:
-            form = structured_outputs(self.body)
-            if form is not None and str(error).startswith("structured_outputs "):
-                raise ApiError(400, str(error), form[0]) from error
+            if self.form is not None and str(error).startswith("structured_outputs "):
+                raise ApiError(400, str(error), self.form[0]) from error
             raise
 
     async def _answer(self, request: Request) -> Response:

@@ -9,26 +9,19 @@ from starlette.responses import Response
 from jattn.serving.outputs import Logprobs, RequestOutput
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
+from jattn.serving.server.call_reader import ToolReader, merged_calls
 from jattn.serving.server.errors import ApiError
+from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import (
     ChatCompletionBody,
     ChatTemplateBody,
     Message,
-    NamedToolChoice,
     Tool,
 )
 from jattn.serving.server.sampling import refuse, sampling_params
 from jattn.serving.server.service import Service
 from jattn.serving.server.token_texts import TokenTexts
-from jattn.serving.server.tools import (
-    OPEN,
-    NamedReader,
-    TaggedReader,
-    ToolReader,
-    named_tool,
-    whole_calls,
-    with_objects,
-)
+from jattn.serving.server.tools import calling, with_objects
 from pallas_kernels.checks import require
 
 SERVED = {"modalities": (["text"],)}
@@ -62,7 +55,7 @@ class ChatShape:
         content, calls, reason = self._read(index, output)
         said: dict[str, Any] = {} if calls and not content and is_chunk else {"content": content}
         if calls:
-            said["tool_calls"] = calls if is_chunk else whole_calls(calls)
+            said["tool_calls"] = calls if is_chunk else [_without_index(call) for call in calls]
         if not is_chunk:
             said |= {
                 "role": "assistant",
@@ -86,10 +79,11 @@ class ChatShape:
         reader = self._readers[index]
         content, calls = reader.feed(output.new_text)
         if output.finish_reason is None:
-            return content, list(calls), None
+            return content, merged_calls(calls), None
         rest, more = reader.end()
         is_stop = output.finish_reason == "stop"
-        return content + rest, [*calls, *more], reader.finish_reason if is_stop else output.finish_reason
+        calls = (*calls, *more)
+        return content + rest, merged_calls(calls), reader.finish_reason if is_stop else output.finish_reason
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         if self._num_logprobs is None or logprobs is None:
@@ -108,36 +102,18 @@ async def create_chat_completion(request: Request) -> Response:
     body: ChatCompletionBody = await read(request, ChatCompletionBody)
     service.check_model(body.model)
     refuse(body, SERVED)
-    make_reader = _reader_maker(service, body)
+    how = calling(body, service.call_format, service.tokenizer)
     prompt = chat_tokens(service, body, tools=body.tools if body.tool_choice != "none" else None)
     require(len(prompt) > 0, "messages", "become at least one token", prompt)
-    num = _num_logprobs(body)
-    params = sampling_params(body, service.default_sampling, max_tokens=_max_tokens(body), logprobs=num)
-    shape = ChatShape(service.token_texts, num, make_reader)
-    return await Job(service, body, [prompt], params, shape).answer(request)
+    num, form = _num_logprobs(body), wanted_form(body, how.form)
+    params = sampling_params(body, service.default_sampling, form, max_tokens=_max_tokens(body), logprobs=num)
+    shape = ChatShape(service.token_texts, num, how.make_reader)
+    return await Job(service, body, [prompt], params, shape, form).answer(request)
 
 
-def _reader_maker(service: Service, body: ChatCompletionBody) -> Callable[[], ToolReader] | None:
-    """Makes what finds the calls of one completion; None where there can be none.
-
-    Raises:
-        ValueError: A function is named that is not among the tools.
-        ApiError: Nobody knows what a call looks like in what this model says.
-    """
-    choice = body.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        name = named_tool(body.tools or (), choice).function.name
-        return lambda: NamedReader(name)
-    if choice == "required":
-        told = "tool_choice: 'required' is not served. Name a function, or leave it out."
-        raise ApiError(422, told, "tool_choice", "unsupported")
-    if not body.tools or choice == "none":
-        return None
-    if service.chat_template is not None and not service.chat_template.has_call_tags:
-        told = f"tools: the chat template has no {OPEN}. Name a function in tool_choice, or leave tools out."
-        raise ApiError(422, told, "tools", "unsupported")
-    most = 1 if body.parallel_tool_calls is False else None
-    return lambda: TaggedReader(most=most)
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a whole answer, where its place tells which it is."""
+    return {name: value for name, value in call.items() if name != "index"}
 
 
 def _max_tokens(body: ChatCompletionBody) -> int | None:

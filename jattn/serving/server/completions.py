@@ -9,6 +9,7 @@ from starlette.responses import Response
 from jattn.serving.outputs import Logprobs, RequestOutput
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
+from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import CompletionBody
 from jattn.serving.server.sampling import refuse, sampling_params
 from jattn.serving.server.service import Service
@@ -76,9 +77,10 @@ async def create_completion(request: Request) -> Response:
     service.check_model(body.model)
     refuse(body, {"suffix": ("",)})
     prompts = _prompts(service, body)
-    params = sampling_params(body, service.default_sampling, **_lengths(body), **_candidates(body))
+    form = wanted_form(body)
+    params = sampling_params(body, service.default_sampling, form, **_lengths(body), **_candidates(body))
     shape = TextShape(service.token_texts, body, prompts)
-    return await Job(service, body, [ids for ids, _ in prompts], params, shape).answer(request)
+    return await Job(service, body, [ids for ids, _ in prompts], params, shape, form).answer(request)
 
 
 def _candidates(body: CompletionBody) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.forms import structured_outputs
+from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import GenerationBody
 from pallas_kernels.checks import require
 
@@ -31,7 +31,9 @@ def default_sampling(params: SamplingParams) -> dict[str, Any]:
     return own if params.temperature else own | {"temperature": 1.0}
 
 
-def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, defaults: Mapping[str, Any], form: Form | None, **others: Any
+) -> SamplingParams:
     """What a request asks for; `others` as SamplingParams has them.
 
     Raises:
@@ -42,7 +44,6 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others:
         asked["seed"] = body.seed % NUM_SEEDS
     if body.logit_bias:
         asked["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
-    form = structured_outputs(body)
     if form is not None:
         asked["structured_outputs"] = form[1]
     return SamplingParams(**{**defaults, **asked, **others})

@@ -9,6 +9,7 @@ from typing import Any
 from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.server.call_formats import call_format
 from jattn.serving.server.chat_template import load_chat_template
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.metrics import Counts
@@ -32,6 +33,8 @@ class Service:
         require(self.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", None)
         self.token_texts = TokenTexts(self.tokenizer)
         self.chat_template = load_chat_template(options.folder, options.chat_template)
+        template = None if self.chat_template is None else self.chat_template.source
+        self.call_format = call_format(options.tool_call_parser, template)
         self.default_sampling = default_sampling(engine.engine.default_sampling_params)
         self.counts = Counts()
         self.is_ready = False

@@ -136,7 +136,7 @@ def the_next_request_is_served(server):
             },
             422,
             "tools",
-            "the chat template has no <tool_call>",
+            "the chat template asks for calls in no way that is known",
         ),
         ("/detokenize", {"tokens": [999]}, 400, "tokens", r"must be in the vocabulary.*\[999\]"),
         ("/tokenize", {"prompt": 5}, 400, "prompt", "prompt"),
