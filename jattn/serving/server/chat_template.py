@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -33,6 +34,7 @@ class ChatTemplate:
 
     Attributes:
         source: It.
+        variables: Names that it asks for.
 
     Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed.
     """
@@ -57,6 +59,7 @@ class ChatTemplate:
             )
         self._special_tokens = dict(special_tokens or {})
         self.source = source
+        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **others: Any

@@ -14,6 +14,7 @@ from jattn.serving.server.chat_template import load_chat_template
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.metrics import Counts
 from jattn.serving.server.options import ServerOptions
+from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.sampling import default_sampling
 from jattn.serving.server.token_texts import TokenTexts
 from pallas_kernels.checks import require
@@ -114,6 +115,12 @@ class Service:
                     self.counts.finished(output.finish_reason)
                 yield output
         self.counts.served(len(prompt), num_generated, time.perf_counter() - start)
+
+
+def texts_of(service: Service, body: GenerationBody) -> TokenTexts:
+    """What tokens are called in a request's answer."""
+    as_ids = body.return_tokens_as_token_ids
+    return TokenTexts(service.tokenizer, as_ids=True) if as_ids else service.token_texts
 
 
 async def merged[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
