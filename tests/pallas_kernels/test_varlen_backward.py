@@ -96,6 +96,12 @@ def few_blocks(head_dim, **changes):
     return KernelSizes(tile_q=default_sizes(head_dim).tile_q, ctas=2, **changes)
 
 
+def two_kernels(head_dim):
+    """Two thread blocks of each."""
+    sizes = default_sizes(head_dim, deterministic=True)
+    return dataclasses.replace(sizes, ctas=2, of_queries=dataclasses.replace(sizes.of_queries, ctas=2))
+
+
 class TestContract:
     @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
     def test_equals_float64_whatever_meets_whatever(self, case):
@@ -107,6 +113,12 @@ class TestContract:
         problem = problem_of(case)
         sizes = few_blocks(case["head_dim"], overlaps=True)
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
+
+    @pytest.mark.parametrize("case", cases(FAST)[1::2], ids=case_id)
+    def test_equals_float64_where_queries_have_a_kernel(self, case):
+        problem = problem_of(case)
+        interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
+        problem.check(grads_of(problem, interpret, sizes, deterministic=True))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
@@ -285,7 +297,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"deterministic": True}, "varlen_backward: its additions come in any order"),
             (
                 {"grad_out": jnp.zeros((16, 4, 64), jnp.float16)},
                 "grad_out of float16 with queries of bfloat16",
