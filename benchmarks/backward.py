@@ -37,11 +37,9 @@ BLOCK = 128  # queries, and keys, of a block of a mask
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
-    "smaller_sets": {"l2_bytes": 16 * 10**6},
-    "overlaps": {"overlaps": True},
+    "smaller_sets": {"l2_bytes": 8 * 10**6},
+    "larger_sets": {"l2_bytes": 32 * 10**6},
     "two_kernels": {"deterministic": True},
-    "persistent": {"ctas": 132},
-    "as_before": {"l2_bytes": 0, "ctas": 132},
 }
 
 

@@ -78,7 +78,7 @@ class QueryProducts:
         """An item's first tile, whose keys are those of `step`."""
         ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return State(tuple(zeros() for _ in range(self.chunks)), ds)
+        return State(tuple(zeros() for _ in range(self.chunks)), ds.astype(self.spec.dtype))
 
     def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
         """A later tile, beside dQ of the tile before: P is made while dP is in flight, dS while dQ is."""
@@ -90,10 +90,11 @@ class QueryProducts:
             ds_ref[...] = self._scores(rows, step, work, in_flight=self.chunks, between=between)
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
-        empty = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, self.spec.dtype), W)
+        # In f32 till the products are done, which read the registers of the last ones in 16 bits.
+        empty = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
         sums, ds = pl.run_state(products)((start, empty))
         plgpu.barrier_arrive(self.ring.keys.free.at[before])
-        return State(tuple(sums), ds)
+        return State(tuple(sums), ds.astype(self.spec.dtype))
 
     def finish(self, step: Scalar, state: State) -> tuple[Tile, ...]:
         """With the last tile's part, whose keys are those of `step`."""
@@ -119,7 +120,7 @@ class QueryProducts:
             weights = work.weights(lax.optimization_barrier(s))
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=in_flight))
             plgpu.barrier_arrive(values.free.at[stage])
-            return work.grad_scores(weights, dp).astype(self.spec.dtype)
+            return work.grad_scores(weights, dp)
 
         return pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
 

@@ -30,7 +30,7 @@ class KernelSizes:
     tile_q: int = 64
     stages: int = 2
     overlaps: bool = False
-    l2_bytes: int = 32 * 10**6
+    l2_bytes: int = 16 * 10**6
     of_queries: PrefillSizes | None = None
     ctas: int | None = None
 
@@ -49,7 +49,7 @@ TABLE = {1: KernelSizes(tile_q=128), 2: KernelSizes(tile_q=64)}
 # With a kernel for the queries: without their gradient there is room for a stage more.
 TWO_KERNELS = {
     1: KernelSizes(tile_q=128, stages=3, of_queries=PrefillSizes(tile_kv=128, stages=3)),
-    2: KernelSizes(tile_q=64, stages=3, of_queries=PrefillSizes(tile_kv=64, stages=2)),
+    2: KernelSizes(tile_q=64, stages=3, of_queries=PrefillSizes(tile_kv=64, stages=3)),
 }
 
 
