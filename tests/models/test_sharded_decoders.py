@@ -120,6 +120,10 @@ class TestWhatDoesNotFit:
         with pytest.raises(NotImplementedError, match="vocab_size 321 on a mesh with tp 2"):
             check_divides(changed(vocab_size=321), mesh_of(2))
 
+    def test_a_norm_of_all_heads_as_one(self):
+        with pytest.raises(NotImplementedError, match=r"a norm of all heads as one on a mesh: each device"):
+            load(HF / "olmo2", mesh=mesh_of(2))
+
     def test_a_pattern_of_each_head(self):
         with pytest.raises(NotImplementedError, match=r"sparsity LocalStrided.*homo_head=False"):
             load(HF / "phi3small", mesh=mesh_of(2))
@@ -136,7 +140,7 @@ class TestWhatDoesNotFit:
             Engine(model, num_blocks=9, speculative=draft)
 
 
-SMALL = ("router", "shared_expert_gate")  # matrices that every device has
+SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that every device has
 
 
 @pytest.mark.parametrize(
