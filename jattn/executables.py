@@ -85,7 +85,8 @@ class Executables:
             except BaseException as error:
                 self.error = error
 
-        self._behind = threading.Thread(target=run, name="jattn-compile", daemon=True)
+        # No daemon: a process that ended while it lowers would take JAX away from under it, and crash.
+        self._behind = threading.Thread(target=run, name="jattn-compile")
         self._behind.start()
 
     def wait(self) -> None:

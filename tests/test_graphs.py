@@ -3,6 +3,9 @@
 import concurrent.futures
 import contextlib
 import importlib.util
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -77,6 +80,21 @@ def random_batch(rng, lens):
     seq_lens = lens + rng.integers(0, MAX_BLOCKS * BLOCK_SIZE - 4, len(lens))
     tables = rng.permutation(NUM_BLOCKS)[: len(lens) * MAX_BLOCKS].reshape(-1, MAX_BLOCKS)
     return [rng.integers(0, VOCAB, n) for n in lens], seq_lens, tables
+
+
+ENDS_EARLY = """
+    import time
+    from jattn.bucket import Bucket
+    from jattn.executables import Executables
+
+    def lower(bucket):
+        time.sleep(1)
+        print("lowered", flush=True)
+        raise SystemExit
+
+    Executables().compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
+    print("over", flush=True)
+"""
 
 
 class TestCompiles:
@@ -283,6 +301,13 @@ class TestCompilingBehind:
         self.precompile(graphs)
         graphs.wait()
         assert graphs.num_compiles == 3
+
+    def test_a_process_ends_when_what_is_being_lowered_is(self):
+        """A thread that JAX is taken away from crashes the process: seen on a GPU."""
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(ENDS_EARLY)], capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stdout.split()) == (0, ["over", "lowered"]), done.stderr
 
     def test_without_it_a_ready_bucket_up_to_four_times_as_large_is_taken(self):
         sizes = [Bucket(max_decodes=rows, max_blocks=MAX_BLOCKS) for rows in (1, 2, 4, 8)]
