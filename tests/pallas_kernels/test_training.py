@@ -132,7 +132,9 @@ class TestWhatTheKernelDeclines:
 
     def test_the_same_bits_twice(self):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
-        self.run(loss_of(run), arrays())
+        self.run(loss_of(run), arrays(), gradients_by_kernel=True)
+        mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
+        self.run(loss_of(functools.partial(run, mask=mask)), arrays())
 
 
 def test_layers_without_a_cache_train_by_the_kernel():
