@@ -35,6 +35,7 @@ def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
     arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
     if has_alibi:
         arrays["alibi_slopes"] = shape((q_heads,), jnp.float32)
+    sizes = default_sizes(head_dim) if sizes is None else sizes
     run = functools.partial(varlen_backward, score=Score(scale=0.1, **score), sizes=sizes)
     return lambda arrays: run(**arrays), (arrays,)
 

@@ -40,7 +40,13 @@ def as_on_a_gpu():
         return call
 
     def few_ctas(right):
-        return lambda *args, **kwargs: dataclasses.replace(right(*args, **kwargs), ctas=3)
+        def wrong(*args, **kwargs):
+            sizes = dataclasses.replace(right(*args, **kwargs), ctas=3)
+            of_queries = getattr(sizes, "of_queries", None)
+            changes = {} if of_queries is None else {"of_queries": dataclasses.replace(of_queries, ctas=3)}
+            return dataclasses.replace(sizes, **changes)
+
+        return wrong
 
     with contextlib.ExitStack() as stack:
         patch = lambda *where: stack.enter_context(mock.patch.object(*where))

@@ -319,6 +319,21 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"schedule.table must have .* got \(8, 32\)"):
             varlen_backward(**arguments, schedule=schedule)
 
+    def test_a_schedule_says_whether_queries_have_a_kernel(self):
+        arguments = plain_arguments()
+        arguments.pop("score")
+        call = Call(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
+        fused, two = default_sizes(64), default_sizes(64, deterministic=True)
+        assert call.default_sizes(None, deterministic=False) == fused
+        for sizes in (fused, two):
+            schedule = call.make_schedule(Score(scale=1.0), sizes)
+            assert call.default_sizes(schedule, deterministic=False) == sizes
+
+    def test_short_requests_have_two_kernels(self):
+        has_two = lambda dim, mean_len: default_sizes(dim, mean_len=mean_len).of_queries is not None
+        assert [has_two(128, mean_len) for mean_len in (None, 512, 2048, 16384)] == [False, True, True, False]
+        assert not has_two(64, 512)
+
     def test_a_kernel_of_queries_that_is_not_there(self):
         with pytest.raises(ValueError, match=r"sizes\.of_queries must be given with deterministic, got None"):
             varlen_backward(**plain_arguments(sizes=KernelSizes(tile_q=128), deterministic=True))
@@ -396,7 +411,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
     def test_equals_float64(self, case):
         problem = problem_of(case)
-        problem.check(grads_of(problem))
+        problem.check(grads_of(problem, sizes=default_sizes(case["head_dim"])))
 
     @pytest.mark.parametrize(
         "lens", [(1,), (239,), (799,), (1023,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str
@@ -408,7 +423,8 @@ class TestOnGpu:
         score = Score(scale=head_dim**-0.5)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim)
         problem = BackwardProblem(setting)
-        problem.check(grads_of(problem, deterministic=deterministic))
+        sizes = default_sizes(head_dim, deterministic=deterministic)
+        problem.check(grads_of(problem, sizes=sizes, deterministic=deterministic))
 
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
     def test_equals_float64_where_queries_have_a_kernel(self, case):
@@ -427,8 +443,8 @@ class TestOnGpu:
     def test_twenty_runs_agree(self):
         lens = (1500, 3, 700, 64)
         problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
-        first = grads_of(problem)
+        first = grads_of(problem, sizes=default_sizes(64))
         for _ in range(20):
-            grads = grads_of(problem)
+            grads = grads_of(problem, sizes=default_sizes(64))
             problem.check(grads)
             assert all(jnp.array_equal(a, b) for a, b in zip(grads[1:], first[1:], strict=True))

@@ -81,7 +81,8 @@ def gradients(
     """
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
-    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
+    mean_len = None if mask is not None else query.shape[0] // max(lens.seq_lens.shape[0], 1)
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic, mean_len=mean_len)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
