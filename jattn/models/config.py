@@ -8,7 +8,7 @@ from typing import Any
 from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.rope import Rope
-from jattn.models.specs import NormSpec
+from jattn.models.specs import NORM_PLACEMENTS, NormSpec
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, require_positive
 
@@ -23,6 +23,8 @@ _TAKEN = (  # as they are
     "bos_token_id",
 )
 
+VOCAB_PADDING = 64  # a device's part of a padded vocabulary is a multiple of it, as in vLLM
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -30,20 +32,25 @@ class DecoderConfig:
 
     Attributes:
         model_type: Of the family, as "llama".
-        vocab_size: Rows of the embedding.
+        vocab_size: Tokens.
         hidden_size: Width of the residual stream.
         num_hidden_layers: Layers.
         num_attention_heads: Query heads.
-        num_key_value_heads: Key/value heads.
+        num_key_value_heads: Key/value heads, replicas among them.
         head_dim: Width of a head.
         layers: What each layer is.
         norm: Every norm of width hidden_size.
-        norm_placement: "before" attention and MLP, or "around" them.
+        norm_placement: "before" attention and MLP, "around" or "after" them; "parallel": one before both,
+            which stand side by side; "parallel_apart": one before each of those.
         adds_to_normed: Attention and MLP are added to what their norm gave, not to what it was given.
         max_position_embeddings: The longest context, in tokens.
         tie_word_embeddings: The output projection is the embedding.
+        residual_scale: What attention and MLP give is multiplied by before it is added; None = nothing.
         embedding_scale: What embeddings are multiplied by, rounded to their dtype; None = nothing.
         has_embedding_norm: A norm stands behind the embedding.
+        position_offset: Positions have learned embeddings, and this is the row of position 0; None = they
+            have none.
+        has_head_bias: The output projection has a bias.
         logit_scale: What logits are multiplied by; None = nothing.
         final_logit_softcapping: Soft cap of the logits; None = none.
         hidden_tokens: Tokens that are never said: their logits are the lowest finite number.
@@ -51,6 +58,8 @@ class DecoderConfig:
         bos_token_id: First token of a text; None = none.
         eos_token_ids: Tokens that end a text.
         source: The config.json, as a JSON object with sorted keys.
+        tp: Devices that heads, widths and the vocabulary fall into equal parts for (`spread_over`).
+        num_kv_head_replicas: So many kv heads, one behind the other, are the same one.
     """
 
     model_type: str
@@ -64,10 +73,13 @@ class DecoderConfig:
     norm: NormSpec
     norm_placement: str = "before"
     adds_to_normed: bool = False
+    residual_scale: float | None = None
     max_position_embeddings: int
     tie_word_embeddings: bool
     embedding_scale: float | None = None
     has_embedding_norm: bool = False
+    position_offset: int | None = None
+    has_head_bias: bool = False
     logit_scale: float | None = None
     final_logit_softcapping: float | None = None
     hidden_tokens: tuple[int, ...] = ()
@@ -75,10 +87,12 @@ class DecoderConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     source: str = dataclasses.field(repr=False)
+    tp: int = 1
+    num_kv_head_replicas: int = 1
 
     def __post_init__(self) -> None:
         require_one_of("model_type", self.model_type, FAMILIES)
-        require_one_of("norm_placement", self.norm_placement, ("before", "around"))
+        require_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             require_positive(**{name: getattr(self, name)})
         rule = f"have one entry per layer ({self.num_hidden_layers})"
@@ -100,17 +114,16 @@ class DecoderConfig:
         family = family_of(hf)
         hf = normalised(hf, family)
         keys = filled(hf, family)
+        fields = {name: keys[name] for name in _TAKEN} | {"norm_placement": family.norm_placement}
         return cls(
             model_type=family.model_type,
-            **{name: keys[name] for name in _TAKEN},
             norm=NormSpec(family.norm, keys["rms_norm_eps"]),
-            norm_placement=family.norm_placement,
             layers=tuple(family.layer(keys, layer) for layer in range(keys["num_hidden_layers"])),
             tie_word_embeddings=bool(keys["tie_word_embeddings"]),
             dtype=keys["torch_dtype"],
             eos_token_ids=token_ids(keys["eos_token_id"]),
             source=json.dumps(hf, sort_keys=True),
-            **family.model(keys),
+            **{**fields, **family.model(keys)},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -120,12 +133,32 @@ class DecoderConfig:
             ValueError: A field was replaced without its key: `DecoderConfig.from_hf(config.to_hf() | {...})`.
         """
         hf: dict[str, Any] = json.loads(self.source)
-        again = DecoderConfig.from_hf(hf)
+        again = DecoderConfig.from_hf(hf).spread_over(self.tp)
         fields = [field.name for field in dataclasses.fields(self)]
         changed = [name for name in fields if getattr(self, name) != getattr(again, name)]
         rule = "be what its config.json says (change keys with from_hf, not fields)"
         require(not changed, "config", rule, ", ".join(f"{name} {getattr(self, name)}" for name in changed))
         return hf
+
+    def spread_over(self, tp: int) -> "DecoderConfig":
+        """The decoder as so many devices have it: it computes the same.
+
+        kv heads that are fewer than the devices stand there so often that each device has one.
+
+        Args:
+            tp: A divisor of the query heads; of the kv heads or a multiple of them.
+        """
+        replicas = max(tp // self.num_key_value_heads, 1)
+        spread = lambda spec: dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads * replicas)
+        each = (dataclasses.replace(one, attention=spread(one.attention)) for one in self.layers)
+        counts: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads * replicas, "tp": tp}
+        return dataclasses.replace(self, layers=tuple(each), num_kv_head_replicas=replicas, **counts)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: those behind the vocabulary are zeros, and no token is theirs."""
+        unit = VOCAB_PADDING * self.tp
+        return self.vocab_size if self.vocab_size % self.tp == 0 else -(-self.vocab_size // unit) * unit
 
     @property
     def family(self) -> Family:

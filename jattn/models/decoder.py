@@ -21,6 +21,7 @@ from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
 from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
 from jattn.models.scales import KVScales, static_scales
+from jattn.models.spreading import spread, whole_shape
 from jattn.planning import Plan, plan
 from pallas_kernels.checks import require
 
@@ -57,7 +58,7 @@ class Decoder(nnx.Module):
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
         self.embed_tokens = nnx.Embed(
-            config.vocab_size,
+            config.padded_vocab_size,
             config.hidden_size,
             param_dtype=dtype,
             embedding_init=nnx.initializers.normal(0.02),
@@ -70,11 +71,17 @@ class Decoder(nnx.Module):
         norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
         self.embedding_norm = norm() if config.has_embedding_norm else None
         self.norm = norm()
+        how: Any = {"param_dtype": dtype, "rngs": rngs}
+        self.embed_positions = (
+            None
+            if config.position_offset is None
+            else nnx.Embed(config.max_position_embeddings + config.position_offset, config.hidden_size, **how)
+        )
         self.lm_head = (
             None
             if config.tie_word_embeddings
             else nnx.Linear(
-                config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
+                config.hidden_size, config.padded_vocab_size, use_bias=config.has_head_bias, **how
             )
         )
 
@@ -104,7 +111,7 @@ class Decoder(nnx.Module):
             caches: One a layer (`create_caches`); donated: use those returned. None = no cache: every row's
                 keys are this step's own (training, scoring).
             metadata: The step's metadata.
-            positions: For rope; None = metadata.positions.
+            positions: Where tokens stand; None = metadata.positions.
             plan: The step's plan, if one was made; shared by all layers.
 
         Returns:
@@ -125,18 +132,21 @@ class Decoder(nnx.Module):
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
             return out
         positions = metadata.positions if positions is None else positions
-        x = self.embed(token_ids)
+        delta = self.embed(token_ids, positions)
+        x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            x, cache = layer(x, cache, metadata, positions, plan)
+            x, delta, cache = layer(x, delta, cache, metadata, positions, plan)
             written.append(cache)
-        return self.norm(x), None if caches is None else tuple(written)
+        return self.norm(x + delta), None if caches is None else tuple(written)
 
-    def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-        """What the first layer is given: embeddings, scaled and normalised where the config says so."""
+    def embed(
+        self, token_ids: Int[Array, " tokens"], positions: Int32[Array, " tokens"]
+    ) -> Float[Array, "tokens hidden"]:
+        """What the first layer is given: embeddings, scaled, placed, normalised where the config says so."""
         if self.mesh is not None:
-            x: Array = run_on_mesh(self, "embed", (token_ids,))
+            x: Array = run_on_mesh(self, "embed", (token_ids, positions))
             return x
         table = self.embed_tokens.embedding[...]
         if self.axis_name is None:
@@ -145,6 +155,9 @@ class Decoder(nnx.Module):
             x = take_of_parts(table, token_ids, self.axis_name, self.config.vocab_size)
         if self.config.embedding_scale is not None:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
+        if self.embed_positions is not None and self.config.position_offset is not None:
+            rows = positions + self.config.position_offset
+            x = x + jnp.take(self.embed_positions.embedding[...], rows, axis=0, mode="clip")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def plan(
@@ -180,6 +193,8 @@ class Decoder(nnx.Module):
         """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""
         scores = self._scores(hidden) if self.mesh is None else run_on_mesh(self, "_scores", (hidden,))
         config = self.config
+        if self.lm_head is not None and self.lm_head.bias is not None:
+            scores = scores + self.lm_head.bias[...].astype(scores.dtype)[None, :]
         scores = scores if config.logit_scale is None else scores * config.logit_scale
         cap = config.final_logit_softcapping
         scores = scores if cap is None else cap * jnp.tanh(scores / cap)
@@ -195,7 +210,19 @@ class Decoder(nnx.Module):
         scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
         if self.axis_name is None:
             return scores
-        return jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        gathered = jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        return gathered[:, : self.config.vocab_size]
+
+    def spread(self, path: tuple[Any, ...], array: Any, shape: tuple[int, ...]) -> Any:
+        """A parameter as this model has it, from what the same on one device has; its own stay as they are.
+
+        Args:
+            path: Of the parameter.
+            array: A new one.
+            shape: That this model's has.
+        """
+        is_its_own = array.shape == shape or array.shape != whole_shape(self.config, path, shape)
+        return array if is_its_own else spread(self.config, path, np.asarray(array))
 
     def cache_specs(
         self,
@@ -262,6 +289,6 @@ class Decoder(nnx.Module):
             quantization=quantization,
             skip_layers=skip_layers,
         )
-        scales = static_scales(self.kv_scales, specs)
+        scales = static_scales(self.kv_scales, specs, num_replicas=self.config.num_kv_head_replicas)
         create = lambda: tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))
         return create() if self.mesh is None else create_on(self.mesh, create)
