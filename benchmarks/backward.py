@@ -37,8 +37,8 @@ BLOCK = 128  # queries, and keys, of a block of a mask
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
-    "smaller_sets": {"l2_bytes": 8 * 10**6},
     "larger_sets": {"l2_bytes": 32 * 10**6},
+    "one_kernel": {"mean_len": None},
     "two_kernels": {"deterministic": True},
 }
 
@@ -88,9 +88,11 @@ class Work:
     def sizes(self) -> KernelSizes:
         """The kernel's."""
         changes = dict(VARIANTS[self.variant])
-        deterministic = changes.pop("deterministic", False)
-        of_head_dim = default_sizes(self.case.head_dim, deterministic=deterministic)
-        return dataclasses.replace(of_head_dim, **changes)
+        static = {"mean_len": sum(self.case.query_lens) // len(self.case.query_lens)}
+        static |= {name: changes.pop(name) for name in ("mean_len", "deterministic") if name in changes}
+        if self.density is not None:
+            static["mean_len"] = None
+        return dataclasses.replace(default_sizes(self.case.head_dim, **static), **changes)
 
     @property
     def score(self) -> Score:

@@ -55,8 +55,8 @@ class AttentionSpec:
             Where it lets queries see later keys, as a prefix LM does, causal must be False.
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
-        deterministic: Gradients have the same bits twice. The kernels add in any order, so XLA computes them:
-            what it costs on a GPU is the kernel.
+        deterministic: Gradients have the same bits twice. Those of queries then have a kernel of their own,
+            for seven products in all instead of five; under a mask XLA computes them.
         query_quantization: "int8" or "fp8_e4m3": queries are rounded to it, with a scale per token and head,
             before they meet keys that the cache holds in the same type. None = they stay as they are. It
             changes what is computed, not how fast: the kernels widen both to 16 bits.

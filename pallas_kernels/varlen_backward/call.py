@@ -14,7 +14,7 @@ from pallas_kernels.varlen_backward.lists import TileLists
 from pallas_kernels.varlen_backward.query_refs import QueryInputs
 from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import Schedule, make_schedule, max_tiles
-from pallas_kernels.varlen_backward.sizes import KernelSizes
+from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_prefill import KernelMask
 from pallas_kernels.varlen_prefill.refs import CacheRefs
@@ -89,6 +89,13 @@ class Call:
         reason = why_not_backward(dtypes=dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
+
+    def default_sizes(self, schedule: Schedule | None, *, deterministic: bool) -> KernelSizes:
+        """Where the caller names none; a schedule that is given says whether queries have a kernel."""
+        mean_len = None if self.lists is not None else self.query.shape[0] // self.seq_lens.shape[0]
+        if schedule is not None:
+            mean_len, deterministic = None, deterministic or schedule.queries is not None
+        return default_sizes(self.query.shape[2], deterministic=deterministic, mean_len=mean_len)
 
     def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
         """Refuses what the kernel of the queries' gradient does not do, and its absence if it is needed."""

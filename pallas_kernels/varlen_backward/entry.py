@@ -13,7 +13,7 @@ from pallas_kernels.varlen_backward.kernel import backward
 from pallas_kernels.varlen_backward.lists import TileLists
 from pallas_kernels.varlen_backward.query_kernel import backward_queries
 from pallas_kernels.varlen_backward.schedule import Schedule
-from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
+from pallas_kernels.varlen_backward.sizes import KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, units_of
 from pallas_kernels.varlen_prefill import KernelMask
 
@@ -94,7 +94,7 @@ def grads_of_call(
     query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
-    sizes = default_sizes(query.shape[2], deterministic=deterministic) if sizes is None else sizes
+    sizes = call.default_sizes(schedule, deterministic=deterministic) if sizes is None else sizes
     call.check_queries(sizes, deterministic=deterministic)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
     call.check_schedule(schedule, sizes)

@@ -34,6 +34,12 @@ P and dS stay in registers as the left operands of dV and dK; for dQ, which sums
 through shared memory: ds_full says that both halves are there. A warpgroup writes step i + 2's half where
 step i's was when the other has arrived for step i + 1, so has multiplied step i's.
 
+Beginning a step's S before the last products of the step before are done leaves too few registers: it was 9 %
+slower at 1 x 16k and 10 % at 8 x 2k (backward-variants in benchmarks/results).
+
+With a kernel of their own for queries (query_kernel.py) there is no dQ here, no dS in shared memory, and the
+warpgroups wait for each other at an item's end only.
+
 The rooms: loader (left), gradients (right), which calls products, scores and store; items says what is whose.
 """
 
@@ -55,7 +61,6 @@ from pallas_kernels.varlen_backward.memory import (
     smem_types,
 )
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
-from pallas_kernels.varlen_backward.rotated import RotatedGradients
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 
@@ -97,5 +102,4 @@ def backward_body(
     @pl.when(wg < WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        of_loop = RotatedGradients if spec.sizes.overlaps else Gradients
-        of_loop(inputs, outputs, smem, pipeline, spec).work_share(work)
+        Gradients(inputs, outputs, smem, pipeline, spec).work_share(work)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Ref, Rows, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.masking import Masking
 from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile, QueryRows
@@ -44,7 +44,7 @@ class QueryScores:
             y = bend * (score.soft_cap * LOG2E)
         less = stats.score
         if tile.rows.slope is not None:
-            y, less = self._biased(y, less, tile)
+            y, less = self._biased(y, less, tile, tile.rows.slope)
         p = jnp.exp2(self.masking.applied(tile, (), y - self._wide(less)))
         return p if bend is None else p * (1.0 - bend * bend)
 
@@ -53,9 +53,9 @@ class QueryScores:
         grad = weights * (grad_p - self._wide(stats.grad_p))
         return grad if tile.edges is Edges.NONE else jnp.where(weights > 0.0, grad, 0.0)
 
-    def _biased(self, y: Tile, less: Rows, tile: KvTile) -> tuple[Tile, Rows]:
+    def _biased(self, y: Tile, less: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
         """With ALiBi's slope times the distance; of what is linear a row's part is in `less`."""
-        slope, columns = tile.rows.slope, self.masking.columns
+        columns = self.masking.columns
         distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
         if self.spec.score.sqrt_alibi:
             return y - jnp.sqrt(jnp.maximum(self._wide(distance) - columns(), 0.0)) * slope, less

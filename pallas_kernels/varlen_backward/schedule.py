@@ -120,12 +120,18 @@ def make_schedule(
     live = jnp.where(is_live[:, None], table, 0)
     sets = _sets(live, kv_heads, head_dim, sizes)
     order = item_order(jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads)
-    queries = None
-    if sizes.of_queries is not None:
-        require(num_tokens is not None, "num_tokens", "be given with sizes.of_queries", num_tokens)
-        lens = query_start_loc, seq_lens, kv_start_loc
-        queries = prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.of_queries)
+    queries = _schedule_of_queries((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
     return Schedule(live, last_tiles[-1:], sets, order, queries)
+
+
+def _schedule_of_queries(
+    lens: tuple[jax.Array, jax.Array, jax.Array], score: Score, sizes: KernelSizes, num_tokens: int | None
+) -> PrefillSchedule | None:
+    """Schedule.queries."""
+    if sizes.of_queries is None:
+        return None
+    require(num_tokens is not None, "num_tokens", "be given with sizes.of_queries", num_tokens)
+    return prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.of_queries)
 
 
 def _sets(

@@ -77,13 +77,14 @@ def check_lists() -> None:
     run(kernel, problem, block_table=metadata.block_table, **lens)
 
 
-def check_backward(window=(None, None)) -> None:
+def check_backward(window=(None, None), *, deterministic=False) -> None:
     """Documents of several tiles, one of them behind context."""
     score = Score(scale=0.125, window=window)
     lens = {"query_lens": (150, 3, 270), "seq_lens": (150, 3, 300)}
     problem = backward_problem.BackwardProblem(backward_problem.Setting(score=score, heads=(4, 2), **lens))
+    of_queries = varlen_prefill.KernelSizes(ctas=3, stages=3) if deterministic else None
     static = {
-        "sizes": varlen_backward.KernelSizes(tile_q=128, ctas=3),
+        "sizes": varlen_backward.KernelSizes(tile_q=128, ctas=3, of_queries=of_queries),
         "interpret": plgpu.InterpretGPUParams(),
     }
     kernel = functools.partial(varlen_backward.varlen_backward, score=score, **static)

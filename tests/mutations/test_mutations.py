@@ -171,6 +171,7 @@ prefill, lists = kernels.check_prefill, kernels.check_lists
 prefill_window = functools.partial(kernels.check_prefill, kernels.WINDOW)
 backward = kernels.check_backward
 backward_window = functools.partial(kernels.check_backward, kernels.WINDOW)
+queries = functools.partial(kernels.check_backward, deterministic=True)
 next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
 MUTATIONS = {
     "decode-last-tile": Mutation(
@@ -269,13 +270,20 @@ MUTATIONS = {
     "backward-end": Mutation("each key is not seen by its own query", backward, query_range(low=1)),
     "backward-window": Mutation("a window is a key too wide", backward_window, query_range(high=1)),
     "backward-narrow-window": Mutation("a window is a key too narrow", backward_window, query_range(high=-1)),
+    "queries-last-tile": Mutation(
+        "an item's last tile of keys is not read",
+        queries,
+        tile_range(lambda first, num: (first, jnp.where(num > 1, num - 1, num))),
+    ),
+    "queries-end": Mutation("each query loses its last key", queries, key_range(high=-1)),
+    "queries-future": Mutation("each query sees the key behind its own", queries, key_range(high=1)),
     "backward-head": Mutation("a query head of each group is taken for all", backward, one_head),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "check",
-    [decode, in_splits, decode_window, prefill, prefill_window, lists, backward, backward_window],
+    [decode, in_splits, decode_window, prefill, prefill_window, lists, backward, backward_window, queries],
     ids=[
         "decode",
         "in_splits",
@@ -285,6 +293,7 @@ MUTATIONS = {
         "lists",
         "backward",
         "backward_window",
+        "queries",
     ],
 )
 def test_the_kernels_pass_as_they_are(check):

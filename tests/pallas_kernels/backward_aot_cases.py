@@ -12,7 +12,7 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu.backward_lists import PackedLens, backward_lists, backward_mask
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import BACKWARD_HEAD_DIMS
-from pallas_kernels.varlen_backward import KernelSizes, default_sizes, make_schedule, varlen_backward
+from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
 
 FEATURES = {
     "plain": {},
@@ -35,6 +35,7 @@ def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
     arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
     if has_alibi:
         arrays["alibi_slopes"] = shape((q_heads,), jnp.float32)
+    sizes = default_sizes(head_dim) if sizes is None else sizes
     run = functools.partial(varlen_backward, score=Score(scale=0.1, **score), sizes=sizes)
     return lambda arrays: run(**arrays), (arrays,)
 
@@ -72,6 +73,6 @@ def aot_cases():
     for nth, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
         dtype = ("bfloat16", "float16")[(nth + nth // len(FEATURES)) % 2]
         found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
-    overlapping = KernelSizes(tile_q=64, overlaps=True)
     found |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
-    return found | {"d128-overlaps-bfloat16": case(128, jnp.dtype("bfloat16"), sizes=overlapping)}
+    two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=default_sizes(dim, deterministic=True))
+    return found | {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}

@@ -40,7 +40,13 @@ def as_on_a_gpu():
         return call
 
     def few_ctas(right):
-        return lambda *args, **kwargs: dataclasses.replace(right(*args, **kwargs), ctas=3)
+        def wrong(*args, **kwargs):
+            sizes = dataclasses.replace(right(*args, **kwargs), ctas=3)
+            of_queries = getattr(sizes, "of_queries", None)
+            changes = {} if of_queries is None else {"of_queries": dataclasses.replace(of_queries, ctas=3)}
+            return dataclasses.replace(sizes, **changes)
+
+        return wrong
 
     with contextlib.ExitStack() as stack:
         patch = lambda *where: stack.enter_context(mock.patch.object(*where))
@@ -132,7 +138,9 @@ class TestWhatTheKernelDeclines:
 
     def test_the_same_bits_twice(self):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
-        self.run(loss_of(run), arrays())
+        self.run(loss_of(run), arrays(), gradients_by_kernel=True)
+        mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
+        self.run(loss_of(functools.partial(run, mask=mask)), arrays())
 
 
 def test_layers_without_a_cache_train_by_the_kernel():

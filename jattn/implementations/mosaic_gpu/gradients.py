@@ -45,8 +45,8 @@ def why_not_gradients(
         return "gradients of keys whose rows are not said to follow each other (PackedKV(is_in_order=True))"
     if wants_slopes:
         return "gradients of ALiBi's slopes have no kernel"
-    if spec.deterministic:
-        return "gradients are added in any order (spec.deterministic)"
+    if spec.deterministic and mask is not None:
+        return "gradients over lists of tiles are added in any order (spec.deterministic)"
     return None if mask is None else why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim))
 
 
@@ -80,11 +80,14 @@ def gradients(
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
-    score, sizes = score_of(spec), kernel.default_sizes(spec.head_dim)
+    score = score_of(spec)
+    mean_len = None if mask is not None else query.shape[0] // max(lens.seq_lens.shape[0], 1)
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic, mean_len=mean_len)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
-        *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes
-    )
+        *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
+        num_tokens=query.shape[0],
+    )  # fmt: skip
     listed: dict[str, Any] = {}
     if mask is not None:
         bounds = {"num_tokens": query.shape[0], "max_seq_len": kv_tokens}
@@ -95,5 +98,5 @@ def gradients(
     return kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
         **lens._asdict(), score=score, grad_lse=grad_lse, alibi_slopes=alibi_slopes, schedule=schedule,
-        sizes=sizes, interpret=interpret, **listed,
+        deterministic=spec.deterministic, sizes=sizes, interpret=interpret, **listed,
     )  # fmt: skip
