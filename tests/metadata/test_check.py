@@ -10,7 +10,7 @@ import pytest
 
 import jattn
 from jattn.pytree import replace
-from tests.test_batch_metadata import BLOCK, batches, build, roomier
+from tests.test_batch_metadata import BLOCK, batches, build, holding_all, roomier
 
 SPEC = jattn.CacheSpec(num_blocks=100, block_size=BLOCK, num_kv_heads=2, head_dim=8)
 BUCKET = jattn.Bucket(max_decodes=3, max_prefills=2, max_prefill_tokens=8, max_blocks=3)
@@ -26,12 +26,6 @@ def batch(**changes):
         array[index] = value
         metadata = replace(metadata, **{name: array})
     return metadata
-
-
-def holding_all(decode_query_len):
-    """A bucket for all of `batches`: what the device does is compiled for one size, not for each batch's."""
-    sizes = {"max_decodes": 5, "max_prefills": 5, "max_prefill_tokens": 45, "max_blocks": 6}
-    return jattn.Bucket(**sizes, decode_query_len=decode_query_len)
 
 
 check = functools.partial(jattn.check_batch, cache_spec=SPEC)
