@@ -10,7 +10,7 @@ import pytest
 
 import jattn
 from jattn.pytree import replace
-from tests.test_batch_metadata import BLOCK, batches, build, roomier
+from tests.test_batch_metadata import BLOCK, batches, build, holding_all, roomier
 
 SPEC = jattn.CacheSpec(num_blocks=100, block_size=BLOCK, num_kv_heads=2, head_dim=8)
 BUCKET = jattn.Bucket(max_decodes=3, max_prefills=2, max_prefill_tokens=8, max_blocks=3)
@@ -38,7 +38,8 @@ class TestPasses:
         metadata = build(made)
         check(metadata)
         check(build(made, roomier(metadata.bucket)))
-        check(jattn.pad_to_bucket(metadata, roomier(metadata.bucket)))
+        largest = holding_all(made[-1])
+        check(jattn.pad_to_bucket(build(made, largest), roomier(largest)))
 
     @hypothesis.settings(max_examples=15)
     @hypothesis.given(batches(decode_query_len=1))
@@ -46,7 +47,7 @@ class TestPasses:
         query_lens, seq_lens, table, length = made
         hypothesis.assume(all(seq_lens) and all(query_lens))
         table = [[*row, 90 - r] for r, row in enumerate(table)]
-        metadata = build((query_lens, seq_lens, table, length))
+        metadata = build((query_lens, seq_lens, table, length), holding_all(length))
         is_running = jnp.arange(metadata.bucket.max_reqs) != 1
         for _ in range(2):
             metadata = jattn.advance(metadata, is_running=is_running)

@@ -123,6 +123,7 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
 
 
 TestAgainstWrittenTokens = AgainstWrittenTokens.TestCase
+TestAgainstWrittenTokens.pytestmark = [pytest.mark.kernels]
 TestAgainstWrittenTokens.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 

@@ -44,6 +44,7 @@ def alike(results, expected):
             np.testing.assert_allclose(*logprobs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.kernels
 def test_requests_with_a_common_beginning_read_it_once(plain, engine):
     asked = ((9, 0), (12, 1), (7, 0))
     params = [SamplingParams(max_tokens=n, logprobs=3, temperature=t, seed=1) for n, t in asked]

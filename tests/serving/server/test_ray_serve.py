@@ -11,7 +11,6 @@ import jattn
 from jattn.serving import Engine, SamplingParams
 from tests.serving.tiny import BYTES, one_layer_model
 
-ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray's own
 
 LIMITS = {"num_blocks": 65, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -28,6 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(folder):
+    ray = pytest.importorskip("ray")  # here, so that who leaves slow tests out is told of no skip
     from examples.ray_serve import HTTPOptions, application, serve
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -63,5 +63,7 @@ def test_both_replicas_answer_as_the_engine_does(folder, port):
     assert "".join(event["choices"][0]["text"] for event in events) == want[0].text
     status, text = post(port, {"prompt": "a", "temperature": -1})
     assert (status, json.loads(text)["error"]["param"]) == (400, "temperature")
-    replicas = ray.serve.status().applications["default"].deployments["Replica"].replica_states
+    from examples.ray_serve import serve
+
+    replicas = serve.status().applications["default"].deployments["Replica"].replica_states
     assert list(replicas.values()) == [2]
