@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,9 @@ from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
-from jattn.models.hf_tensors import hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.hf_tensors import Path, hf_shapes, join_of, tensor_names, to_hf
 from jattn.models.partitions import check_divides, sharding_of
-from jattn.models.placing import read_parameter
+from jattn.models.placing import each_at_once, read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
@@ -105,8 +105,8 @@ def load(
     of kv_scales.safetensors, or the checkpoint's own.
 
     Names and shapes are checked from the files' headers before anything is allocated. The bytes go to the
-    device as they are stored, a parameter at a time, and are joined, widened and cast there: the host holds
-    those of one parameter. Weights in few bits (`jattn.models.weight_formats`) become floats.
+    device as they are stored, a few parameters at a time, and are joined, widened and cast there: the host
+    holds those of these few. Weights in few bits (`jattn.models.weight_formats`) become floats.
 
     Args:
         directory: Holds config.json and model.safetensors, or the files that model.safetensors.index.json
@@ -137,18 +137,31 @@ def load(
     kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
     check_tensors(tensors, shapes, may_repeat_head=config.tie_word_embeddings)
-    bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
-    for path, value in bar:
-        join = join_of(names, path, value.shape)
-        sharding = None if mesh is None else sharding_of(mesh, path, len(value.shape))
-        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, sharding=sharding)
-        flat[path] = value.replace(array)
+    joins = {path: join_of(names, path, value.shape) for path, value in flat.items()}
+
+    def read(path: Path) -> jax.Array:
+        sharding = None if mesh is None else sharding_of(mesh, path, len(flat[path].shape))
+        stored = [tensors[name] for name in parts[path]]
+        return read_parameter(stored, joins[path], flat[path].dtype, sharding=sharding)
+
+    for path, array in _shown(each_at_once(read, list(flat)), flat, directory.name if progress else None):
+        flat[path] = flat[path].replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh = mesh
     model.kv_scales, model.generation_config = kv_scales, generation_config
-    if (directory / "tokenizer.json").exists():
-        model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
+    model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return model
+
+
+def _shown(
+    arrays: Iterator[jax.Array], flat: Mapping[Path, Any], name: str | None
+) -> Iterator[tuple[Path, jax.Array]]:
+    """Parameters by their paths, with a bar that grows as they come; no name = no bar."""
+    bar = optional_module("tqdm").tqdm(total=len(flat), desc=f"Loading {name}", disable=name is None)
+    with bar:
+        for path, array in zip(list(flat), arrays, strict=True):
+            yield path, array
+            bar.update()
 
 
 def save(model: Decoder, directory: str | pathlib.Path) -> None:
@@ -197,6 +210,9 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
 
 
 def _read_tokenizer(path: pathlib.Path) -> Any:
+    """The tokenizer in a file; None where there is no file."""
+    if not path.exists():
+        return None
     tokenizers = optional_module("tokenizers")
     try:
         return tokenizers.Tokenizer.from_file(str(path))

@@ -1,7 +1,8 @@
 """Parameters on the device: the file's bytes go there as they are, and become what the model has there."""
 
+import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jattn.models.hf_tensors import Join
+from jattn.models.stored_tensors import StoredTensor
 from jattn.models.weight_formats import Tensor
 
 type Place = Callable[[np.ndarray], Array]
+# Pages are faulted in and copied by one core a parameter; a few of them reach what the memory gives.
+NUM_READERS = 4
 
 
 def put(view: np.ndarray) -> Array:
@@ -23,6 +27,24 @@ def put(view: np.ndarray) -> Array:
 def put_parts(sharding: NamedSharding) -> Place:
     """Places an array as a mesh holds it: each device is sent its own part and no more."""
     return lambda view: jax.device_put(view, sharding, may_alias=False)
+
+
+def each_at_once[Of, Made](make: Callable[[Of], Made], of: Sequence[Of]) -> Iterator[Made]:
+    """What a function makes of each, in order, `NUM_READERS` of them at a time, each by a thread of its own.
+
+    Threads take jax's default device from their caller. An error ends it, with what has not begun.
+    """
+    device = jax.config.jax_default_device
+
+    def on_device(one: Of) -> Made:
+        with jax.default_device(device):
+            return make(one)
+
+    pool = concurrent.futures.ThreadPoolExecutor(NUM_READERS)
+    try:
+        yield from pool.map(on_device, of)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def read_parameter(
@@ -51,10 +73,13 @@ def read_parameter(
     else:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             array = put_parts(sharding)(np.asarray(_read(tensors, join, dtype, jnp.asarray)))
-    array.block_until_ready()  # what is on its way to the device is in the host's memory, too
-    for tensor in tensors:
-        for source in tensor.sources:
-            source.release()
+    return array.block_until_ready()
+
+
+def _taken(source: StoredTensor, place: Place) -> Array:
+    """A tensor of a file, placed; its pages are given back before it is joined with others."""
+    array = place(source.view()).block_until_ready()
+    source.release()
     return array
 
 
@@ -65,7 +90,7 @@ def _is_stored(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> bool:
 
 
 def _read(tensors: Sequence[Tensor], join: Join, dtype: np.dtype, place: Place) -> Array:
-    sources = tuple(tuple(place(source.view()) for source in tensor.sources) for tensor in tensors)
+    sources = tuple(tuple(_taken(source, place) for source in tensor.sources) for tensor in tensors)
     if _is_stored(tensors, join, dtype):
         return sources[0][0]
     return _made(sources, widen=tuple(tensor.widen for tensor in tensors), join=join, dtype=dtype)

@@ -1,6 +1,10 @@
 """Folders in and out: bits kept, and errors that name the tensor or the file before anything is allocated."""
 
 import json
+import re
+import shutil
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from jattn.models import Decoder, checkpoint, load, save
+from jattn.models import Decoder, checkpoint, load, loading, save
+from jattn.models.placing import each_at_once
 from tests.conftest import GOLDEN
 from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
 
@@ -31,6 +36,32 @@ def test_golden_checkpoints_survive_bit_by_bit(tmp_path, name):
         assert opened.metadata() == {"format": "pt"}
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_experts_may_lie_as_transformers_5_holds_them(tmp_path, name):
+    """One matrix of all gates and the rest of an expert, behind one another; one of all second products."""
+    folder = GOLDEN / "hf" / name
+    tensors = load_file(folder / "model.safetensors")
+    moe = r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)"
+    expert = r".*\.experts\.\d\.(?:{})\.weight".format
+    gates, ups, downs = (expert(end) for end in ("w1|gate_proj", "w3|up_proj", "w2|down_proj"))
+    of = lambda layer, end: [tensors[key] for key in sorted(tensors) if re.fullmatch(layer + end, key)]
+    fused = {}
+    for key, tensor in tensors.items():
+        found = re.match(moe, key)
+        if found is None or ".experts." not in key:
+            fused[key.replace("block_sparse_moe.gate.", "mlp.gate.")] = tensor
+            continue
+        layer = re.escape(found[1])
+        both = zip(of(layer, gates), of(layer, ups), strict=True)
+        fused[f"{found[1]}.mlp.experts.gate_up_proj"] = np.stack([np.concatenate(pair) for pair in both])
+        fused[f"{found[1]}.mlp.experts.down_proj"] = np.stack(of(layer, downs))
+    assert len(fused) < len(tensors)
+    save_file(fused, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    one, other = (jax.tree.leaves(nnx.state(load(of, progress=False))) for of in (tmp_path, folder))
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 @pytest.mark.parametrize("hf", [TIED, UNTIED], ids=["tied", "untied"])
 def test_round_trip_in_every_dtype(tmp_path, hf, dtype):
@@ -45,6 +76,39 @@ def test_round_trip_in_every_dtype(tmp_path, hf, dtype):
         np.testing.assert_array_equal(old, new)
     stored = load_file(tmp_path / "b" / "model.safetensors")
     assert all(np.array_equal(stored[name], tensors[name]) for name in tensors)
+
+
+def test_parameters_are_read_side_by_side(tmp_path, monkeypatch):
+    """Two must be on their way at once: a reader waits for another."""
+    both, read = threading.Barrier(2, timeout=20), loading.read_parameter
+    seen = set()
+
+    def waits(*args, **options):
+        if len(seen) < 2:
+            seen.add(threading.get_ident())
+            both.wait()
+        return read(*args, **options)
+
+    monkeypatch.setattr(loading, "read_parameter", waits)
+    directory = write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    model = load(directory, progress=False)
+    assert len(seen) == 2
+    np.testing.assert_array_equal(model.embed_tokens.embedding[...], random_tensors(TIED)[EMBEDDING])
+
+
+def test_readers_take_the_default_device_and_stop_at_an_error():
+    device, begun = jax.devices("cpu")[0], []
+    with jax.default_device(device):
+        assert set(each_at_once(lambda _: jax.config.jax_default_device, range(9))) == {device}
+
+    def fails(number):
+        begun.append(number)
+        time.sleep(0.01)
+        raise ValueError(f"number must be whole, got {number}.")
+
+    with pytest.raises(ValueError, match=r"number must be whole, got 0\."):
+        list(each_at_once(fails, range(500)))
+    assert len(begun) < 500
 
 
 def test_dtype_may_be_chosen(tmp_path):
