@@ -175,6 +175,15 @@ def wrapped(name, wrapper, text_type):
     return names | {"text_config": text, "vision_config": {"hidden_size": 3}, "image_token_index": 7}
 
 
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_embedding_is_the_head_where_the_whole_or_its_text_part_says_so(outer, inner):
+    hf = wrapped("mistral", ("mistral3", "Mistral3ForConditionalGeneration"), text_type=True)
+    hf["text_config"] |= {"tie_word_embeddings": inner}
+    tied = DecoderConfig.from_hf(hf | {"tie_word_embeddings": outer}).tie_word_embeddings
+    assert tied == bool(outer or inner)
+
+
 RENAMES = {  # as transformers 4 and 5 write them
     "language_model.model.": "vision_tower.x",
     "model.language_model.": "model.vision_tower.x",

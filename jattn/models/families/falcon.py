@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.models.families.bloom import BLOOM
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.reading import alibi_slopes, attention, llama_layer, plain_mlp, rope
@@ -64,27 +65,16 @@ FALCON = Family(
     model=_model,
     norm="layer",
     tensors={
-        "embed_tokens": Stored(("transformer.word_embeddings",)),
-        "layers.*.input_layernorm": Stored((f"{_BLOCK}.input_layernorm",)),
+        **BLOOM.tensors,
         "layers.*.attention_layernorm": Stored((f"{_BLOCK}.ln_attn",)),
         "layers.*.mlp_layernorm": Stored((f"{_BLOCK}.ln_mlp",)),
-        "layers.*.self_attn.qkv_proj": Stored((f"{_BLOCK}.self_attention.query_key_value",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_BLOCK}.self_attention.dense",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_BLOCK}.post_attention_layernorm",)),
-        "layers.*.mlp.up_proj": Stored((f"{_BLOCK}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": Stored((f"{_BLOCK}.mlp.dense_4h_to_h",)),
-        "norm": Stored(("transformer.ln_f",)),
-        "lm_head": Stored(("lm_head",)),
     },
     aliases={
-        "n_embed": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
+        **BLOOM.aliases,
         "n_head_kv": "num_key_value_heads",
         "num_kv_heads": "num_key_value_heads",
         "ffn_hidden_size": "intermediate_size",
         "activation": "hidden_act",
-        "layer_norm_epsilon": "rms_norm_eps",
     },
     prefix="transformer.",
 )

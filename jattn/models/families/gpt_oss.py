@@ -8,12 +8,13 @@ from jattn.models.families.reading import (
     LLAMA_TENSORS,
     SLIDING,
     attention,
+    experts,
     layer_type,
     rope,
     window_of,
 )
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.layer_spec import LayerSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
@@ -22,11 +23,9 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     return LayerSpec(
         attention=attention(keys, window=window_of(keys["sliding_window"]) if kind == SLIDING else None),
         rope=rope(keys, kind),
-        mlp=ExpertsSpec(
-            intermediate_size=keys["intermediate_size"],
-            num_experts=keys["num_experts"],
-            experts_per_token=keys["num_experts_per_tok"],
-            routing=Routing(scores="softmax_of_chosen", has_bias=True),
+        mlp=experts(
+            keys,
+            Routing(scores="softmax_of_chosen", has_bias=True),
             activation=ClampedSwiGLU(alpha=keys["swiglu_alpha"], limit=keys["swiglu_limit"]),
             has_bias=True,
         ),

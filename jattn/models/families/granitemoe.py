@@ -5,24 +5,18 @@ import dataclasses
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.granite import GRANITE, multipliers
-from jattn.models.families.reading import LLAMA_TENSORS, attention, llama_layer
+from jattn.models.families.reading import LLAMA_TENSORS, attention, experts, llama_layer
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias, size = bool(keys["attention_bias"]), keys["shared_intermediate_size"]
-    experts = ExpertsSpec(
-        intermediate_size=keys["intermediate_size"],
-        num_experts=keys["num_experts"],
-        experts_per_token=keys["num_experts_per_tok"],
-        routing=Routing(scores="softmax_of_chosen"),
-        activation=keys["hidden_act"],
-        shared=MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"]) if size else None,
-    )
+    shared = MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"]) if size else None
+    mlp = experts(keys, Routing(scores="softmax_of_chosen"), shared=shared)
     scaled = attention(keys, scale=keys["attention_multiplier"])
-    return llama_layer(keys, attention=scaled, mlp=experts, qkv_bias=has_bias, out_bias=has_bias)
+    return llama_layer(keys, attention=scaled, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
 
 
 _MLP, _SHARED = "model.layers.*.block_sparse_moe", "model.layers.*.shared_mlp"

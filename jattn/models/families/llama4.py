@@ -7,6 +7,7 @@ from jattn.models.families.reading import (
     FULL,
     LLAMA_TENSORS,
     attention,
+    experts,
     gated_tensors,
     is_rotated,
     layer_type,
@@ -24,14 +25,7 @@ def _mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
     dense = lambda size: MLPSpec(intermediate_size=keys[size], hidden_act=keys["hidden_act"])
     if not (layer in said if said is not None else (layer + 1) % step == 0):
         return dense("intermediate_size_mlp")
-    return ExpertsSpec(
-        intermediate_size=keys["intermediate_size"],
-        num_experts=keys["num_experts"],
-        experts_per_token=keys["num_experts_per_tok"],
-        routing=Routing(scores="sigmoid", scaled="input"),
-        activation=keys["hidden_act"],
-        shared=dense("intermediate_size"),
-    )
+    return experts(keys, Routing(scores="sigmoid", scaled="input"), shared=dense("intermediate_size"))
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:

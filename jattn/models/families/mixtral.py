@@ -3,20 +3,13 @@
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FUSED_EXPERT_TENSORS, LLAMA_TENSORS, llama_layer
+from jattn.models.families.reading import FUSED_EXPERT_TENSORS, LLAMA_TENSORS, experts, llama_layer
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.layer_spec import LayerSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
-    experts = ExpertsSpec(
-        intermediate_size=keys["intermediate_size"],
-        num_experts=keys["num_experts"],
-        experts_per_token=keys["num_experts_per_tok"],
-        routing=Routing(normalizes=True),
-        activation=keys["hidden_act"],
-    )
-    return llama_layer(keys, window=keys["sliding_window"], mlp=experts)
+    return llama_layer(keys, window=keys["sliding_window"], mlp=experts(keys, Routing(normalizes=True)))
 
 
 _MOE, _EXPERT = "model.layers.*.block_sparse_moe", "model.layers.*.block_sparse_moe.experts.#"

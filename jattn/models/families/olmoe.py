@@ -4,21 +4,21 @@ from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.olmo2 import all_heads
-from jattn.models.families.qwen2_moe import EXPERT_TENSORS
-from jattn.models.families.reading import ALL_HEADS_TENSORS, FUSED_EXPERT_TENSORS, LLAMA_TENSORS, llama_layer
-from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.families.reading import (
+    ALL_HEADS_TENSORS,
+    EXPERT_TENSORS,
+    FUSED_EXPERT_TENSORS,
+    LLAMA_TENSORS,
+    experts,
+    llama_layer,
+)
+from jattn.models.layer_spec import LayerSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
-    experts = ExpertsSpec(
-        intermediate_size=keys["intermediate_size"],
-        num_experts=keys["num_experts"],
-        experts_per_token=keys["num_experts_per_tok"],
-        routing=Routing(normalizes=bool(keys["norm_topk_prob"])),
-        activation=keys["hidden_act"],
-    )
-    return llama_layer(keys, mlp=experts, qkv_bias=has_bias, out_bias=has_bias, qk_norm=all_heads(keys))
+    mlp = experts(keys, Routing(normalizes=bool(keys["norm_topk_prob"])))
+    return llama_layer(keys, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias, qk_norm=all_heads(keys))
 
 
 OLMOE = Family(

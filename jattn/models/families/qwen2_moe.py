@@ -5,10 +5,12 @@ from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
 from jattn.models.families.reading import (
+    EXPERT_TENSORS,
     FULL,
     FUSED_EXPERT_TENSORS,
     LLAMA_TENSORS,
     SLIDING,
+    experts,
     gated_tensors,
     layer_type,
     llama_layer,
@@ -23,14 +25,7 @@ EXPERTS = {
     "mlp_only_layers": None,
     "norm_topk_prob": False,
 }
-_MLP, _EXPERT = "model.layers.*.mlp", "model.layers.*.mlp.experts.#"
-EXPERT_TENSORS = {
-    "layers.*.mlp.router": Stored((f"{_MLP}.gate",)),
-    "layers.*.mlp.gate_up_proj.weight": Stored(
-        (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "experts_apart"
-    ),
-    "layers.*.mlp.down_proj.weight": Stored((f"{_EXPERT}.down_proj.weight",), "experts_down_apart"),
-}
+_MLP = "model.layers.*.mlp"
 
 
 def qwen_mlp(keys: Keys, layer: int, shared: MLPSpec | None = None) -> MLPSpec | ExpertsSpec:
@@ -38,15 +33,9 @@ def qwen_mlp(keys: Keys, layer: int, shared: MLPSpec | None = None) -> MLPSpec |
     is_dense = layer in (keys["mlp_only_layers"] or ()) or keys["num_experts"] == 0
     if is_dense or (layer + 1) % keys["decoder_sparse_step"] != 0:
         return MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_act"])
-    return ExpertsSpec(
-        intermediate_size=keys["moe_intermediate_size"],
-        num_experts=keys["num_experts"],
-        experts_per_token=keys["num_experts_per_tok"],
-        routing=Routing(normalizes=bool(keys["norm_topk_prob"])),
-        activation=keys["hidden_act"],
-        shared=shared,
-        gates_shared=shared is not None,
-    )
+    routing, size = Routing(normalizes=bool(keys["norm_topk_prob"])), keys["moe_intermediate_size"]
+    has_shared = shared is not None
+    return experts(keys, routing, intermediate_size=size, shared=shared, gates_shared=has_shared)
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:

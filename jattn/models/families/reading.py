@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jattn.models.experts import Routing
 from jattn.models.families.family import Keys
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec
 from jattn.spec import AttentionSpec
@@ -43,6 +44,15 @@ ALL_HEADS_TENSORS = {
 NORMS_AFTER_TENSORS = {
     **{name: stored for name, stored in LLAMA_TENSORS.items() if name != "layers.*.input_layernorm"},
     "layers.*.post_feedforward_layernorm": Stored(("model.layers.*.post_feedforward_layernorm",)),
+}
+_MLP, _EXPERT = "model.layers.*.mlp", "model.layers.*.mlp.experts.#"
+# Experts, a matrix each.
+EXPERT_TENSORS = {
+    "layers.*.mlp.router": Stored((f"{_MLP}.gate",)),
+    "layers.*.mlp.gate_up_proj.weight": Stored(
+        (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "experts_apart"
+    ),
+    "layers.*.mlp.down_proj.weight": Stored((f"{_EXPERT}.down_proj.weight",), "experts_down_apart"),
 }
 # Experts as transformers 5 holds them.
 FUSED_EXPERT_TENSORS = {
@@ -94,6 +104,17 @@ def plain_mlp(keys: Keys, *, has_bias: bool) -> MLPSpec:
     """An MLP of two products."""
     size = keys["intermediate_size"]
     return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], kind="plain", has_bias=has_bias)
+
+
+def experts(keys: Keys, routing: Routing, **changes: Any) -> ExpertsSpec:
+    """Experts as wide as the config's MLPs; `changes` are an ExpertsSpec's fields."""
+    fields: dict[str, Any] = {
+        "intermediate_size": keys["intermediate_size"],
+        "num_experts": keys["num_experts"],
+        "experts_per_token": keys["num_experts_per_tok"],
+        "activation": keys["hidden_act"],
+    }
+    return ExpertsSpec(routing=routing, **fields | changes)
 
 
 def is_rotated(keys: Keys, layer: int) -> bool:

@@ -54,6 +54,8 @@ def text_part(hf: Keys) -> Keys:
     outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
     told = {key: value for key, value in text.items() if value is not None or key not in outer}
     told.pop("architectures", None)  # perhaps of the body alone
+    if outer.get("tie_word_embeddings"):
+        told["tie_word_embeddings"] = True  # the whole has the output projection, and ties it
     return {**outer, "model_type": text_type, **told}
 
 
