@@ -65,9 +65,10 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     """A model must fall into as many equal parts as the mesh's tp.
 
     Raises:
-        ValueError: The mesh is none, or query heads or a width are no multiple of its tp.
-        NotImplementedError: It has cp, or the model is right and cannot be cut here: kv heads, a vocabulary
-            or heads with patterns of their own.
+        ValueError: The mesh is none, query heads or a width are no multiple of its tp, or kv heads neither a
+            multiple nor a divisor.
+        NotImplementedError: It has cp, or the model is right and cannot be cut here: heads with patterns of
+            their own.
     """
     check_mesh(mesh)
     tp = mesh.shape[TP]
@@ -76,13 +77,8 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     require(heads % tp == 0, "num_attention_heads", rule, heads)
     for layer in config.layers:
         _check_width(layer.mlp, rule, tp)
-    if kv_heads % tp:
-        reason = f"each device must hold {kv_heads} / {tp} kv heads, and none is held by several yet"
-        way_out = f"Take a tp that divides {kv_heads}"
-        raise unsupported(f"num_key_value_heads {kv_heads} on a mesh with tp {tp}", reason, way_out)
-    if config.vocab_size % tp:
-        reason, way_out = "a vocabulary is cut evenly, and never padded", "Take a tp that divides it"
-        raise unsupported(f"vocab_size {config.vocab_size} on a mesh with tp {tp}", reason, way_out)
+    rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
+    require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
     for spec in config.attention_specs:
         if tp > 1 and isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
             reason = "all devices run one program, and each would need the pattern of its own heads"

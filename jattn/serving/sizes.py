@@ -45,8 +45,9 @@ def table_widths(max_blocks: int) -> list[int]:
 def few_of(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Those of default_buckets that a CPU gains by.
 
-    There XLA compiles every layer of every bucket anew: 10 of them, of 6 layers 192 wide, took 38 s of a CPU,
-    these 5 took 21. Rows cost little: decode rows beside a prompt, or four times as many as decode.
+    There XLA compiles every layer of every bucket anew: 10 of them, of 6 layers 192 wide, took 38 s of a
+    CPU's time, these 5 took 21. Rows cost little: decode rows beside a prompt, or four times as many as
+    decode.
     """
     few: list[Bucket] = []
     most = max(bucket.max_decodes for bucket in buckets)
