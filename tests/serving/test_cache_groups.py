@@ -20,7 +20,7 @@ from jattn.serving.scheduler import Scheduler
 from tests.conftest import GOLDEN
 from tests.serving.test_prefix_cache import BLOCK_SIZE, Pool
 from tests.serving.test_requests import engine_of
-from tests.serving.tiny import one_layer_model
+from tests.serving.tiny import BYTES, one_layer_model
 
 NEAR = Reach(frozenset({(5, None)}))
 
@@ -127,7 +127,9 @@ def gemma3(kinds=KINDS):
     """Random parameters, layers of these kinds; nothing ends a text."""
     hf = read_config(GOLDEN / "hf" / "gemma3").to_hf()
     change = {"layer_types": [*kinds], "num_hidden_layers": len(kinds), "eos_token_id": None}
-    return Decoder(DecoderConfig.from_hf(hf | change), rngs=nnx.Rngs(0))
+    model = Decoder(DecoderConfig.from_hf(hf | change), rngs=nnx.Rngs(0))
+    model.tokenizer = BYTES
+    return model
 
 
 def prompts():
