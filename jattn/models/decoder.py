@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.models.by_reach import ByReach, is_near, of_layer
 from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
@@ -95,14 +96,23 @@ class Decoder(nnx.Module):
         """Of the parameters, and so of the computation."""
         return jnp.dtype(self.embed_tokens.embedding.dtype)
 
+    @property
+    def near_layers(self) -> tuple[bool, ...]:
+        """Which layers have a window or chunks, if only some do: they may have blocks of their own.
+
+        `__call__` and `plan` then take ByReach; empty = all layers must share a block table.
+        """
+        near = tuple(is_near(layer.self_attn.spec) for layer in self.layers)
+        return near if self.mesh is None and len({*near}) == 2 else ()
+
     def __call__(
         self,
         token_ids: Int[Array, " tokens"],
         caches: tuple[PagedCache, ...] | None,
-        metadata: BatchMetadata,
+        metadata: BatchMetadata | ByReach,
         *,
         positions: Int32[Array, " tokens"] | None = None,
-        plan: Plan | None = None,
+        plan: Plan | ByReach | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], tuple[PagedCache, ...] | None]:
         """Runs a step.
 
@@ -110,9 +120,9 @@ class Decoder(nnx.Module):
             token_ids: The step's tokens, laid out as the metadata says. Padding may hold any id.
             caches: One a layer (`create_caches`); donated: use those returned. None = no cache: every row's
                 keys are this step's own (training, scoring).
-            metadata: The step's metadata.
+            metadata: The step's metadata. ByReach: the same step's, over two block tables (`near_layers`).
             positions: Where tokens stand; None = metadata.positions.
-            plan: The step's plan, if one was made; shared by all layers.
+            plan: The step's plan, if one was made; shared by all layers, or ByReach as the metadata is.
 
         Returns:
             Hidden states behind the last norm [tokens, hidden_size], for `logits`; and the caches with this
@@ -131,13 +141,17 @@ class Decoder(nnx.Module):
             options = {"metadata": metadata, "positions": positions, "plan": plan}
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
             return out
-        positions = metadata.positions if positions is None else positions
+        if positions is None:
+            positions = (metadata.far if isinstance(metadata, ByReach) else metadata).positions
         delta = self.embed(token_ids, positions)
         x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            x, delta, cache = layer(x, delta, cache, metadata, positions, plan)
+            spec = layer.self_attn.spec
+            x, delta, cache = layer(
+                x, delta, cache, of_layer(metadata, spec), positions, of_layer(plan, spec)
+            )
             written.append(cache)
         return self.norm(x + delta), None if caches is None else tuple(written)
 
@@ -162,13 +176,13 @@ class Decoder(nnx.Module):
 
     def plan(
         self,
-        metadata: BatchMetadata,
+        metadata: BatchMetadata | ByReach,
         caches: tuple[PagedCache, ...] | None,
         *,
         mask: Mask | None = None,
         common_prefix_len: Int[Array, ""] | int | None = None,
-    ) -> Plan:
-        """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them.
+    ) -> Plan | ByReach:
+        """The step's plan for all layers, or two; arguments as `__call__` and `jattn.plan` have them.
 
         Raises:
             NotImplementedError: The model is on a mesh, and the mask is not the same for all heads.
@@ -179,15 +193,23 @@ class Decoder(nnx.Module):
             made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options)
             return made
         layers = [layer.self_attn for layer in self.layers]
-        return plan(
-            metadata,
-            [layer.spec for layer in layers],
-            caches,
-            mask=mask,
-            implementation=layers[0].implementation,
-            query_dtype=self.dtype,
-            common_prefix_len=common_prefix_len,
-        )
+
+        def plan_of(metadata: BatchMetadata, chosen: Sequence[int]) -> Plan:
+            return plan(
+                metadata,
+                [layers[i].spec for i in chosen],
+                None if caches is None else [caches[i] for i in chosen],
+                mask=mask,
+                implementation=layers[0].implementation,
+                query_dtype=self.dtype,
+                common_prefix_len=common_prefix_len,
+            )
+
+        every = range(len(layers))
+        if not isinstance(metadata, ByReach):
+            return plan_of(metadata, every)
+        of_reach = lambda near: [i for i in every if is_near(layers[i].spec) == near]
+        return ByReach(plan_of(metadata.far, of_reach(False)), plan_of(metadata.near, of_reach(True)))
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
         """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""
@@ -226,7 +248,7 @@ class Decoder(nnx.Module):
 
     def cache_specs(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         *,
         block_size: int = 16,
         dtype: DTypeLike | None = None,
@@ -237,7 +259,7 @@ class Decoder(nnx.Module):
         """One CacheSpec a layer.
 
         Args:
-            num_blocks: As in `CacheSpec`.
+            num_blocks: As in `CacheSpec`, for all layers or one a layer.
             block_size: As in `CacheSpec`.
             dtype: As in `CacheSpec`; None = the model's.
             layout: As in `CacheSpec`.
@@ -245,14 +267,16 @@ class Decoder(nnx.Module):
             skip_layers: Layers that are not quantised; negative numbers count from the last.
 
         Raises:
-            ValueError: There is no such layer, or as `CacheSpec`.
+            ValueError: There is no such layer, num_blocks has not one entry a layer, or as `CacheSpec`.
         """
         count = self.config.num_hidden_layers
         for layer in skip_layers:
             require(-count <= layer < count, "skip_layers", f"lie in [{-count}, {count})", layer)
         skipped = {layer % count for layer in skip_layers}
+        blocks = tuple(num_blocks) if isinstance(num_blocks, Sequence) else (num_blocks,) * count
+        require(len(blocks) == count, "num_blocks", f"have one entry per layer ({count})", len(blocks))
         spec = CacheSpec(
-            num_blocks=num_blocks,
+            num_blocks=blocks[0],
             block_size=block_size,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
@@ -261,11 +285,12 @@ class Decoder(nnx.Module):
             quantization=quantization,
         )
         plain = dataclasses.replace(spec, quantization=None)
-        return tuple(plain if layer in skipped else spec for layer in range(count))
+        each = (plain if layer in skipped else spec for layer in range(count))
+        return tuple(dataclasses.replace(one, num_blocks=n) for one, n in zip(each, blocks, strict=True))
 
     def create_caches(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         *,
         block_size: int = 16,
         dtype: DTypeLike | None = None,

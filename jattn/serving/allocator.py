@@ -1,19 +1,25 @@
 """Which blocks a request gets: new ones, those of a beginning that is cached, those of a sibling."""
 
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jattn.serving.block_manager import BlockManager
-from jattn.serving.block_tables import NULL_BLOCK
+from jattn.serving.cache_group import CacheGroup, found_in_all
 from jattn.serving.progress import Progress
-from jattn.serving.reach import Reach, found_within
+from jattn.serving.reach import Reach
+from pallas_kernels.checks import require
+
+type BlockPairs = tuple[tuple[int, int], ...]
 
 
 class Allocator:
-    """The scheduler's side of a block manager: knows how far requests are, and what they will see again."""
+    """The scheduler's side of block managers: knows how far requests are, and what they will see again.
+
+    Where some layers alone look back a little, they have blocks of their own. A request then has entries for
+    the same tokens in two tables, and runs where both managers have blocks for it.
+    """
 
     def __init__(
         self,
@@ -22,40 +28,54 @@ class Allocator:
         reach: Reach | None,
         batch_invariant: bool = False,
         turning_length: int | None = None,
+        near_manager: BlockManager | None = None,
     ) -> None:
-        """Arguments as `Scheduler` has them."""
+        """Arguments and errors as `Scheduler` has them."""
+        if near_manager is None:
+            self._groups = [CacheGroup(manager, reach)]
+        else:
+            require(reach is not None, "reach", "say how far the layers of near_manager look", reach)
+            size, rule = near_manager.block_size, f"be the other layers' ({manager.block_size})"
+            require(size == manager.block_size, "near_manager.block_size", rule, size)
+            self._groups = [CacheGroup(manager), CacheGroup(near_manager, reach)]
         self._turning_length = turning_length
-        self._manager, self._reach, self._most_at_once = manager, reach, max_num_batched_tokens
+        self._manager, self._most_at_once = manager, max_num_batched_tokens
         self._prompts_alone = batch_invariant  # generated tokens are neither found nor read with a prompt
-        self.copies: dict[int, list[tuple[int, int]]] = {}  # of each request, until its step has run
+        # (source, target) of each request in each group, until its step has run.
+        self.copies: dict[int, list[list[tuple[int, int]]]] = {}
 
     @property
     def longest(self) -> int:
         """As `Scheduler.capacity_tokens`."""
-        size = self._manager.block_size
-        fit = self._manager.capacity * size
-        return sys.maxsize if self._reach is not None and self._reach.fits(fit, size) else fit
+        return min(group.longest for group in self._groups)
+
+    @property
+    def num_forks(self) -> int:
+        """How often somebody has come to share another's blocks."""
+        return self._manager.num_forks
 
     def fitting(self, request: Progress, count: int) -> int:
         """Has a request give up what it will not see again; how many of its next tokens fit then."""
-        manager, first = self._manager, request.num_computed
-        if self._reach is None:
-            return count
-        behind = self._reach.first_visible(first)
-        manager.give_up(request.request_id, behind)
-        most = (manager.capacity + behind // manager.block_size) * manager.block_size
-        return min(count, most - first)
+        for group in self._groups:
+            count = group.fitting(request, count)
+        return count
+
+    def give_up(self, request: Progress) -> None:
+        """Takes back what no token to come of a request sees."""
+        for group in self._groups:
+            group.give_up(request)
 
     def num_missing(self, request: Progress, end: int) -> int:
         """Blocks short of what a request needs to run to token number `end`; 0 or less = it can."""
-        manager = self._manager
-        return manager.blocks_to_extend(request.request_id, request.num_computed, end) - manager.num_free
+        return max([group.num_missing(request, end) for group in self._groups])
 
     def extend(self, request: Progress, end: int) -> bool:
         """Gives a request room up to a token; False: too few blocks are free, and nothing has changed."""
         if self.num_missing(request, end) > 0:
             return False
-        if copies := self._manager.extend(request.request_id, request.num_computed, end):
+        where = request.request_id, request.num_computed, end
+        copies = [group.manager.extend(*where) for group in self._groups]
+        if any(copies):
             self.copies[request.request_id] = copies
         request.room = self._manager.room(request.request_id)
         return True
@@ -64,12 +84,11 @@ class Allocator:
         """Whether all of these can have so many tokens more, and none of them less."""
         if any(self.fitting(request, count) < count for request in requests):
             return False
-        ends = [(one.request_id, one.num_computed, one.num_computed + count) for one in requests]
-        return sum(self._manager.blocks_to_extend(*one) for one in ends) <= self._manager.num_free
+        return all(group.can_extend(requests, count) for group in self._groups)
 
-    def block_tables(self, request_ids: Sequence[int]) -> np.ndarray:
-        """As `BlockManager` has them."""
-        return self._manager.block_tables(request_ids)
+    def block_tables(self, request_ids: Sequence[int]) -> list[np.ndarray]:
+        """Of each group, as `BlockManager` has them."""
+        return [group.manager.block_tables(request_ids) for group in self._groups]
 
     def turning(self, requests: Iterable[Progress], num_draft_tokens: int = 0) -> list[Progress]:
         """Those whose cached keys would be turned by other frequencies, were they made in the next step."""
@@ -78,29 +97,31 @@ class Allocator:
         begun = (one for one in requests if one.num_computed and not self._is_long(one.num_computed))
         return [one for one in begun if self._is_long(one.num_tokens + num_draft_tokens)]
 
-    def copies_of(self, request_ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """What is to be copied before a step of these requests."""
+    def copies_of(self, request_ids: Iterable[int]) -> list[BlockPairs]:
+        """What is to be copied before a step of these requests, in each group."""
         if not self.copies:
-            return ()
-        return tuple(itertools.chain.from_iterable(self.copies.get(one, ()) for one in request_ids))
+            return [()] * len(self._groups)
+        of_each = [self.copies[one] for one in request_ids if one in self.copies]
+        chained = itertools.chain.from_iterable
+        return [tuple(chained(copies[nth] for copies in of_each)) for nth in range(len(self._groups))]
 
     def begin(self, request: Progress, budget: int) -> int:
         """How many tokens a request without blocks begins with; 0 while blocks for all of it are not free."""
-        manager, found = self._manager, self._found(request)
-        free = manager.num_free_without(found)
-        if self._blocks_wanted(request, found) > free:
+        found = self._found(request)
+        each = list(zip(self._groups, found, strict=True))
+        if not all(group.can_begin(request, blocks, self._most_at_once) for group, blocks in each):
             return 0
-        before = request.num_computed, request.num_published
-        request.num_computed = len(found) * manager.block_size
-        request.num_published = len(found)
-        most = (len(found) + free) * manager.block_size - request.num_computed
+        before, num_found = (request.num_computed, request.num_published), len(found[0])
+        request.num_computed, request.num_published = num_found * self._manager.block_size, num_found
+        most = min(group.most_behind(blocks, request.num_computed) for group, blocks in each)
         num_new = request.num_alike if self._prompts_alone else request.num_new
         count = min(num_new, budget, most)
         if self._is_long(request.num_tokens) and not self._is_long(request.num_computed + count):
             request.num_computed, request.num_published = before
             return 0  # until the budget is large enough
-        manager.allocate(request.request_id, request.num_computed + count, found)
-        request.room = manager.room(request.request_id)
+        for group, blocks in each:
+            group.manager.allocate(request.request_id, request.num_computed + count, blocks)
+        request.room = self._manager.room(request.request_id)
         return count
 
     def go_on(self, request: Progress, budget: int) -> int:
@@ -113,7 +134,8 @@ class Allocator:
 
     def fork(self, parent: Progress, child: Progress) -> None:
         """Shares what is cached of a prompt, all but its last token."""
-        self._manager.fork(parent.request_id, child.request_id, parent.num_shared)
+        for group in self._groups:
+            group.manager.fork(parent.request_id, child.request_id, parent.num_shared)
         child.num_computed, child.is_stale = parent.num_shared, parent.is_stale
 
     def publish(self, request: Progress) -> None:
@@ -126,14 +148,21 @@ class Allocator:
         num_full = min(num_computed // self._manager.block_size, len(request.hashes))
         for index in range(request.num_published, num_full):
             digest = self._of_length(request.hashes[index], request.num_computed)
-            self._manager.publish(request.request_id, index, digest)
+            for group in self._groups:
+                group.manager.publish(request.request_id, index, digest)
         request.num_published = num_full
 
     def free(self, request: Progress) -> None:
         """Gives a request's blocks back; nothing is copied onto them any more."""
         self.publish(request)
-        self._manager.free(request.request_id)
+        for group in self._groups:
+            group.manager.free(request.request_id)
         self.copies.pop(request.request_id, None)
+
+    def unpublish_all(self) -> None:
+        """Nothing that is cached is found by requests to come."""
+        for group in self._groups:
+            group.manager.unpublish_all()
 
     # --------------------------------------------------------------------------------------- inside
     def _is_long(self, num_tokens: int) -> bool:
@@ -143,27 +172,14 @@ class Allocator:
         """A block's digest in a request of so many tokens."""
         return digest + b"long" if self._is_long(num_tokens) else digest
 
-    def _blocks_wanted(self, request: Progress, found: Sequence[int]) -> int:
-        """Free blocks that a request must see before it begins, behind those that it shares."""
-        manager = self._manager
-        whole = manager.blocks_for(request.num_tokens) - len(found)
-        if self._reach is None:
-            return whole
-        num_new = min(request.num_new, self._most_at_once)
-        at_once = self._reach.blocks_at_once(num_new, manager.block_size)
-        alone = manager.capacity - sum(block != NULL_BLOCK for block in found)
-        return min(whole, at_once, alone)
-
-    def _found(self, request: Progress) -> Sequence[int]:
+    def _found(self, request: Progress) -> list[tuple[int, ...]]:
         """Full blocks of a request's beginning that others have computed; its last token is always new.
 
         Of its prompt's beginning where prompts stand alone: a prompt's last token is.
         """
         if request.hashes is None:
-            return ()
+            return [()] * len(self._groups)
         num_tokens = request.num_prompt_tokens if self._prompts_alone else request.num_tokens
         most = (num_tokens - 1) // self._manager.block_size
         digests = [self._of_length(one, request.num_tokens) for one in request.hashes[:most]]
-        if self._reach is None:
-            return self._manager.find(digests)
-        return found_within(self._reach, self._manager, digests)
+        return found_in_all(self._groups, digests)

@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Sequence
 
 from jattn.serving.generation import Generation
+from jattn.serving.new_tokens import NewTokens
 from jattn.serving.outputs import Logprobs
 from jattn.serving.prompts import Request
-from jattn.serving.runner import NewTokens, Runner
+from jattn.serving.runner import Runner
 from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.speculation import Speculation

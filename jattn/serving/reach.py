@@ -10,10 +10,12 @@ from jattn.module import PagedAttention
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.block_tables import NULL_BLOCK
 
+SEES_ALL = (None, None)  # of a layer without a window or chunks
+
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Of a model whose layers all have a window or chunks.
+    """Of a model whose layers all have a window or chunks, or of those layers of it that have.
 
     Attributes:
         layers: For each kind of layer its left window and its chunk_size, as `AttentionSpec` has them; one of
@@ -36,6 +38,13 @@ class Reach:
         """Most blocks that a request with so many new tokens in a step has need of at once."""
         return -(-(self.span + num_new) // block_size) + 1
 
+    def blocks_of_all(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> int:
+        """Most blocks that so many requests have need of, with so many new tokens in a step in all.
+
+        Each may hold the block before its window and begin another behind it.
+        """
+        return max_num_seqs * (-(-self.span // block_size) + 2) + -(-max_num_batched_tokens // block_size)
+
     def fits(self, num_tokens: int, block_size: int) -> bool:
         """Whether a request of any length runs, a token at a time, in a cache of so many tokens."""
         return num_tokens >= self.span + block_size
@@ -49,9 +58,23 @@ def _first_visible(position: int, left: int | None, chunk_size: int | None) -> i
 
 def reach_of(model: Any) -> Reach | None:
     """What a model's PagedAttention layers say; None where one of them sees all, or there is none."""
+    layers = _layers_of(model)
+    return Reach(layers) if layers and SEES_ALL not in layers else None
+
+
+def near_layers_of(model: Any) -> tuple[bool, ...]:
+    """Which layers of a model have blocks of their own, which see less than others; empty = none."""
+    return tuple(getattr(model, "near_layers", ()))
+
+
+def near_reach_of(model: Any) -> Reach | None:
+    """What the layers say that have blocks of their own; None where there are none."""
+    return Reach(_layers_of(model) - {SEES_ALL}) if near_layers_of(model) else None
+
+
+def _layers_of(model: Any) -> frozenset[tuple[int | None, int | None]]:
     specs = [module.spec for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
-    layers = {(spec.window[0] if spec.window else None, spec.chunk_size) for spec in specs}
-    return Reach(frozenset(layers)) if layers and (None, None) not in layers else None
+    return frozenset((spec.window[0] if spec.window else None, spec.chunk_size) for spec in specs)
 
 
 def turning_length_of(model: Any) -> int | None:

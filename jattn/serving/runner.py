@@ -29,7 +29,9 @@ from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.invariance import InvariantBuckets, make_invariant
 from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
-from jattn.serving.outputs import Logprobs
+from jattn.serving.near_blocks import abstract_tables, near_tables
+from jattn.serving.new_tokens import NewTokens
+from jattn.serving.reach import near_layers_of
 from jattn.serving.rejection_sampler import Verified, rejection_sample
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
@@ -47,26 +49,6 @@ from jattn.serving.step import (
 )
 from jattn.serving.step_inputs import PromptPart, StepSampling, prompt_parts, step_adjustments, step_tokens
 from jattn.serving.weights import Weights
-
-
-class NewTokens(NamedTuple):
-    """What a step brought one of its requests.
-
-    Attributes:
-        request_id: Whose.
-        token_ids: Its next tokens: none where the row made none, several where drafts of it stay.
-        logprobs: Of each of them, None where not asked for; None = nobody asked.
-        prompt_logprobs: Of the tokens of the prompt from position prompt_start on, where asked for.
-        prompt_start: Position of the first of them.
-        is_verified: The step had drafts.
-    """
-
-    request_id: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[Logprobs | None] | None = None
-    prompt_logprobs: Sequence[Logprobs] = ()
-    prompt_start: int = 0
-    is_verified: bool = False
 
 
 class _InFlight(NamedTuple):
@@ -109,12 +91,14 @@ class Runner:
         how["wanted"] = False if limits.batch_invariant else cascade_attention
         self._cascades = cascade_steps_of(model, step, self.graphs.buckets, **how)
         self._leaves = self.graphs.leaves_of(self.weights.state)
-        self._new_caches = functools.partial(
-            model.create_caches, num_blocks, block_size=self.block_size, **cache
-        )
+        blocks = limits.blocks_of_layers(model, num_blocks)
+        self._new_caches = functools.partial(model.create_caches, blocks, block_size=self.block_size, **cache)
         self._caches: Any = self._new_caches()
-        self._copies = BlockCopies(limits.max_num_seqs)
-        self._cache_spec = model.cache_specs(num_blocks, block_size=self.block_size, **cache)[0]
+        near_layers = () if isinstance(blocks, int) else near_layers_of(model)
+        self._copies = BlockCopies(limits.max_num_seqs, near_layers)
+        specs = model.cache_specs(blocks, block_size=self.block_size, **cache)
+        self._cache_spec = specs[near_layers.index(False) if near_layers else 0]
+        self._near_spec = specs[near_layers.index(True)] if near_layers else None
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -172,7 +156,8 @@ class Runner:
         def inputs(prefix: list[Any], bucket: Bucket) -> list[Any]:
             tokens = whole(bucket.max_tokens)
             places = self._rows_of(bucket) * bucket.decode_query_len
-            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places)), *prefix]
+            near = None if self._near_spec is None else abstract_tables(bucket)
+            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places), near), *prefix]
 
         for graphs in self._all_graphs:
             prefix = [] if graphs is self.graphs else [whole()]
@@ -226,24 +211,24 @@ class Runner:
         )
         if self._checks_batches:
             check_batch(metadata, self._cache_spec)
+        near = near_tables(step, metadata, self._near_spec, checks=self._checks_batches)
         rows, before, last = self._rows_of(bucket), self._rows_before(), self._last_tokens
         sampling, num_generated = self._sampling.of(step, generations, rows)
         adjustments = step_adjustments(
             step, generations, before, last, num_rows=rows, vocab_size=self._vocab_size
         )
-        if step.block_copies:
-            self._caches = self._copies(self._caches, step.block_copies)
-            if self._proposer is not None:
-                self._proposer.copy_blocks(step.block_copies)
+        self._caches = self._copies(self._caches, step.block_copies, step.near_copies)
+        if step.block_copies and self._proposer is not None:
+            self._proposer.copy_blocks(step.block_copies)
         drafts = None
         if step.num_draft_tokens and self._proposer is not None:
             drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
             places: Any = np.arange(bucket.max_tokens, dtype=np.int32)
-            tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
+            tokens = StepTokens(drafted, np.full_like(places, -1), last, places, near)
             num_drafts = [one.drafting.num_drafted for one in generations]
             drafts = drafted, np.pad(np.asarray(num_drafts, np.int32), (0, rows - len(num_drafts)))
         else:
-            tokens = step_tokens(step, generations, bucket, before, last, rows)
+            tokens = step_tokens(step, generations, bucket, before, last, rows)._replace(near=near)
         prefix = [np.asarray(prefix_len, np.int32)] if prefix_len else []
         outputs, self._caches = graphs(self._leaves, self._caches, metadata, tokens, *prefix)
         wanted = [generation.sampling_params.logprobs for generation in generations]

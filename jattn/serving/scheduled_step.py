@@ -25,6 +25,9 @@ class Step:
         num_decodes: Leading rows with exactly one new token (and its drafts) and context before it.
         preempted: Requests that lost their blocks to make room; they wait to be computed again.
         num_draft_tokens: Drafts of each row behind its new token; `query_lens` and `seq_lens` count them.
+        near_tables: As block_tables, of layers that look back less and have blocks of their own; None where
+            there are none.
+        near_copies: Of these, as block_copies.
     """
 
     request_ids: tuple[int, ...]
@@ -36,6 +39,8 @@ class Step:
     num_decodes: int
     preempted: tuple[int, ...]
     num_draft_tokens: int = 0
+    near_tables: np.ndarray | None = None
+    near_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_prefills(self) -> int:
@@ -78,14 +83,18 @@ def build_step(
         order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
         chunks = [chunks[i] for i in order]
     request_ids = tuple([request.request_id for request, _ in chunks])
+    tables, *near_tables = blocks.block_tables(request_ids)
+    copies, *near_copies = blocks.copies_of(request_ids)
     return Step(
         request_ids=request_ids,
         query_lens=tuple([count for _, count in chunks]),
         seq_lens=tuple([request.num_computed + count for request, count in chunks]),
-        block_tables=blocks.block_tables(request_ids),
-        block_copies=blocks.copies_of(request_ids),
+        block_tables=tables,
+        block_copies=copies,
         samples=tuple([request.num_new + num_draft_tokens == count for request, count in chunks]),
         num_decodes=sum(is_decode),
         preempted=tuple(preempted),
         num_draft_tokens=num_draft_tokens,
+        near_tables=near_tables[0] if near_tables else None,
+        near_copies=near_copies[0] if near_copies else (),
     )

@@ -25,7 +25,8 @@ class Scheduler:
     Then they share its blocks: each computes the prompt's last token itself, in a block of its own. Those
     that wait with shared blocks lose them like one that runs.
 
-    What no layer of the model will see again is given up, so that a request may be longer than the cache.
+    What no layer of the model will see again is given up, so that a request may be longer than the cache;
+    layers that see less than others have blocks of their own to give up.
 
     With batch_invariant a step has tokens of prompts or generated ones, in turn, and a token's keys are made
     by a step of its own kind: blocks of prompts alone are shared, and what a preempted request had generated
@@ -44,6 +45,7 @@ class Scheduler:
         reach: Reach | None = None,
         batch_invariant: bool = False,
         turning_length: int | None = None,
+        near_manager: BlockManager | None = None,
     ) -> None:
         """Starts without requests.
 
@@ -51,19 +53,20 @@ class Scheduler:
             block_manager: Whose blocks; nobody else may take from it.
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step, all requests together.
-            reach: How far back the model looks; None = to the beginning.
+            reach: How far back the model looks, or near_manager's layers do; None = to the beginning.
             batch_invariant: Prompts and generated tokens have steps of their own.
             turning_length: A request that passes it is computed again, and begins beyond it; None = none.
+            near_manager: Blocks of layers that look back less than the others; None = all layers are alike.
 
         Raises:
-            ValueError: A limit is not positive.
+            ValueError: A limit is not positive, near_manager has another block size, or there is no reach.
         """
         require_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.block_manager = block_manager
+        self.block_manager, self.near_manager = block_manager, near_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
         self.num_forked_tokens = self._num_forks = 0
-        how = (max_num_batched_tokens, reach, batch_invariant, turning_length)
+        how = (max_num_batched_tokens, reach, batch_invariant, turning_length, near_manager)
         self._blocks = Allocator(block_manager, *how)
         self._are_apart, self._had_prompts = batch_invariant, False
         # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
@@ -163,8 +166,8 @@ class Scheduler:
             num_draft_tokens: Drafts for each row, where `can_draft`; else the step is one without drafts.
         """
         drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
-        if self._num_forks != self.block_manager.num_forks:
-            self._num_forks = self.block_manager.num_forks
+        if self._num_forks != self._blocks.num_forks:
+            self._num_forks = self._blocks.num_forks
             for request in self._running:  # what one was to write into may be shared now
                 request.room = 0
         again = self._blocks.turning(self._running)
@@ -175,8 +178,7 @@ class Scheduler:
             chunks = self._chunks(drafts, preempted)
         if not chunks:
             return None
-        are_apart = self._are_apart
-        return build_step(chunks, self._blocks, preempted, num_draft_tokens=drafts, are_apart=are_apart)
+        return build_step(chunks, self._blocks, preempted, num_draft_tokens=drafts, are_apart=self._are_apart)
 
     def _chunks(self, drafts: int, preempted: list[int]) -> list[tuple[Progress, int]]:
         """Who runs, and how many tokens of each; who loses blocks to them is added to `preempted`."""
@@ -237,6 +239,8 @@ class Scheduler:
                 self._blocks.publish(request)  # the device takes steps in order: who reads comes later
             if request.completions and request.num_computed >= request.num_shared:
                 self._fork(request)
+            if count > 1:  # a piece of a prompt; one token more is given up with the next block
+                self._blocks.give_up(request)
         self._blocks.copies.clear()
         for request_id in finished:
             self.abort(request_id)
@@ -280,7 +284,7 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Nothing that is cached now will be found by requests to come: the weights have changed."""
-        self.block_manager.unpublish_all()
+        self._blocks.unpublish_all()
         for request in (*self._running, *self._forked):
             request.is_stale = True
 
@@ -289,12 +293,11 @@ class Scheduler:
         """Lets those that waited for a prompt have its blocks, all but the last token."""
         for request in parent.completions:
             request.parent = None
-            if parent.num_shared == 0:
-                bisect.insort(self._waiting, request, key=by_arrival)
-                continue
-            self._blocks.fork(parent, request)
+            if parent.num_shared:
+                self._blocks.fork(parent, request)
             self.num_forked_tokens += parent.num_shared
-            bisect.insort(self._forked, request, key=by_arrival)
+            queue = self._forked if parent.num_shared else self._waiting
+            bisect.insort(queue, request, key=by_arrival)
         parent.completions = []
 
     def _extended(self, request: Progress, count: int, preempted: list[int]) -> int:
@@ -307,10 +310,7 @@ class Scheduler:
     def _make_room(self, request: Progress, end: int) -> list[int]:
         """Takes the latest requests' blocks until `request` can have its tokens or is the latest."""
         preempted = []
-        while self._blocks.num_missing(request, end) > 0:
-            queue = self._latest()
-            if queue[-1] is request:
-                break
+        while self._blocks.num_missing(request, end) > 0 and (queue := self._latest())[-1] is not request:
             preempted.append(self._preempt(queue))
         return preempted
 

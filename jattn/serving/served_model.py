@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.cache import CacheSpec, PagedCache
 from jattn.metadata.batch import BatchMetadata
+from jattn.models.by_reach import ByReach
 from jattn.models.loading import load
 from jattn.planning import Plan
 from pallas_kernels.checks import require
@@ -43,6 +44,9 @@ class ServedModel(Protocol):
     It must be an `nnx.Module`: the engine compiles its methods over its state, and runs the state that the
     module's Variables hold when a step begins. Its PagedAttention layers take the engine's `implementation`.
 
+    One that has `near_layers`, as a Decoder, is given ByReach metadata and a num_blocks for each layer where
+    only some of its layers have a window. Of others no layer gives up what another still sees.
+
     Attributes:
         tokenizer: `encode(text).ids` and `decode(ids)`, as of `tokenizers`; None = token ids in and out.
     """
@@ -55,7 +59,7 @@ class ServedModel(Protocol):
 
     def cache_specs(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         *,
         block_size: int,
         dtype: DTypeLike | None,
@@ -66,7 +70,7 @@ class ServedModel(Protocol):
 
     def create_caches(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         *,
         block_size: int,
         dtype: DTypeLike | None,
@@ -75,11 +79,16 @@ class ServedModel(Protocol):
     ) -> Caches:
         """Those caches, empty: any pytree of PagedCache. Block 0 of each is the null block."""
 
-    def plan(self, metadata: BatchMetadata, caches: Any) -> Plan:
+    def plan(self, metadata: BatchMetadata | ByReach, caches: Any) -> Plan | ByReach:
         """What the layers share in a step. Traced, once a bucket; given back to `__call__`."""
 
     def __call__(
-        self, token_ids: Int[Array, " tokens"], caches: Any, metadata: BatchMetadata, *, plan: Plan | None
+        self,
+        token_ids: Int[Array, " tokens"],
+        caches: Any,
+        metadata: BatchMetadata | ByReach,
+        *,
+        plan: Plan | ByReach | None,
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
         """A step's hidden states, and the caches with its keys and values in them. Traced."""
 

@@ -11,7 +11,7 @@ from jattn.parallel import num_parts
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.prompts import require_list_of_ints
-from jattn.serving.reach import reach_of, turning_length_of
+from jattn.serving.reach import near_layers_of, near_reach_of, reach_of, turning_length_of
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.speculation import draft_buckets
@@ -59,18 +59,32 @@ def few_of(buckets: Sequence[Bucket]) -> list[Bucket]:
     return few
 
 
-def num_blocks_in(cache_bytes: int | None, bytes_per_block: int, *, most: int) -> int:
+def num_blocks_in(
+    cache_bytes: int | None, bytes_per_block: int, *, most: int, near_bytes: int = 0, most_near: int = 0
+) -> int:
     """Blocks that fit `cache_bytes`; None: `most`, or fewer where memory is short.
+
+    Args:
+        cache_bytes: Memory for all layers.
+        bytes_per_block: Of all layers.
+        most: As many are enough.
+        near_bytes: Those of bytes_per_block that belong to layers with blocks of their own.
+        most_near: As many are enough for these; beyond, a block costs what the others take.
 
     Raises:
         ValueError: Not even two fit.
     """
+    in_memory = lambda limit: (
+        limit // bytes_per_block
+        if limit // bytes_per_block <= most_near or not near_bytes
+        else (limit - most_near * near_bytes) // (bytes_per_block - near_bytes)
+    )
     if cache_bytes is None:
         memory = jax.local_devices()[0].memory_stats() or {}
         free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
         limit = int(free * SHARE_OF_FREE_MEMORY) if free > 0 else HOST_CACHE_BYTES
-        return min(most, max(limit // bytes_per_block, 2))
-    num_blocks = cache_bytes // bytes_per_block
+        return min(most, max(in_memory(limit), 2))
+    num_blocks: int = in_memory(cache_bytes)
     require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
     return num_blocks
 
@@ -173,12 +187,26 @@ class StepLimits(NamedTuple):
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
             return num_blocks
         specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
+        own = [spec for spec, is_near in zip(specs, near_layers_of(model), strict=False) if is_near]
         if draft is not None:
             plain: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
             specs += draft.cache_specs(1, block_size=self.block_size, **plain)
         most = self._blocks_at_once(model) * self.max_num_seqs + 1
-        size = sum(spec.bytes_per_block for spec in specs) // num_parts(model)
-        return num_blocks_in(cache_bytes, size, most=most)
+        size, near_size = (sum(one.bytes_per_block for one in of) // num_parts(model) for of in (specs, own))
+        near: Any = {"near_bytes": near_size, "most_near": self._most_near_blocks(model)}
+        return num_blocks_in(cache_bytes, size, most=most, **near)
+
+    def _most_near_blocks(self, model: ServedModel) -> int:
+        """Blocks that are enough for layers with blocks of their own; 0 where there are none."""
+        reach = near_reach_of(model)
+        if reach is None:
+            return 0
+        return reach.blocks_of_all(self.max_num_seqs, self.max_num_batched_tokens, self.block_size) + 1
+
+    def blocks_of_layers(self, model: ServedModel, num_blocks: int) -> int | tuple[int, ...]:
+        """Blocks of each layer's cache; one number where all layers share a block table."""
+        near = min(num_blocks, self._most_near_blocks(model))
+        return tuple(near if is_near else num_blocks for is_near in near_layers_of(model)) or num_blocks
 
     def scheduler(self, model: ServedModel, num_blocks: int) -> Scheduler:
         """A scheduler of a model's requests, over so many blocks.
@@ -187,13 +215,15 @@ class StepLimits(NamedTuple):
             ValueError: There would be no block to hand out.
             NotImplementedError: Long requests are turned otherwise, and not as the steps would need it.
         """
+        near = min(num_blocks, self._most_near_blocks(model))
         return Scheduler(
             BlockManager(num_blocks, self.block_size),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            reach=reach_of(model),
+            reach=near_reach_of(model) if near else reach_of(model),
             batch_invariant=self.batch_invariant,
             turning_length=self._turning_length(model),
+            near_manager=BlockManager(near, self.block_size) if near else None,
         )
 
     def _turning_length(self, model: ServedModel) -> int | None:

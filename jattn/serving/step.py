@@ -15,6 +15,7 @@ from jattn.implementations.choice import asked_for, first_able
 from jattn.module import PagedAttention
 from jattn.serving.adjustments import Adjustments, adjusted
 from jattn.serving.logprobs import TokenLogprobs, logprobs_of
+from jattn.serving.near_blocks import NearTables
 from jattn.serving.sampler import SamplingMetadata, sample
 from pallas_kernels import support
 
@@ -28,12 +29,14 @@ class StepTokens(NamedTuple):
         last: New tokens of the step before, by its rows.
         ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
             the sampler. The rest of these rows are padding. In a step with drafts all tokens, place by place.
+        near: The blocks of layers that have their own; None = all layers have the metadata's.
     """
 
     ids: Int32[Array, " tokens"]
     rows: Int32[Array, " tokens"]
     last: Int32[Array, " max_rows"]
     ends: Int32[Array, " places"]
+    near: NearTables | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -74,6 +77,7 @@ def make_step(graphdef: Any) -> GraphStep:
     ) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
         prefix = {} if common_prefix_len is None else {"common_prefix_len": common_prefix_len}
+        metadata = metadata if tokens.near is None else tokens.near.beside(metadata)
         shared = model.plan(metadata, caches, **prefix)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)

@@ -1,6 +1,6 @@
 """Requests of random parameters through a small engine: each must get what it would get alone.
 
-python -m tests.serving.random_requests --count 10000 [--seed N] [--window W]: more than a test affords.
+python -m tests.serving.random_requests --count 10000 [--seed N] [--window W | --mixed]: more than a test may.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import jattn
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
 from jattn.serving.sampler import build_sampling_metadata, sample
+from tests.serving.test_cache_groups import TWO, gemma3
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import one_layer_model, sized_model
 
@@ -24,15 +25,16 @@ ROUNDING = 1e-5  # of a logit, in f32: a step of other sizes rounds elsewhere
 MAX_OPEN = 24  # requests that wait or run at once: some of them for long
 
 
-def rounding_engines(sliding_window):
+def rounding_engines(sliding_window, is_mixed):
     """A crowded one and a roomy one, in f32."""
-    model = one_layer_model(sliding_window=sliding_window)
+    model = gemma3(TWO) if is_mixed else one_layer_model(sliding_window=sliding_window)
     crowded = engine_of(9, 11, model=model, max_blocks=None if sliding_window is None else 64)
     return crowded, engine_of(model=model, enable_prefix_caching=False)
 
 
-def invariant_engines(sliding_window):
+def invariant_engines(sliding_window, is_mixed):
     """Likewise in bf16, of a model that rounds otherwise in steps of other sizes; they have the same ones."""
+    assert not is_mixed
     model = sized_model(sliding_window=sliding_window)
     sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 11, "batch_invariant": True}
     engine = functools.partial(Engine, model, check_batches=True, **sizes)
@@ -43,12 +45,12 @@ def invariant_engines(sliding_window):
 class Crowd:
     """A crowded engine, and a roomy one that serves each request alone."""
 
-    def __init__(self, seed, sliding_window=None, batch_invariant=False):
+    def __init__(self, seed, sliding_window=None, batch_invariant=False, is_mixed=False):
         self.is_exact = batch_invariant
         self.draw = random.Random(seed)
         self.longest = 20 if sliding_window is None else 90  # of 64 tokens that fit the cache
         engines = invariant_engines if batch_invariant else rounding_engines
-        self.crowded, self.alone = engines(sliding_window)
+        self.crowded, self.alone = engines(sliding_window, is_mixed)
         self.shared = self.draw.choices(range(256), k=self.longest)
         self.asked, self.counts = {}, collections.Counter()
         self.got, self.ended = collections.defaultdict(list), collections.Counter()
@@ -166,9 +168,10 @@ def main():
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of the model's layers; None = they see everything")
+    parser.add_argument("--mixed", action="store_true", help="a layer with a window, and one without")
     parser.add_argument("--batch-invariant", action="store_true", help="bf16, and no token may differ")
     arguments = parser.parse_args()
-    crowd = Crowd(arguments.seed, arguments.window, arguments.batch_invariant)
+    crowd = Crowd(arguments.seed, arguments.window, arguments.batch_invariant, arguments.mixed)
     start = time.perf_counter()
     crowd.run(arguments.count)
     crowd.check()

@@ -57,6 +57,10 @@ class Pool:
         """The first position that a row reads."""
         return 0
 
+    def groups(self, step):
+        """Of each group of layers: its memory, tables, copies, and the first position that a row reads."""
+        return [(self.memory, step.block_tables, step.block_copies, self.first_read)]
+
     def step(self):
         """Runs a step; what the step before made becomes known to the host only now."""
         step = self.scheduler.schedule()
@@ -64,23 +68,15 @@ class Pool:
             return False
         for request in step.preempted:
             self.made_by.pop(request, None)
-        for source, target in step.block_copies:
-            for offset in range(BLOCK_SIZE):
-                self.memory[target, offset] = self.memory.get((source, offset))
-        rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
-        for request, count, length, table in rows:
-            tokens = self.tokens[request]
+        rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, strict=True))
+        for request in step.request_ids:
             begun = self.begun.setdefault(self.parents[request], self.weights)
             self.made_by.setdefault(request, self.weights if self.parents[request] == request else begun)
-            for position in range(length - count, length):
-                self.memory[self.slot(table, position)] = (*tokens[: position + 1], "by", self.weights)
+        for group in self.groups(step):
+            self.run(rows, *group)
         finished, unread = [], []
-        for (request, count, length, table), samples in zip(rows, step.samples, strict=True):
+        for (request, *_), samples in zip(rows, step.samples, strict=True):
             tokens = self.tokens[request]
-            for position in range(self.first_read(length, count), length):
-                *prefix, _, weights = self.memory[self.slot(table, position)]
-                assert prefix == tokens[: position + 1]
-                assert weights >= self.made_by[request]  # of no weights older than its beginning
             if samples:
                 tokens.append(self.random.randrange(2))
                 unread.append((request, tokens[-1]))
@@ -95,6 +91,21 @@ class Pool:
                 self.hashes[request].extend([token])
         self.unread = unread
         return True
+
+    def run(self, rows, memory, tables, copies, first_read):
+        """What a step does to one group of layers: all copies, all writes, then all reads."""
+        for source, target in copies:
+            for offset in range(BLOCK_SIZE):
+                memory[target, offset] = memory.get((source, offset))
+        for (request, count, length), table in zip(rows, tables, strict=True):
+            for position in range(length - count, length):
+                tokens = self.tokens[request][: position + 1]
+                memory[self.slot(table, position)] = (*tokens, "by", self.weights)
+        for (request, count, length), table in zip(rows, tables, strict=True):
+            for position in range(first_read(length, count), length):
+                *prefix, _, weights = memory[self.slot(table, position)]
+                assert prefix == self.tokens[request][: position + 1]
+                assert weights >= self.made_by[request]  # of no weights older than its beginning
 
     def abort(self, request):
         self.scheduler.abort(request)

@@ -8,9 +8,12 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.parametrize(
-    ("sliding_window", "is_invariant", "count"), [(None, False, 400), (24, False, 200), (None, True, 150)]
+    ("sliding_window", "is_invariant", "is_mixed", "count"),
+    [(None, False, False, 400), (24, False, False, 200), (None, True, False, 150), (None, False, True, 100)],
 )
-def test_many_requests_of_random_parameters_get_what_each_would_alone(sliding_window, is_invariant, count):
-    crowd = Crowd(7, sliding_window, is_invariant)
+def test_many_requests_of_random_parameters_get_what_each_would_alone(
+    sliding_window, is_invariant, is_mixed, count
+):
+    crowd = Crowd(7, sliding_window, is_invariant, is_mixed)
     crowd.run(count)
     crowd.check()
