@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Sequence
 
 from jattn.serving.generation import Generation
+from jattn.serving.new_tokens import NewTokens
 from jattn.serving.outputs import Logprobs
 from jattn.serving.prompts import Request
-from jattn.serving.runner import NewTokens, Runner
+from jattn.serving.runner import Runner
 from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.speculation import Speculation
@@ -76,8 +77,11 @@ class EngineCore:
         try:
             self._run_step()
         except Exception as error:
-            self._fail_all(error)
-            raise
+            cause = self._runner.cause_of(error)
+            self._fail_all(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _run_step(self) -> None:
         # More are left where a reading was interrupted; none may be where a token decides what the next is.
