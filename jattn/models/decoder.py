@@ -19,7 +19,7 @@ from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
-from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
+from jattn.models.partitions import create_on, mask_on_mesh, run_on_mesh, take_of_parts
 from jattn.models.scales import KVScales, static_scales
 from jattn.models.spreading import spread, whole_shape
 from jattn.planning import Plan, plan
@@ -156,16 +156,13 @@ class Decoder(nnx.Module):
         mask: Mask | None = None,
         common_prefix_len: Int[Array, ""] | int | None = None,
     ) -> Plan:
-        """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them.
-
-        Raises:
-            NotImplementedError: The model is on a mesh, and the mask is not the same for all heads.
-        """
+        """The step's plan for all layers; arguments as `__call__` and `jattn.plan` have them."""
         if self.mesh is not None:
-            require_mask_of_all(mask)
             options = {"mask": mask, "common_prefix_len": common_prefix_len}
             made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options)
             return made
+        if mask is not None and self.axis_name is not None:
+            mask = mask_on_mesh(mask, self.config)
         layers = [layer.self_attn for layer in self.layers]
         return plan(
             metadata,
