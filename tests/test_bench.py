@@ -1,5 +1,6 @@
 """What `make bench` runs: every suite that writes rows of its own."""
 
+import argparse
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import serve
-from benchmarks.__main__ import SUITES
+from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
@@ -46,6 +47,20 @@ def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
 def test_every_id_is_a_word_of_its_own():
     tokenizer = serve.word_tokenizer(1000)
     assert tokenizer.decode([7, 999, 0]) == " 7 999 0"
+
+
+@pytest.mark.parametrize(("options", "case"), [([], "ready"), (["--all"], "start")])
+def test_a_start_is_measured_in_two_processes_that_keep_executables_in_one_folder(monkeypatch, options, case):
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append((command, check)))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "starts", "--out", "rows", *options])
+    main()
+    (first, _), second = commands
+    assert (first, True) == second
+    assert first[1:6] == ["-m", "benchmarks", "engine", case, "--cache-dir"]
+    assert first[7:] == ["--out", "rows"]
+    SUITES["engine"].add_arguments(parser := argparse.ArgumentParser())
+    assert parser.parse_args(first[4:]).cases == [case]
 
 
 def agreement_of(change):

@@ -131,6 +131,10 @@ class TestWhatDoesNotFit:
         assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
         assert why_not_kernel_mask(on_mesh(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
 
+    def test_a_norm_of_all_heads_as_one(self):
+        with pytest.raises(NotImplementedError, match=r"a norm of all heads as one on a mesh: each device"):
+            load(HF / "olmo2", mesh=mesh_of(2))
+
     def test_a_pattern_that_all_devices_have_is_one_device_s(self):
         phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart
         for tp in (2, 4):
@@ -154,9 +158,9 @@ class TestSpread:
         assert spread.to_hf() == config.to_hf()
         assert config.spread_over(2).padded_vocab_size == 320
 
-    @pytest.mark.parametrize("tp", [1, 2, 6])
-    def test_parameters_come_back(self, tp):
-        config, draw = read_config(LLAMA).spread_over(tp), np.random.default_rng(0)
+    @pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 6), ("stablelm", 4), ("phi", 4)])
+    def test_parameters_come_back(self, name, tp):
+        config, draw = read_config(HF / name).spread_over(tp), np.random.default_rng(0)
         model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
         for path, value in nnx.to_flat_state(nnx.state(model)):
             whole = draw.normal(size=whole_shape(config, path, value.shape))
@@ -171,7 +175,7 @@ class TestSpread:
         assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
 
 
-SMALL = ("router", "shared_expert_gate")  # matrices that every device has
+SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that every device has
 
 
 @pytest.mark.parametrize(
