@@ -98,7 +98,7 @@ class EngineCore:
         generations = [self._generations[number] for number in step.request_ids]
         for number in step.preempted:
             self._generations[number].drafting.num_read = 0
-        self._runner.start(step, generations)
+        self._runner.start(*self._runner.prepare(step, generations))
         ended = []  # no step more, whatever its tokens are
         for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
             one.num_pending += samples

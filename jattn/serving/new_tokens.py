@@ -34,6 +34,14 @@ class NewTokens(NamedTuple):
     is_verified: bool = False
 
 
+class Asked(NamedTuple):
+    """What a step's requests want to know."""
+
+    step: Step
+    num_logprobs: list[int | None]  # of each
+    prompt: list[PromptPart]
+
+
 class InFlight(NamedTuple):
     """A step whose tokens the host has not read."""
 

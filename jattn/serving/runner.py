@@ -27,8 +27,8 @@ from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.invariance import InvariantBuckets, make_invariant
-from jattn.serving.logprobs import TokenLogprobs, prompt_logprobs
-from jattn.serving.new_tokens import InFlight, NewTokens, new_tokens
+from jattn.serving.logprobs import prompt_logprobs
+from jattn.serving.new_tokens import Asked, InFlight, NewTokens, new_tokens
 from jattn.serving.processes import ProcessError, Processes
 from jattn.serving.rejection_sampler import Verified, rejection_sample
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
@@ -163,7 +163,7 @@ class Runner:
         try:
             for what, arguments in self._processes.heard():
                 made = getattr(self, what)(*arguments)
-                if what == "run":
+                if what == "start":
                     running.append(made)
                 if len(running) > MOST_IN_FLIGHT:
                     jax.block_until_ready(running.popleft())
@@ -221,8 +221,8 @@ class Runner:
             sampling = build_sampling_metadata([params], rows)
             self._sampled(logits, drafts, sampling, np.zeros(rows, np.int32))
 
-    def start(self, step: Step, generations: Sequence[Generation]) -> None:
-        """Starts a step of these generations, one a row; waits for nothing."""
+    def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, Asked]:
+        """What `start` is given for a step of these generations, one a row."""
         lens = np.asarray(step.query_lens)
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
@@ -268,18 +268,13 @@ class Runner:
             num_logprobs=most_wanted(wanted),
             prompt=PromptCall.of(parts, bucket),
         )
-        if self._processes is not None:
-            call = call.on_host()
-            self._tell("run", call)
-        sampled, of_prompts = self.run(call)
-        for array in jax.tree.leaves((sampled, of_prompts)):
-            array.copy_to_host_async()
-        self._in_flight.append(InFlight(step, sampled, wanted, parts, of_prompts))
-        self.num_steps += 1
-        self.num_cascade_steps += prefix_len > 0
+        return call, Asked(step, wanted, parts)
 
-    def run(self, call: StepCall) -> tuple[Sampled | Verified, TokenLogprobs | None]:
-        """Gives the devices a step: its tokens, and the log-probabilities of prompts that it brings."""
+    def start(self, call: StepCall, asked: Asked | None = None) -> Any:
+        """Starts a step; waits for nothing. Nobody asks in a process that follows: it gets the new tokens."""
+        if self._processes is not None and asked is not None:
+            call = call.on_host()
+            self._tell("start", call)
         call = call.after(self._last_tokens)
         if call.block_copies:
             self._caches = self._copies(self._caches, call.block_copies)
@@ -289,10 +284,19 @@ class Runner:
         sampled = self._sampled(outputs.logits, call.drafts, *call.drawn_by, call.num_logprobs)
         if isinstance(sampled, Sampled):
             self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
-        if call.prompt is None:
-            return sampled, None
-        next_ids, num = call.prompt
-        return sampled, prompt_logprobs(self._graphdef, self.weights.state, outputs.hidden, next_ids, num=num)
+        of_prompts = None
+        if call.prompt is not None:
+            next_ids, num = call.prompt
+            state = self.weights.state
+            of_prompts = prompt_logprobs(self._graphdef, state, outputs.hidden, next_ids, num=num)
+        if asked is None:
+            return sampled
+        for array in jax.tree.leaves((sampled, of_prompts)):
+            array.copy_to_host_async()
+        self._in_flight.append(InFlight(asked.step, sampled, asked.num_logprobs, asked.prompt, of_prompts))
+        self.num_steps += 1
+        self.num_cascade_steps += call.prefix_len > 0
+        return None
 
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""

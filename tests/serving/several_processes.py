@@ -78,7 +78,7 @@ def follow(engine: Engine) -> None:
     except ValueError as error:
         print(error, flush=True)
     runner, steps = engine._runner, []
-    run = runner.run
+    start = runner.start
 
     def fails_in_the_fifth(call: Any) -> Any:
         steps.append(call)
@@ -87,10 +87,10 @@ def follow(engine: Engine) -> None:
                 fail()
             print(json.dumps({"failed_at": time.time()}), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        return run(call)
+        return start(call)
 
     if WHAT.startswith("follower "):
-        runner.run = fails_in_the_fifth
+        runner.start = fails_in_the_fifth
     engine.follow()
     print("followed", flush=True)
 
