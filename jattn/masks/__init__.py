@@ -13,6 +13,7 @@ from jattn.masks.coverage import coverage_of_tiles
 from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.local_strided import LocalStrided
+from jattn.masks.mesh_heads import OnMesh, on_mesh
 from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
 from jattn.masks.traced import Document, Prefix, VerticalSlash
 
@@ -30,6 +31,7 @@ __all__ = [
     "Mask",
     "MaskFunction",
     "Not",
+    "OnMesh",
     "OnlyHeads",
     "Or",
     "Pairs",
@@ -46,5 +48,6 @@ __all__ = [
     "dense",
     "density",
     "heads_of",
+    "on_mesh",
     "streaming_heads",
 ]

@@ -20,7 +20,7 @@ from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
-from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
+from jattn.models.partitions import create_on, mask_on_mesh, run_on_mesh, take_of_parts
 from jattn.models.scales import KVScales, static_scales
 from jattn.models.spreading import spread, whole_shape
 from jattn.planning import Plan, plan
@@ -182,16 +182,13 @@ class Decoder(nnx.Module):
         mask: Mask | None = None,
         common_prefix_len: Int[Array, ""] | int | None = None,
     ) -> Plan | ByReach:
-        """The step's plan for all layers, or two; arguments as `__call__` and `jattn.plan` have them.
-
-        Raises:
-            NotImplementedError: The model is on a mesh, and the mask is not the same for all heads.
-        """
+        """The step's plan for all layers, or two; arguments as `__call__` and `jattn.plan` have them."""
         if self.mesh is not None:
-            require_mask_of_all(mask)
             options = {"mask": mask, "common_prefix_len": common_prefix_len}
             made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options)
             return made
+        if mask is not None and self.axis_name is not None:
+            mask = mask_on_mesh(mask, self.config)
         layers = [layer.self_attn for layer in self.layers]
 
         def plan_of(metadata: BatchMetadata, chosen: Sequence[int]) -> Plan:
@@ -216,7 +213,8 @@ class Decoder(nnx.Module):
         scores = self._scores(hidden) if self.mesh is None else run_on_mesh(self, "_scores", (hidden,))
         config = self.config
         if self.lm_head is not None and self.lm_head.bias is not None:
-            scores = scores + self.lm_head.bias[...].astype(scores.dtype)[None, :]
+            bias = self.lm_head.bias[...][: self.config.vocab_size]
+            scores = scores + bias.astype(scores.dtype)[None, :]
         scores = scores if config.logit_scale is None else scores * config.logit_scale
         cap = config.final_logit_softcapping
         scores = scores if cap is None else cap * jnp.tanh(scores / cap)

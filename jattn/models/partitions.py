@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import PagedCache
-from jattn.masks import LocalStrided, Mask
+from jattn.masks import Mask, on_mesh
 from jattn.models.config import DecoderConfig
 from jattn.models.specs import MLPSpec
 from jattn.parallel import TP, cache_partitions, check_mesh
@@ -71,8 +71,7 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     Raises:
         ValueError: The mesh is none, query heads or a width are no multiple of its tp, or kv heads neither a
             multiple nor a divisor.
-        NotImplementedError: It has cp, or the model is right and cannot be cut here: heads with patterns of
-            their own.
+        NotImplementedError: It has cp, or a norm is of all heads as one.
     """
     check_mesh(mesh)
     tp = mesh.shape[TP]
@@ -86,10 +85,6 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
             raise unsupported("a norm of all heads as one on a mesh", reason, "Take one device")
     rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
     require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
-    for spec in config.attention_specs:
-        if tp > 1 and isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
-            reason = "all devices run one program, and each would need the pattern of its own heads"
-            raise unsupported(f"sparsity {spec.sparsity}", reason, "homo_head=True, or one device")
 
 
 def _check_width(mlp: Any, rule: str, tp: int) -> None:
@@ -103,15 +98,10 @@ def sharding_of(mesh: Mesh, path: Path, num_axes: int) -> NamedSharding:
     return NamedSharding(mesh, parameter_partition(path, num_axes))
 
 
-def require_mask_of_all(mask: Mask | None) -> None:
-    """A mask must be the same for all heads: every device would look for those of the others in vain.
-
-    Raises:
-        NotImplementedError: It is not.
-    """
-    if mask is not None and mask.num_heads != (1, 1):
-        reason = "heads are spread over a mesh, and a mask is not"
-        raise unsupported(f"a mask of {mask.num_heads} query and kv heads", reason, "Give one for all heads")
+def mask_on_mesh(mask: Mask, config: DecoderConfig) -> Mask:
+    """A mask of all heads as each device sees it, inside shard_map."""
+    heads = config.num_attention_heads, config.num_key_value_heads // config.num_kv_head_replicas
+    return on_mesh(mask, TP, config.tp, heads)
 
 
 def take_of_parts(
@@ -214,14 +204,15 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
             module.out_features = module.kernel.shape[1:]
     for layer in model.layers:
         layer.axis_name = TP
-        _cut_heads(layer.self_attn, tp)
+        _cut_heads(layer.self_attn, tp, model.config)
     return model
 
 
-def _cut_heads(attention: Any, tp: int) -> None:
+def _cut_heads(attention: Any, tp: int, config: DecoderConfig) -> None:
     spec = attention.spec
     heads = {"num_q_heads": spec.num_q_heads // tp, "num_kv_heads": spec.num_kv_heads // tp}
-    attention.spec = dataclasses.replace(spec, **heads)
+    sparsity = None if spec.sparsity is None else mask_on_mesh(spec.sparsity, config)
+    attention.spec = dataclasses.replace(spec, **heads, sparsity=sparsity)
     if attention.alibi_slopes is not None:
         slopes = jnp.asarray(attention.alibi_slopes, jnp.float32).reshape(tp, -1)
         attention.alibi_slopes = nnx.data(slopes[jax.lax.axis_index(TP)])

@@ -11,7 +11,8 @@ from jattn.models.config import DecoderConfig
 
 type Path = tuple[Any, ...]
 
-_OF_VOCABULARY = {("embed_tokens", "embedding"): 0, ("lm_head", "kernel"): 1}  # and the axis that it is
+# And the axis that it is.
+_OF_VOCABULARY = {("embed_tokens", "embedding"): 0, ("lm_head", "kernel"): 1, ("lm_head", "bias"): 0}
 
 
 def whole_shape(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -26,6 +27,8 @@ def whole_shape(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> tu
         *inputs, kv_heads, width, head_dim = shape
         replicas = config.num_kv_head_replicas
         return *inputs, kv_heads // replicas, (width - 2) * replicas + 2, head_dim
+    if _is_by_kv_heads(path, len(shape)):
+        return shape[0] // config.num_kv_head_replicas, *shape[1:]
     if path[-2:] in _OF_VOCABULARY:
         axis = _OF_VOCABULARY[path[-2:]]
         return *shape[:axis], config.vocab_size, *shape[axis + 1 :]
@@ -39,6 +42,8 @@ def spread(config: DecoderConfig, path: Path, array: Any) -> Any:
         *inputs, kv_heads, width, head_dim = array.shape
         queries = array[..., :-2, :].reshape(*inputs, kv_heads * replicas, (width - 2) // replicas, head_dim)
         return np.concatenate([queries, np.repeat(array[..., -2:, :], replicas, axis=-3)], axis=-2)
+    if _is_by_kv_heads(path, array.ndim):
+        return np.repeat(array, config.num_kv_head_replicas, axis=0)
     if path[-2:] in _OF_VOCABULARY and config.padded_vocab_size > config.vocab_size:
         ends = [(0, 0)] * array.ndim
         ends[_OF_VOCABULARY[path[-2:]]] = (0, config.padded_vocab_size - config.vocab_size)
@@ -53,7 +58,14 @@ def gathered(config: DecoderConfig, path: Path, array: Any) -> Any:
         *inputs, kv_heads, _, head_dim = array.shape
         queries = array[..., :-2, :].reshape(*inputs, kv_heads // replicas, -1, head_dim)
         return np.concatenate([queries, array[..., ::replicas, -2:, :]], axis=-2)
+    if _is_by_kv_heads(path, array.ndim):
+        return array[:: config.num_kv_head_replicas]
     if path[-2:] in _OF_VOCABULARY:
         axis = _OF_VOCABULARY[path[-2:]]
         return array[(slice(None),) * axis + (slice(config.vocab_size),)]
     return array
+
+
+def _is_by_kv_heads(path: Path, num_axes: int) -> bool:
+    """Whether a parameter has a row for each kv head, as norms of each head's own."""
+    return path[-2:] == ("k_norm", "weight") and num_axes == 2

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -15,7 +15,8 @@ from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.engine_stats import stats_of
-from jattn.serving.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
+from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.processes import must_follow, must_lead, processes_of
 from jattn.serving.prompts import (
     Prompt,
     PromptLimits,
@@ -30,6 +31,7 @@ from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
+from jattn.serving.streaming import stream_of
 from jattn.serving.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
@@ -118,13 +120,17 @@ class Engine:
         **more: Any,
     ) -> None:
         """Who schedules, drafts and runs."""
+        self._processes = processes_of(getattr(self.model, "mesh", None), drafter.model)
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
+        if self._processes is not None:
+            num_blocks = self._processes.agree(num_blocks, f"{limits} {cache} {implementation} {more}")
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
         self.max_model_len = limits.longest(self.model)
         self.default_sampling_params = default_params(self.model)
         self.scheduler = limits.scheduler(self.model, num_blocks)
         how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": implementation}
         self._speculation = speculation_of(drafter, self.model, limits, **how)
+        how |= {"processes": self._processes}
         self._runner = Runner(self.model, limits, speculation=self._speculation, cache=cache, **how, **more)
         self._core = EngineCore(self.scheduler, self._runner, self._speculation)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
@@ -157,7 +163,18 @@ class Engine:
             wait: False = returns when every step has a bucket that fits; the rest compile in threads behind,
                 and a step takes the smallest that is ready (`graphs.wait()` waits for them).
         """
-        self._runner.precompile(progress=progress, wait=wait)
+        must_lead(self._processes)
+        self._runner.precompile(progress, wait)
+
+    def follow(self) -> None:
+        """Runs what process 0's engine runs until that is closed (docs/scaling.md); raises if one fails."""
+        must_follow(self._processes)
+        self._runner.follow()
+
+    def close(self) -> None:
+        """Lets the engines of other processes return from `follow`; nothing else is closed."""
+        if self._processes is not None:
+            self._processes.close()
 
     def update_weights(self, state: Any) -> None:
         """Puts new weights in the place of the model's: the next step runs them, and nothing compiles.
@@ -172,7 +189,8 @@ class Engine:
         Raises:
             ValueError: It holds what the model has not, or another shape or dtype. Nothing has changed then.
         """
-        self._runner.weights.update(state)
+        must_lead(self._processes)
+        self._runner.update_weights(state)
 
     # --------------------------------------------------------------------------------- request by request
     def add_request(
@@ -196,6 +214,7 @@ class Engine:
         self._runner.weights.refresh()
         params = self.default_sampling_params if params is None else params
         require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
+        must_lead(self._processes)
         request = build_request("prompt", prompt, params, **self._served())
         ids = self._core.admit([request])
         if request_id is None:
@@ -275,7 +294,7 @@ class Engine:
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         if on_token is not None:
             require_one_each(requests, "with on_token")
-        with contextlib.closing(self._stream(requests)) as tokens:
+        with contextlib.closing(stream_of(self._core, requests)) as tokens:
             for token in tokens:
                 if on_token is not None:
                     on_token(*token)
@@ -296,7 +315,7 @@ class Engine:
         """
         requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         require_one_each(requests, "in a stream")
-        return self._stream(requests)
+        return stream_of(self._core, requests)
 
     # --------------------------------------------------------------------------------------- inside
     def _served(self) -> dict[str, Any]:
@@ -320,28 +339,8 @@ class Engine:
         stop_ids: Sequence[int],
         ignore_eos: bool,
     ) -> list[Request]:
+        must_lead(self._processes)
         self._runner.weights.refresh()
         ends: dict[str, Any] = {"stop_ids": stop_ids, "ignore_eos": ignore_eos}
         sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
         return build_requests(prompts, max_tokens, sampling_params, **ends, **self._served())
-
-    def _stream(self, requests: list[Request]) -> Generator[StreamedToken]:
-        ids = self._core.admit(requests)
-        try:
-            while True:
-                for index, request in enumerate(requests):
-                    for generation in request.generations:
-                        while generation.unread:
-                            new = generation.unread.popleft()
-                            yield StreamedToken(index, new.token_id, new.text)
-                        if generation.error is not None:
-                            raise _request_error(index, generation.error) from generation.error
-                if not self._core.are_under_way(ids):
-                    return
-                self._core.run_step()
-        finally:
-            self._core.drop(ids)
-
-
-def _request_error(index: int, error: Exception) -> RequestError:
-    return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")

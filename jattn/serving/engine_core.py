@@ -77,8 +77,11 @@ class EngineCore:
         try:
             self._run_step()
         except Exception as error:
-            self._fail_all(error)
-            raise
+            cause = self._runner.cause_of(error)
+            self._fail_all(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _run_step(self) -> None:
         # More are left where a reading was interrupted; none may be where a token decides what the next is.
@@ -95,7 +98,7 @@ class EngineCore:
         generations = [self._generations[number] for number in step.request_ids]
         for number in step.preempted:
             self._generations[number].drafting.num_read = 0
-        self._runner.start(step, generations)
+        self._runner.start(*self._runner.prepare(step, generations))
         ended = []  # no step more, whatever its tokens are
         for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
             one.num_pending += samples

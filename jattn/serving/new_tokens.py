@@ -1,9 +1,17 @@
-"""What a step brings its requests."""
+"""What a step brought its requests, once the host has read it."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
+
+from jattn.serving.logprobs import TokenLogprobs, fetched
 from jattn.serving.outputs import Logprobs
+from jattn.serving.rejection_sampler import Verified
+from jattn.serving.scheduled_step import Step
+from jattn.serving.step import Sampled
+from jattn.serving.step_inputs import PromptPart
 
 
 class NewTokens(NamedTuple):
@@ -24,3 +32,66 @@ class NewTokens(NamedTuple):
     prompt_logprobs: Sequence[Logprobs] = ()
     prompt_start: int = 0
     is_verified: bool = False
+
+
+class Asked(NamedTuple):
+    """What a step's requests want to know."""
+
+    step: Step
+    num_logprobs: list[int | None]  # of each
+    prompt: list[PromptPart]
+
+
+class InFlight(NamedTuple):
+    """A step whose tokens the host has not read."""
+
+    step: Step
+    sampled: Sampled | Verified
+    num_logprobs: list[int | None]  # that each request asked for
+    prompt: list[PromptPart]
+    prompt_logprobs: TokenLogprobs | None
+
+
+def new_tokens(flying: InFlight, has_read: Callable[[], object]) -> Iterator[NewTokens]:
+    """What a step brought; waits for it.
+
+    Args:
+        flying: The step.
+        has_read: Called when its arrays are on the host.
+    """
+    step, sampled, wanted, parts, of_prompts = flying
+    token_ids, query_len = _read_tokens(sampled, len(step.request_ids))
+    logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
+    places = None if of_prompts is None else fetched(of_prompts)
+    has_read()
+    if logprobs is None and places is None and isinstance(sampled, Sampled):
+        yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),
+                       itertools.compress(token_ids, step.samples))  # fmt: skip
+        return
+    by_request = {part.request_id: part for part in parts}
+    each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
+    for row, (request_id, ids, samples, num) in enumerate(each):
+        part = by_request.get(request_id)
+        new = ids if samples else []
+        yield NewTokens(
+            request_id,
+            new,
+            [
+                logprobs.at(row * query_len + i, token, num) if logprobs and num is not None else None
+                for i, token in enumerate(new)
+            ],
+            [
+                places.at(part.place + i, token, part.num)
+                for i, token in enumerate(part.token_ids)
+            ] if places and part else [],
+            part.start if part else 0,
+            isinstance(sampled, Verified),
+        )  # fmt: skip
+
+
+def _read_tokens(sampled: Sampled | Verified, num_rows: int) -> tuple[list[list[int]], int]:
+    """New tokens of each row, and how many places a row has; waits for them."""
+    if isinstance(sampled, Sampled):
+        return jax.device_get(sampled.tokens)[:num_rows, None].tolist(), 1
+    tokens, num_accepted = jax.device_get((sampled.tokens, sampled.num_accepted))
+    return [tokens[row, : 1 + num_accepted[row]].tolist() for row in range(num_rows)], tokens.shape[1]

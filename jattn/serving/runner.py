@@ -8,10 +8,9 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,10 @@ from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.invariance import InvariantBuckets, make_invariant
-from jattn.serving.logprobs import TokenLogprobs, fetched, prompt_logprobs
+from jattn.serving.logprobs import prompt_logprobs
 from jattn.serving.near_blocks import abstract_tables, near_tables
-from jattn.serving.new_tokens import NewTokens
+from jattn.serving.new_tokens import Asked, InFlight, NewTokens, new_tokens
+from jattn.serving.processes import ProcessError, Processes
 from jattn.serving.reach import near_layers_of
 from jattn.serving.rejection_sampler import Verified, rejection_sample
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
@@ -47,18 +47,11 @@ from jattn.serving.step import (
     sampler_rows,
     with_implementation,
 )
-from jattn.serving.step_inputs import PromptPart, StepSampling, prompt_parts, step_adjustments, step_tokens
-from jattn.serving.weights import Weights
+from jattn.serving.step_calls import PromptCall, StepCall, most_wanted
+from jattn.serving.step_inputs import StepSampling, prompt_parts, step_adjustments, step_tokens
+from jattn.serving.weights import Weights, host_tree
 
-
-class _InFlight(NamedTuple):
-    """A step whose tokens the host has not read."""
-
-    step: Step
-    sampled: Sampled | Verified
-    num_logprobs: list[int | None]  # that each request asked for
-    prompt: list[PromptPart]
-    prompt_logprobs: TokenLogprobs | None
+MOST_IN_FLIGHT = 2  # steps
 
 
 class Runner:
@@ -76,8 +69,10 @@ class Runner:
         cache: dict[str, Any],
         speculation: Speculation | None = None,
         cascade_attention: bool | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        """Makes the caches; compiles nothing yet. Arguments as `Engine` has them."""
+        """Makes the caches; compiles nothing yet. Arguments as `Engine` has them, and its processes."""
+        self._processes = processes
         self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
         self.weights = Weights(model)
         served = with_implementation(model, implementation)
@@ -101,7 +96,7 @@ class Runner:
         self._near_spec = specs[near_layers.index(True)] if near_layers else None
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._in_flight: collections.deque[InFlight] = collections.deque()
         self._max_num_seqs = limits.max_num_seqs
         self._max_rows = max(
             self._rows_of(bucket) for graphs in self._all_graphs for bucket in graphs.buckets
@@ -132,6 +127,7 @@ class Runner:
 
     def reset(self) -> None:
         """Makes new caches and forgets the steps in flight: what a failed call was given is gone."""
+        self._tell("reset")
         self._in_flight.clear()
         self._caches = None  # before there is memory for others
         self._caches = self._new_caches()
@@ -149,8 +145,46 @@ class Runner:
         model = nnx.merge(self._graphdef, self.weights.refresh())
         return explain(model, self._caches, self.graphs.buckets, self.block_size)
 
-    def precompile(self, *, progress: bool, wait: bool) -> None:
+    def update_weights(self, state: Any) -> None:
+        """As `Engine.update_weights`."""
+        on_host = None if self._processes is None else host_tree(state)
+        self.weights.update(state)
+        self._tell("update_weights", on_host)
+        if self._processes is not None and not self._processes.leads:
+            self.have_weights_changed()
+
+    def cause_of(self, error: Exception) -> Exception:
+        """What another process failed with, where that is why a step fails here; else what it failed with."""
+        if self._processes is None or isinstance(error, ProcessError):
+            return error
+        text = self._processes.failure_elsewhere()
+        return error if text is None else ProcessError(text)
+
+    def follow(self) -> None:
+        """As `Engine.follow`."""
+        assert self._processes is not None
+        running: collections.deque[Any] = collections.deque()
+        try:
+            for what, arguments in self._processes.heard():
+                made = getattr(self, what)(*arguments)
+                if what == "start":
+                    running.append(made)
+                if len(running) > MOST_IN_FLIGHT:
+                    jax.block_until_ready(running.popleft())
+        except BaseException as error:
+            self._processes.fail(error)
+            raise
+        finally:
+            self._processes.close()
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """Has the other processes do what this one does, where there are others and this one leads."""
+        if self._processes is not None and self._processes.leads:
+            self._processes.send(what, *arguments)
+
+    def precompile(self, progress: bool, wait: bool) -> None:
         """As `Engine.precompile`."""
+        self._tell("precompile", False, wait)
         whole: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
         def inputs(prefix: list[Any], bucket: Bucket) -> list[Any]:
@@ -192,8 +226,8 @@ class Runner:
             sampling = build_sampling_metadata([params], rows)
             self._sampled(logits, drafts, sampling, np.zeros(rows, np.int32))
 
-    def start(self, step: Step, generations: Sequence[Generation]) -> None:
-        """Starts a step of these generations, one a row; waits for nothing."""
+    def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, Asked]:
+        """What `start` is given for a step of these generations, one a row."""
         lens = np.asarray(step.query_lens)
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
@@ -217,7 +251,6 @@ class Runner:
         adjustments = step_adjustments(
             step, generations, before, last, num_rows=rows, vocab_size=self._vocab_size
         )
-        self._caches = self._copies(self._caches, step.block_copies, step.near_copies)
         if step.block_copies and self._proposer is not None:
             self._proposer.copy_blocks(step.block_copies)
         drafts = None
@@ -229,51 +262,52 @@ class Runner:
             drafts = drafted, np.pad(np.asarray(num_drafts, np.int32), (0, rows - len(num_drafts)))
         else:
             tokens = step_tokens(step, generations, bucket, before, last, rows)._replace(near=near)
-        prefix = [np.asarray(prefix_len, np.int32)] if prefix_len else []
-        outputs, self._caches = graphs(self._leaves, self._caches, metadata, tokens, *prefix)
         wanted = [generation.sampling_params.logprobs for generation in generations]
-        drawn_by = (sampling, num_generated, adjustments, _most(wanted))
-        sampled = self._sampled(outputs.logits, drafts, *drawn_by)
+        parts = prompt_parts(step, generations, bucket)
+        call = StepCall(
+            block_copies=step.block_copies,
+            near_copies=step.near_copies,
+            metadata=metadata,
+            prefix_len=prefix_len,
+            tokens=tokens,
+            drafts=drafts,
+            drawn_by=(sampling, num_generated, adjustments),
+            num_logprobs=most_wanted(wanted),
+            prompt=PromptCall.of(parts, bucket),
+        )
+        return call, Asked(step, wanted, parts)
+
+    def start(self, call: StepCall, asked: Asked | None = None) -> Any:
+        """Starts a step; waits for nothing. Nobody asks in a process that follows: it gets the new tokens."""
+        if self._processes is not None and asked is not None:
+            call = call.on_host()
+            self._tell("start", call)
+        call = call.after(self._last_tokens)
+        self._caches = self._copies(self._caches, call.block_copies, call.near_copies)
+        graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
+        prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
+        outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, call.tokens, *prefix)
+        sampled = self._sampled(outputs.logits, call.drafts, *call.drawn_by, call.num_logprobs)
         if isinstance(sampled, Sampled):
             self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
-        parts = prompt_parts(step, generations, bucket)
-        of_prompts = self._prompt_logprobs(parts, outputs.hidden, bucket)
+        of_prompts = None
+        if call.prompt is not None:
+            next_ids, num = call.prompt
+            state = self.weights.state
+            of_prompts = prompt_logprobs(self._graphdef, state, outputs.hidden, next_ids, num=num)
+        if asked is None:
+            return sampled
         for array in jax.tree.leaves((sampled, of_prompts)):
             array.copy_to_host_async()
-        self._in_flight.append(_InFlight(step, sampled, wanted, parts, of_prompts))
+        self._in_flight.append(InFlight(asked.step, sampled, asked.num_logprobs, asked.prompt, of_prompts))
         self.num_steps += 1
-        self.num_cascade_steps += prefix_len > 0
+        self.num_cascade_steps += call.prefix_len > 0
+        return None
 
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
-        step, sampled, wanted, parts, of_prompts = self._in_flight[0]
-        token_ids, query_len = _read_tokens(sampled, len(step.request_ids))
-        logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
-        places = None if of_prompts is None else fetched(of_prompts)
-        self._in_flight.popleft()
-        if logprobs is None and places is None and isinstance(sampled, Sampled):
-            yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),
-                           itertools.compress(token_ids, step.samples))  # fmt: skip
-            return
-        by_request = {part.request_id: part for part in parts}
-        each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
-        for row, (request_id, ids, samples, num) in enumerate(each):
-            part = by_request.get(request_id)
-            new = ids if samples else []
-            yield NewTokens(
-                request_id,
-                new,
-                [
-                    logprobs.at(row * query_len + i, token, num) if logprobs and num is not None else None
-                    for i, token in enumerate(new)
-                ],
-                [
-                    places.at(part.place + i, token, part.num)
-                    for i, token in enumerate(part.token_ids)
-                ] if places and part else [],
-                part.start if part else 0,
-                isinstance(sampled, Verified),
-            )  # fmt: skip
+        flying = self._in_flight[0]
+        yield from new_tokens(flying, self._in_flight.popleft)
 
     # --------------------------------------------------------------------------------------- inside
     def _rows_before(self) -> dict[int, int]:
@@ -305,31 +339,3 @@ class Runner:
             return rejection_sample(logits, *drafts, *drawn_by, num_logprobs=num_logprobs)
         static = {"max_rows": self._max_rows, "num_logprobs": num_logprobs}
         return next_tokens(logits, sampling, num_generated, adjustments, **static)
-
-    def _prompt_logprobs(
-        self, parts: Sequence[PromptPart], hidden: jax.Array, bucket: Bucket
-    ) -> TokenLogprobs | None:
-        if not parts:
-            return None
-        next_ids: Any = np.zeros(bucket.max_tokens, np.int32)
-        for part in parts:
-            next_ids[part.place : part.place + len(part.token_ids)] = part.token_ids
-        num = _most([part.num for part in parts])
-        assert num is not None
-        return prompt_logprobs(self._graphdef, self.weights.state, hidden, next_ids, num=num)
-
-
-def _read_tokens(sampled: Sampled | Verified, num_rows: int) -> tuple[list[list[int]], int]:
-    """New tokens of each row, and how many places a row has; waits for them."""
-    if isinstance(sampled, Sampled):
-        return jax.device_get(sampled.tokens)[:num_rows, None].tolist(), 1
-    tokens, num_accepted = jax.device_get((sampled.tokens, sampled.num_accepted))
-    return [tokens[row, : 1 + num_accepted[row]].tolist() for row in range(num_rows)], tokens.shape[1]
-
-
-def _most(wanted: Sequence[int | None]) -> int | None:
-    """The largest number that anybody wants, as a power of two or 0: few programs for many wishes."""
-    asked = [num for num in wanted if num is not None]
-    if not asked:
-        return None
-    return 1 << (max(asked) - 1).bit_length() if max(asked) else 0

@@ -75,5 +75,31 @@ def _fitting(
     value = spread(path, value, before.shape)
     require_shape(name, value.shape, before.shape, "as the model's")
     require(value.dtype == before.dtype, name, f"be {before.dtype}", value.dtype)
-    is_placed = isinstance(before, jax.Array) and before.committed  # on a mesh: each device its own part
-    return jax.device_put(value, before.sharding) if is_placed else jnp.asarray(value)
+    if not isinstance(before, jax.Array) or not before.committed:
+        return jnp.asarray(value)
+    if before.sharding.is_fully_addressable:
+        return jax.device_put(value, before.sharding)  # on a mesh: each device its own part
+    host = np.asarray(value)
+    part = lambda index: np.array(host[index])
+    return jax.make_array_from_callback(host.shape, before.sharding, part, dtype=host.dtype)
+
+
+def host_tree(state: Any) -> dict[Any, Any]:
+    """A state as nested dictionaries of numpy's arrays, as `Weights.update` takes it.
+
+    Raises:
+        ValueError: It is no tree, or no host has all of an array.
+    """
+    is_tree = isinstance(state, Mapping)
+    require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
+    tree: dict[Any, Any] = {}
+    for path, value in _flat(state):
+        value = value.get_value() if isinstance(value, nnx.Variable) else value
+        is_here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+        name = ".".join(map(str, path))
+        require(is_here, name, "be an array that this process has whole", getattr(value, "sharding", None))
+        inner = tree
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = jax.device_get(value)
+    return tree

@@ -1,6 +1,6 @@
 """Decoders on meshes of some devices of a CPU, beside transformers and one device.
 
-Run by tests/models/test_sharded_decoders.py: `families`, `engine`, `features` or `replicas`.
+Run by tests/models/test_sharded_decoders.py, with what to check: see `main`.
 """
 
 import pathlib
@@ -18,17 +18,14 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
-from jattn.models import load, save  # noqa: E402
+from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
 from jattn.serving import Engine, cli  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
-NOT_CUT = {
-    "phi3small": "a pattern a head",
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "a norm of all heads"),
-}
-TWO_ONLY = {"llama4": "160 wide inside, and 6 heads"}
+NOT_CUT = ("olmo2", "olmo3", "olmoe")  # a norm of all heads
+TWO_ONLY = ("llama4", "phi3small")  # 160 wide inside, and 6 heads
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64}
 METADATA = 2**13  # bytes of what all devices have, at most
@@ -227,6 +224,93 @@ def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, want: 
     print("new weights of replicas")
 
 
+def check_masks() -> None:
+    """Masks that tell heads apart count them over all devices, kv heads that are held twice among them."""
+    folder, tokens = GOLDEN / "hf" / "llama", 48
+    ids = np.arange(1, tokens + 1, dtype=np.int32)
+    metadata = jattn.build_batch_metadata([tokens], [tokens], np.arange(1, 4)[None])
+    blocks = np.random.default_rng(0).random((6, 6, 6)) < 0.5
+    masks = {
+        "blocks": jattn.masks.BlockMask(blocks=blocks | np.eye(6, dtype=bool), block_q=8, block_kv=8),
+        "strides": jattn.LocalStrided(block_size=4, local_blocks=1, vert_stride=4),
+        "strides by kv heads": jattn.LocalStrided(
+            block_size=4, local_blocks=1, vert_stride=4, homo_head_group=True
+        ),
+        "some heads": jattn.masks.OnlyHeads((0, 4)) | jattn.masks.Window(left=3),
+    }
+
+    @jax.jit
+    def logits(model, caches, mask):
+        plan = model.plan(metadata, caches, mask=mask)
+        return model.logits(model(ids, caches, metadata, plan=plan)[0])
+
+    found = []
+    for mesh in (None, *(jattn.parallel.make_mesh(tp=tp) for tp in (2, 6))):
+        model = load(folder, mesh=mesh, progress=False)
+        caches = model.create_caches(4)
+        found.append([np.asarray(logits(model, caches, mask)) for mask in (None, *masks.values())])
+    one, *others = found
+    for name, plain, want, *got in zip(masks, [one[0]] * 4, one[1:], *(of[1:] for of in others), strict=True):
+        assert np.abs(want - plain).max() > 1e-2, name
+        for of in got:
+            np.testing.assert_allclose(of, want, atol=2e-5, err_msg=name)
+        print(f"masked: {name}")
+
+
+def check_patterns() -> None:
+    """Phi-3-small's layers whose stripes a device has elsewhere than the next one, between dense ones."""
+    hf = read_config(GOLDEN / "hf" / "phi3small").to_hf() | {
+        "blocksparse_vert_stride": 4,
+        "eos_token_id": None,
+    }
+    model = Decoder(DecoderConfig.from_hf(hf), rngs=nnx.Rngs(0))
+    prompt = np.random.default_rng(0).integers(0, 300, 100).tolist()
+    with tempfile.TemporaryDirectory() as name:
+        save(model, name)
+        found = []
+        for mesh in (None, jattn.parallel.make_mesh(tp=2)):
+            engine = Engine(load(name, mesh=mesh, progress=False), **SIZES)
+            found.append(scores_of(engine, prompt))
+    np.testing.assert_allclose(found[1], found[0], atol=2e-5)
+    print("patterns")
+
+
+def scores_of(engine: Engine, prompt: list[int]) -> np.ndarray:
+    """The largest log-probability at each place of a prompt and of some new tokens."""
+    params = jattn.serving.SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
+    (result,) = engine.generate([prompt], params)
+    places = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
+    return np.array([max(of.logprob for of in place.values()) for place in places])
+
+
+def check_training() -> None:
+    """Gradients of all parameters are one device's."""
+    config, tokens = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}, 24
+    ids = np.random.default_rng(0).integers(0, 320, tokens).astype(np.int32)
+    metadata = jattn.build_batch_metadata([16, 8], [16, 8], np.ones((2, 1), np.int32))
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss_of(model):
+        hidden, _ = model(ids, None, metadata)
+        logs = jax.nn.log_softmax(model.logits(hidden))
+        return -jax.numpy.take_along_axis(logs[:-1], ids[1:, None], axis=-1).mean()
+
+    with tempfile.TemporaryDirectory() as name:
+        save(one_layer_model(**config), name)
+        found = [
+            loss_of(load(name, mesh=mesh, progress=False)) for mesh in (None, jattn.parallel.make_mesh(tp=2))
+        ]
+    (loss, want), (loss_on_mesh, got) = found
+    np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
+    for (path, one), (_, other) in zip(nnx.to_flat_state(want), nnx.to_flat_state(got), strict=True):
+        one, other = one.get_value(), other.get_value()
+        assert is_cut(other, 2) == (other.ndim > 1), path
+        least = 1e-6 + 1e-5 * np.abs(one).max()
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=least, err_msg=str(path))
+    print(f"trained: a loss of {loss:.3f}")
+
+
 def check_parameters(model, tp: int) -> None:
     """All but norms are cut."""
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -256,9 +340,16 @@ def main() -> None:
             heads = read_config(path.parent).num_attention_heads
             # A device a query head: kv heads are held by several, and 160 or 320 tokens by 3 or 6 devices.
             sizes = {2} if name in TWO_ONLY else {2, heads}
-            for tp in sizes if name not in NOT_CUT else ():
-                if heads % tp == 0:
+            for tp in sizes:
+                if name not in NOT_CUT and heads % tp == 0:
                     check_family(name, tp)
+        return
+    if sys.argv[1] == "masks":
+        check_masks()
+        check_patterns()
+        return
+    if sys.argv[1] == "training":
+        check_training()
         return
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jattn
+from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
+from jattn.masks import on_mesh
 from jattn.models import DecoderConfig, load
 from jattn.models.loading import load_shapes, read_config
 from jattn.models.partitions import check_divides, parameter_partition
@@ -36,7 +38,12 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("what", "lines"),
     [
-        ("families", ["bloom on 2: ", "gpt_oss on 6: ", "llama4 on 2: ", "mpt on 3: ", "qwen2_moe on 4: "]),
+        (
+            "families",
+            ["bloom on 2: ", "gpt_oss on 6: ", "llama4 on 2: ", "mpt on 3: ", "phi3small on 2: "],
+        ),
+        ("masks", ["masked: strides by kv heads", "masked: some heads", "patterns"]),
+        ("training", ["trained: "]),
         ("replicas", ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"]),
         ("engine", ["tp 2: 4 executables", "tp 4: 4 executables", "drafts: ", "2/1 heads of 32"]),
         (
@@ -119,19 +126,22 @@ class TestWhatDoesNotFit:
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
             check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
 
+    def test_a_pattern_of_each_device_has_no_kernel(self):
+        mask = on_mesh(jattn.LocalStrided(), "tp", 8, (32, 8))
+        assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
+        assert why_not_kernel_mask(on_mesh(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
+
     def test_a_norm_of_all_heads_as_one(self):
         with pytest.raises(NotImplementedError, match=r"a norm of all heads as one on a mesh: each device"):
             load(HF / "olmo2", mesh=mesh_of(2))
 
-    def test_a_pattern_of_each_head(self):
-        with pytest.raises(NotImplementedError, match=r"sparsity LocalStrided.*homo_head=False"):
-            load(HF / "phi3small", mesh=mesh_of(2))
-
-    def test_a_mask_of_each_head(self):
-        model = load_shapes(LLAMA, mesh=make_mesh())
-        metadata = jattn.build_batch_metadata([4], [4], np.ones((1, 1), np.int32))
-        with pytest.raises(NotImplementedError, match=r"a mask of \(None, 1\) query and kv heads"):
-            model.plan(metadata, None, mask=jattn.LocalStrided())
+    def test_a_pattern_that_all_devices_have_is_one_device_s(self):
+        phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart
+        for tp in (2, 4):
+            assert on_mesh(phi, "tp", tp, (32, 8)) == jattn.LocalStrided(tp_size=tp)
+        assert isinstance(on_mesh(phi, "tp", 8, (32, 8)), jattn.masks.OnMesh)
+        same = jattn.LocalStrided(homo_head=True)
+        assert on_mesh(same, "tp", 8, (32, 8)) is same
 
     def test_a_draft_model_elsewhere(self):
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
@@ -148,9 +158,9 @@ class TestSpread:
         assert spread.to_hf() == config.to_hf()
         assert config.spread_over(2).padded_vocab_size == 320
 
-    @pytest.mark.parametrize("tp", [1, 2, 6])
-    def test_parameters_come_back(self, tp):
-        config, draw = read_config(LLAMA).spread_over(tp), np.random.default_rng(0)
+    @pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 6), ("stablelm", 4), ("phi", 4)])
+    def test_parameters_come_back(self, name, tp):
+        config, draw = read_config(HF / name).spread_over(tp), np.random.default_rng(0)
         model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
         for path, value in nnx.to_flat_state(nnx.state(model)):
             whole = draw.normal(size=whole_shape(config, path, value.shape))

@@ -7,7 +7,7 @@ import operator
 import jax.numpy as jnp
 
 from jattn.implementations.layers import Region
-from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, coverage_of_tiles
+from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, OnMesh, coverage_of_tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, codes_of, list_tiles
@@ -32,6 +32,8 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | st
             sizes.append(factor.block_kv)
         elif isinstance(factor, LocalStrided):
             sizes.append(factor.block_size)
+        elif isinstance(factor, OnMesh):
+            return "there are no block lists for patterns that differ from device to device"
         else:
             return "block lists are for whole blocks"
     if tells_heads(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:

@@ -10,7 +10,20 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jattn.masks import And, BlockMask, Causal, Document, Mask, Not, Or, Pairs, Prefix, VerticalSlash, Window
+from jattn.masks import (
+    And,
+    BlockMask,
+    Causal,
+    Document,
+    Mask,
+    Not,
+    OnMesh,
+    Or,
+    Pairs,
+    Prefix,
+    VerticalSlash,
+    Window,
+)
 from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
 from jattn.masks.integers import quotient, remainder
@@ -57,6 +70,8 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
             if blocks_of_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
                 few = f"{tile_kv} touch more than {MAX_BLOCKS}"
                 return f"there is no kernel for blocks of {leaf.block_kv} keys ({few})"
+        elif isinstance(leaf, OnMesh):
+            return "there is no kernel for patterns that differ from device to device"
         elif not leaf.is_static and not isinstance(leaf, Document | Prefix | VerticalSlash):
             return f"there is no kernel for the arrays of a {type(leaf).__name__}"
     return None
