@@ -15,13 +15,20 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.ranks import Ranks
 from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
-from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
+from jattn.models.partitions import (
+    create_on,
+    require_mask_of_all,
+    require_no_more,
+    run_on_mesh,
+    take_of_parts,
+)
 from jattn.models.scales import KVScales, static_scales
-from jattn.planning import Plan, plan
+from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
 
@@ -30,7 +37,9 @@ class Decoder(nnx.Module):
 
     Attributes:
         mesh: The devices that it is spread over (`jattn.models.load`); None = it is not.
-        axis_name: Inside shard_map, where this is one device's part: the axis that the parts lie along.
+        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay together.
+        axis_name: Inside shard_map, where this is one device's part: the axes that the parts lie along.
+        ranks: There, where the keys of a request lie on several devices: on which of them which do.
     """
 
     def __init__(
@@ -52,7 +61,9 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype((config.dtype or jnp.float32) if dtype is None else dtype)
         self.config = config
         self.mesh: Mesh | None = None
-        self.axis_name: str | None = None
+        self.axis_name: str | tuple[str, ...] | None = None
+        self.ranks: Ranks | None = None
+        self.cp_kv_cache_interleave_size = 1
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
@@ -121,8 +132,8 @@ class Decoder(nnx.Module):
             None if caches is None else len(caches),
         )
         if self.mesh is not None:
-            options = {"metadata": metadata, "positions": positions, "plan": plan}
-            out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
+            options, how = {"metadata": metadata, "positions": positions}, "caches"
+            out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)
             return out
         positions = metadata.positions if positions is None else positions
         x = self.embed(token_ids)
@@ -163,18 +174,15 @@ class Decoder(nnx.Module):
         if self.mesh is not None:
             require_mask_of_all(mask)
             options = {"mask": mask, "common_prefix_len": common_prefix_len}
-            made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options)
+            made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options, returns="plan")
             return made
         layers = [layer.self_attn for layer in self.layers]
-        return plan(
-            metadata,
-            [layer.spec for layer in layers],
-            caches,
-            mask=mask,
-            implementation=layers[0].implementation,
-            query_dtype=self.dtype,
-            common_prefix_len=common_prefix_len,
-        )
+        specs = [layer.spec for layer in layers]
+        how: dict[str, Any] = {"implementation": layers[0].implementation, "query_dtype": self.dtype}
+        if self.ranks is not None and caches is not None:
+            require_no_more(self.ranks, mask=mask, common_prefix_len=common_prefix_len)
+            return plan_on_rank(metadata, specs, caches, self.ranks, **how)
+        return plan(metadata, specs, caches, mask=mask, common_prefix_len=common_prefix_len, **how)
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
         """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""

@@ -24,7 +24,7 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm or between two, beside the residual stream.
 
     Attributes:
-        axis_name: Inside shard_map, where attention and MLP are one device's parts: the axis that these lie
+        axis_name: Inside shard_map, where attention and MLP are one device's parts: the axes that these lie
             along, and that what they give is summed over. None = they are whole.
     """
 
@@ -44,7 +44,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
-        self.axis_name: str | None = None
+        self.axis_name: str | tuple[str, ...] | None = None
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:

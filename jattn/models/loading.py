@@ -95,6 +95,7 @@ def load(
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
+    cp_kv_cache_interleave_size: int = 1,
     progress: bool = True,
 ) -> Decoder:
     """Loads a Hugging Face checkpoint of a supported family, with its tokenizer if there is a tokenizer.json.
@@ -113,6 +114,7 @@ def load(
         implementation: Of the attention, as in `jattn.attend`.
         mesh: Devices to spread it over (`jattn.parallel.make_mesh`); None = it lies on one. Parameters that
             are joined or widened are made on the host then: no device ever holds more than its own part.
+        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay on one device.
         progress: Shows a bar on stderr.
 
     Raises:
@@ -142,7 +144,7 @@ def load(
         array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, sharding=sharding)
         flat[path] = value.replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
-    model.mesh = mesh
+    model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")

@@ -1,8 +1,8 @@
 """A decoder on a mesh: which part of each parameter a device holds, and the model that it runs of them.
 
-Heads and the widths inside an MLP or an expert are cut, so attention and MLP each need one sum over the
-devices, behind their last product. The embedding and lm_head are cut by the vocabulary. The rest is small,
-and every device has it.
+Heads are cut by the mesh's tp, the widths inside an MLP or an expert by all of its devices, so attention and
+MLP each need one sum over all, behind their last product. The embedding and lm_head are cut by the
+vocabulary. The rest is small, and every device has it. Devices along cp have the same heads, and other keys.
 """
 
 import dataclasses
@@ -19,12 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from jattn.cache import PagedCache
 from jattn.masks import LocalStrided, Mask
+from jattn.metadata.ranks import Ranks
 from jattn.models.config import DecoderConfig
 from jattn.models.specs import MLPSpec
-from jattn.parallel import TP, cache_partitions, check_mesh
+from jattn.parallel import ALL, CP, TP, cache_partitions, check_mesh
+from jattn.planning import Plan
 from pallas_kernels.checks import require, unsupported
 
 type Path = tuple[Any, ...]
+type Axes = str | tuple[str, ...]
 
 # By module and parameter.
 _BY_HEADS: dict[tuple[str, str], P] = {
@@ -34,16 +37,16 @@ _BY_HEADS: dict[tuple[str, str], P] = {
     ("o_proj", "kernel"): P(TP),  # [q_heads * head_dim, hidden]
 }
 _BY_WIDTH: dict[tuple[str, str], P] = {
-    ("gate_up_proj", "kernel"): P(None, None, TP),  # [hidden, 2, intermediate]
-    ("gate_up_proj", "bias"): P(None, TP),
-    ("up_proj", "kernel"): P(None, TP),
-    ("up_proj", "bias"): P(TP),
-    ("down_proj", "kernel"): P(TP),
+    ("gate_up_proj", "kernel"): P(None, None, ALL),  # [hidden, 2, intermediate]
+    ("gate_up_proj", "bias"): P(None, ALL),
+    ("up_proj", "kernel"): P(None, ALL),
+    ("up_proj", "bias"): P(ALL),
+    ("down_proj", "kernel"): P(ALL),
     # Of experts: [experts, 2, intermediate, hidden] and [experts, intermediate, hidden].
-    ("gate_up_proj", "weight"): P(None, None, TP),
-    ("down_proj", "weight"): P(None, TP),
+    ("gate_up_proj", "weight"): P(None, None, ALL),
+    ("down_proj", "weight"): P(None, ALL),
 }
-_BY_VOCABULARY = {("embed_tokens", "embedding"): P(TP), ("lm_head", "kernel"): P(None, TP)}
+_BY_VOCABULARY = {("embed_tokens", "embedding"): P(ALL), ("lm_head", "kernel"): P(None, ALL)}
 _PARTITIONS = _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
 # What is added to sums over the devices: one of them adds it.
 _OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
@@ -57,7 +60,7 @@ def parameter_partition(path: Path, num_axes: int) -> P:
         num_axes: Of the parameter: an expert's bias has one more than an MLP's.
     """
     if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
-        return P(None, None, TP)
+        return P(None, None, ALL)
     return _PARTITIONS.get(path[-2:], P())
 
 
@@ -65,34 +68,35 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     """A model must fall into as many equal parts as the mesh's tp.
 
     Raises:
-        ValueError: The mesh is none, or query heads or a width are no multiple of its tp.
-        NotImplementedError: It has cp, or the model is right and cannot be cut here: kv heads, a vocabulary
-            or heads with patterns of their own.
+        ValueError: The mesh is none, query heads are no multiple of its tp, or a width none of its devices.
+        NotImplementedError: The model is right and cannot be cut here: kv heads, a vocabulary or heads with
+            patterns of their own.
     """
     check_mesh(mesh)
     tp = mesh.shape[TP]
     rule = f"be a multiple of the mesh's tp ({tp})"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     require(heads % tp == 0, "num_attention_heads", rule, heads)
+    rule = f"be a multiple of the mesh's tp * cp ({mesh.size})"
     for layer in config.layers:
-        _check_width(layer.mlp, rule, tp)
+        _check_width(layer.mlp, rule, mesh.size)
     if kv_heads % tp:
         reason = f"each device must hold {kv_heads} / {tp} kv heads, and none is held by several yet"
         way_out = f"Take a tp that divides {kv_heads}"
         raise unsupported(f"num_key_value_heads {kv_heads} on a mesh with tp {tp}", reason, way_out)
-    if config.vocab_size % tp:
-        reason, way_out = "a vocabulary is cut evenly, and never padded", "Take a tp that divides it"
-        raise unsupported(f"vocab_size {config.vocab_size} on a mesh with tp {tp}", reason, way_out)
+    if config.vocab_size % mesh.size:
+        reason, way_out = "a vocabulary is cut evenly, and never padded", "Take a number that divides it"
+        raise unsupported(f"vocab_size {config.vocab_size} on a mesh of {mesh.size}", reason, way_out)
     for spec in config.attention_specs:
         if tp > 1 and isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
             reason = "all devices run one program, and each would need the pattern of its own heads"
             raise unsupported(f"sparsity {spec.sparsity}", reason, "homo_head=True, or one device")
 
 
-def _check_width(mlp: Any, rule: str, tp: int) -> None:
+def _check_width(mlp: Any, rule: str, parts: int) -> None:
     shared = None if isinstance(mlp, MLPSpec) else mlp.shared
     for spec in filter(None, (mlp, shared)):
-        require(spec.intermediate_size % tp == 0, "intermediate_size", rule, spec.intermediate_size)
+        require(spec.intermediate_size % parts == 0, "intermediate_size", rule, spec.intermediate_size)
 
 
 def sharding_of(mesh: Mesh, path: Path, num_axes: int) -> NamedSharding:
@@ -111,8 +115,21 @@ def require_mask_of_all(mask: Mask | None) -> None:
         raise unsupported(f"a mask of {mask.num_heads} query and kv heads", reason, "Give one for all heads")
 
 
+def require_no_more(ranks: Ranks, *, mask: Mask | None, common_prefix_len: Any) -> None:
+    """A step of a model whose keys lie on several ranks must be what its layers say, and no more.
+
+    Raises:
+        NotImplementedError: It has a mask of its own, or a prefix that all rows share.
+    """
+    reason, way_out = f"the keys of a request lie on {ranks.size} devices", "Leave it None, or load with cp=1"
+    if mask is not None:
+        raise unsupported(f"mask={type(mask).__name__} with cp", reason, way_out)
+    if common_prefix_len is not None:
+        raise unsupported("common_prefix_len with cp", reason, way_out)
+
+
 def take_of_parts(
-    table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: str, vocab_size: int
+    table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: Axes, vocab_size: int
 ) -> Float[Array, "tokens hidden"]:
     """Rows of an embedding of which each device has a part, inside shard_map; ids beyond it are clipped."""
     first = jax.lax.axis_index(axis_name) * len(table)
@@ -138,7 +155,8 @@ def run_on_mesh(
     caches: Any = None,
     options: Mapping[str, Any] | None = None,
     *,
-    returns_caches: bool = False,
+    plan: Plan | None = None,
+    returns: str = "whole",
 ) -> Any:
     """Runs a method of a decoder on its mesh: each device that of its own part of the model.
 
@@ -150,8 +168,9 @@ def run_on_mesh(
         arguments: Arrays and pytrees that all devices have whole.
         caches: The model's caches, or None.
         options: As arguments, by name.
-        returns_caches: The method's result is one that all devices have whole, and caches. Else all of it is
-            one that they have whole.
+        plan: As `returns="plan"` gives it, for a method that takes one.
+        returns: What the method's result is: "whole", what all devices have; "caches", such a thing and
+            caches; or "plan", of which each rank has its own, along a first axis of all its arrays.
     """
     graphdef, state = nnx.split(model)
     paths, variables = zip(*nnx.to_flat_state(state), strict=True)
@@ -159,9 +178,9 @@ def run_on_mesh(
     shapes = tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values)
     is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
     assert model.mesh is not None
-    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns_caches)
+    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns)
     values = () if is_abstract else values
-    return _run(values, caches, arguments, options, how=how)
+    return _run(values, caches, arguments, options, plan, how=how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +193,19 @@ class _How:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     mesh: Mesh
     method: str
-    returns_caches: bool
+    returns: str
 
 
 @functools.partial(jax.jit, static_argnames="how")
-def _run(values: Any, caches: Any, arguments: Any, options: Any, *, how: _How) -> Any:
-    def run(values: Any, caches: Any, arguments: Any, options: Any) -> Any:
+def _run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any, *, how: _How) -> Any:
+    def run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any) -> Any:
         method = getattr(_own_part(how, values), how.method)
-        return method(*arguments) if options is None else method(*arguments, caches, **options)
+        if options is None:
+            return method(*arguments)
+        if plan is not None:
+            options = {**options, "plan": jax.tree.map(lambda array: array[0], plan)}
+        made = method(*arguments, caches, **options)
+        return jax.tree.map(lambda array: array[None], made) if how.returns == "plan" else made
 
     each = zip(how.paths, values, strict=False)  # no values of a model of shapes
     of_values = tuple(parameter_partition(path, value.ndim) for path, value in each)
@@ -190,27 +214,29 @@ def _run(values: Any, caches: Any, arguments: Any, options: Any, *, how: _How) -
     return jax.shard_map(
         run,
         mesh=how.mesh,
-        in_specs=(of_values, of_caches, P(), P()),
-        out_specs=(P(), of_caches) if how.returns_caches else P(),
+        in_specs=(of_values, of_caches, P(), P(), P(CP)),
+        out_specs={"whole": P(), "caches": (P(), of_caches), "plan": P(CP)}[how.returns],
         check_vma=False,  # kernels do not say over which axes their results vary
-    )(values, caches, arguments, options)
+    )(values, caches, arguments, options, plan)
 
 
 def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     """The decoder of one device, inside shard_map: its heads, its widths, its part of the vocabulary."""
-    is_first = jax.lax.axis_index(TP) == 0
+    is_first = jax.lax.axis_index(ALL) == 0
     of_first = lambda value: jnp.where(is_first, value, jnp.zeros_like(value))
     flat: dict[Path, Any] = {}
     for path, kind, value in zip(how.paths, how.kinds, values or how.shapes, strict=True):
         flat[path] = kind(of_first(value) if values and path[-2:] in _OF_SUMS else value)
     model: Any = nnx.merge(how.graphdef, nnx.from_flat_state(flat))
-    tp = how.mesh.shape[TP]
-    model.mesh, model.axis_name = None, TP
+    tp, cp = (how.mesh.shape[name] for name in (TP, CP))
+    interleave = model.cp_kv_cache_interleave_size
+    model.ranks = Ranks(axis_name=CP, size=cp, interleave=interleave) if cp > 1 else None
+    model.mesh, model.axis_name = None, ALL
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             module.out_features = module.kernel.shape[1:]
     for layer in model.layers:
-        layer.axis_name = TP
+        layer.axis_name, layer.self_attn.ranks = ALL, model.ranks
         _cut_heads(layer.self_attn, tp)
     return model
 
