@@ -22,6 +22,7 @@ from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
 from jattn.models.partitions import (
     create_on,
+    ranks_of,
     require_mask_of_all,
     require_no_more,
     run_on_mesh,
@@ -219,18 +220,21 @@ class Decoder(nnx.Module):
 
         Args:
             num_blocks: As in `CacheSpec`.
-            block_size: As in `CacheSpec`.
+            block_size: As in `CacheSpec`; on a mesh with cp each rank has 1 / cp of a block's tokens.
             dtype: As in `CacheSpec`; None = the model's.
             layout: As in `CacheSpec`.
             quantization: As in `CacheSpec`.
             skip_layers: Layers that are not quantised; negative numbers count from the last.
 
         Raises:
-            ValueError: There is no such layer, or as `CacheSpec`.
+            ValueError: There is no such layer, blocks do not fall into equal parts, or as `CacheSpec`.
         """
         count = self.config.num_hidden_layers
         for layer in skip_layers:
             require(-count <= layer < count, "skip_layers", f"lie in [{-count}, {count})", layer)
+        ranks = None if self.mesh is None else ranks_of(self.mesh, self.cp_kv_cache_interleave_size)
+        if ranks is not None:
+            ranks.local_block_size(block_size)
         skipped = {layer % count for layer in skip_layers}
         spec = CacheSpec(
             num_blocks=num_blocks,

@@ -37,6 +37,7 @@ def load_shapes(
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> Decoder:
     """The decoder that `load` makes, with shapes in the place of its weights: to ask it, not to run it.
 
@@ -45,6 +46,7 @@ def load_shapes(
         dtype: As in `load`.
         implementation: As in `load`.
         mesh: As in `load`.
+        cp_kv_cache_interleave_size: As in `load`.
 
     Raises:
         FileNotFoundError: As `load`.
@@ -54,10 +56,10 @@ def load_shapes(
     directory = pathlib.Path(directory)
     config = read_config(directory)
     if mesh is not None:
-        check_divides(config, mesh)
+        check_divides(config, mesh, cp_kv_cache_interleave_size)
     tensors = _tensors(directory, config)
     model = _shapes(config, tensors, dtype, implementation)
-    model.mesh = mesh
+    model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
     return model
@@ -128,7 +130,7 @@ def load(
     directory = pathlib.Path(directory)
     config, generation_config = read_config(directory), GenerationConfig.read(directory)
     if mesh is not None:
-        check_divides(config, mesh)
+        check_divides(config, mesh, cp_kv_cache_interleave_size)
     tensors = _tensors(directory, config)
     graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), config.family.tensors

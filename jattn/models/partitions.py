@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import PagedCache
+from jattn.context_parallel import check_alibi
 from jattn.masks import LocalStrided, Mask
 from jattn.metadata.ranks import Ranks
 from jattn.models.config import DecoderConfig
@@ -64,15 +65,30 @@ def parameter_partition(path: Path, num_axes: int) -> P:
     return _PARTITIONS.get(path[-2:], P())
 
 
-def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
+def ranks_of(mesh: Mesh, interleave: int) -> Ranks | None:
+    """Where the keys of requests lie on a mesh, for what runs in shard_map; None = each device has all."""
+    ranks = Ranks(axis_name=CP, size=mesh.shape[CP], interleave=interleave)
+    return ranks if ranks.size > 1 else None
+
+
+def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> None:
     """A model must fall into as many equal parts as the mesh's tp.
+
+    Args:
+        config: The model's.
+        mesh: The mesh.
+        interleave: As `cp_kv_cache_interleave_size` of `load`.
 
     Raises:
         ValueError: The mesh is none, query heads are no multiple of its tp, or a width none of its devices.
-        NotImplementedError: The model is right and cannot be cut here: kv heads, a vocabulary or heads with
-            patterns of their own.
+        NotImplementedError: The model is right and cannot be cut here: kv heads, a vocabulary, heads with
+            patterns of their own, or ALiBi between keys of several devices.
     """
     check_mesh(mesh)
+    ranks = ranks_of(mesh, interleave)
+    for layer in config.layers if ranks is not None else ():
+        assert ranks is not None
+        check_alibi(layer.attention, ranks, has_slopes=layer.alibi_slopes is not None)
     tp = mesh.shape[TP]
     rule = f"be a multiple of the mesh's tp ({tp})"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -228,9 +244,8 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     for path, kind, value in zip(how.paths, how.kinds, values or how.shapes, strict=True):
         flat[path] = kind(of_first(value) if values and path[-2:] in _OF_SUMS else value)
     model: Any = nnx.merge(how.graphdef, nnx.from_flat_state(flat))
-    tp, cp = (how.mesh.shape[name] for name in (TP, CP))
-    interleave = model.cp_kv_cache_interleave_size
-    model.ranks = Ranks(axis_name=CP, size=cp, interleave=interleave) if cp > 1 else None
+    tp = how.mesh.shape[TP]
+    model.ranks = ranks_of(how.mesh, model.cp_kv_cache_interleave_size)
     model.mesh, model.axis_name = None, ALL
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
