@@ -1,6 +1,6 @@
 """Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -283,6 +283,28 @@ def why_not_qkv_write(
             (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
             (stored == (name, name), f"caches of {_listed(stored)} (those of {name} have one)"),
             (head_dim in HEAD_DIMS, f"heads of {head_dim} ({_listed(HEAD_DIMS)} have one)"),
+        ]
+    )
+
+
+def why_not_add_norm(*, dtype: DTypeLike, others: Sequence[DTypeLike], width: int) -> str | None:
+    """Why add_norm has no kernel; None if it has.
+
+    Args:
+        dtype: Of the rows.
+        others: Of what is added to them, and of the weight.
+        width: Of a row.
+    """
+    name = jnp.dtype(dtype).name
+    different = sorted({jnp.dtype(other).name for other in others} - {name})
+    return _first_broken(
+        [
+            (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
+            (not different, f"rows of {name} beside {_listed(tuple(different))} (all of one dtype have one)"),
+            (
+                width % 128 == 0 and 0 < width <= 16384,
+                f"rows of {width} (multiples of 128, at most 16384)",
+            ),
         ]
     )
 

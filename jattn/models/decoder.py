@@ -29,6 +29,7 @@ from jattn.models.partitions import (
     take_of_parts,
 )
 from jattn.models.scales import KVScales, static_scales
+from jattn.models.spreading import spread, whole_shape
 from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
@@ -69,7 +70,7 @@ class Decoder(nnx.Module):
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
         self.embed_tokens = nnx.Embed(
-            config.vocab_size,
+            config.padded_vocab_size,
             config.hidden_size,
             param_dtype=dtype,
             embedding_init=nnx.initializers.normal(0.02),
@@ -86,7 +87,7 @@ class Decoder(nnx.Module):
             None
             if config.tie_word_embeddings
             else nnx.Linear(
-                config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
+                config.hidden_size, config.padded_vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
             )
         )
 
@@ -137,13 +138,14 @@ class Decoder(nnx.Module):
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)
             return out
         positions = metadata.positions if positions is None else positions
-        x = self.embed(token_ids)
+        delta = self.embed(token_ids)
+        x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            x, cache = layer(x, cache, metadata, positions, plan)
+            x, delta, cache = layer(x, delta, cache, metadata, positions, plan)
             written.append(cache)
-        return self.norm(x), None if caches is None else tuple(written)
+        return self.norm(x + delta), None if caches is None else tuple(written)
 
     def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """What the first layer is given: embeddings, scaled and normalised where the config says so."""
@@ -204,7 +206,19 @@ class Decoder(nnx.Module):
         scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
         if self.axis_name is None:
             return scores
-        return jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        gathered = jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        return gathered[:, : self.config.vocab_size]
+
+    def spread(self, path: tuple[Any, ...], array: Any, shape: tuple[int, ...]) -> Any:
+        """A parameter as this model has it, from what the same on one device has; its own stay as they are.
+
+        Args:
+            path: Of the parameter.
+            array: A new one.
+            shape: That this model's has.
+        """
+        is_its_own = array.shape == shape or array.shape != whole_shape(self.config, path, shape)
+        return array if is_its_own else spread(self.config, path, np.asarray(array))
 
     def cache_specs(
         self,
@@ -274,6 +288,6 @@ class Decoder(nnx.Module):
             quantization=quantization,
             skip_layers=skip_layers,
         )
-        scales = static_scales(self.kv_scales, specs)
+        scales = static_scales(self.kv_scales, specs, num_replicas=self.config.num_kv_head_replicas)
         create = lambda: tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))
         return create() if self.mesh is None else create_on(self.mesh, create)

@@ -9,11 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jattn.cache import PagedCache
+from jattn.implementations.choice import asked_for
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.layers import MLP, NormedRope, PlainMLP, make_norm, matmul_precision
+from jattn.models.residual import add_and_norm
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec
 from jattn.module import PagedAttention
@@ -45,6 +47,7 @@ class DecoderLayer(nnx.Module):
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.axis_name: str | tuple[str, ...] | None = None
+        self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:
@@ -54,22 +57,37 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
+        delta: Float[Array, "tokens hidden"],
         cache: PagedCache | None,
         metadata: BatchMetadata,
         positions: Int32[Array, " tokens"],
         plan: Plan | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], PagedCache | None]:
-        """The residual stream behind this layer, and its cache with the step's keys and values in it."""
-        normed = self.input_layernorm(x)
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"], PagedCache | None]:
+        """Runs the layer.
+
+        Args:
+            x: The residual stream but for delta: before the first layer zeros.
+            delta: What the layer before gave, or the embeddings: added and normalised at once.
+            cache: The layer's.
+            metadata: The step's.
+            positions: For rope.
+            plan: The step's.
+
+        Returns:
+            The stream and this layer's delta, and its cache with the step's keys and values in it.
+        """
+        takes_kernel = self.may_take_kernel and cache is not None
+        added = lambda x, delta, norm: add_and_norm(x, delta, norm, may_take_kernel=takes_kernel)
+        x, normed = added(x, delta, self.input_layernorm)
         attended, cache = self.self_attn(normed, cache, metadata, positions, plan)
         attended = self._summed(attended)
         if self.has_norms_around:
-            x = x + self.post_attention_layernorm(attended)
-            out = self._summed(self.mlp(self.pre_feedforward_layernorm(x)))
-            return x + self.post_feedforward_layernorm(out), cache
-        x = (normed if self.adds_to_normed else x) + attended
-        normed = self.post_attention_layernorm(x)
-        return (normed if self.adds_to_normed else x) + self._summed(self.mlp(normed)), cache
+            attended = self.post_attention_layernorm(attended)
+            x, normed = added(x, attended, self.pre_feedforward_layernorm)
+            return x, self.post_feedforward_layernorm(self._summed(self.mlp(normed))), cache
+        x = normed if self.adds_to_normed else x
+        x, normed = added(x, attended, self.post_attention_layernorm)
+        return normed if self.adds_to_normed else x, self._summed(self.mlp(normed)), cache
 
     def _summed(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)

@@ -80,9 +80,10 @@ def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> Non
         interleave: As `cp_kv_cache_interleave_size` of `load`.
 
     Raises:
-        ValueError: The mesh is none, query heads are no multiple of its tp, or a width none of its devices.
-        NotImplementedError: The model is right and cannot be cut here: kv heads, a vocabulary, heads with
-            patterns of their own, or ALiBi between keys of several devices.
+        ValueError: The mesh is none, query heads are no multiple of its tp, kv heads neither a multiple nor a
+            divisor, or a width no multiple of its devices.
+        NotImplementedError: The model is right and cannot be cut here: heads with patterns of their own, or
+            ALiBi between keys of several devices.
     """
     check_mesh(mesh)
     ranks = ranks_of(mesh, interleave)
@@ -96,13 +97,8 @@ def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> Non
     rule = f"be a multiple of the mesh's tp * cp ({mesh.size})"
     for layer in config.layers:
         _check_width(layer.mlp, rule, mesh.size)
-    if kv_heads % tp:
-        reason = f"each device must hold {kv_heads} / {tp} kv heads, and none is held by several yet"
-        way_out = f"Take a tp that divides {kv_heads}"
-        raise unsupported(f"num_key_value_heads {kv_heads} on a mesh with tp {tp}", reason, way_out)
-    if config.vocab_size % mesh.size:
-        reason, way_out = "a vocabulary is cut evenly, and never padded", "Take a number that divides it"
-        raise unsupported(f"vocab_size {config.vocab_size} on a mesh of {mesh.size}", reason, way_out)
+    rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
+    require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
     for spec in config.attention_specs:
         if tp > 1 and isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
             reason = "all devices run one program, and each would need the pattern of its own heads"

@@ -27,6 +27,9 @@ def smem_types(spec: BackwardSpec) -> Smem:
     keys = WARPGROUPS, spec.units, UNIT, UNIT
     queries = sizes.stages, spec.units, sizes.tile_q, UNIT
     scores = WARPGROUPS, spec.query_units, UNIT, UNIT
+    has_arrays = spec.mask is not None and len(spec.mask.arrays) > 0
+    pieces = WARPGROUPS, spec.pieces, UNIT, UNIT
+    exchanges = spec.adds_grad_query or spec.is_interpreted
     both = lambda: plgpu.RefUnion((swizzled_smem(keys, dtype),), (plgpu.SMEM(keys, dtype),))
     return Smem(
         key_and_grad=both(),
@@ -34,10 +37,11 @@ def smem_types(spec: BackwardSpec) -> Smem:
         query=swizzled_smem(queries, dtype),
         grad_out=swizzled_smem(queries, dtype),
         stats=plgpu.SMEM((sizes.stages, 2, sizes.tile_q), f32),
-        grad_scores=swizzled_smem((BUFFERS, *scores), dtype),
-        grad_query=swizzled_smem((WARPGROUPS, spec.pieces, UNIT, UNIT), f32),
+        grad_scores=swizzled_smem((BUFFERS, *scores), dtype) if exchanges else None,
+        grad_query=swizzled_smem(pieces, f32) if spec.adds_grad_query else None,
         item=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
         columns=plgpu.SMEM((WARPGROUPS, sizes.tile_q), f32),
+        staged=plgpu.SMEM((WARPGROUPS, sizes.tile_q), jnp.int32) if has_arrays else None,
         p=swizzled_smem(scores, dtype) if spec.is_interpreted else None,
     )
 

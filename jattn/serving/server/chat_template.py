@@ -8,11 +8,11 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jattn.serving.server.tools import OPEN
 from pallas_kernels.checks import require
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,7 +33,8 @@ class ChatTemplate:
     """A template, and the special tokens that it may name.
 
     Attributes:
-        has_call_tags: It has models call tools between tags that `TaggedReader` knows.
+        source: It.
+        variables: Names that it asks for.
 
     Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed.
     """
@@ -57,26 +58,26 @@ class ChatTemplate:
                 False, "chat_template", "be a Jinja2 template", f"in line {error.lineno}: {error.message}"
             )
         self._special_tokens = dict(special_tokens or {})
-        self.has_call_tags = OPEN in source
+        self.source = source
+        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **others: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **others: Any
     ) -> str:
         """The text of a conversation.
 
         Args:
             messages: Each with "role" and "content", and what else the template knows.
             add_generation_prompt: The text ends where the assistant's answer begins.
-            others: Variables of the template.
+            others: Variables of the template, whatever they are called.
 
         Raises:
             jinja2.TemplateError: The template refuses them (`raise_exception`), or fails over them.
         """
         names = {"tools": None, "documents": None, **self._special_tokens, **others}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **names
-            )
+            return self._template.render(names)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
