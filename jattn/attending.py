@@ -196,7 +196,7 @@ def _attend(
     lses: list[Any] = []  # None where it is not wanted
     for region, choice in layer.choices:
         part = part_of(metadata, region)
-        q, kv = _queries_of(query, metadata, region), _keys_of(cache, part)
+        q, kv = queries_of(query, metadata, region), _keys_of(cache, part)
         is_in_order = isinstance(kv, PackedKV) and kv.is_in_order and part.first_row == 0
         how = packed.How(spec, choice, return_lse, is_in_order)
         out, lse = _way_of(how, q, kv, part, plan, plan.work_of(layer, region), per_head)()
@@ -239,7 +239,7 @@ def _way_of(
 _attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
 
 
-def _queries_of(query: Array, metadata: BatchMetadata, region: str) -> Array:
+def queries_of(query: Array, metadata: BatchMetadata, region: str) -> Array:
     """The queries of one of REGIONS."""
     tokens = metadata.bucket.max_decode_tokens
     if region == "decode":

@@ -11,8 +11,10 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.attending import attend
 from jattn.cache import PackedKV, PagedCache, write_kv
+from jattn.context_parallel import attend_on_rank
 from jattn.implementations.choice import asked_for
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.ranks import Ranks, slots_of_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from jattn.turning import Turning, turning, why_not_write_qkv, write_qkv
@@ -40,7 +42,14 @@ def _names(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] 
 
 
 class PagedAttention(nnx.Module):
-    """Self-attention of one layer over its paged cache: project, rotate, write, attend, project."""
+    """Self-attention of one layer over its paged cache: project, rotate, write, attend, project.
+
+    Attributes:
+        ranks: Inside shard_map, where the cache is one rank's part: where keys lie. What the layer gives is
+            then one of the parts whose sum over the ranks is the output. None = all keys are here.
+    """
+
+    ranks: Ranks | None
 
     def __init__(
         self,
@@ -98,7 +107,7 @@ class PagedAttention(nnx.Module):
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
         self.clip_qkv, self.query_scale, self.shares_kv = clip_qkv, query_scale, shares_kv
-        self.implementation = _names(implementation)
+        self.implementation, self.ranks = _names(implementation), None
         how = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self._make_projections(fuses_qkv, use_bias, use_out_bias, how)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None
@@ -144,17 +153,29 @@ class PagedAttention(nnx.Module):
         """
         self._check(x, cache, metadata, positions, plan)
         query, kv = self._query_and_kv(x, cache, metadata, positions)
-        out = attend(
-            query,
-            kv,
-            metadata,
-            self.spec,
-            plan,
-            sinks=None if self.sinks is None else self.sinks[...],
-            alibi_slopes=None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32),
-            implementation=self.implementation,
-        )
+        out = self._attended(query, kv, metadata, plan)
         return self.o_proj(out.reshape(x.shape[0], -1)), kv if isinstance(kv, PagedCache) else None
+
+    def _attended(
+        self, query: Array, kv: PackedKV | PagedCache, metadata: BatchMetadata, plan: Plan | None
+    ) -> Array:
+        how: dict[str, Any] = {
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "alibi_slopes": (
+                None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+            ),
+            "implementation": self.implementation,
+        }
+        if self.ranks is None:
+            return attend(query, kv, metadata, self.spec, plan, **how)
+        if isinstance(kv, PagedCache):
+            return attend_on_rank(query, kv, metadata, self.spec, self.ranks, plan, **how)
+        out = attend(query, kv, metadata, self.spec, plan, **how)  # each rank has all keys: one gives them
+        return jnp.where(self.ranks.rank == 0, out, jnp.zeros_like(out))
+
+    def _slots(self, metadata: BatchMetadata) -> Array:
+        """Where keys and values are written; < 0: not here."""
+        return metadata.slot_mapping if self.ranks is None else slots_of_rank(metadata, self.ranks)
 
     def _query_and_kv(
         self, x: Array, cache: PagedCache | None, metadata: BatchMetadata, positions: Array
@@ -164,7 +185,7 @@ class PagedAttention(nnx.Module):
             qkv = self._clipped(self.qkv_proj(x))
             how = None if cache is None else self._turning(cache, qkv.dtype, metadata, positions)
             if cache is not None and how is not None:
-                return write_qkv(cache, qkv, metadata.slot_mapping, how)
+                return write_qkv(cache, qkv, self._slots(metadata), how)
             query, key, value = self._apart(qkv)
         else:
             query, key, value = self.project(x)
@@ -178,7 +199,7 @@ class PagedAttention(nnx.Module):
         key = self._turned(key, self.k_norm, positions, metadata)
         if cache is None:
             return query, PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts, is_in_order=True)
-        return query, write_kv(cache, key, value, metadata.slot_mapping)
+        return query, write_kv(cache, key, value, self._slots(metadata))
 
     def _turning(
         self, cache: PagedCache, dtype: np.dtype, metadata: BatchMetadata, positions: Array

@@ -8,9 +8,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jattn.cache import PagedCache
-from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
+from pallas_kernels.checks import require, require_int, require_positive, require_type
 
-TP, CP = "tp", "cp"  # the axes of a mesh: heads and widths of products are cut by one, keys by the other
+TP, CP = "tp", "cp"  # the axes of a mesh: heads are cut by one, keys by the other, widths of products by both
+ALL = (TP, CP)
 
 
 def make_mesh(tp: int = 1, cp: int = 1) -> Mesh:
@@ -37,24 +38,25 @@ def check_mesh(mesh: Any) -> None:
 
     Raises:
         ValueError: It is no mesh with the axes "tp" and "cp".
-        NotImplementedError: Its cp is not 1.
     """
     require_type("mesh", mesh, Mesh, "jattn.parallel.make_mesh makes one")
     require(mesh.axis_names == (TP, CP), "mesh's axes", f"be {(TP, CP)}", mesh.axis_names)
-    cp = mesh.shape[CP]
-    if cp > 1:
-        reason = "models do not spread the keys of a request over devices yet"
-        raise unsupported(f"a mesh with cp {cp}", reason, "make_mesh(tp=...) spreads heads, with cp=1")
 
 
 def num_parts(model: Any) -> int:
-    """Devices that the heads of a model are spread over; 1 where it has no mesh."""
+    """Devices that a model, and its caches, are spread over; 1 where it has no mesh."""
     mesh = getattr(model, "mesh", None)
-    return 1 if mesh is None else mesh.shape[TP]
+    return 1 if mesh is None else mesh.size
+
+
+def num_ranks(model: Any) -> int:
+    """Devices that the keys of a request are spread over; 1 where the model has no mesh."""
+    mesh = getattr(model, "mesh", None)
+    return 1 if mesh is None else mesh.shape[CP]
 
 
 def cache_partitions(cache: PagedCache) -> PagedCache:
-    """A cache with PartitionSpecs in the place of its arrays: each device holds its kv heads.
+    """A cache with PartitionSpecs in the place of its arrays: each device holds, of its kv heads, its keys.
 
     Args:
         cache: A cache, or its shapes.
@@ -62,8 +64,8 @@ def cache_partitions(cache: PagedCache) -> PagedCache:
 
     def of(path: Any, array: Any) -> P:
         if path[-1].name not in ("k", "v"):  # scales: one, one a head, a head and channel, a token and head
-            return (P(), P(TP), P(TP), P(None, TP))[array.ndim]
-        return P(None, None, TP) if cache.layout == "NHD" else P(None, TP)
+            return (P(), P(TP), P(TP), P(None, TP, CP))[array.ndim]
+        return {"NHD": P(None, CP, TP), "HND": P(None, TP, CP), "packed": P(None, TP, None, CP)}[cache.layout]
 
     partitions: PagedCache = jax.tree_util.tree_map_with_path(of, cache)
     return partitions

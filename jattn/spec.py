@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jattn.fields import set_bools, set_floats, set_ints
-from jattn.masks import Mask, Sizes, check_ahead
+from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
 from pallas_kernels.checks import require, require_one_of, require_positive
 
 # What each AttentionSpec.query_quantization rounds queries to.
@@ -125,6 +125,14 @@ class AttentionSpec:
     def softmax_scale(self) -> float:
         """`scale`, or `head_dim ** -0.5` where it is None."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def mask_of_numbers(self) -> Mask:
+        """What `window`, `causal` and `chunk_size` let a query see."""
+        mask: Mask = Window(*(self.window or (None, None)))
+        if self.causal:
+            mask = mask & Causal()
+        return mask if self.chunk_size is None else mask & Chunked(self.chunk_size)
 
     def mask_with(self, mask: Mask | None) -> Mask | None:
         """What a query sees beyond the numbers above: `sparsity` and another mask."""

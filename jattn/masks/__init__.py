@@ -12,6 +12,7 @@ from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
 from jattn.masks.coverage import coverage_of_tiles
 from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
+from jattn.masks.interleaved import Interleaved
 from jattn.masks.local_strided import LocalStrided
 from jattn.masks.mesh_heads import OnMesh, on_mesh
 from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
@@ -26,6 +27,7 @@ __all__ = [
     "Coverage",
     "Dilated",
     "Document",
+    "Interleaved",
     "ListedBlocks",
     "LocalStrided",
     "Mask",

@@ -58,7 +58,8 @@ class DecoderConfig:
         bos_token_id: First token of a text; None = none.
         eos_token_ids: Tokens that end a text.
         source: The config.json, as a JSON object with sorted keys.
-        tp: Devices that heads, widths and the vocabulary fall into equal parts for (`spread_over`).
+        tp: Devices that heads fall into equal parts for (`spread_over`).
+        cp: Devices for each of these parts, that widths and the vocabulary fall into equal parts for, too.
         num_kv_head_replicas: So many kv heads, one behind the other, are the same one.
     """
 
@@ -88,6 +89,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     source: str = dataclasses.field(repr=False)
     tp: int = 1
+    cp: int = 1
     num_kv_head_replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -133,32 +135,36 @@ class DecoderConfig:
             ValueError: A field was replaced without its key: `DecoderConfig.from_hf(config.to_hf() | {...})`.
         """
         hf: dict[str, Any] = json.loads(self.source)
-        again = DecoderConfig.from_hf(hf).spread_over(self.tp)
+        again = DecoderConfig.from_hf(hf).spread_over(self.tp, self.cp)
         fields = [field.name for field in dataclasses.fields(self)]
         changed = [name for name in fields if getattr(self, name) != getattr(again, name)]
         rule = "be what its config.json says (change keys with from_hf, not fields)"
         require(not changed, "config", rule, ", ".join(f"{name} {getattr(self, name)}" for name in changed))
         return hf
 
-    def spread_over(self, tp: int) -> "DecoderConfig":
+    def spread_over(self, tp: int, cp: int = 1) -> "DecoderConfig":
         """The decoder as so many devices have it: it computes the same.
 
         kv heads that are fewer than the devices stand there so often that each device has one.
 
         Args:
             tp: A divisor of the query heads; of the kv heads or a multiple of them.
+            cp: So many devices have each part of the heads.
         """
         replicas = max(tp // self.num_key_value_heads, 1)
         spread = lambda spec: dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads * replicas)
         each = (dataclasses.replace(one, attention=spread(one.attention)) for one in self.layers)
-        counts: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads * replicas, "tp": tp}
-        return dataclasses.replace(self, layers=tuple(each), num_kv_head_replicas=replicas, **counts)
+        counts: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads * replicas}
+        return dataclasses.replace(
+            self, layers=tuple(each), num_kv_head_replicas=replicas, tp=tp, cp=cp, **counts
+        )
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: those behind the vocabulary are zeros, and no token is theirs."""
-        unit = VOCAB_PADDING * self.tp
-        return self.vocab_size if self.vocab_size % self.tp == 0 else -(-self.vocab_size // unit) * unit
+        parts = self.tp * self.cp
+        unit = VOCAB_PADDING * parts
+        return self.vocab_size if self.vocab_size % parts == 0 else -(-self.vocab_size // unit) * unit
 
     @property
     def family(self) -> Family:

@@ -15,15 +15,23 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach, is_near, of_layer
 from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
-from jattn.models.partitions import create_on, mask_on_mesh, run_on_mesh, take_of_parts
+from jattn.models.partitions import (
+    create_on,
+    mask_on_mesh,
+    ranks_of,
+    require_no_more,
+    run_on_mesh,
+    take_of_parts,
+)
 from jattn.models.scales import KVScales, static_scales
 from jattn.models.spreading import spread, whole_shape
-from jattn.planning import Plan, plan
+from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
 
@@ -32,7 +40,9 @@ class Decoder(nnx.Module):
 
     Attributes:
         mesh: The devices that it is spread over (`jattn.models.load`); None = it is not.
-        axis_name: Inside shard_map, where this is one device's part: the axis that the parts lie along.
+        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay together.
+        axis_name: Inside shard_map, where this is one device's part: the axes that the parts lie along.
+        ranks: There, where the keys of a request lie on several devices: on which of them which do.
     """
 
     def __init__(
@@ -54,7 +64,9 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype((config.dtype or jnp.float32) if dtype is None else dtype)
         self.config = config
         self.mesh: Mesh | None = None
-        self.axis_name: str | None = None
+        self.axis_name: str | tuple[str, ...] | None = None
+        self.ranks: Ranks | None = None
+        self.cp_kv_cache_interleave_size = 1
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
@@ -138,8 +150,8 @@ class Decoder(nnx.Module):
             None if caches is None else len(caches),
         )
         if self.mesh is not None:
-            options = {"metadata": metadata, "positions": positions, "plan": plan}
-            out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
+            options, how = {"metadata": metadata, "positions": positions}, "caches"
+            out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)
             return out
         if positions is None:
             positions = (metadata.far if isinstance(metadata, ByReach) else metadata).positions
@@ -185,22 +197,20 @@ class Decoder(nnx.Module):
         """The step's plan for all layers, or two; arguments as `__call__` and `jattn.plan` have them."""
         if self.mesh is not None:
             options = {"mask": mask, "common_prefix_len": common_prefix_len}
-            made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options)
+            made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options, returns="plan")
             return made
         if mask is not None and self.axis_name is not None:
             mask = mask_on_mesh(mask, self.config)
         layers = [layer.self_attn for layer in self.layers]
+        how: dict[str, Any] = {"implementation": layers[0].implementation, "query_dtype": self.dtype}
+        if self.ranks is not None and caches is not None:
+            require_no_more(self.ranks, mask=mask, common_prefix_len=common_prefix_len)
+            return plan_on_rank(metadata, [layer.spec for layer in layers], caches, self.ranks, **how)
+        how |= {"mask": mask, "common_prefix_len": common_prefix_len}
 
         def plan_of(metadata: BatchMetadata, chosen: Sequence[int]) -> Plan:
-            return plan(
-                metadata,
-                [layers[i].spec for i in chosen],
-                None if caches is None else [caches[i] for i in chosen],
-                mask=mask,
-                implementation=layers[0].implementation,
-                query_dtype=self.dtype,
-                common_prefix_len=common_prefix_len,
-            )
+            own = None if caches is None else [caches[i] for i in chosen]
+            return plan(metadata, [layers[i].spec for i in chosen], own, **how)
 
         every = range(len(layers))
         if not isinstance(metadata, ByReach):
@@ -258,18 +268,22 @@ class Decoder(nnx.Module):
 
         Args:
             num_blocks: As in `CacheSpec`, for all layers or one a layer.
-            block_size: As in `CacheSpec`.
+            block_size: As in `CacheSpec`; on a mesh with cp each rank has 1 / cp of a block's tokens.
             dtype: As in `CacheSpec`; None = the model's.
             layout: As in `CacheSpec`.
             quantization: As in `CacheSpec`.
             skip_layers: Layers that are not quantised; negative numbers count from the last.
 
         Raises:
-            ValueError: There is no such layer, num_blocks has not one entry a layer, or as `CacheSpec`.
+            ValueError: There is no such layer, num_blocks has not one entry a layer, blocks do not fall into
+                equal parts, or as `CacheSpec`.
         """
         count = self.config.num_hidden_layers
         for layer in skip_layers:
             require(-count <= layer < count, "skip_layers", f"lie in [{-count}, {count})", layer)
+        ranks = None if self.mesh is None else ranks_of(self.mesh, self.cp_kv_cache_interleave_size)
+        if ranks is not None:
+            ranks.local_block_size(block_size)
         skipped = {layer % count for layer in skip_layers}
         blocks = tuple(num_blocks) if isinstance(num_blocks, Sequence) else (num_blocks,) * count
         require(len(blocks) == count, "num_blocks", f"have one entry per layer ({count})", len(blocks))

@@ -36,7 +36,7 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, one behind the other or side by side, with norms where the config has them.
 
     Attributes:
-        axis_name: Inside shard_map, where attention and MLP are one device's parts: the axis that these lie
+        axis_name: Inside shard_map, where attention and MLP are one device's parts: the axes that these lie
             along, and that what they give is summed over. None = they are whole.
     """
 
@@ -64,7 +64,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
-        self.axis_name: str | None = None
+        self.axis_name: str | tuple[str, ...] | None = None
         self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         self.adds_to_normed, self.residual_scale = config.adds_to_normed, config.residual_scale
         self.is_parallel = config.norm_placement.startswith("parallel")

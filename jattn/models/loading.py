@@ -31,7 +31,7 @@ from jattn.models.scales import KVScales, is_scale
 from jattn.models.spreading import gathered, spread, whole_shape
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
-from jattn.parallel import TP
+from jattn.parallel import CP, TP
 
 
 def load_shapes(
@@ -40,6 +40,7 @@ def load_shapes(
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> Decoder:
     """The decoder that `load` makes, with shapes in the place of its weights: to ask it, not to run it.
 
@@ -48,6 +49,7 @@ def load_shapes(
         dtype: As in `load`.
         implementation: As in `load`.
         mesh: As in `load`.
+        cp_kv_cache_interleave_size: As in `load`.
 
     Raises:
         FileNotFoundError: As `load`.
@@ -55,21 +57,21 @@ def load_shapes(
         NotImplementedError: As `load`.
     """
     directory = pathlib.Path(directory)
-    config = _spread(read_config(directory), mesh)
+    config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
     tensors = _tensors(directory, config)
     model = _shapes(config, tensors, dtype, implementation)
-    model.mesh = mesh
+    model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
     return model
 
 
-def _spread(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
+def _spread(config: DecoderConfig, mesh: Mesh | None, interleave: int) -> DecoderConfig:
     """The configuration as a mesh has it, once it is known to fit."""
     if mesh is None:
         return config
-    check_divides(config, mesh)
-    return config.spread_over(mesh.shape[TP])
+    check_divides(config, mesh, interleave)
+    return config.spread_over(mesh.shape[TP], mesh.shape[CP])
 
 
 def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
@@ -106,6 +108,7 @@ def load(
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
+    cp_kv_cache_interleave_size: int = 1,
     progress: bool = True,
 ) -> Decoder:
     """Loads a Hugging Face checkpoint of a supported family, with its tokenizer if there is a tokenizer.json.
@@ -118,24 +121,24 @@ def load(
     those of one parameter. Weights in few bits (`jattn.models.weight_formats`) become floats.
 
     Args:
-        directory: Holds config.json and model.safetensors, or the files that model.safetensors.index.json
-            names, or other *.safetensors files.
+        directory: Holds config.json and *.safetensors files, if need be those that an index.json names.
         dtype: Of parameters and computation; None = the config's, or the embedding's where it says nothing.
         implementation: Of the attention, as in `jattn.attend`.
         mesh: Devices to spread it over (`jattn.parallel.make_mesh`); None = it lies on one. Parameters that
             are joined or widened are made on the host then: no device ever holds more than its own part.
+        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay on one device.
         progress: Shows a bar on stderr.
 
     Raises:
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
             Or the model does not fall into the mesh's parts.
-        NotImplementedError: The config asks for what is not here, or a mesh for a cut that is not; the
-            message names it.
+        NotImplementedError: The config asks for what is not here, or a mesh for a cut that is not.
         ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
-    generation_config, config = GenerationConfig.read(directory), _spread(read_config(directory), mesh)
+    config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
+    generation_config = GenerationConfig.read(directory)
     tensors = _tensors(directory, config)
     graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), tensors_in(config.family, tensors)
@@ -154,7 +157,7 @@ def load(
         array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, on_mesh=on)
         flat[path] = value.replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
-    model.mesh = mesh
+    model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")

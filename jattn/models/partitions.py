@@ -1,8 +1,8 @@
 """A decoder on a mesh: which part of each parameter a device holds, and the model that it runs of them.
 
-Heads and the widths inside an MLP or an expert are cut, so attention and MLP each need one sum over the
-devices, behind their last product. The embedding and lm_head are cut by the vocabulary. The rest is small,
-and every device has it.
+Heads are cut by the mesh's tp, the widths inside an MLP or an expert by all of its devices, so attention and
+MLP each need one sum over all, behind their last product. The embedding and lm_head are cut by the
+vocabulary. The rest is small, and every device has it. Devices along cp have the same heads, and other keys.
 """
 
 import dataclasses
@@ -18,13 +18,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import PagedCache
-from jattn.masks import Mask, on_mesh
+from jattn.context_parallel import check_alibi
+from jattn.masks import LocalStrided, Mask, on_mesh
+from jattn.metadata.ranks import Ranks
 from jattn.models.config import DecoderConfig
 from jattn.models.specs import MLPSpec
-from jattn.parallel import TP, cache_partitions, check_mesh
+from jattn.parallel import ALL, CP, TP, cache_partitions, check_mesh
+from jattn.planning import Plan
 from pallas_kernels.checks import require, unsupported
 
 type Path = tuple[Any, ...]
+type Axes = str | tuple[str, ...]
 
 # By module and parameter.
 _BY_HEADS: dict[tuple[str, str], P] = {
@@ -36,16 +40,16 @@ _BY_HEADS: dict[tuple[str, str], P] = {
     ("k_norm", "weight"): P(TP),
 }
 _BY_WIDTH: dict[tuple[str, str], P] = {
-    ("gate_up_proj", "kernel"): P(None, None, TP),  # [hidden, 2, intermediate]
-    ("gate_up_proj", "bias"): P(None, TP),
-    ("up_proj", "kernel"): P(None, TP),
-    ("up_proj", "bias"): P(TP),
-    ("down_proj", "kernel"): P(TP),
+    ("gate_up_proj", "kernel"): P(None, None, ALL),  # [hidden, 2, intermediate]
+    ("gate_up_proj", "bias"): P(None, ALL),
+    ("up_proj", "kernel"): P(None, ALL),
+    ("up_proj", "bias"): P(ALL),
+    ("down_proj", "kernel"): P(ALL),
     # Of experts: [experts, 2, intermediate, hidden] and [experts, intermediate, hidden].
-    ("gate_up_proj", "weight"): P(None, None, TP),
-    ("down_proj", "weight"): P(None, TP),
+    ("gate_up_proj", "weight"): P(None, None, ALL),
+    ("down_proj", "weight"): P(None, ALL),
 }
-_BY_VOCABULARY = {("embed_tokens", "embedding"): P(TP), ("lm_head", "kernel"): P(None, TP)}
+_BY_VOCABULARY = {("embed_tokens", "embedding"): P(ALL), ("lm_head", "kernel"): P(None, ALL)}
 _PARTITIONS = _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
 # What is added to sums over the devices: one of them adds it.
 _OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
@@ -59,38 +63,59 @@ def parameter_partition(path: Path, num_axes: int) -> P:
         num_axes: Of the parameter: an expert's bias has one more than an MLP's.
     """
     if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
-        return P(None, None, TP)
+        return P(None, None, ALL)
     if path[-2] in ("q_norm", "k_norm") and num_axes == 1:
         return P()
     return _PARTITIONS.get(path[-2:], P())
 
 
-def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
+def ranks_of(mesh: Mesh, interleave: int) -> Ranks | None:
+    """Where the keys of requests lie on a mesh, for what runs in shard_map; None = each device has all."""
+    ranks = Ranks(axis_name=CP, size=mesh.shape[CP], interleave=interleave)
+    return ranks if ranks.size > 1 else None
+
+
+def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> None:
     """A model must fall into as many equal parts as the mesh's tp.
 
+    Args:
+        config: The model's.
+        mesh: The mesh.
+        interleave: As `cp_kv_cache_interleave_size` of `load`.
+
     Raises:
-        ValueError: The mesh is none, query heads or a width are no multiple of its tp, or kv heads neither a
-            multiple nor a divisor.
-        NotImplementedError: It has cp, or a norm is of all heads as one.
+        ValueError: The mesh is none, query heads are no multiple of its tp, kv heads neither a multiple nor a
+            divisor, or a width no multiple of its devices.
+        NotImplementedError: The model is right and cannot be cut here: a norm is of all heads as one; or, between
+            keys of several devices, ALiBi, or heads with patterns of their own.
     """
     check_mesh(mesh)
+    ranks = ranks_of(mesh, interleave)
+    for layer in config.layers if ranks is not None else ():
+        assert ranks is not None
+        check_alibi(layer.attention, ranks, has_slopes=layer.alibi_slopes is not None)
     tp = mesh.shape[TP]
     rule = f"be a multiple of the mesh's tp ({tp})"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     require(heads % tp == 0, "num_attention_heads", rule, heads)
+    rule = f"be a multiple of the mesh's tp * cp ({mesh.size})"
     for layer in config.layers:
-        _check_width(layer.mlp, rule, tp)
+        _check_width(layer.mlp, rule, mesh.size)
         if tp > 1 and layer.qk_norm is not None and layer.qk_norm.over == "all_heads":
             reason = "each device would need the mean over the heads of the others"
             raise unsupported("a norm of all heads as one on a mesh", reason, "Take one device")
     rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
     require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
+    for spec in config.attention_specs if ranks is not None and tp > 1 else ():
+        if isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
+            reason = "each device would need the pattern of its own heads among keys of several devices"
+            raise unsupported(f"sparsity {spec.sparsity} with cp", reason, "Take tp=1, or cp=1")
 
 
-def _check_width(mlp: Any, rule: str, tp: int) -> None:
+def _check_width(mlp: Any, rule: str, parts: int) -> None:
     shared = None if isinstance(mlp, MLPSpec) else mlp.shared
     for spec in filter(None, (mlp, shared)):
-        require(spec.intermediate_size % tp == 0, "intermediate_size", rule, spec.intermediate_size)
+        require(spec.intermediate_size % parts == 0, "intermediate_size", rule, spec.intermediate_size)
 
 
 def sharding_of(mesh: Mesh, path: Path, num_axes: int) -> NamedSharding:
@@ -104,8 +129,21 @@ def mask_on_mesh(mask: Mask, config: DecoderConfig) -> Mask:
     return on_mesh(mask, TP, config.tp, heads)
 
 
+def require_no_more(ranks: Ranks, *, mask: Mask | None, common_prefix_len: Any) -> None:
+    """A step of a model whose keys lie on several ranks must be what its layers say, and no more.
+
+    Raises:
+        NotImplementedError: It has a mask of its own, or a prefix that all rows share.
+    """
+    reason, way_out = f"the keys of a request lie on {ranks.size} devices", "Leave it None, or load with cp=1"
+    if mask is not None:
+        raise unsupported(f"mask={type(mask).__name__} with cp", reason, way_out)
+    if common_prefix_len is not None:
+        raise unsupported("common_prefix_len with cp", reason, way_out)
+
+
 def take_of_parts(
-    table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: str, vocab_size: int
+    table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: Axes, vocab_size: int
 ) -> Float[Array, "tokens hidden"]:
     """Rows of an embedding of which each device has a part, inside shard_map; ids beyond it are clipped."""
     first = jax.lax.axis_index(axis_name) * len(table)
@@ -131,7 +169,8 @@ def run_on_mesh(
     caches: Any = None,
     options: Mapping[str, Any] | None = None,
     *,
-    returns_caches: bool = False,
+    plan: Plan | None = None,
+    returns: str = "whole",
 ) -> Any:
     """Runs a method of a decoder on its mesh: each device that of its own part of the model.
 
@@ -143,8 +182,9 @@ def run_on_mesh(
         arguments: Arrays and pytrees that all devices have whole.
         caches: The model's caches, or None.
         options: As arguments, by name.
-        returns_caches: The method's result is one that all devices have whole, and caches. Else all of it is
-            one that they have whole.
+        plan: As `returns="plan"` gives it, for a method that takes one.
+        returns: What the method's result is: "whole", what all devices have; "caches", such a thing and
+            caches; or "plan", of which each rank has its own, along a first axis of all its arrays.
     """
     graphdef, state = nnx.split(model)
     paths, variables = zip(*nnx.to_flat_state(state), strict=True)
@@ -152,9 +192,9 @@ def run_on_mesh(
     shapes = tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values)
     is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
     assert model.mesh is not None
-    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns_caches)
+    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns)
     values = () if is_abstract else values
-    return _run(values, caches, arguments, options, how=how)
+    return _run(values, caches, arguments, options, plan, how=how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +207,19 @@ class _How:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     mesh: Mesh
     method: str
-    returns_caches: bool
+    returns: str
 
 
 @functools.partial(jax.jit, static_argnames="how")
-def _run(values: Any, caches: Any, arguments: Any, options: Any, *, how: _How) -> Any:
-    def run(values: Any, caches: Any, arguments: Any, options: Any) -> Any:
+def _run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any, *, how: _How) -> Any:
+    def run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any) -> Any:
         method = getattr(_own_part(how, values), how.method)
-        return method(*arguments) if options is None else method(*arguments, caches, **options)
+        if options is None:
+            return method(*arguments)
+        if plan is not None:
+            options = {**options, "plan": jax.tree.map(lambda array: array[0], plan)}
+        made = method(*arguments, caches, **options)
+        return jax.tree.map(lambda array: array[None], made) if how.returns == "plan" else made
 
     each = zip(how.paths, values, strict=False)  # no values of a model of shapes
     of_values = tuple(parameter_partition(path, value.ndim) for path, value in each)
@@ -183,27 +228,28 @@ def _run(values: Any, caches: Any, arguments: Any, options: Any, *, how: _How) -
     return jax.shard_map(
         run,
         mesh=how.mesh,
-        in_specs=(of_values, of_caches, P(), P()),
-        out_specs=(P(), of_caches) if how.returns_caches else P(),
+        in_specs=(of_values, of_caches, P(), P(), P(CP)),
+        out_specs={"whole": P(), "caches": (P(), of_caches), "plan": P(CP)}[how.returns],
         check_vma=False,  # kernels do not say over which axes their results vary
-    )(values, caches, arguments, options)
+    )(values, caches, arguments, options, plan)
 
 
 def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     """The decoder of one device, inside shard_map: its heads, its widths, its part of the vocabulary."""
-    is_first = jax.lax.axis_index(TP) == 0
+    is_first = jax.lax.axis_index(ALL) == 0
     of_first = lambda value: jnp.where(is_first, value, jnp.zeros_like(value))
     flat: dict[Path, Any] = {}
     for path, kind, value in zip(how.paths, how.kinds, values or how.shapes, strict=True):
         flat[path] = kind(of_first(value) if values and path[-2:] in _OF_SUMS else value)
     model: Any = nnx.merge(how.graphdef, nnx.from_flat_state(flat))
     tp = how.mesh.shape[TP]
-    model.mesh, model.axis_name = None, TP
+    model.ranks = ranks_of(how.mesh, model.cp_kv_cache_interleave_size)
+    model.mesh, model.axis_name = None, ALL
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             module.out_features = module.kernel.shape[1:]
     for layer in model.layers:
-        layer.axis_name = TP
+        layer.axis_name, layer.self_attn.ranks = ALL, model.ranks
         _cut_heads(layer.self_attn, tp, model.config)
     return model
 

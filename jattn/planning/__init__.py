@@ -4,18 +4,21 @@ from jattn.implementations.choice import KernelFallbackWarning
 from jattn.planning.cascading import can_cascade
 from jattn.planning.choosing import choose_layers
 from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, table_lines
-from jattn.planning.plans import Plan, check_batch_of, plan, planned
+from jattn.planning.plans import Plan, RankRegion, check_batch_of, plan, planned
+from jattn.planning.rank_plans import plan_on_rank
 
 __all__ = [
     "COLUMNS",
     "KernelFallbackWarning",
     "LayerPlan",
     "Plan",
+    "RankRegion",
     "aligned",
     "can_cascade",
     "check_batch_of",
     "choose_layers",
     "plan",
+    "plan_on_rank",
     "planned",
     "table_lines",
 ]

@@ -37,6 +37,7 @@ class Plan:
         mask: Which keys the queries of all layers see, besides what their specs say; None = no such mask.
         seq_lens: Those of the batch that it was made for.
         cascade: For layers that attend to a prefix of all rows once; None = no layer does.
+        of_rank: For a step over the keys of one rank: all else is of no use then. None = all keys are here.
         layers: Static: the kinds of layers, and what serves each.
         bucket: Static: the bucket that it was made for.
     """
@@ -46,6 +47,7 @@ class Plan:
     mask: Mask | None
     seq_lens: Int32[Array, " reqs"]
     cascade: Optional["CascadePlan"] = None
+    of_rank: Optional["RankPlan"] = None
     layers: tuple[LayerPlan, ...] = static()
     bucket: Bucket = static()
 
@@ -83,6 +85,32 @@ class CascadePlan:
     metadata: CascadeMetadata
     prefix: Plan
     suffix: Plan
+
+
+@pytree
+class RankRegion:
+    """A region of a step, for one kind of layer, over the keys of one rank.
+
+    Attributes:
+        metadata: The region as a step of its own, over these keys.
+        plan: Of that step, with the mask of the keys' positions where the spec does not say it all.
+        spec: Static: what the layer is for these keys.
+    """
+
+    metadata: BatchMetadata
+    plan: Plan
+    spec: AttentionSpec = static()
+
+
+@pytree
+class RankPlan:
+    """How layers attend to the keys of one rank.
+
+    Attributes:
+        regions: Of each of the plan's layers, in REGIONS' order; None where the step has none.
+    """
+
+    regions: tuple[tuple[RankRegion | None, RankRegion | None], ...]
 
 
 def plan(

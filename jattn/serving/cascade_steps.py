@@ -10,6 +10,7 @@ from flax import nnx
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep
 from jattn.module import PagedAttention
+from jattn.parallel import num_ranks
 from jattn.planning.cascading import why_no_cascade
 from jattn.planning.use_cascade import MIN_REQS, use_cascade_attention
 from jattn.serving.scheduled_step import Step
@@ -131,6 +132,8 @@ def _why_not(model: Any) -> str | None:
     """Why a model's steps cannot attend to a prefix once; None = they can."""
     if "common_prefix_len" not in inspect.signature(model.plan).parameters:
         return "the model's plan takes no common_prefix_len"
+    if num_ranks(model) > 1:
+        return "the keys of a request lie on several devices"
     layers = [one for _, one in nnx.iter_modules(model) if isinstance(one, PagedAttention)]
     if not layers:
         return "the model has no PagedAttention"

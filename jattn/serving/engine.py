@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
+from jattn.parallel import num_ranks
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.default_params import default_params
 from jattn.serving.engine_core import EngineCore
@@ -77,7 +78,7 @@ class Engine:
             model: A `jattn.models.Decoder`, another ServedModel, or a Hugging Face folder to load one from.
             num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
             cache_bytes: On each device. None = enough for any step, or 80 % of what is free (1 GiB: unknown).
-            block_size: Tokens of a block.
+            block_size: Tokens of a block, on each device that has keys of its own.
             max_num_seqs: Most requests of a step.
             max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks.
             max_model_len: Longest context, prompt and new tokens together. None = the model's.
@@ -121,6 +122,7 @@ class Engine:
     ) -> None:
         """Who schedules, drafts and runs."""
         self._processes = processes_of(getattr(self.model, "mesh", None), drafter.model)
+        limits = limits.on_ranks(num_ranks(self.model))
         num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
         if self._processes is not None:
             num_blocks = self._processes.agree(num_blocks, f"{limits} {cache} {implementation} {more}")

@@ -93,7 +93,7 @@ class StepLimits(NamedTuple):
     """What the engine was told of its steps.
 
     Attributes:
-        block_size: Tokens of a block.
+        block_size: Tokens of a block, of all devices together.
         max_num_seqs: Most requests of a step.
         max_num_batched_tokens: Most new tokens of a step.
         max_model_len: Longest context; None = the model's.
@@ -105,6 +105,10 @@ class StepLimits(NamedTuple):
     max_num_batched_tokens: int
     max_model_len: int | None = None
     batch_invariant: bool = False
+
+    def on_ranks(self, num_ranks: int) -> "StepLimits":
+        """Blocks as the scheduler counts them: each rank has `block_size` tokens of one."""
+        return self._replace(block_size=self.block_size * num_ranks)
 
     def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
         """Raises ValueError unless all are ints: positive the limits, None perhaps the memory's sizes."""

@@ -6,6 +6,7 @@ Nothing of the flow calls them, but for what it shares: `compute_slot_mapping`, 
 
 from jattn.masks.local_strided import get_head_sliding_step
 from jattn.metadata.buckets import default_capture_sizes
+from jattn.metadata.ranks import get_dcp_local_seq_lens
 from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.planning.use_cascade import use_cascade_attention
 from jattn.vllm.block_patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
@@ -13,7 +14,6 @@ from jattn.vllm.cache import reshape_and_cache
 from jattn.vllm.context_parallel import (
     compute_dcp_slot_mapping,
     cp_lse_combine,
-    get_dcp_local_seq_lens,
     mask_empty_context_lse,
     max_dcp_local_seq_len,
 )

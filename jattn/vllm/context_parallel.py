@@ -22,34 +22,6 @@ class CombinedAttention(NamedTuple):
     lse: Float[Array, "tokens q_heads"]
 
 
-def get_dcp_local_seq_lens(
-    seq_lens: IntVector,
-    dcp_size: int = 1,
-    dcp_rank: IntLike | None = None,
-    cp_kv_cache_interleave_size: int = 1,
-) -> Int32[AnyArray, " reqs"] | Int32[AnyArray, "reqs ranks"]:
-    """How many keys of each request a rank stores.
-
-    Args:
-        seq_lens: Keys of each request on all ranks together. Host or traced.
-        dcp_size: Number of ranks.
-        dcp_rank: The rank, which may be traced; None = all of them, also when there is only one.
-        cp_kv_cache_interleave_size: Neighbouring positions that stay together.
-
-    Returns:
-        One number per request, or one column per rank when dcp_rank is None.
-
-    Source: vLLM `get_dcp_local_seq_lens`.
-    """
-    require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
-    xp, lens, rank = with_namespace(seq_lens=seq_lens, dcp_rank=dcp_rank)
-    ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
-    lens = lens[:, None] if rank is None else lens
-    full_rounds = lens // (cp_kv_cache_interleave_size * dcp_size) * cp_kv_cache_interleave_size
-    rest = lens - full_rounds * dcp_size - ranks * cp_kv_cache_interleave_size
-    return (full_rounds + xp.clip(rest, 0, cp_kv_cache_interleave_size)).astype(np.int32)
-
-
 def max_dcp_local_seq_len(
     max_seq_len: IntLike, dcp_size: int = 1, cp_kv_cache_interleave_size: int = 1
 ) -> IntLike:

@@ -103,11 +103,6 @@ class TestWhatDoesNotFit:
             check_mesh(mesh_of(2, names=("x", "y")))
 
     @pytest.mark.parametrize("of", [load, load_shapes])
-    def test_keys_are_not_spread(self, of):
-        with pytest.raises(NotImplementedError, match="a mesh with cp 2: models do not spread"):
-            of(LLAMA, mesh=mesh_of(1, cp=2))
-
-    @pytest.mark.parametrize("of", [load, load_shapes])
     def test_query_heads(self, of):
         with pytest.raises(ValueError, match=r"num_attention_heads must be a multiple .*\(4\), got 6"):
             of(LLAMA, mesh=mesh_of(4))
@@ -120,6 +115,8 @@ class TestWhatDoesNotFit:
     def test_widths(self):
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 191"):
             check_divides(changed(intermediate_size=191), mesh_of(2))
+        with pytest.raises(ValueError, match=r"must be a multiple of the mesh's tp \* cp \(4\), got 190"):
+            check_divides(changed(intermediate_size=190), mesh_of(2, cp=2))
 
     def test_a_shared_expert_s_width(self):
         hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
@@ -188,8 +185,9 @@ def test_every_matrix_of_every_family_is_cut(name):
     for path, value in nnx.to_flat_state(nnx.state(model)):
         partition = parameter_partition(path, len(value.shape))
         assert len(partition) <= len(value.shape), path
-        num_cut += "tp" in partition
-        if "tp" not in partition and len(value.shape) > 1:
+        is_cut = "tp" in partition or ("tp", "cp") in partition
+        num_cut += is_cut
+        if not is_cut and len(value.shape) > 1:
             whole.append(path)
     assert num_cut > 4 * config.num_hidden_layers
     assert [path for path in whole if path[-2] not in (*SMALL, "down_proj")] == []

@@ -32,6 +32,15 @@ MASKS = {
             columns=jnp.zeros((32, 16384), bool), slashes=jnp.zeros((32, 16384), bool)
         )
     ),
+    "of_one_rank": lambda: jax.eval_shape(
+        lambda: masks.Interleaved(
+            mask=masks.Window(4095, None) & masks.Causal(),
+            rank=jnp.int32(1),
+            shift=jnp.zeros(2, jnp.int32),
+            num_ranks=2,
+            interleave=1,
+        )
+    ),
     "prefix_of_documents": lambda: jax.eval_shape(
         lambda: (
             (masks.Causal() | masks.Prefix(length=jnp.zeros(2, jnp.int32)))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jattn.metadata.ranks import get_dcp_local_seq_lens
 from jattn.vllm.context_parallel import (
     compute_dcp_slot_mapping,
     cp_lse_combine,
-    get_dcp_local_seq_lens,
     mask_empty_context_lse,
     max_dcp_local_seq_len,
 )

@@ -10,11 +10,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jattn.implementations.mosaic_gpu.interleaved_mask import interleaved_mask, why_not_interleaved
 from jattn.masks import (
     And,
     BlockMask,
     Causal,
     Document,
+    Interleaved,
     Mask,
     Not,
     OnMesh,
@@ -72,6 +74,9 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
                 return f"there is no kernel for blocks of {leaf.block_kv} keys ({few})"
         elif isinstance(leaf, OnMesh):
             return "there is no kernel for patterns that differ from device to device"
+        elif isinstance(leaf, Interleaved):
+            if (reason := why_not_interleaved(leaf)) is not None:
+                return reason
         elif not leaf.is_static and not isinstance(leaf, Document | Prefix | VerticalSlash):
             return f"there is no kernel for the arrays of a {type(leaf).__name__}"
     return None
@@ -91,6 +96,8 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
             return _document(mask, call)
         case Prefix():
             return _prefix(mask)
+        case Interleaved():
+            return interleaved_mask(mask)
         case VerticalSlash():
             return _vertical_slash(mask)
     assert isinstance(mask, BlockMask)

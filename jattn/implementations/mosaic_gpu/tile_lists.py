@@ -12,12 +12,9 @@ from jattn.masks import (
     And,
     BigBird,
     BlockMask,
-    Causal,
-    Chunked,
     Coverage,
     LocalStrided,
     Mask,
-    Window,
     coverage_of_tiles,
 )
 from jattn.masks.base import leaves
@@ -139,7 +136,7 @@ def tile_lists(
     """
     factors = taken_apart(mask, sizes, is_packed=call.is_packed)
     items = _Items(schedule, spec, sizes, call)
-    numbers = _of_spec(spec) if factors.pairs is None else _of_spec(spec) & factors.pairs
+    numbers = spec.mask_of_numbers if factors.pairs is None else spec.mask_of_numbers & factors.pairs
     some, every = items.coverage(numbers, items.first, items.last)
     every &= items.is_inside()[:, None, :]
     seen_by_block = []
@@ -167,7 +164,7 @@ def packed_codes(
     Arguments are tile_lists'.
     """
     items = _Items(schedule, spec, sizes, call)
-    some, every = items.coverage(_of_spec(spec) & mask, items.first, items.last)
+    some, every = items.coverage(spec.mask_of_numbers & mask, items.first, items.last)
     return codes_of(some, every & items.is_inside()[:, None, :])
 
 
@@ -206,12 +203,3 @@ class _Items:
         if self._skew is not None:
             first_key = first_key - self._skew[:, None]
         return (first_key >= 0) & (first_key + tile_kv <= self._seq_lens[:, None])
-
-
-def _of_spec(spec: AttentionSpec) -> Mask:
-    """What the spec's numbers let queries see, as a mask."""
-    left, right = spec.window or (None, None)
-    mask: Mask = Window(left, right)
-    if spec.causal:
-        mask = mask & Causal()
-    return mask if spec.chunk_size is None else mask & Chunked(spec.chunk_size)

@@ -11,6 +11,7 @@ from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models.scales import CalibrationWarning
 from jattn.parallel import make_mesh
 from jattn.serving.engine import Engine
+from pallas_kernels.checks import require, require_positive
 
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -49,6 +50,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits whatever else runs, at a price"
     )
+    _add_device_options(parser)
+    parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompts that begin alike are computed once",
+    )
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Those of several devices, as vLLM has them."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -56,12 +69,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="devices to spread the model over [1]",
     )
-    parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
     parser.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="prompts that begin alike are computed once",
+        "--decode-context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of these, how many share the keys of each request [1]",
+    )
+    parser.add_argument(
+        "--cp-kv-cache-interleave-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="neighbouring tokens whose keys stay on one of them [1]",
     )
 
 
@@ -87,13 +107,23 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
     """The Engine that the options ask for; what its caches lack is told on stderr."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", CalibrationWarning)
-        size = args.tensor_parallel_size
-        on = {} if size == 1 else {"mesh": make_mesh(tp=size)}
-        model = load(args.model, dtype=args.dtype, **on)
+        model = load(args.model, dtype=args.dtype, **_mesh(args))
         engine = Engine(model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
     for warning in told:
         print(f"jattn: {warning.message}", file=sys.stderr)
     return engine
+
+
+def _mesh(args: argparse.Namespace) -> dict[str, Any]:
+    """What `load` is told of several devices, which vLLM counts all as tensor parallel."""
+    size, cp = args.tensor_parallel_size, args.decode_context_parallel_size
+    require_positive(decode_context_parallel_size=cp)
+    rule = f"be a multiple of decode_context_parallel_size ({cp})"
+    require(size % cp == 0, "tensor_parallel_size", rule, size)
+    if size == 1:
+        return {}
+    interleave = args.cp_kv_cache_interleave_size
+    return {"mesh": make_mesh(tp=size // cp, cp=cp), "cp_kv_cache_interleave_size": interleave}
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -1,0 +1,126 @@
+"""Attention over keys that lie on several ranks: each attends to its own, and they join their results.
+
+Inside `jax.shard_map`, where all ranks have the same queries. One exchange joins them, that of log-sum-exps:
+with them each rank knows what its own output counts for, and the sum over the ranks is the whole.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jattn.attending import attend, queries_of
+from jattn.cache import PagedCache
+from jattn.implementations.choice import Asked
+from jattn.implementations.layers import Layer, layer_of
+from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.ranks import Ranks
+from jattn.metadata.regions import REGIONS, part_of
+from jattn.planning import Plan, RankRegion, plan_on_rank
+from jattn.spec import AttentionSpec
+from pallas_kernels.checks import require, unsupported
+
+
+def attend_on_rank(
+    query: Float[Array, "tokens q_heads head_dim"],
+    cache: PagedCache,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    ranks: Ranks,
+    plan: Plan | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    *,
+    implementation: Asked = None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """What this rank's keys bring each token of a step: the sum over the ranks is what `attend` gives.
+
+    Args:
+        query: The step's queries, the same on all ranks.
+        cache: This rank's part of the cache, with its part of the step's keys in it (slots_of_rank).
+        metadata: The step's, of all ranks.
+        spec: The layer.
+        ranks: Where keys lie.
+        plan: From plan_on_rank, for layers like this one among others; None = made here.
+        sinks: As in `attend`; they count once.
+        alibi_slopes: As in `attend`.
+        implementation: As in `attend`.
+
+    Raises:
+        ValueError: As `attend`.
+        NotImplementedError: As `attend`, or ALiBi whose bias the rank's own keys do not say.
+
+    Source: vLLM's decode context parallelism, `cp_lse_ag_out_rs`, without the exchange of outputs.
+    """
+    check_alibi(spec, ranks, has_slopes=alibi_slopes is not None)
+    if plan is None:
+        options: dict[str, Any] = {"implementation": implementation, "query_dtype": query.dtype}
+        plan = plan_on_rank(metadata, (spec,), (cache,), ranks, **options)
+    outs, lses = [], []
+    for name, region in zip(REGIONS, _regions_of(plan, layer_of(spec, cache, query.dtype)), strict=True):
+        if region is not None:
+            q, whole = queries_of(query, metadata, name), part_of(metadata, name).metadata
+            slopes = None if alibi_slopes is None else alibi_slopes * ranks.size
+            given: Any = (q, cache, region.metadata, region.spec, region.plan, None, slopes)
+            out, lse = attend(*given, implementation=implementation, return_lse=True)
+            if alibi_slopes is not None:
+                lse = lse + alibi_slopes[:, None] * _ahead(whole, ranks)[None, :].astype(lse.dtype)
+            outs.append(out)
+            lses.append(lse)
+    if not outs:
+        return query
+    return share_of_rank(jnp.concatenate(outs), jnp.concatenate(lses, axis=1), ranks, sinks=sinks)
+
+
+def share_of_rank(
+    out: Float[Array, "tokens q_heads head_dim"],
+    lse: Float[Array, "q_heads tokens"],
+    ranks: Ranks,
+    *,
+    sinks: Float[Array, " q_heads"] | None = None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """A rank's output times what it counts for among all ranks': 0 where it has no key.
+
+    Args:
+        out: Attention over the rank's keys.
+        lse: Its log-sum-exp, -inf where there is no key.
+        ranks: The ranks.
+        sinks: One more score for each head, without a value, beside the keys of all.
+    """
+    total = jax.nn.logsumexp(jax.lax.all_gather(lse, ranks.axis_name), axis=0)
+    if sinks is not None:
+        total = jnp.logaddexp(total, sinks.astype(total.dtype)[:, None])
+    weight = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - total)).T[..., None]
+    return jnp.where(weight > 0, weight * out.astype(weight.dtype), 0.0).astype(out.dtype)
+
+
+def check_alibi(spec: AttentionSpec, ranks: Ranks, *, has_slopes: bool) -> None:
+    """A layer's bias must follow from a line through the rank's own keys, which lie at equal distances then.
+
+    Raises:
+        NotImplementedError: It does not.
+    """
+    if has_slopes and spec.sqrt_alibi:
+        reason = "keys that lie on several devices have a bias that is linear in their distance"
+        raise unsupported("spec.sqrt_alibi=True with cp", reason, "One device a request's keys, with cp=1")
+    if has_slopes and ranks.interleave > 1:
+        reason = "ALiBi needs keys at equal distances on each rank"
+        what = f"cp_kv_cache_interleave_size={ranks.interleave} with ALiBi"
+        raise unsupported(what, reason, "Leave it 1")
+
+
+def _regions_of(plan: Plan, layer: Layer) -> tuple[RankRegion | None, RankRegion | None]:
+    """Both regions of a kind of layer."""
+    require(plan.of_rank is not None, "plan", "be made by plan_on_rank", "one of all keys")
+    assert plan.of_rank is not None
+    return plan.of_rank.regions[plan.layers.index(plan.layer_plan(layer))]
+
+
+def _ahead(whole: BatchMetadata, ranks: Ranks) -> Int32[Array, " tokens"]:
+    """By how much a token's bias says too little: where it is said to stand, less where it stands.
+
+    Its bias is linear in the rank's keys, `ranks.size` positions apart, so it is one number for all of them.
+    """
+    shift = (whole.seq_lens - ranks.num_keys(whole.seq_lens))[whole.token_rows]
+    return ranks.size * (whole.positions - shift) + ranks.rank - whole.positions

@@ -1,0 +1,146 @@
+"""Plans of steps over the keys of one rank: which of them a query sees, and by what means.
+
+The last query of a row sees all of the rank's keys, and a window or a chunk of whole rounds holds as many of
+each rank's: the numbers of a spec say it, and kernels need no mask. Between two queries of a row there is a
+key of the rank or none, so several of them are told their keys by a mask of true positions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jattn.implementations.choice import Asked
+from jattn.implementations.layers import AnyCache, Layer, layer_of, regions_of
+from jattn.masks import Interleaved, Mask
+from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.ranks import Ranks, keys_of_rank
+from jattn.metadata.regions import REGIONS, part_of
+from jattn.planning.layer_plans import LayerPlan
+from jattn.planning.plans import Plan, RankPlan, RankRegion, plan
+from jattn.pytree import replace
+from jattn.spec import AttentionSpec
+
+
+def plan_on_rank(
+    metadata: BatchMetadata,
+    specs: Sequence[AttentionSpec],
+    caches: Sequence[AnyCache | None],
+    ranks: Ranks,
+    *,
+    implementation: Asked = None,
+    query_dtype: DTypeLike | None = None,
+) -> Plan:
+    """`plan` of a step over the keys that this rank stores. Traced, inside shard_map.
+
+    Args:
+        metadata: The step's, of all ranks.
+        specs: The layers.
+        caches: This rank's, one a layer.
+        ranks: Where keys lie.
+        implementation: As in `plan`.
+        query_dtype: As in `plan`.
+
+    Raises:
+        ValueError: As `plan`, or blocks do not fall into the ranks' rounds.
+        NotImplementedError: As `plan`.
+    """
+    how: dict[str, Any] = {"implementation": implementation, "query_dtype": query_dtype}
+    there = [region.name for region in regions_of(metadata)]
+    kinds: dict[Any, Any] = {}
+    for spec, cache in zip(specs, caches, strict=True):
+        kinds.setdefault(layer_of(spec, cache, query_dtype), cache)
+    layers: list[LayerPlan] = []
+    regions: list[tuple[RankRegion | None, RankRegion | None]] = []
+    for layer, cache in kinds.items():
+        of = functools.partial(_region, metadata, spec=layer.spec, cache=cache, ranks=ranks, how=how)
+        decode, prefill = (of(name) if name in there else None for name in REGIONS)
+        regions.append((decode, prefill))
+        layers.append(_layer_plan(layer, decode, prefill))
+    return Plan(
+        works=(),
+        query_tiles=None,
+        mask=None,
+        seq_lens=metadata.seq_lens,
+        of_rank=RankPlan(regions=tuple(regions)),
+        layers=tuple(layers),
+        bucket=metadata.bucket,
+    )
+
+
+def _layer_plan(layer: Layer, decode: RankRegion | None, prefill: RankRegion | None) -> LayerPlan:
+    """What serves a layer, as both regions' plans have it."""
+    chosen = [None if region is None else region.plan.layers[0] for region in (decode, prefill)]
+    return LayerPlan(
+        layer=layer,
+        is_for_any_cache=all(one.is_for_any_cache for one in chosen if one is not None),
+        decode=None if chosen[0] is None else chosen[0].decode,
+        prefill=None if chosen[1] is None else chosen[1].prefill,
+    )
+
+
+def _region(
+    metadata: BatchMetadata,
+    name: str,
+    *,
+    spec: AttentionSpec,
+    cache: AnyCache | None,
+    ranks: Ranks,
+    how: dict[str, Any],
+) -> RankRegion:
+    whole = part_of(metadata, name).metadata
+    local, mask = keys_of_rank(whole, ranks), None
+    if name == "decode" and whole.bucket.decode_query_len == 1 and says_it_all(spec, ranks):
+        if spec.chunk_size is not None:
+            local = _of_chunks(local, whole, spec.chunk_size, ranks)
+        of_rank = spec_of_rank(spec, ranks)
+    else:
+        of_rank, mask = _masked(spec, ranks)
+        shift = whole.seq_lens - local.seq_lens
+        sizes: dict[str, int] = {"num_ranks": ranks.size, "interleave": ranks.interleave}
+        mask = Interleaved(mask=mask, rank=ranks.rank, shift=shift, **sizes)
+    made = plan(local, of_rank, cache, mask=mask, **how)
+    return RankRegion(metadata=local, plan=made, spec=of_rank)
+
+
+def says_it_all(spec: AttentionSpec, ranks: Ranks) -> bool:
+    """Whether a spec's numbers can say which of a rank's keys the last query of a row sees."""
+    left = None if spec.window is None else spec.window[0]
+    sizes = (None if left is None else left + 1, spec.chunk_size)
+    return spec.sparsity is None and all(n is None or n % ranks.round_size == 0 for n in sizes)
+
+
+def spec_of_rank(spec: AttentionSpec, ranks: Ranks) -> AttentionSpec:
+    """What a layer is to the last query of a row over a rank's keys; says_it_all."""
+    left, right = spec.window or (None, None)
+    window = None if left is None else ((left + 1) // ranks.size - 1, right)
+    chunk_size = None if spec.chunk_size is None else spec.chunk_size // ranks.size
+    return dataclasses.replace(spec, window=window, chunk_size=chunk_size)
+
+
+def _of_chunks(local: BatchMetadata, whole: BatchMetadata, chunk_size: int, ranks: Ranks) -> BatchMetadata:
+    """Without the rows of whose last query's chunk the rank has no key: their last keys are of another."""
+    first = jnp.maximum(whole.seq_lens - 1, 0) // chunk_size * chunk_size
+    return replace(local, seq_lens=jnp.where(local.seq_lens > ranks.num_keys(first), local.seq_lens, 0))
+
+
+def _masked(spec: AttentionSpec, ranks: Ranks) -> tuple[AttentionSpec, Mask]:
+    """What a layer is whose queries are told their keys by a mask, and the mask of true positions.
+
+    The window that is left spares the keys far before the layer's, and hides none of them: a query's last key
+    is no further before it than one place, and of the window's positions no rank has more than of as many
+    whole rounds.
+    """
+    left = None if spec.window is None else spec.window[0]
+    rounds = None if left is None else -(-(left + 1) // ranks.round_size)
+    window = None if rounds is None else (rounds * ranks.interleave - 1, None)
+    plain: dict[str, Any] = {"causal": False, "window": window, "chunk_size": None, "sparsity": None}
+    return dataclasses.replace(spec, **plain), _whole(spec)
+
+
+def _whole(spec: AttentionSpec) -> Mask:
+    numbers = spec.mask_of_numbers
+    return numbers if spec.sparsity is None else spec.sparsity & numbers

@@ -1,0 +1,80 @@
+"""varlen_prefill over the keys of one of several ranks, beside the reference over all keys of a request."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
+from jattn.metadata.ranks import get_dcp_local_seq_lens
+from jattn.pytree import replace
+from tests.regions import attend_region
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 2, 1, 64, 16
+QUERY_LENS, SEQ_LENS = [70, 3], [150, 40]
+INNER = {
+    "causal": masks.Window() & masks.Causal(),
+    "window": masks.Window(70, None) & masks.Causal(),
+    "both sides": masks.Window(40, 9),
+    "chunks": masks.Window() & masks.Causal() & masks.Chunked(48),
+}
+
+
+def step_of(lens, block_size):
+    counts = [-(-length // block_size) for length in lens]
+    table = np.split(np.random.default_rng(0).permutation(sum(counts)), np.cumsum(counts)[:-1])
+    return jattn.build_batch_metadata(QUERY_LENS, lens, table, block_size=block_size, decode_query_len=999)
+
+
+def cache_of(keys, metadata, positions):
+    """The keys at some positions of each request, close together."""
+    cache = jattn.PagedCache.create(
+        jattn.CacheSpec(num_blocks=64, block_size=BLOCK, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    )
+    rows = np.repeat(np.arange(len(positions)), [len(one) for one in positions])
+    places = np.concatenate([np.arange(len(one)) for one in positions])
+    slots = np.asarray(metadata.block_table)[rows, places // BLOCK] * BLOCK + places % BLOCK
+    taken = [
+        jnp.asarray(np.concatenate([np.asarray(of)[r, p] for r, p in enumerate(positions)])) for of in keys
+    ]
+    return jattn.write_kv(cache, *taken, jnp.asarray(slots))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "interleave"),
+    [("causal", 2, 1), ("window", 3, 4), ("both sides", 2, 4), ("chunks", 3, 1)],
+)
+def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave):
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    keys = [normal(len(SEQ_LENS), max(SEQ_LENS), KV_HEADS, HEAD_DIM) for _ in range(2)]
+    query = normal(sum(QUERY_LENS), HEADS, HEAD_DIM)
+    rank = size - 1
+    stored = [[p for p in range(n) if p // interleave % size == rank] for n in SEQ_LENS]
+    lens = get_dcp_local_seq_lens(SEQ_LENS, size, rank, interleave)
+    assert [len(one) for one in stored] == lens.tolist()
+    whole = step_of(SEQ_LENS, BLOCK)
+    # What the kernel is given: the rank's keys, close together, and the queries behind them.
+    local = replace(whole, seq_lens=jnp.asarray(lens))
+    arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray(SEQ_LENS, jnp.int32) - lens}
+    mask = masks.Interleaved(mask=INNER[name], **arrays, num_ranks=size, interleave=interleave)
+    spec = jattn.AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, causal=False)
+    run = lambda query, cache: attend_region(
+        query, cache, local, spec, mask=mask, interpret=plgpu.InterpretGPUParams()
+    )
+    out, lse = jax.jit(run)(query, cache_of(keys, local, stored))
+    is_mine = masks.MaskFunction(lambda head, query, key: key // interleave % size == rank)
+    all_keys = cache_of(keys, whole, [list(range(n)) for n in SEQ_LENS])
+    how = {"implementation": "reference", "return_lse": True}
+    want, want_lse = jattn.attend(query, all_keys, whole, spec, mask=INNER[name] & is_mine, **how)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), atol=2e-2)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-2)
+
+
+def test_what_has_no_kernel_is_named():
+    arrays = {"rank": jnp.int32(0), "shift": jnp.zeros(1, jnp.int32)}
+    mask = masks.Interleaved(mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1)
+    assert "no kernel for a LocalStrided over keys that lie on several" in str(why_not_kernel_mask(mask, 128))

@@ -1,0 +1,233 @@
+"""Attention over keys that lie on several ranks gives what it gives where all keys are on one."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.context_parallel import attend_on_rank
+from jattn.masks import Causal, Chunked, Interleaved, Window
+from jattn.masks.base import Pairs, Tiles
+from jattn.metadata.ranks import Ranks, slots_of_rank
+from jattn.planning import plan_on_rank
+from jattn.requests import exact_bucket
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 8  # tokens of a block on each rank
+# New tokens and all tokens of each request: decode rows, then prompts, with a past and without.
+# The first stands at the begin of a chunk of which all ranks but one have no key.
+QUERY_LENS, SEQ_LENS = [1, 1, 1, 5, 13, 2], [73, 1, 33, 5, 50, 61]
+SLOPES = jnp.asarray([0.5, 0.25, 0.06, 0.01], jnp.float32)
+BLOCKS = {"block_size": 8, "local_blocks": 2, "vert_stride": 3}
+SINKS = jnp.asarray([0.3, -1.0, 2.0, 0.0], jnp.float32)
+
+
+def ranks_of(size, interleave=1):
+    return Ranks(axis_name="cp", size=size, interleave=interleave)
+
+
+def on_ranks(ranks, of):
+    """What each rank makes, along a first axis: vmap is a mesh of one device."""
+    return jax.jit(jax.vmap(lambda _: of(), axis_name="cp", axis_size=ranks.size))(jnp.zeros(ranks.size))
+
+
+def step_of(ranks, query_lens=QUERY_LENS, seq_lens=SEQ_LENS, decode_query_len=1, room=1):
+    """A step in blocks of all ranks together, in any order, and all tokens until then as one step."""
+    size = BLOCK * ranks.size
+    counts = [-(-length // size) for length in seq_lens]
+    ids = np.random.default_rng(0).permutation(sum(counts)) + 1
+    table = np.split(ids, np.cumsum(counts)[:-1])
+    exact = exact_bucket(np.asarray(query_lens), decode_query_len=decode_query_len, max_blocks=0)
+    names = ("max_decodes", "max_prefills", "max_prefill_tokens")
+    grown = {name: getattr(exact, name) + room for name in names}
+    bucket = jattn.Bucket(**grown, decode_query_len=decode_query_len, max_blocks=max(counts) + room)
+    step = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=size, bucket=bucket)
+    history = jattn.build_batch_metadata(seq_lens, seq_lens, table, block_size=size, decode_query_len=99)
+    return step, history
+
+
+def filled(ranks, history, **cache):
+    """One device's cache with all keys in it, and those of the ranks, along a first axis; the rest is NaN."""
+    tokens = history.slot_mapping.shape[0]
+    key, value = (jax.random.normal(jax.random.key(i), (tokens, KV_HEADS, HEAD_DIM)) for i in (1, 2))
+    num_blocks = int(history.block_table.max()) + 1
+
+    def write(block_size, slots):
+        spec = jattn.CacheSpec(
+            num_blocks=num_blocks, block_size=block_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+            dtype=jnp.float32, **cache,
+        )  # fmt: skip
+        empty = jattn.PagedCache.create(spec)
+        poisoned = jax.tree.map(
+            lambda x: x if x.dtype == jnp.int8 or not x.ndim else jnp.full_like(x, jnp.nan), empty
+        )
+        return jattn.write_kv(poisoned, key, value, slots)
+
+    whole = write(BLOCK * ranks.size, history.slot_mapping)
+    return whole, on_ranks(ranks, lambda: write(BLOCK, slots_of_rank(history, ranks)))
+
+
+def both(ranks, spec, step=None, cache=(), implementation="xla", has_plan=True, **per_head):
+    """The output on one device, and the sum of the ranks' shares."""
+    step, history = step_of(ranks) if step is None else step
+    whole, caches = filled(ranks, history, **dict(cache))
+    query = jax.random.normal(jax.random.key(3), (step.bucket.max_tokens, HEADS, HEAD_DIM))
+    want = jattn.attend(query, whole, step, spec, implementation=implementation, **per_head)
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="cp")
+    def run(cache):
+        plan = plan_on_rank(
+            step, (spec,), (cache,), ranks, implementation=implementation, query_dtype=query.dtype
+        )
+        share = attend_on_rank(query, cache, step, spec, ranks, plan, **per_head)
+        return jax.lax.psum(share, "cp")
+
+    return want, run(caches)[0]
+
+
+def spec_of(**changes):
+    return jattn.AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, **changes)
+
+
+LAYERS = {
+    "causal": ({}, {}),
+    "not causal": ({"causal": False}, {}),
+    "soft cap": ({"soft_cap": 2.0}, {}),
+    "sinks": ({}, {"sinks": SINKS}),
+    "a window of whole rounds": ({"window": (23, 0)}, {"sinks": SINKS}),
+    "a window of other sizes": ({"window": (6, 0)}, {}),
+    "a window to both sides": ({"causal": False, "window": (9, 4)}, {}),
+    "chunks of whole rounds": ({"chunk_size": 24}, {}),
+    "chunks of other sizes": ({"chunk_size": 7}, {}),
+    "blocks": ({"sparsity": jattn.LocalStrided(**BLOCKS, homo_head=True)}, {}),
+    "heads with blocks of their own": ({"sparsity": jattn.LocalStrided(**BLOCKS)}, {}),
+    "batch_invariant": ({"batch_invariant": True}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 2), (4, 8)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_ranks_together_give_what_one_device_gives(name, size, interleave):
+    changes, per_head = LAYERS[name]
+    want, got = both(ranks_of(size, interleave), spec_of(**changes), **per_head)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+    assert np.abs(np.asarray(want)).max() > 0.5
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("changes", [{}, {"window": (7, 0)}, {"chunk_size": 12}])
+@pytest.mark.parametrize("size", [2, 3])
+def test_alibi_is_of_true_positions(changes, size):
+    want, got = both(ranks_of(size), spec_of(**changes), alibi_slopes=SLOPES, sinks=SINKS)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("changes", [{}, {"window": (11, 0)}, {"chunk_size": 5}])
+def test_rows_of_several_queries(changes):
+    ranks = ranks_of(2, 4)
+    step = step_of(ranks, [3, 3, 3, 2], [41, 3, 20, 9], decode_query_len=3)
+    want, got = both(ranks, spec_of(**changes), step, sinks=SINKS)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"layout": "HND"},
+        {"layout": "packed"},
+        {"quantization": "fp8_e4m3"},
+        {"quantization": "int8_token_head"},
+        {"quantization": "int8_token_head", "layout": "HND"},
+    ],
+    ids=str,
+)
+def test_caches_of_every_kind(cache):
+    want, got = both(ranks_of(2, 2), spec_of(window=(20, 0)), cache=cache)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+def test_a_window_with_sinks():
+    """Of the grid above, what every run of the tests takes; the judge has what each query sees of its own."""
+    how = {"implementation": "reference", "has_plan": False}
+    want, got = both(ranks_of(3, 2), spec_of(window=(20, 0)), **how, sinks=SINKS)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+class TestInterleaved:
+    """What a mask says of true positions, pair by pair and of tiles."""
+
+    MASKS = (Causal(), Window(5, 2) & Causal(), Window(3, None), Chunked(6), Chunked(5) & Causal())
+
+    @pytest.mark.parametrize("mask", MASKS, ids=repr)
+    @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 2), (2, 4)])
+    def test_as_the_positions_say(self, mask, size, interleave):
+        seq_len, query_len = 29, 11
+        for rank in range(size):
+            stored = [p for p in range(seq_len) if p // interleave % size == rank]
+            shift = seq_len - len(stored)
+            queries, keys = np.arange(seq_len - query_len, seq_len), np.asarray(stored)
+            near = self.of(mask, rank, shift, size, interleave)
+            places = np.arange(len(stored))
+            got = near.sees(pairs_of(queries - shift, places))
+            want = np.asarray(mask.sees(pairs_of(queries, keys)))
+            np.testing.assert_array_equal(np.asarray(got), want)
+            self.check_tiles(near, want, queries - shift)
+
+    def of(self, mask, rank, shift, size, interleave):
+        arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray([0, shift], jnp.int32)}
+        return Interleaved(mask=mask, **arrays, num_ranks=size, interleave=interleave)
+
+    def check_tiles(self, near, sees, queries):
+        """What has a pair is walked over, and what is said to be seen whole is."""
+        num_listed = 0
+        for q, k in itertools.product(range(0, sees.shape[0], 4), range(0, sees.shape[1], 4)):
+            tile = sees[q : q + 4, k : k + 4]
+            ends = [int(queries[q]), int(queries[q]) + len(tile) - 1, k, k + tile.shape[1] - 1]
+            ends = [jnp.int32(end) for end in ends]
+            some, every = near.coverage(Tiles(jnp.int32(0), jnp.int32(1), *ends, (4, 2), (4, 4)))
+            assert bool(some) or not tile.any()
+            assert tile.all() or not bool(every)
+            num_listed += bool(some)
+        assert num_listed >= 1
+
+
+def pairs_of(queries, keys):
+    query, key = (jnp.asarray(x, jnp.int32) for x in (queries, keys))
+    return Pairs(jnp.int32(0), jnp.int32(1), query[:, None], key[None, :], (HEADS, KV_HEADS))
+
+
+class TestWhatDoesNotFit:
+    def test_blocks_of_half_a_round(self):
+        with pytest.raises(ValueError, match=r"block_size must be a multiple of 2 ranks x .*\(8\), got 24"):
+            ranks_of(2, 8).local_block_size(24)
+
+    def test_interleaves_are_positive(self):
+        with pytest.raises(ValueError, match="cp_kv_cache_interleave_size must be positive, got 0"):
+            ranks_of(2, 0)
+
+    def test_a_plan_of_all_keys(self):
+        ranks, spec = ranks_of(2), spec_of()
+        step, history = step_of(ranks)
+        whole, _ = filled(ranks, history)
+        query = jnp.zeros((step.bucket.max_tokens, HEADS, HEAD_DIM))
+        plan = jattn.plan(step, spec, whole)
+        with pytest.raises(ValueError, match="plan must be made by plan_on_rank, got one of all keys"):
+            on_ranks(ranks, lambda: attend_on_rank(query, whole, step, spec, ranks, plan))
+
+    @pytest.mark.parametrize(
+        ("changes", "interleave", "match"),
+        [
+            ({"sqrt_alibi": True}, 1, "spec.sqrt_alibi=True with cp: "),
+            ({}, 2, "cp_kv_cache_interleave_size=2 with ALiBi: "),
+        ],
+    )
+    def test_a_bias_that_is_no_line(self, changes, interleave, match):
+        with pytest.raises(NotImplementedError, match=match):
+            both(ranks_of(2, interleave), spec_of(**changes), alibi_slopes=SLOPES)
