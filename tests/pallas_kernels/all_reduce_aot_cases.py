@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ptx.peer_sums import Norm, Shape, block_bytes_of, peer_sum
+from pallas_kernels.ptx.peer_sums import Norm, peer_sum
+from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
 
 LLAMA, GEMMA = Norm(1e-6, is_offset=False, rounds_once=False), Norm(1e-6, is_offset=True, rounds_once=True)
 SHAPES = {
@@ -21,10 +22,14 @@ def aot_cases():
     """Of each name a function and its abstract arguments."""
     cases = {}
     for name, (rows, width, devices, norm, dtype) in SHAPES.items():
-        shape = Shape(rows, width, devices, block_bytes_of(rows, width), dtype == jnp.bfloat16, norm)
+        how = {
+            "of": Exchange(rows, width, devices, block_bytes_of(rows, width)),
+            "norm": norm,
+            "axis_name": "tp",
+        }
         table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
         x, weight = (jax.ShapeDtypeStruct(of, dtype) for of in ((rows, width), (width,)))
-        plain = lambda table, x, shape=shape: peer_sum(table, x, None, None, shape=shape)
-        normed = functools.partial(peer_sum, shape=shape)
+        plain = lambda table, x, how=how: peer_sum.on_gpu(table, x, **how)
+        normed = functools.partial(peer_sum.on_gpu, **how)
         cases[name] = (plain, (table, x)) if norm is None else (normed, (table, x, x, weight))
     return cases
