@@ -21,6 +21,7 @@ from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
 from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
 from jattn.models.scales import KVScales, static_scales
+from jattn.models.sums import Peers
 from jattn.planning import Plan, plan
 from pallas_kernels.checks import require
 
@@ -31,6 +32,7 @@ class Decoder(nnx.Module):
     Attributes:
         mesh: The devices that it is spread over (`jattn.models.load`); None = it is not.
         axis_name: Inside shard_map, where this is one device's part: the axis that the parts lie along.
+        peers: What sums over the devices need to be the kernel's (`use_peer_memory`); None = they are XLA's.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.mesh: Mesh | None = None
         self.axis_name: str | None = None
+        self.peers: Peers | None = None
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()

@@ -16,8 +16,10 @@ from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.layers import MLP, NormedRope, PlainMLP, make_norm, matmul_precision
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec
+from jattn.models.sums import added_and_normed, summed
 from jattn.module import PagedAttention
 from jattn.planning import Plan
+from pallas_kernels.all_reduce import PeerMemory
 
 
 class DecoderLayer(nnx.Module):
@@ -26,6 +28,7 @@ class DecoderLayer(nnx.Module):
     Attributes:
         axis_name: Inside shard_map, where attention and MLP are one device's parts: the axis that these lie
             along, and that what they give is summed over. None = they are whole.
+        peers: Inside shard_map, this device's part of what sums of a few rows need; None = XLA sums.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class DecoderLayer(nnx.Module):
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.axis_name: str | None = None
+        self.peers: PeerMemory | None = None
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:
@@ -62,17 +66,18 @@ class DecoderLayer(nnx.Module):
         """The residual stream behind this layer, and its cache with the step's keys and values in it."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, cache, metadata, positions, plan)
-        attended = self._summed(attended)
         if self.has_norms_around:
-            x = x + self.post_attention_layernorm(attended)
+            x = x + self.post_attention_layernorm(self._summed(attended))
             out = self._summed(self.mlp(self.pre_feedforward_layernorm(x)))
             return x + self.post_feedforward_layernorm(out), cache
-        x = (normed if self.adds_to_normed else x) + attended
-        normed = self.post_attention_layernorm(x)
+        stream = normed if self.adds_to_normed else x
+        x, normed = added_and_normed(
+            stream, attended, self.post_attention_layernorm, self.axis_name, self.peers
+        )
         return (normed if self.adds_to_normed else x) + self._summed(self.mlp(normed)), cache
 
     def _summed(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)
+        return summed(x, self.axis_name, self.peers)
 
 
 def _attention(

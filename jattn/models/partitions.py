@@ -21,7 +21,7 @@ from jattn.cache import PagedCache
 from jattn.masks import LocalStrided, Mask
 from jattn.models.config import DecoderConfig
 from jattn.models.specs import MLPSpec
-from jattn.parallel import TP, cache_partitions, check_mesh
+from jattn.parallel import CP, TP, cache_partitions, check_mesh
 from pallas_kernels.checks import require, unsupported
 
 type Path = tuple[Any, ...]
@@ -56,6 +56,8 @@ def parameter_partition(path: Path, num_axes: int) -> P:
         path: In the decoder's state, such as ("layers", 0, "self_attn", "o_proj", "kernel").
         num_axes: Of the parameter: an expert's bias has one more than an MLP's.
     """
+    if path[0] == "peers":
+        return P(TP, CP)
     if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
         return P(None, None, TP)
     return _PARTITIONS.get(path[-2:], P())
@@ -209,8 +211,9 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             module.out_features = module.kernel.shape[1:]
+    peers = None if model.peers is None else nnx.data(model.peers.here)
     for layer in model.layers:
-        layer.axis_name = TP
+        layer.axis_name, layer.peers = TP, peers
         _cut_heads(layer.self_attn, tp)
     return model
 

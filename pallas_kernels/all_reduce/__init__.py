@@ -2,5 +2,6 @@
 
 from pallas_kernels.all_reduce.entry import all_reduce as all_reduce
 from pallas_kernels.all_reduce.entry import all_reduce_rms_norm as all_reduce_rms_norm
+from pallas_kernels.all_reduce.entry import why_not as why_not
 from pallas_kernels.all_reduce.memory import PeerMemory as PeerMemory
 from pallas_kernels.all_reduce.memory import make_peer_memory as make_peer_memory

@@ -83,6 +83,13 @@ def all_reduce_rms_norm(
     return stream, normed
 
 
+def why_not(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
+    """Why there is no kernel for a sum; None if there is. Only shapes and dtypes are looked at."""
+    of = Exchange(*x.shape, peers.devices, peers.block_bytes)
+    sizes = {"bytes_needed": of.bytes_needed, "block_bytes": of.block_bytes}
+    return why_not_all_reduce(dtype=x.dtype, width=of.width, **sizes)
+
+
 def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str) -> Exchange:
     """See all_reduce's Raises."""
     devices, rule = lax.axis_size(axis_name), "be for the devices of the axis"
@@ -90,10 +97,7 @@ def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str) -> Exc
         devices == peers.devices, "peers", f"{rule} {axis_name!r} ({devices})", f"{peers.devices} devices"
     )
     require(x.ndim == 2, "x", "have 2 axes", x.shape)
-    of = Exchange(*x.shape, devices, peers.block_bytes)
-    reason = why_not_all_reduce(
-        dtype=x.dtype, width=of.width, bytes_needed=of.bytes_needed, block_bytes=of.block_bytes
-    )
+    reason = why_not(x, peers)
     if reason is not None:
         raise unsupported(what, reason, "jax.lax.psum sums it")
-    return of
+    return Exchange(*x.shape, devices, peers.block_bytes)

@@ -1,8 +1,7 @@
-"""all_reduce: the definition's sums on several devices, memory that nobody overwrites early, errors."""
+"""all_reduce: the definition's sums on several devices, its memory and addresses, errors by name."""
 
 import functools
 import pathlib
-import random
 import subprocess
 import sys
 
@@ -50,71 +49,6 @@ def test_every_shape_compiles_without_spills():
         assert [(kernel.name, kernel.spilled_bytes) for kernel in kernels] == [
             ("all_reduce_mosaic_gpu_kernel", 0)
         ], name
-
-
-# ------------------------------------------------------------------------- who may write when
-class Device:
-    """One thread block of one device: what it sends, and what it has read, call by call."""
-
-    def __init__(self, number, memories, slots):
-        self.number, self.memories, self.slots = number, memories, slots
-        self.read = []
-
-    def run(self, calls):
-        """Yields wherever another device may come first."""
-        count = len(self.memories)
-        for call in range(1, calls + 1):
-            slot = call % self.slots
-            for other in range(count):
-                for packet in range(3):
-                    yield
-                    self.memories[other][slot, self.number, packet] = (call, (call, self.number, packet))
-            got = []
-            for sender in range(count):
-                for packet in range(3):
-                    while self.memories[self.number].get((slot, sender, packet), (0, None))[0] != call:
-                        yield
-                    got.append(self.memories[self.number][slot, sender, packet][1])
-                    yield
-            self.read.append(got)
-
-
-def read_by_turns(devices, slots, calls, seed):
-    """What each device reads where it is random who goes on; None where they wait for each other for ever."""
-    memories = [{} for _ in range(devices)]
-    blocks = [Device(number, memories, slots) for number in range(devices)]
-    running = [block.run(calls) for block in blocks]
-    draw = random.Random(seed)
-    for _ in range(20_000):
-        if not running:
-            return [block.read for block in blocks]
-        turn = draw.choices(running, weights=[draw.choice((1, 50)) for _ in running])[0]
-        if next(turn, "ended") == "ended":
-            running.remove(turn)
-    return None
-
-
-@pytest.mark.parametrize("devices", [2, 3])
-def test_two_slots_lose_nothing_whoever_is_first(devices):
-    calls = 6
-    every = [
-        [(call, s, packet) for s in range(devices) for packet in range(3)] for call in range(1, calls + 1)
-    ]
-    for seed in range(150):
-        assert read_by_turns(devices, 2, calls, seed) == [every] * devices
-
-
-def test_one_slot_would_lose_words():
-    assert any(read_by_turns(2, 1, 6, seed) is None for seed in range(150))
-
-
-def test_the_program_takes_the_slots_of_that_model():
-    """Of the memory of thread block 1 on device 1: by slot, by the device that writes."""
-    of = Exchange(rows=2, width=4096, devices=2, block_bytes=block_bytes_of(2, 4096))
-    code = " ".join(peer_words.places(of, "$0", "$1", "$2"))
-    assert "and.b32 slot, call, 1;" in code
-    assert "mad.lo.u32 x, $1, 2, slot; mul.lo.u32 x, x, 2;" in code
-    assert of.bytes_needed == of.block_bytes == 16384
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 129, 256, 300])

@@ -1,0 +1,77 @@
+"""Sums over the devices of a decoder: XLA's, or for a few rows the kernel's over memory of its own."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jattn.models.layers import RMSNorm
+from jattn.parallel import TP
+from pallas_kernels import all_reduce
+from pallas_kernels.checks import require, require_type
+
+
+class PeerVariable(nnx.Variable[Any]):
+    """No weight: part of the memory that devices write to each other."""
+
+
+class Peers(nnx.Module):
+    """PeerMemory as part of a model, so that it reaches whatever runs it."""
+
+    def __init__(self, peers: all_reduce.PeerMemory) -> None:
+        """Wraps the arrays."""
+        self.table, self.memory = PeerVariable(peers.table), PeerVariable(peers.memory)
+
+    @property
+    def here(self) -> all_reduce.PeerMemory:
+        """The arrays; inside shard_map this device's parts."""
+        return all_reduce.PeerMemory(self.table[...], self.memory[...])
+
+
+def use_peer_memory(model: Any, *, max_rows: int = 64) -> None:
+    """Lets a model's layers sum by `pallas_kernels.all_reduce` in steps of up to so many tokens.
+
+    In larger steps, and where the model's numbers have not 16 bits, XLA sums as before. To be called before
+    an engine is made of the model; the memory is the model's from then on.
+
+    Args:
+        model: A decoder on a mesh (`jattn.models.load`), of GPUs of one host that reach each other by NVLink.
+        max_rows: Tokens of a step, at most.
+
+    Raises:
+        ValueError: The model is on no mesh, or max_rows is no positive int.
+        NotImplementedError: Its devices cannot write into each other's memory; the message says why.
+    """
+    require_type("max_rows", max_rows, int, "tokens of a step")
+    require(getattr(model, "mesh", None) is not None, "model", "be on a mesh (load(DIR, mesh=))", model.mesh)
+    width = model.config.hidden_size
+    peers = all_reduce.make_peer_memory(model.mesh, TP, max_rows=max_rows, width=width)
+    model.peers = nnx.data(Peers(peers))
+
+
+def summed(
+    x: Float[Array, "tokens hidden"], axis_name: str | None, peers: all_reduce.PeerMemory | None
+) -> Float[Array, "tokens hidden"]:
+    """The sum of all devices' x inside shard_map; x itself where there is no axis."""
+    if axis_name is None:
+        return x
+    if peers is None or all_reduce.why_not(x, peers) is not None:
+        return jax.lax.psum(x, axis_name)
+    return all_reduce.all_reduce(x, peers, axis_name=axis_name)
+
+
+def added_and_normed(
+    stream: Float[Array, "tokens hidden"],
+    x: Float[Array, "tokens hidden"],
+    norm: Any,
+    axis_name: str | None,
+    peers: all_reduce.PeerMemory | None,
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    """The stream with all devices' x added, and that normalised."""
+    is_fused = axis_name is not None and peers is not None and isinstance(norm, RMSNorm)
+    if is_fused and stream.dtype == norm.weight.dtype == x.dtype and all_reduce.why_not(x, peers) is None:
+        how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
+        return all_reduce.all_reduce_rms_norm(x, stream, norm.weight[...], peers, axis_name=axis_name, **how)
+    stream = stream + summed(x, axis_name, peers)
+    return stream, norm(stream)
