@@ -38,7 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
     "smaller_sets": {"l2_bytes": 16 * 10**6},
-    "persistent": {"l2_bytes": 0, "ctas": 132},
+    "overlaps": {"overlaps": True},
+    "persistent": {"ctas": 132},
     "as_before": {"l2_bytes": 0, "ctas": 132},
 }
 

@@ -5,10 +5,11 @@ Tokens are checked first: the log-probabilities that the engine reports must be 
 
 import argparse
 import gc
+import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from flax import nnx
 import jattn
 from benchmarks.device_time import Rows
 from benchmarks.random_decoder import random_decoder
+from benchmarks.step_kernels import traced
 from jattn.serving import Engine, SamplingParams
 
 QWEN3_8B = {
@@ -42,33 +44,51 @@ WARM = SamplingParams(temperature=0.6, ignore_eos=True)
 # Of log-probabilities, in the mean: between such weights in bf16 and in f32 it is 0.05, the largest of some
 # hundreds 0.3; where a request sees others' keys it is above 1.
 TOLERANCE = 0.15
-CASES = ("start", "decode", "host", "prefill", "first_token", "prefix", "nano", "fp8")
+READY = "ready"  # as start, without waiting for what compiles behind: of no use beside other cases
+OF_ONE_ENGINE = ("start", "decode", "host", "prefill", "first_token", "nano")
+CASES = (*OF_ONE_ENGINE, "kernels", "prefix", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks engine` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all; or {READY}")
     parser.add_argument("--cache-dir", help="where executables are kept from one run to the next")
     parser.add_argument("--out", help="folder of the rows")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every case on one engine; nothing but the start is measured before the tokens are right."""
+    """The cases that one engine with all buckets serves, then those with engines of their own."""
     rows, cases = Rows("engine", arguments.out), arguments.cases or CASES
     model = random_decoder(QWEN3_8B)
     jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-    start = time.perf_counter()
-    engine = engine_of(model, arguments.cache_dir)
-    engine.precompile(progress=False, wait=False)
-    taken = {"ready_s": time.perf_counter() - start, "executables_when_ready": engine.stats.num_compiles}
-    engine.graphs.wait()
-    taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
-    error = logprob_error(engine, model)
-    if error > TOLERANCE:
-        raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
-    checked = {"logprob_error": error}
-    if "start" in cases:
-        rows.add(name="start", cache_dir=arguments.cache_dir is not None, **taken, **checked)
+    if set(cases) & {READY, *OF_ONE_ENGINE}:
+        of_one_engine(model, cases, arguments.cache_dir, rows)
+    gc.collect()
+    if "kernels" in cases:
+        for batch, context in DECODES[:1:-1]:
+            engine = engine_of(model, arguments.cache_dir, rows=batch)
+            checked = checked_tokens(engine, model)
+            rows.add(name=f"kernels_{batch}x{context}", **kernels(engine, batch, context), **checked)
+            del engine
+            gc.collect()
+    if "prefix" in cases:
+        rows.add(
+            name="prefix_2048_of_2248",
+            **shared_prefix(engine_of(model, arguments.cache_dir, keeps=True, blocks=38_000, rows=256)),
+        )
+        gc.collect()
+    if "fp8" in cases:
+        how: Any = {"quantization": "fp8_per_token_head", "blocks": 40_000, "rows": 64}
+        engine = engine_of(model, arguments.cache_dir, **how)
+        rows.add(name="decode_fp8_64x4096", **decode_step(engine, 64, 4096))
+
+
+def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows: Rows) -> None:
+    """`OF_ONE_ENGINE`; nothing but the start is measured before the tokens are right."""
+    engine, taken = started(model, cache_dir, waits=READY not in cases)
+    checked = checked_tokens(engine, model)
+    for name in {"start", READY}.intersection(cases):
+        rows.add(name=name, cache_dir=cache_dir is not None, **taken, **checked)
     if "decode" in cases:
         for batch, context in DECODES:
             rows.add(name=f"decode_{batch}x{context}", **decode_step(engine, batch, context), **checked)
@@ -82,18 +102,31 @@ def main(arguments: argparse.Namespace) -> None:
         rows.add(name="first_token_1024_beside_64", **first_token(engine), **checked)
     for run in (1, 2) if "nano" in cases else ():
         rows.add(name="nano_bench", run=run, **nano_bench(engine), **checked)
-    del engine
-    gc.collect()
-    if "prefix" in cases:
-        rows.add(
-            name="prefix_2048_of_2248",
-            **shared_prefix(engine_of(model, arguments.cache_dir, keeps=True, blocks=38_000, rows=256)),
-        )
-    gc.collect()
-    if "fp8" in cases:
-        how: Any = {"quantization": "fp8_per_token_head", "blocks": 40_000, "rows": 64}
-        engine = engine_of(model, arguments.cache_dir, **how)
-        rows.add(name="decode_fp8_64x4096", **decode_step(engine, 64, 4096))
+
+
+def checked_tokens(engine: Engine, model: Any) -> dict[str, Any]:
+    """The error of the engine's log-probabilities; ends the suite where it is too large."""
+    error = logprob_error(engine, model)
+    if error > TOLERANCE:
+        raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
+    return {"logprob_error": error}
+
+
+def started(model: Any, cache_dir: str | None, *, waits: bool) -> tuple[Engine, dict[str, Any]]:
+    """An engine, and seconds until it could serve, and until all was compiled where that is waited for.
+
+    With them how many files were kept in the folder before: 0 = a cold start.
+    """
+    kept = 0 if cache_dir is None else sum(path.is_file() for path in pathlib.Path(cache_dir).rglob("*"))
+    start = time.perf_counter()
+    engine = engine_of(model, cache_dir)
+    engine.precompile(progress=False, wait=False)
+    taken: dict[str, Any] = {"kept": kept, "ready_s": time.perf_counter() - start}
+    taken["executables_when_ready"] = engine.stats.num_compiles
+    if waits:
+        engine.graphs.wait()
+        taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
+    return engine, taken
 
 
 def engine_of(
@@ -157,31 +190,58 @@ def by_xla(model: Any, metadata: jattn.BatchMetadata) -> jattn.Plan:
 
 
 def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
-    """Milliseconds of a step: the difference of long and short completions, as the peer's is measured."""
+    """Milliseconds of a step: stepped by hand once all decode, and by the difference of completions.
+
+    The second has more in it: a long completion's first tokens are made beside the others' prompts, its last
+    when some have ended.
+    """
     few, many = 8, 136
     prompts = drawn_prompts(batch, context, seed=0)
     run = lambda count: timed(lambda: engine.generate(prompts, WARM, max_tokens=count))
     for _ in range(2):  # an executable's first run loads it, its second makes its CUDA graph: 33 and 14 ms
         run(many)
     short, long = (min(run(count) for _ in range(2)) for count in (few, many))
-    return {"step_ms": 1e3 * (long - short) / (many - few)}
+    names = decoding(engine, batch, context)
+    seconds = timed(lambda: [engine.step() for _ in range(60)]) / 60
+    ended(engine, names)
+    return {"step_ms": 1e3 * seconds, "in_completions_ms": 1e3 * (long - short) / (many - few)}
 
 
 def host_time(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     """Milliseconds of a step, and of them how long the host waits for the device: if it does, it is ahead."""
+    names = decoding(engine, batch, context)
+    waits: list[float] = []
+    with mock.patch.object(jax, "device_get", lambda x, get=jax.device_get: waited(waits, get, x)):
+        seconds = timed(lambda: [engine.step() for _ in range(100)]) / 100
+    ended(engine, names)
+    return {"step_ms": 1e3 * seconds, "host_waits_ms": 1e3 * sum(waits) / 100}
+
+
+def kernels(engine: Engine, batch: int, context: int) -> dict[str, Any]:
+    """Milliseconds of a step by hand, and the kernels of one."""
+    names = decoding(engine, batch, context)
+    seconds = timed(lambda: [engine.step() for _ in range(60)]) / 60
+    row = traced(lambda: [engine.step() for _ in range(10)], 10)
+    ended(engine, names)
+    return {"step_ms": 1e3 * seconds, **row}
+
+
+def decoding(engine: Engine, batch: int, context: int) -> list[str]:
+    """So many requests, which decode by now, some steps behind their prompts; their ids."""
     asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=200)
     names = [engine.add_request(prompt, asked) for prompt in drawn_prompts(batch, context, seed=3)]
     while engine.stats.num_waiting or engine.stats.num_running < batch:
         engine.step()
     for _ in range(20):
         engine.step()
-    waits: list[float] = []
-    with mock.patch.object(jax, "device_get", lambda x, get=jax.device_get: waited(waits, get, x)):
-        seconds = timed(lambda: [engine.step() for _ in range(100)]) / 100
+    return names
+
+
+def ended(engine: Engine, names: list[str]) -> None:
+    """Ends these requests."""
     for name in names:
         engine.abort(name)
     engine.step()
-    return {"step_ms": 1e3 * seconds, "host_waits_ms": 1e3 * sum(waits) / 100}
 
 
 def waited(waits: list[float], get: Callable[[Any], Any], x: Any) -> Any:

@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [
-            *(sys.executable, "-m", "pytest", "-m", "gpu", f"--junit-xml={report}"),
+            *(sys.executable, "-m", "pytest", "-vv", "-m", "gpu", f"--junit-xml={report}"),
             *("-n", str(arguments.jobs), "--dist", "worksteal"),
         ]
         status = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=False).returncode

@@ -1,24 +1,44 @@
-"""Decoders with random weights, made on the device."""
+"""Decoders with random weights, made on the devices that they are for."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
+from jattn.models.partitions import check_divides, sharding_of
+from jattn.parallel import TP
 
 
-def random_decoder(config: dict[str, Any]) -> Decoder:
-    """A bfloat16 decoder of a config.json."""
+def random_decoder(config: dict[str, Any], mesh: Mesh | None = None) -> Decoder:
+    """A bfloat16 decoder of a config.json, the same one on each mesh; a device makes its own part alone."""
     made = DecoderConfig.from_hf(config)
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
-    draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    if mesh is not None:
+        check_divides(made, mesh)
+        made = made.spread_over(mesh.shape[TP])
+    shapes = nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graphdef, state = nnx.split(shapes)
+    flat = nnx.to_flat_state(state)
+    keys = jax.random.split(jax.random.key(0), len(flat))
     weights = [
-        jnp.ones(leaf.shape, leaf.dtype) if leaf.ndim == 1 else draw(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
+        (path, variable.replace(_drawn(key, path, variable, mesh)))
+        for key, (path, variable) in zip(keys, flat, strict=True)
     ]
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, weights))
+    model = nnx.merge(graphdef, nnx.from_flat_state(weights))
+    model.mesh = mesh
+    return model
+
+
+def _drawn(key: Any, path: Any, variable: Any, mesh: Mesh | None) -> jax.Array:
+    shape = variable.shape
+    sharding = None if mesh is None else sharding_of(mesh, path, len(shape))
+    if len(shape) == 1:
+        return jnp.ones(shape, variable.dtype, device=sharding)
+    return jax.jit(_normal, static_argnums=1, out_shardings=sharding)(key, shape)
+
+
+def _normal(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape, jnp.bfloat16)

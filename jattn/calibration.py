@@ -74,7 +74,8 @@ def calibrate(
         peaks = new if peaks is None else jax.tree.map(np.maximum, peaks, new)
     keys, values = QUANTIZATIONS[quantization]
     scale = lambda peak, stored: _scale(peak, stored, per_head=per_head, headroom=headroom)
-    return KVScales(tuple(LayerScales(scale(k, keys), scale(v, values)) for k, v in peaks))
+    step = getattr(config, "num_kv_head_replicas", 1)
+    return KVScales(tuple(LayerScales(scale(k[::step], keys), scale(v[::step], values)) for k, v in peaks))
 
 
 def _prefill(ids: list[int]) -> tuple[Int[Array, " tokens"], BatchMetadata]:

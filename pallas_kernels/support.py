@@ -17,7 +17,6 @@ LAYOUTS = ("NHD", "HND")
 BACKWARD_HEAD_DIMS = (32, 64, 80, 96, 112, 128)
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
-MAX_PEERS = 8
 COMPUTE_CAPABILITY = "9.0"
 GPU_PLATFORMS = ("gpu", "cuda")
 
@@ -46,10 +45,11 @@ def is_gpu(*trees: object) -> bool:
 
 def why_not_on(*trees: object) -> str | None:
     """Why the Mosaic GPU kernels cannot run at all where these arrays are; None if they can."""
-    return _why_not_device(device_of(*trees))
+    return why_not_device(device_of(*trees))
 
 
-def _why_not_device(device: Any) -> str | None:
+def why_not_device(device: Any) -> str | None:
+    """The same of a device."""
     if device.platform not in GPU_PLATFORMS:
         return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
     found = getattr(device, "compute_capability", None)
@@ -292,37 +292,26 @@ def why_not_qkv_write(
     )
 
 
-def why_not_peers(devices: Sequence[jax.Device], count: int) -> str | None:
-    """Why devices cannot write into each other's memory, as all_reduce does; None if they can, or need not.
+def why_not_add_norm(*, dtype: DTypeLike, others: Sequence[DTypeLike], width: int) -> str | None:
+    """Why add_norm has no kernel; None if it has.
 
     Args:
-        devices: Of a mesh.
-        count: Of them, that sum together.
-    """
-    if len({device.process_index for device in devices}) > 1:
-        return "devices are of several processes, and addresses mean something in one"
-    if count > MAX_PEERS:
-        return f"{count} devices would sum together (at most {MAX_PEERS})"
-    gpus = (device for device in devices if device.platform in GPU_PLATFORMS)
-    return next(filter(None, map(_why_not_device, gpus)), None)
-
-
-def why_not_all_reduce(*, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int) -> str | None:
-    """Why all_reduce has no kernel; None if it has.
-
-    Args:
-        dtype: Of the array.
+        dtype: Of the rows.
+        others: Of what is added to them, and of the weight.
         width: Of a row.
-        bytes_needed: Of a thread block's memory.
-        block_bytes: What it has.
     """
     name = jnp.dtype(dtype).name
-    rules = (
-        (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
-        (width % 4 == 0, f"rows of {width} numbers (multiples of 4 have one)"),
-        (bytes_needed <= block_bytes, f"{bytes_needed} bytes a thread block (peers has {block_bytes})"),
+    different = [other for other in map(jnp.dtype, others) if other != jnp.dtype(dtype)]
+    return _first_broken(
+        [
+            (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
+            (not different, f"rows of {name} beside {_listed(tuple(different))} (all of one dtype have one)"),
+            (
+                width % 128 == 0 and 0 < width <= 16384,
+                f"rows of {width} (multiples of 128, at most 16384)",
+            ),
+        ]
     )
-    return _first_broken(rules)
 
 
 def _listed(values: tuple[object, ...]) -> str:

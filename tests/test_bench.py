@@ -1,12 +1,19 @@
 """What `make bench` runs: every suite that writes rows of its own."""
 
+import argparse
+import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import serve
-from benchmarks.__main__ import SUITES
+from benchmarks.__main__ import SUITES, main
+from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -40,3 +47,43 @@ def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
 def test_every_id_is_a_word_of_its_own():
     tokenizer = serve.word_tokenizer(1000)
     assert tokenizer.decode([7, 999, 0]) == " 7 999 0"
+
+
+@pytest.mark.parametrize(("options", "case"), [([], "ready"), (["--all"], "start")])
+def test_a_start_is_measured_in_two_processes_that_keep_executables_in_one_folder(monkeypatch, options, case):
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append((command, check)))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "starts", "--out", "rows", *options])
+    main()
+    (first, _), second = commands
+    assert (first, True) == second
+    assert first[1:6] == ["-m", "benchmarks", "engine", case, "--cache-dir"]
+    assert first[7:] == ["--out", "rows"]
+    SUITES["engine"].add_arguments(parser := argparse.ArgumentParser())
+    assert parser.parse_args(first[4:]).cases == [case]
+
+
+def agreement_of(change):
+    wanted = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
+    logits = change(wanted)
+    return agreement(logits, logits.argmax(axis=-1), wanted)
+
+
+def test_a_step_on_a_mesh_is_held_to_one_device_s():
+    assert agreement_of(lambda wanted: wanted) == {"error": 0.0, "token_gap": 0.0, "same_tokens": 1.0}
+    with pytest.raises(SystemExit, match=r"logits are 1\.\d+, .* off one device's: no rows"):
+        agreement_of(lambda wanted: wanted[::-1])  # each request has the other's
+
+
+@pytest.mark.kernels
+def test_a_mesh_is_measured_beside_one_device(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "mesh", "--small", "--out", str(tmp_path)]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    (file,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["split"] for row in rows if "split" in row] == ["none", "heads", "keys"]
+    assert [row["name"] for row in rows if "bytes" in row] == ["sum_1x64", "sum_2x64"]
+    steps = [(row["name"], row["tp"]) for row in rows if "tp" in row]
+    assert steps == [("step_1x32", 1), ("step_3x48", 1), ("step_1x32", 2), ("step_3x48", 2)]
+    assert all(row["error"] < 0.05 for row in rows if row.get("tp") == 2)

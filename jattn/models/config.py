@@ -23,6 +23,8 @@ _TAKEN = (  # as they are
     "bos_token_id",
 )
 
+VOCAB_PADDING = 64  # a device's part of a padded vocabulary is a multiple of it, as in vLLM
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -30,11 +32,11 @@ class DecoderConfig:
 
     Attributes:
         model_type: Of the family, as "llama".
-        vocab_size: Rows of the embedding.
+        vocab_size: Tokens.
         hidden_size: Width of the residual stream.
         num_hidden_layers: Layers.
         num_attention_heads: Query heads.
-        num_key_value_heads: Key/value heads.
+        num_key_value_heads: Key/value heads, replicas among them.
         head_dim: Width of a head.
         layers: What each layer is.
         norm: Every norm of width hidden_size.
@@ -51,6 +53,8 @@ class DecoderConfig:
         bos_token_id: First token of a text; None = none.
         eos_token_ids: Tokens that end a text.
         source: The config.json, as a JSON object with sorted keys.
+        tp: Devices that heads, widths and the vocabulary fall into equal parts for (`spread_over`).
+        num_kv_head_replicas: So many kv heads, one behind the other, are the same one.
     """
 
     model_type: str
@@ -75,6 +79,8 @@ class DecoderConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     source: str = dataclasses.field(repr=False)
+    tp: int = 1
+    num_kv_head_replicas: int = 1
 
     def __post_init__(self) -> None:
         require_one_of("model_type", self.model_type, FAMILIES)
@@ -120,12 +126,32 @@ class DecoderConfig:
             ValueError: A field was replaced without its key: `DecoderConfig.from_hf(config.to_hf() | {...})`.
         """
         hf: dict[str, Any] = json.loads(self.source)
-        again = DecoderConfig.from_hf(hf)
+        again = DecoderConfig.from_hf(hf).spread_over(self.tp)
         fields = [field.name for field in dataclasses.fields(self)]
         changed = [name for name in fields if getattr(self, name) != getattr(again, name)]
         rule = "be what its config.json says (change keys with from_hf, not fields)"
         require(not changed, "config", rule, ", ".join(f"{name} {getattr(self, name)}" for name in changed))
         return hf
+
+    def spread_over(self, tp: int) -> "DecoderConfig":
+        """The decoder as so many devices have it: it computes the same.
+
+        kv heads that are fewer than the devices stand there so often that each device has one.
+
+        Args:
+            tp: A divisor of the query heads; of the kv heads or a multiple of them.
+        """
+        replicas = max(tp // self.num_key_value_heads, 1)
+        spread = lambda spec: dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads * replicas)
+        each = (dataclasses.replace(one, attention=spread(one.attention)) for one in self.layers)
+        counts: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads * replicas, "tp": tp}
+        return dataclasses.replace(self, layers=tuple(each), num_kv_head_replicas=replicas, **counts)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: those behind the vocabulary are zeros, and no token is theirs."""
+        unit = VOCAB_PADDING * self.tp
+        return self.vocab_size if self.vocab_size % self.tp == 0 else -(-self.vocab_size // unit) * unit
 
     @property
     def family(self) -> Family:

@@ -19,9 +19,10 @@ from jattn.models.config import DecoderConfig
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
-from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_of_parts
+from jattn.models.partitions import create_on, require_mask_of_all, run_on_mesh, take_part
 from jattn.models.scales import KVScales, static_scales
-from jattn.models.sums import Peers
+from jattn.models.spreading import spread, whole_shape
+from jattn.models.sums import Peers, of_first_device, summed
 from jattn.planning import Plan, plan
 from pallas_kernels.checks import require
 
@@ -60,7 +61,7 @@ class Decoder(nnx.Module):
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
         self.embed_tokens = nnx.Embed(
-            config.vocab_size,
+            config.padded_vocab_size,
             config.hidden_size,
             param_dtype=dtype,
             embedding_init=nnx.initializers.normal(0.02),
@@ -77,7 +78,7 @@ class Decoder(nnx.Module):
             None
             if config.tie_word_embeddings
             else nnx.Linear(
-                config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
+                config.hidden_size, config.padded_vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
             )
         )
 
@@ -128,27 +129,43 @@ class Decoder(nnx.Module):
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
             return out
         positions = metadata.positions if positions is None else positions
-        x = self.embed(token_ids)
+        delta = self._first_delta(token_ids)
+        x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            x, cache = layer(x, cache, metadata, positions, plan)
+            x, delta, cache = layer(x, delta, cache, metadata, positions, plan)
             written.append(cache)
-        return self.norm(x), None if caches is None else tuple(written)
+        if self.layers[0].takes_parts:
+            delta = summed(delta, self.axis_name, None if caches is None else self.layers[0].peers)
+        return self.norm(x + delta), None if caches is None else tuple(written)
 
     def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """What the first layer is given: embeddings, scaled and normalised where the config says so."""
         if self.mesh is not None:
             x: Array = run_on_mesh(self, "embed", (token_ids,))
             return x
+        x = summed(self._part_of_embeddings(token_ids), self.axis_name, None)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _part_of_embeddings(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """Embeddings, scaled; on a mesh those of this device's part of the vocabulary, others zero."""
         table = self.embed_tokens.embedding[...]
         if self.axis_name is None:
             x = jnp.take(table, token_ids, axis=0, mode="clip")
         else:
-            x = take_of_parts(table, token_ids, self.axis_name, self.config.vocab_size)
-        if self.config.embedding_scale is not None:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
-        return x if self.embedding_norm is None else self.embedding_norm(x)
+            x = take_part(table, token_ids, self.axis_name, self.config.vocab_size)
+        if self.config.embedding_scale is None:
+            return x
+        return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
+
+    def _first_delta(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """The first layer's delta: the embeddings, or this device's part of their sum."""
+        if not self.layers[0].takes_parts:
+            return self.embed(token_ids)
+        if self.embedding_norm is None:
+            return self._part_of_embeddings(token_ids)
+        return of_first_device(self.embed(token_ids), self.axis_name)
 
     def plan(
         self,
@@ -198,7 +215,19 @@ class Decoder(nnx.Module):
         scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
         if self.axis_name is None:
             return scores
-        return jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        gathered = jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        return gathered[:, : self.config.vocab_size]
+
+    def spread(self, path: tuple[Any, ...], array: Any, shape: tuple[int, ...]) -> Any:
+        """A parameter as this model has it, from what the same on one device has; its own stay as they are.
+
+        Args:
+            path: Of the parameter.
+            array: A new one.
+            shape: That this model's has.
+        """
+        is_its_own = array.shape == shape or array.shape != whole_shape(self.config, path, shape)
+        return array if is_its_own else spread(self.config, path, np.asarray(array))
 
     def cache_specs(
         self,
@@ -265,6 +294,6 @@ class Decoder(nnx.Module):
             quantization=quantization,
             skip_layers=skip_layers,
         )
-        scales = static_scales(self.kv_scales, specs)
+        scales = static_scales(self.kv_scales, specs, num_replicas=self.config.num_kv_head_replicas)
         create = lambda: tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))
         return create() if self.mesh is None else create_on(self.mesh, create)

@@ -166,7 +166,7 @@ class Experts(nnx.Module):
             gates_shared_expert: Qwen2-MoE: times the sigmoid of a learned product with the input.
             rngs: For the initial parameters.
             dtype: Of the parameters.
-            implementation: As in `jattn.attend`; the kernel is taken only where "mosaic_gpu" is named.
+            implementation: As in `jattn.attend`; the kernel is not taken where others are named.
 
         Raises:
             ValueError: A size is impossible, or there is a gate and no shared expert.
@@ -178,8 +178,7 @@ class Experts(nnx.Module):
         self.experts_per_token, self.routing = experts_per_token, routing
         self.activation = Gated(activation) if isinstance(activation, str) else activation
         self.precision = matmul_precision(dtype)
-        # By name alone: the kernel is checked interpreted and compiled, and has run on no GPU yet.
-        self.may_take_kernel = implementation is not None and "mosaic_gpu" in asked_for(implementation)
+        self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         linear: Any = {"param_dtype": dtype, "precision": self.precision, "rngs": rngs}
         self.router = nnx.Linear(hidden_size, num_experts, use_bias=routing.has_bias, **linear)
         of_experts: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}

@@ -1,5 +1,6 @@
 """One layer of a decoder."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,14 +10,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jattn.cache import PagedCache
+from jattn.implementations.choice import asked_for
 from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.layers import MLP, NormedRope, PlainMLP, make_norm, matmul_precision
+from jattn.models.residual import add_and_norm
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec
-from jattn.models.sums import added_and_normed, summed
+from jattn.models.sums import sum_add_and_norm, summed
 from jattn.module import PagedAttention
 from jattn.planning import Plan
 from pallas_kernels.all_reduce import PeerMemory
@@ -49,6 +52,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.axis_name: str | None = None
         self.peers: PeerMemory | None = None
+        self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         self.adds_to_normed = config.adds_to_normed
         self.has_norms_around = config.norm_placement == "around"
         if self.has_norms_around:
@@ -58,26 +62,47 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
+        delta: Float[Array, "tokens hidden"],
         cache: PagedCache | None,
         metadata: BatchMetadata,
         positions: Int32[Array, " tokens"],
         plan: Plan | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], PagedCache | None]:
-        """The residual stream behind this layer, and its cache with the step's keys and values in it."""
-        normed = self.input_layernorm(x)
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"], PagedCache | None]:
+        """Runs the layer.
+
+        Args:
+            x: The residual stream but for delta: before the first layer zeros.
+            delta: What the layer before gave, or the embeddings: added and normalised at once. Where it
+                takes parts (`takes_parts`), this device's part of it, and so is what it gives.
+            cache: The layer's.
+            metadata: The step's.
+            positions: For rope.
+            plan: The step's.
+
+        Returns:
+            The stream and this layer's delta, and its cache with the step's keys and values in it.
+        """
+        takes_kernel = self.may_take_kernel and cache is not None
+        peers = self.peers if takes_kernel else None
+        added = functools.partial(add_and_norm, may_take_kernel=takes_kernel)
+        part_added = functools.partial(
+            sum_add_and_norm, axis_name=self.axis_name, peers=peers, may_take_kernel=takes_kernel
+        )
+        x, normed = (part_added if self.takes_parts else added)(x, delta, self.input_layernorm)
         attended, cache = self.self_attn(normed, cache, metadata, positions, plan)
         if self.has_norms_around:
-            x = x + self.post_attention_layernorm(self._summed(attended))
-            out = self._summed(self.mlp(self.pre_feedforward_layernorm(x)))
-            return x + self.post_feedforward_layernorm(out), cache
-        stream = normed if self.adds_to_normed else x
-        x, normed = added_and_normed(
-            stream, attended, self.post_attention_layernorm, self.axis_name, self.peers
-        )
-        return (normed if self.adds_to_normed else x) + self._summed(self.mlp(normed)), cache
+            attended = self.post_attention_layernorm(summed(attended, self.axis_name, peers))
+            x, normed = added(x, attended, self.pre_feedforward_layernorm)
+            delta = self.post_feedforward_layernorm(summed(self.mlp(normed), self.axis_name, peers))
+            return x, delta, cache
+        x = normed if self.adds_to_normed else x
+        x, normed = part_added(x, attended, self.post_attention_layernorm)
+        return normed if self.adds_to_normed else x, self.mlp(normed), cache
 
-    def _summed(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return summed(x, self.axis_name, self.peers)
+    @property
+    def takes_parts(self) -> bool:
+        """Whether delta is one device's part of a sum, which who adds it makes: nothing lies in between."""
+        return self.axis_name is not None and not self.has_norms_around
 
 
 def _attention(

@@ -1,5 +1,6 @@
 """Hugging Face folders: config.json, *.safetensors, tokenizer.json, in and out."""
 
+import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,12 @@ from jattn.models.families import text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import hf_shapes, join_of, tensor_names, to_hf
 from jattn.models.partitions import check_divides, sharding_of
-from jattn.models.placing import read_parameter
+from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
+from jattn.models.spreading import gathered, spread, whole_shape
 from jattn.models.tensor_names import by_family_s_names
 from jattn.models.weight_formats import Tensor, widened
+from jattn.parallel import TP
 
 
 def load_shapes(
@@ -52,15 +55,21 @@ def load_shapes(
         NotImplementedError: As `load`.
     """
     directory = pathlib.Path(directory)
-    config = read_config(directory)
-    if mesh is not None:
-        check_divides(config, mesh)
+    config = _spread(read_config(directory), mesh)
     tensors = _tensors(directory, config)
     model = _shapes(config, tensors, dtype, implementation)
     model.mesh = mesh
     model.kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
     return model
+
+
+def _spread(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
+    """The configuration as a mesh has it, once it is known to fit."""
+    if mesh is None:
+        return config
+    check_divides(config, mesh)
+    return config.spread_over(mesh.shape[TP])
 
 
 def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
@@ -124,22 +133,23 @@ def load(
         ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
-    config, generation_config = read_config(directory), GenerationConfig.read(directory)
-    if mesh is not None:
-        check_divides(config, mesh)
+    generation_config, config = GenerationConfig.read(directory), _spread(read_config(directory), mesh)
     tensors = _tensors(directory, config)
     graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
-    parts = {path: hf_shapes(names, path, value.shape) for path, value in flat.items()}
+    whole = {path: whole_shape(config, path, value.shape) for path, value in flat.items()}
+    parts = {path: hf_shapes(names, path, shape) for path, shape in whole.items()}
     shapes = {name: shape for part in parts.values() for name, shape in part.items()}
     kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
     check_tensors(tensors, shapes, may_repeat_head=config.tie_word_embeddings)
     bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
     for path, value in bar:
-        join = join_of(names, path, value.shape)
-        sharding = None if mesh is None else sharding_of(mesh, path, len(value.shape))
-        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, sharding=sharding)
+        join = join_of(names, path, whole[path])
+        on = None
+        if mesh is not None:
+            on = OnMesh(sharding_of(mesh, path, len(value.shape)), functools.partial(spread, config, path))
+        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, on_mesh=on)
         flat[path] = value.replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh = mesh
@@ -162,7 +172,8 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        parts = to_hf(model.config.family.tensors, path, np.asarray(jax.device_get(value[...])))
+        array = gathered(model.config, path, np.asarray(jax.device_get(value[...])))
+        parts = to_hf(model.config.family.tensors, path, array)
         tensors |= {name: np.ascontiguousarray(part) for name, part in parts.items()}
     optional_module("safetensors.numpy").save_file(
         tensors, directory / "model.safetensors", metadata={"format": "pt"}

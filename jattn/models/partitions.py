@@ -67,9 +67,10 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     """A model must fall into as many equal parts as the mesh's tp.
 
     Raises:
-        ValueError: The mesh is none, or query heads or a width are no multiple of its tp.
-        NotImplementedError: It has cp, or the model is right and cannot be cut here: kv heads, a vocabulary
-            or heads with patterns of their own.
+        ValueError: The mesh is none, query heads or a width are no multiple of its tp, or kv heads neither a
+            multiple nor a divisor.
+        NotImplementedError: It has cp, or the model is right and cannot be cut here: heads with patterns of
+            their own.
     """
     check_mesh(mesh)
     tp = mesh.shape[TP]
@@ -78,13 +79,8 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     require(heads % tp == 0, "num_attention_heads", rule, heads)
     for layer in config.layers:
         _check_width(layer.mlp, rule, tp)
-    if kv_heads % tp:
-        reason = f"each device must hold {kv_heads} / {tp} kv heads, and none is held by several yet"
-        way_out = f"Take a tp that divides {kv_heads}"
-        raise unsupported(f"num_key_value_heads {kv_heads} on a mesh with tp {tp}", reason, way_out)
-    if config.vocab_size % tp:
-        reason, way_out = "a vocabulary is cut evenly, and never padded", "Take a tp that divides it"
-        raise unsupported(f"vocab_size {config.vocab_size} on a mesh with tp {tp}", reason, way_out)
+    rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
+    require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
     for spec in config.attention_specs:
         if tp > 1 and isinstance(spec.sparsity, LocalStrided) and not spec.sparsity.homo_head:
             reason = "all devices run one program, and each would need the pattern of its own heads"
@@ -113,15 +109,18 @@ def require_mask_of_all(mask: Mask | None) -> None:
         raise unsupported(f"a mask of {mask.num_heads} query and kv heads", reason, "Give one for all heads")
 
 
-def take_of_parts(
+def take_part(
     table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: str, vocab_size: int
 ) -> Float[Array, "tokens hidden"]:
-    """Rows of an embedding of which each device has a part, inside shard_map; ids beyond it are clipped."""
+    """Rows of this device's part of an embedding, inside shard_map, zeros for ids of other parts.
+
+    Ids beyond the vocabulary are clipped.
+    """
     first = jax.lax.axis_index(axis_name) * len(table)
     ids = jnp.clip(token_ids, 0, vocab_size - 1) - first
     is_here = (ids >= 0) & (ids < len(table))
     rows = jnp.take(table, ids, axis=0, mode="clip")
-    return jax.lax.psum(jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype)), axis_name)
+    return jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype))
 
 
 def create_on(mesh: Mesh, create: Any) -> tuple[PagedCache, ...]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,23 @@ def put(view: np.ndarray) -> Array:
     return jax.device_put(view, may_alias=False)
 
 
-def put_parts(sharding: NamedSharding) -> Place:
-    """Places an array as a mesh holds it: each device is sent its own part and no more."""
-    return lambda view: jax.device_put(view, sharding, may_alias=False)
+class OnMesh(NamedTuple):
+    """How a mesh holds a parameter.
+
+    Attributes:
+        sharding: Where its parts lie.
+        spread: Of a host's array that is the parameter on one device, what is cut into parts.
+    """
+
+    sharding: NamedSharding
+    spread: Callable[[np.ndarray], np.ndarray]
+
+    def put(self, whole: np.ndarray) -> Array:
+        """Each device is sent its own part and no more; a process reads those of its own devices."""
+        array = self.spread(whole)
+        return jax.make_array_from_callback(
+            array.shape, self.sharding, lambda index: np.array(array[index]), dtype=array.dtype
+        )
 
 
 def read_parameter(
@@ -31,7 +46,7 @@ def read_parameter(
     dtype: np.dtype,
     place: Place = put,
     *,
-    sharding: NamedSharding | None = None,
+    on_mesh: "OnMesh | None" = None,
 ) -> Array:
     """A parameter, made of tensors of files. The host's memory of their bytes is given back.
 
@@ -42,15 +57,15 @@ def read_parameter(
         join: How it is made of them.
         dtype: Of the parameter.
         place: Puts one array on the device, where there is one.
-        sharding: Where a mesh holds it; None = there is no mesh.
+        on_mesh: How a mesh holds it; None = there is no mesh.
     """
-    if sharding is None:
+    if on_mesh is None:
         array = _read(tensors, join, dtype, place)
     elif _is_stored(tensors, join, dtype):
-        array = _read(tensors, join, dtype, put_parts(sharding))
+        array = on_mesh.put(tensors[0].sources[0].view())
     else:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            array = put_parts(sharding)(np.asarray(_read(tensors, join, dtype, jnp.asarray)))
+            array = on_mesh.put(np.asarray(_read(tensors, join, dtype, jnp.asarray)))
     array.block_until_ready()  # what is on its way to the device is in the host's memory, too
     for tensor in tensors:
         for source in tensor.sources:

@@ -96,8 +96,15 @@ def is_scale(name: str) -> bool:
     return NAME.fullmatch(name) is not None
 
 
-def static_scales(kv_scales: KVScales | None, specs: Sequence[CacheSpec]) -> list[dict[str, Any]]:
+def static_scales(
+    kv_scales: KVScales | None, specs: Sequence[CacheSpec], *, num_replicas: int = 1
+) -> list[dict[str, Any]]:
     """Each layer's static scales, as `PagedCache.create` takes them; None for what has none.
+
+    Args:
+        kv_scales: The model's.
+        specs: Of its caches, one a layer.
+        num_replicas: So many kv heads of a cache, one behind the other, have the scales of one.
 
     Raises:
         ValueError: There is not an entry a layer, or a scale per channel is missing.
@@ -115,7 +122,7 @@ def static_scales(kv_scales: KVScales | None, specs: Sequence[CacheSpec]) -> lis
             rule = f"have a {side}_scale per channel for {spec.quantization} (jattn.calibrate makes them)"
             require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
             is_static = stored.scale in ("static", "channel")
-            scales[-1][f"{side}_scale"] = scale if is_static else None
+            scales[-1][f"{side}_scale"] = _repeated(scale, num_replicas) if is_static else None
             if is_static and scale is None:
                 unmeasured[layer] = spec.quantization
     if unmeasured:
@@ -125,3 +132,8 @@ def static_scales(kv_scales: KVScales | None, specs: Sequence[CacheSpec]) -> lis
         message = f"{unscaled} {harm}. {way_out}"
         warnings.warn(message, CalibrationWarning, skip_file_prefixes=(PACKAGE,))
     return scales
+
+
+def _repeated(scale: np.ndarray | None, num_replicas: int) -> np.ndarray | None:
+    """Scales a head or channel, of each kv head and its replicas."""
+    return scale if scale is None or np.ndim(scale) == 0 else np.repeat(scale, num_replicas, axis=0)

@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jattn.models.layers import RMSNorm
+from jattn.models.residual import add_and_norm
 from jattn.parallel import TP
 from pallas_kernels import all_reduce
 from pallas_kernels.checks import require, require_type
@@ -61,17 +63,33 @@ def summed(
     return all_reduce.all_reduce(x, peers, axis_name=axis_name)
 
 
-def added_and_normed(
-    stream: Float[Array, "tokens hidden"],
+def of_first_device(x: Float[Array, "tokens hidden"], axis_name: str | None) -> Float[Array, "tokens hidden"]:
+    """Parts of a sum that is x, which all devices have."""
+    return jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+
+
+def sum_add_and_norm(
     x: Float[Array, "tokens hidden"],
+    part: Float[Array, "tokens hidden"],
     norm: Any,
+    *,
     axis_name: str | None,
     peers: all_reduce.PeerMemory | None,
+    may_take_kernel: bool,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-    """The stream with all devices' x added, and that normalised."""
-    is_fused = axis_name is not None and peers is not None and isinstance(norm, RMSNorm)
-    if is_fused and stream.dtype == norm.weight.dtype == x.dtype and all_reduce.why_not(x, peers) is None:
-        how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
-        return all_reduce.all_reduce_rms_norm(x, stream, norm.weight[...], peers, axis_name=axis_name, **how)
-    stream = stream + summed(x, axis_name, peers)
-    return stream, norm(stream)
+    """The stream x with all devices' parts added, and that normalised: by one kernel where it can.
+
+    Args:
+        x: The stream, which all devices have.
+        part: This device's.
+        norm: Of the next part of the model.
+        axis_name: As `summed`.
+        peers: As `summed`.
+        may_take_kernel: Static: of `add_and_norm`, too.
+    """
+    if axis_name is not None and peers is not None and isinstance(norm, RMSNorm):
+        if x.dtype == norm.weight.dtype == part.dtype and all_reduce.why_not(part, peers) is None:
+            how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
+            weight = norm.weight[...]
+            return all_reduce.all_reduce_rms_norm(part, x, weight, peers, axis_name=axis_name, **how)
+    return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)

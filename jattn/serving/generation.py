@@ -69,7 +69,7 @@ class Generation:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next token cannot be asked for: what it may be depends on one that is on its way."""
-        return self.mask is not None and self.num_pending > 0
+        return self.num_pending > 0 and self.mask is not None and not self.mask.is_fixed
 
     @property
     def num_asked_for(self) -> int:

@@ -13,6 +13,7 @@ from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.structured_outputs import Grammars
 from jattn.serving.text import TextStream
+from jattn.serving.token_filter import token_mask
 from pallas_kernels.checks import require
 
 type Prompt = str | Sequence[int] | np.ndarray
@@ -116,7 +117,8 @@ def build_request(
         ValueError: It cannot be served; the message names what is wrong and the value.
     """
     token_ids = token_ids_of(name, prompt, tokenizer=tokenizer, vocab_size=limits.vocab_size)
-    for kind, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+    for kind in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        ids = getattr(params, kind) or ()
         wrong = [i for i in ids if not 0 <= i < limits.vocab_size]
         require(not wrong, kind, f"be in the vocabulary, [0, {limits.vocab_size})", wrong)
     has_text = tokenizer is not None or not params.stop
@@ -133,9 +135,9 @@ def build_request(
             max_tokens=most,
             sampling_params=params,
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
-            text=TextStream(tokenizer),
+            text=TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens),
             hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
-            mask=None if params.structured_outputs is None else grammars.mask(params.structured_outputs),
+            mask=token_mask(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars),
         )
 
     return Request(params, [generation(params.of_completion(index)) for index in range(params.n)])

@@ -42,6 +42,9 @@ class SamplingParams:
         logprobs: Each new token comes with its log-probability and that of so many likeliest tokens, by the
             model's own logits, before penalties and temperature. None = without; at most 20.
         prompt_logprobs: The same for each token of the prompt but the first.
+        skip_special_tokens: Tokens that the tokenizer calls special are not in the text.
+        allowed_token_ids: No other tokens may come. None = any may.
+        bad_words: Texts that may not come: the last token of one is banned behind the others.
         structured_outputs: The form that the text has: a JSON schema, a regular expression, a grammar. It
             ends where that does.
 
@@ -66,6 +69,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -99,7 +105,7 @@ class SamplingParams:
         optional = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
         given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         require_int(min_tokens=self.min_tokens, n=self.n, **given)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         are_texts = isinstance(stop, Sequence) and all(isinstance(text, str) for text in stop)
@@ -117,8 +123,24 @@ class SamplingParams:
         form = self.structured_outputs
         is_form = form is None or isinstance(form, StructuredOutputsParams)
         require(is_form, "structured_outputs", "be StructuredOutputsParams", repr(form))
+        self._check_filters()
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+
+    def _check_filters(self) -> None:
+        """What may not come, by tokens or words."""
+        words, ids = self.bad_words, self.allowed_token_ids
+        are_texts = not isinstance(words, str) and all(isinstance(one, str) and one.strip() for one in words)
+        require(are_texts, "bad_words", "be a list of words", repr(words))
+        object.__setattr__(self, "bad_words", tuple(words))
+        if ids is not None:
+            are_ids = isinstance(ids, Sequence) and not isinstance(ids, str) and all(map(_is_int, ids))
+            require(are_ids and len(ids) > 0, "allowed_token_ids", "be a list of ints", repr(ids))
+            object.__setattr__(self, "allowed_token_ids", tuple(map(int, ids)))
+        if self.structured_outputs is not None:
+            rule = "be empty with structured_outputs"
+            require(not words, "bad_words", rule, repr(words))
+            require(ids is None, "allowed_token_ids", rule.replace("empty", "None"), repr(ids))
 
     @property
     def is_greedy(self) -> bool:

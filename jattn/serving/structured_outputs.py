@@ -21,6 +21,10 @@ class TokenMask(Protocol):
     """Which tokens may come next in one text. Host side; asked once a token, when all before are known."""
 
     @property
+    def is_fixed(self) -> bool:
+        """It allows the same whatever comes, so that nobody need wait for a token to know the next mask."""
+
+    @property
     def is_done(self) -> bool:
         """Nothing may come any more: the text is whole."""
 
@@ -128,6 +132,8 @@ class Grammars:
 
 class GrammarMask:
     """A TokenMask by llguidance."""
+
+    is_fixed = False
 
     def __init__(self, matcher: Any, num_words: int, *, has_end: bool) -> None:
         """Of a matcher of its own. Without has_end, the token that llguidance takes for the end is none."""

@@ -16,10 +16,10 @@ class TextStream:
     Source: vLLM `detokenize_incrementally`.
     """
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, *, skip_special_tokens: bool = True) -> None:
         """Starts empty; `tokenizer` None = every piece is empty."""
         self.text = ""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         self._token_ids: list[int] = []
         self._context = self._read = 0  # first token of the last piece, and of the one to come
 
@@ -44,7 +44,10 @@ class TextStream:
         return self._emit(whole[len(self.text) :]) if whole.startswith(self.text) else ""
 
     def _decode(self, first: int, end: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(self._token_ids[first:end])
+        if self._tokenizer is None:
+            return ""
+        ids = self._token_ids[first:end]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _emit(self, piece: str) -> str:
         self.text += piece

@@ -1,6 +1,6 @@
 """A model's weights as the engine runs them: whoever changes them, in whatever way, gets the new ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,8 @@ class Weights:
         is_tree = isinstance(state, Mapping)
         require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
         variables = dict(nnx.to_flat_state(self.refresh()))
-        new = {path: _fitting(path, value, variables) for path, value in _flat(state)}
+        spread = getattr(self._model, "spread", lambda path, array, shape: array)
+        new = {path: _fitting(path, value, variables, spread) for path, value in _flat(state)}
         for path, array in new.items():
             variables[path].set_value(array)
 
@@ -59,13 +60,19 @@ def _flat(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple
             yield (*path, key), child
 
 
-def _fitting(path: tuple[Any, ...], value: Any, variables: Mapping[tuple[Any, ...], Any]) -> jax.Array:
+def _fitting(
+    path: tuple[Any, ...],
+    value: Any,
+    variables: Mapping[tuple[Any, ...], Any],
+    spread: Callable[[tuple[Any, ...], Any, tuple[int, ...]], Any],
+) -> jax.Array:
     """The value as an array that may stand in the place of the model's."""
     name = ".".join(map(str, path))
     require(path in variables, "state", "hold only what the model has", name)
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     require(isinstance(value, jax.Array | np.ndarray), name, "be an array", repr(value))
     before = variables[path].get_value()
+    value = spread(path, value, before.shape)
     require_shape(name, value.shape, before.shape, "as the model's")
     require(value.dtype == before.dtype, name, f"be {before.dtype}", value.dtype)
     is_placed = isinstance(before, jax.Array) and before.committed  # on a mesh: each device its own part

@@ -5,10 +5,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.all_reduce.memory import PeerMemory
+from pallas_kernels.all_reduce.reasons import why_not_all_reduce
 from pallas_kernels.checks import require, require_number, require_shape, unsupported
 from pallas_kernels.ptx.peer_sums import Norm, peer_sum
 from pallas_kernels.ptx.peer_words import Exchange
-from pallas_kernels.support import why_not_all_reduce
 
 
 def all_reduce(
@@ -85,9 +85,10 @@ def all_reduce_rms_norm(
 
 def why_not(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Why there is no kernel for a sum; None if there is. Only shapes and dtypes are looked at."""
-    of = Exchange(*x.shape, peers.devices, peers.block_bytes)
+    rows, width = x.shape
+    of = Exchange(rows, width, peers.devices, peers.block_bytes)
     sizes = {"bytes_needed": of.bytes_needed, "block_bytes": of.block_bytes}
-    return why_not_all_reduce(dtype=x.dtype, width=of.width, **sizes)
+    return why_not_all_reduce(dtype=x.dtype, width=width, **sizes)
 
 
 def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str) -> Exchange:
@@ -100,4 +101,5 @@ def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str) -> Exc
     reason = why_not(x, peers)
     if reason is not None:
         raise unsupported(what, reason, "jax.lax.psum sums it")
-    return Exchange(*x.shape, devices, peers.block_bytes)
+    rows, width = x.shape
+    return Exchange(rows, width, devices, peers.block_bytes)

@@ -9,9 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
+from pallas_kernels.all_reduce.reasons import why_not_peers
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 from pallas_kernels.ptx.peer_words import COUNTERS, MAX_BLOCKS, block_bytes_of, memory_bytes
-from pallas_kernels.support import why_not_peers
 
 
 class PeerMemory(NamedTuple):

@@ -3,6 +3,7 @@
 Of each step it adds its pieces of the queries' gradient to global memory, too.
 """
 
+import itertools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from pallas_kernels.varlen_backward.items import Item, Worklist
 from pallas_kernels.varlen_backward.memory import BUFFERS
 from pallas_kernels.varlen_backward.products import (
     InterpretedProducts,
+    Place,
     Products,
     Sums,
     Units,
@@ -37,7 +39,9 @@ class Gradients:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
-        self.scores = Scores(inputs.mask, smem.columns.at[wg], wg, spec)
+        self.scores = Scores(
+            inputs.mask, smem.columns.at[wg], None if smem.staged is None else smem.staged.at[wg], wg, spec
+        )
         self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, wg, spec)
 
     def work_share(self, work: Worklist) -> None:
@@ -63,10 +67,8 @@ class Gradients:
 
         def of_head(nth: Scalar, carry: tuple[Scalar, Sums]) -> tuple[Scalar, Sums]:
             step, sums = carry
-            head = item.head(nth)
-            slope = None if self.inputs.slopes is None else self.inputs.slopes[head]
-
-            steps = item.steps(nth)
+            head, steps = item.head(nth), item.steps(nth)
+            slope = self.slope(head)
 
             def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
                 tile = lambda i: QueryTile(item, head, steps.tile(i), slope, is_masked)
@@ -78,17 +80,22 @@ class Gradients:
 
         return lax.fori_loop(0, self.spec.group, of_head, (step, self.products.zeros()))
 
+    def slope(self, head: Scalar) -> Scalar | None:
+        """ALiBi's of a query head, times log2(e)."""
+        return None if self.inputs.slopes is None else self.inputs.slopes[head]
+
     def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
         """A tile of queries."""
         stage = lax.rem(step, jnp.int32(self.spec.sizes.stages))
         buffer = lax.rem(step, jnp.int32(BUFFERS))
         smem, pipeline = self.smem, self.pipeline
         stats_s, stored = smem.stats.at[stage], self.scores.stored(tile)
+        place = Place(tile.head, tile.item.query_row(tile.nth))
 
         def arrived(full: Ref, tile_s: Ref) -> None:
             plgpu.barrier_wait(full.at[stage])
             if tile.is_masked:
-                self._clear_queries(tile, tile_s.at[stage])
+                self.clear_queries(tile, tile_s.at[stage])
 
         def exchange(ds: Tile) -> None:
             store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
@@ -104,15 +111,14 @@ class Gradients:
             grad_scores=lambda of, dp: self.scores.gradients(of, dp, stats_s),
             exchange=exchange,
             release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stage]),
-            add_grad_query=lambda dq: self.add_grad_query(tile, dq),
+            add_grad_query=lambda dq: self.add_grad_query(place, dq),
         )
         sums = self.products.step(sums, stage, buffer, work)
         plgpu.barrier_arrive(pipeline.q_free.at[stage])
         return sums
 
-    def add_grad_query(self, tile: QueryTile, dq: Units) -> None:
+    def add_grad_query(self, place: Place, dq: Units) -> None:
         """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
-        first = tile.item.query_row(tile.nth)
         if not self.spec.is_interpreted:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last step's
             for nth, piece in enumerate(dq):
@@ -120,8 +126,8 @@ class Gradients:
             plgpu.commit_smem()
         for nth, piece in enumerate(dq):
             query_unit, unit = self.products.piece(nth)
-            rows = pl.ds(pl.multiple_of(first + query_unit * UNIT, 8), UNIT)
-            to = self.inputs.grad_query.at[tile.head, unit, rows]
+            rows = pl.ds(pl.multiple_of(place.row + query_unit * UNIT, 8), UNIT)
+            to = self.inputs.grad_query.at[place.head, unit, rows]
             if self.spec.is_interpreted:
                 to[...] = plgpu.load(to, layout=W, optimized=False) + piece
             else:
@@ -153,13 +159,13 @@ class Gradients:
                 self._clear(self.smem.key.at[wg], begin - wg * UNIT, end - wg * UNIT)
             plgpu.commit_smem()
 
-    def _clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
+    def clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
         """The same of queries, and of gradients of their outputs. Each warpgroup for itself."""
         begin, end = tile.live()
 
         @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
         def _() -> None:
-            for nth in range(self.spec.query_units):
+            for tile_s, nth in itertools.product(tiles_s, range(self.spec.query_units)):
                 here = tile_s.at[slice(None), pl.ds(nth * UNIT, UNIT)]
                 self._clear(here, begin - nth * UNIT, end - nth * UNIT)
             plgpu.commit_smem()

@@ -56,6 +56,18 @@ class Item:
         num_partial = lists.num_partial[at]
         return Steps(num_partial, num_partial + lists.num_full[at], lambda i: lists.entries[at, i])
 
+    def first_head(self) -> tuple[Scalar, Scalar]:
+        """The first query head of the group that has steps, counted in it; and the steps of all of them."""
+        if self.lists is None:
+            return self.row * 0, self["num"] * self.spec.group
+
+        def look(left: Scalar, at: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+            nth = self.spec.group - 1 - left
+            num = self.steps(nth).num
+            return jnp.where(num > 0, nth, at[0]), at[1] + num
+
+        return lax.fori_loop(0, self.spec.group, look, (self.row * 0, self.row * 0))
+
     def _tile(self, i: Scalar) -> Scalar:
         """Without lists: tiles to be masked at either end, then those between."""
         num_low, num_high = self["num_low"], self["num_high"]

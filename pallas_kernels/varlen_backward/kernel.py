@@ -55,6 +55,7 @@ from pallas_kernels.varlen_backward.memory import (
     smem_types,
 )
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_backward.rotated import RotatedGradients
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 
@@ -96,4 +97,5 @@ def backward_body(
     @pl.when(wg < WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        Gradients(inputs, outputs, smem, pipeline, spec).work_share(work)
+        of_loop = RotatedGradients if spec.sizes.overlaps else Gradients
+        of_loop(inputs, outputs, smem, pipeline, spec).work_share(work)

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.varlen_backward.spec import COLUMN, ROW
 from pallas_kernels.varlen_prefill import WORD, PairTile, Words
 
@@ -17,7 +18,12 @@ class KeyRows(PairTile):
     """PairTile on its side: what there is one of for each query lies along the columns.
 
     `shape` is queries and keys as there; what is of pairs has keys first.
+
+    Attributes:
+        staged: [queries] int32 of shared memory, the warpgroup's own: see `rows_from`.
     """
+
+    staged: Any
 
     @property
     def queries(self) -> Any:
@@ -38,8 +44,17 @@ class KeyRows(PairTile):
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), COLUMN)
 
     def rows_from(self, ref: Any, index: tuple[Any, ...], first: Any) -> Any:
-        """A value for each query: `ref[*index, first + query]`."""
-        return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=COLUMN, optimized=False)
+        """A value for each query, int32: `ref[*index, first + query]`.
+
+        A thread has two neighbouring columns and would load both at once, which `first` must then be even
+        for. So they come as rows, one by one, and turn into columns in shared memory.
+        """
+        plgpu.commit_smem()  # what was there has been read
+        for begin in range(0, self.shape[0], UNIT):
+            rows = plgpu.load(ref.at[(*index, pl.ds(first + begin, UNIT))], layout=ROW, optimized=False)
+            self.staged[pl.ds(begin, UNIT)] = rows
+        plgpu.commit_smem()
+        return plgpu.load(self.staged, layout=COLUMN, optimized=False)
 
     def has_bits(self, words: Words) -> Any:
         """Whether a pair's bit is set: Bool."""

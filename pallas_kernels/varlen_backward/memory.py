@@ -27,6 +27,7 @@ def smem_types(spec: BackwardSpec) -> Smem:
     keys = WARPGROUPS, spec.units, UNIT, UNIT
     queries = sizes.stages, spec.units, sizes.tile_q, UNIT
     scores = WARPGROUPS, spec.query_units, UNIT, UNIT
+    has_arrays = spec.mask is not None and len(spec.mask.arrays) > 0
     both = lambda: plgpu.RefUnion((swizzled_smem(keys, dtype),), (plgpu.SMEM(keys, dtype),))
     return Smem(
         key_and_grad=both(),
@@ -38,6 +39,7 @@ def smem_types(spec: BackwardSpec) -> Smem:
         grad_query=swizzled_smem((WARPGROUPS, spec.pieces, UNIT, UNIT), f32),
         item=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
         columns=plgpu.SMEM((WARPGROUPS, sizes.tile_q), f32),
+        staged=plgpu.SMEM((WARPGROUPS, sizes.tile_q), jnp.int32) if has_arrays else None,
         p=swizzled_smem(scores, dtype) if spec.is_interpreted else None,
     )
 

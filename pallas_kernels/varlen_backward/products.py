@@ -30,6 +30,13 @@ class Sums(NamedTuple):
     value: Units
 
 
+class Place(NamedTuple):
+    """Where the gradient of a tile of queries goes: query head and first row."""
+
+    head: Scalar
+    row: Scalar
+
+
 class Work(NamedTuple):
     """What a warpgroup does between the products of a step.
 
@@ -102,9 +109,8 @@ class Products:
                 self.begin_grad_p(dp_ref, stage, wg)
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
                 of = work.probabilities(s)
-                p = of.p.astype(self.spec.dtype)
                 for unit, ref in enumerate(sum_refs.value):
-                    plgpu.wgmma(ref, p, grads.at[unit])
+                    plgpu.wgmma(ref, of.p, grads.at[unit])
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
                 return work.grad_scores(of, dp).astype(self.spec.dtype)
 
@@ -139,37 +145,37 @@ class InterpretedProducts(Products):
         spec, smem, wg = self.spec, self.smem, self.wg
         queries, grads = smem.query.at[stage], smem.grad_out.at[stage]
         work.await_queries()
-        s = _product(spec.s_shape, lambda ref: self.begin_scores(ref, stage, wg))
+        s = product(spec.s_shape, lambda ref: self.begin_scores(ref, stage, wg))
         of = work.probabilities(s)
         work.await_grad_out()
-        dp = _product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stage, wg))
-        store_units(smem.p.at[wg], of.p.astype(spec.dtype), spec)
+        dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stage, wg))
+        store_units(smem.p.at[wg], of.p, spec)
         plgpu.commit_smem()
         values = tuple(
-            acc + self._of_queries(smem.p.at[wg], grads, unit) for unit, acc in enumerate(sums.value)
+            acc + self.of_queries(smem.p.at[wg], grads, unit) for unit, acc in enumerate(sums.value)
         )
         ds = work.grad_scores(of, dp).astype(spec.dtype)
         work.exchange(ds)
-        piece_of = lambda n: _product(
+        piece_of = lambda n: product(
             (UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, work.zero)
         )
         dq = tuple(piece_of(n) for n in range(spec.pieces))
         keys = tuple(
-            acc + self._of_queries(smem.grad_scores.at[buffer, wg], queries, unit)
+            acc + self.of_queries(smem.grad_scores.at[buffer, wg], queries, unit)
             for unit, acc in enumerate(sums.key)
         )
         work.release_grad_out()
         work.add_grad_query(dq)
         return Sums(keys, values)
 
-    def _of_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
+    def of_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
         """[64, tile_q] of SMEM, in units, times a unit of a tile of queries' heads."""
 
         def begin(ref: Ref) -> None:
             for nth in range(self.spec.query_units):
                 plgpu.wgmma(ref, rows_s.at[nth], queries_s.at[unit, pl.ds(nth * UNIT, UNIT)])
 
-        return _product((UNIT, UNIT), begin)
+        return product((UNIT, UNIT), begin)
 
 
 def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
@@ -178,7 +184,9 @@ def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
         to_s[nth] = tile[:, nth * UNIT : (nth + 1) * UNIT]
 
 
-def _product(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
+def product(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
+    """Of operands in shared memory, one after the other: what `begin` adds to an accumulator of 0."""
+
     def run(ref: Ref) -> Tile:
         begin(ref)
         return ref[...]

@@ -85,6 +85,8 @@ class Smem(NamedTuple):
         grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out.
         item: [columns]: the item's row of the schedule's table.
         columns: [warpgroups, tile_q] f32: 0, 1, 2...
+        staged: [warpgroups, tile_q] int32: a mask's numbers of the queries on their way into registers; None
+            where a mask has no arrays.
         p: [warpgroups, query units, 64, 64]: probabilities where nothing multiplies registers; or None.
     """
 
@@ -97,6 +99,7 @@ class Smem(NamedTuple):
     grad_query: Ref
     item: Ref
     columns: Ref
+    staged: Ref
     p: Ref
 
     @property

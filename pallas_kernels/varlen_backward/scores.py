@@ -44,22 +44,24 @@ class Probabilities(NamedTuple):
     """Of a tile.
 
     Attributes:
-        p: Probabilities.
-        bend: What the soft cap's derivative is made of, or None.
+        p: Probabilities, in 16 bits.
+        weight: The same in f32, times the soft cap's derivative.
         sees: Which pairs are seen, or None where all are.
     """
 
     p: Tile
-    bend: Tile | None
+    weight: Tile
     sees: Tile | None
 
 
 class Scores:
     """Of one warpgroup."""
 
-    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
-        """With the mask's arrays, and [tile_q] of shared memory for the number of each query in its tile."""
-        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
+    def __init__(
+        self, arrays: tuple[Ref, ...], columns_s: Ref, staged_s: Ref, wg: Scalar, spec: BackwardSpec
+    ):
+        """With the mask's arrays, and of shared memory what refs.Smem has for it."""
+        self.arrays, self.columns_s, self.staged_s, self.wg, self.spec = arrays, columns_s, staged_s, wg, spec
 
     def store_columns(self) -> None:
         """Numbers the queries of a tile."""
@@ -85,18 +87,18 @@ class Scores:
         less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
         if tile.slope is not None:
             y, less = self._biased(y, less, tile, tile.slope)
-        p = jnp.exp2(y - self._wide(less))
-        if not tile.is_masked:
-            return Probabilities(p, bend, None)
-        sees = self._sees(tile, stored)
-        return Probabilities(jnp.where(sees, p, 0.0), bend, sees)
+        p, sees = jnp.exp2(y - self._wide(less)), None
+        if tile.is_masked:
+            sees = self._sees(tile, stored)
+            p = jnp.where(sees, p, 0.0)
+        # Not the cap's part and p: registers are short.
+        weight = p if bend is None else p * (1.0 - bend * bend)
+        return Probabilities(p.astype(self.spec.dtype), weight, sees)
 
     def gradients(self, of: Probabilities, grad_p: Tile, stats_s: Ref) -> Tile:
         """Of scores, but for the scale."""
         less = plgpu.load(stats_s.at[1], layout=COLUMN, optimized=False)
-        grad = of.p * (grad_p - self._wide(less))
-        if of.bend is not None:
-            grad = grad * (1.0 - of.bend * of.bend)
+        grad = of.weight * (grad_p - self._wide(less))
         return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
 
     def _biased(self, y: Tile, less: Columns, tile: QueryTile, slope: Scalar) -> tuple[Tile, Columns]:
@@ -134,6 +136,7 @@ class Scores:
             columns=lambda: self._of_rows(self._rows().astype(f32)),
             shape=(self.spec.sizes.tile_q, UNIT),
             interpret=self.spec.interpret,
+            staged=self.staged_s,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:

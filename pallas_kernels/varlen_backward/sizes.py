@@ -16,6 +16,8 @@ class KernelSizes:
     Attributes:
         tile_q: Queries of a step: 64 or 128.
         stages: Steps in flight from global memory.
+        overlaps: A step's scores begin while the last products of the step before are in flight: for both,
+            registers must do.
         l2_bytes: So much of queries and their gradients is read side by side; 0 = the longest items first,
             whatever they read.
         ctas: Thread blocks of the grid, each with its share of the items; None = one an item, so that an SM
@@ -24,6 +26,7 @@ class KernelSizes:
 
     tile_q: int = 64
     stages: int = 2
+    overlaps: bool = False
     l2_bytes: int = 32 * 10**6
     ctas: int | None = None
 

@@ -22,6 +22,8 @@ class KernelSizes:
             are.
         query_buffers: 1 or 2: items whose queries are in shared memory; the output leaves the same way.
         ctas: Thread blocks of the grid; each stays on its SM and works through its share of the tiles.
+        batch_invariant: A row's bits do not depend on the other rows of its tile, also where a window or
+            lists hide the tile's first keys from it.
     """
 
     tile_kv: int = 128
@@ -30,6 +32,7 @@ class KernelSizes:
     teams: int = 1
     query_buffers: int = 2
     ctas: int = NUM_SMS
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
@@ -78,11 +81,13 @@ LIST_TABLE = {
 }
 
 
-def default_sizes(head_dim: int, *, has_lists: bool = False) -> KernelSizes:
+def default_sizes(head_dim: int, *, has_lists: bool = False, batch_invariant: bool = False) -> KernelSizes:
     """The sizes of varlen_prefill where the caller names none.
 
     Args:
         head_dim: Width of a head.
         has_lists: Lists say which tiles of keys an item is to see.
+        batch_invariant: As KernelSizes has it.
     """
-    return (LIST_TABLE if has_lists else TABLE)[head_cut(head_dim).padded_dim]
+    sizes = (LIST_TABLE if has_lists else TABLE)[head_cut(head_dim).padded_dim]
+    return dataclasses.replace(sizes, batch_invariant=batch_invariant)

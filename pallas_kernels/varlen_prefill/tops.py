@@ -73,8 +73,10 @@ def policy_of(spec: PrefillSpec) -> TopPolicy:
     is_small = soft_cap is not None and soft_cap * LOG2E <= ROOM[spec.dtype]
     if is_small and not spec.has_alibi:
         return NoTop(spec)
+    # KeptTops rounds a row's first scores once in the tile's first step, twice where it sees nothing before.
+    must_round_alike = spec.sizes.batch_invariant and (spec.has_window or spec.has_lists)
     rises_little = spec.dtype == jnp.bfloat16 and spec.sizes.tile_kv <= BIASED_KEYS
-    if spec.has_alibi and not rises_little:
+    if must_round_alike or (spec.has_alibi and not rises_little):
         return LargestScore(spec)
     room = BIASED_ROOM if spec.has_alibi else ROOM[spec.dtype]
     return KeptTops(spec, room)
@@ -160,7 +162,7 @@ class KeptTops(LargestScore):
     def with_new(self, y: Tile, top: Rows) -> tuple[Tile, Rows, Rows]:
         """Scores less a new top for rows that need one, the tops, by what sums from before shrink.
 
-        Which rows do is for each to say: a row's numbers do not depend on the others of its tile.
+        Which rows do is for each to say, not for its neighbours.
         """
         tile_top, base = y.max(axis=1), above_infinity(top)
         is_due = (tile_top >= 0) | (top == -jnp.inf)

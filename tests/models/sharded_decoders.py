@@ -1,17 +1,17 @@
-"""Decoders on meshes of four devices of a CPU, beside transformers and one device.
+"""Decoders on meshes of some devices of a CPU, beside transformers and one device.
 
-Run by tests/models/test_sharded_decoders.py: `families`, `engine` or `features`.
+Run by tests/models/test_sharded_decoders.py: `families`, `engine`, `features` or `replicas`.
 """
 
 import pathlib
 import re
 import sys
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 6)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 import numpy as np  # noqa: E402
@@ -19,11 +19,13 @@ from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
 from jattn.models import load, save  # noqa: E402
+from jattn.models.loading import read_config  # noqa: E402
 from jattn.serving import Engine, cli  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
-NOT_CUT = {"mpt": "3 heads", "phi3small": "a pattern a head"}
+NOT_CUT = {"phi3small": "a pattern a head"}
+TWO_ONLY = {"llama4": "160 wide inside, and 6 heads"}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64}
 METADATA = 2**13  # bytes of what all devices have, at most
@@ -39,9 +41,9 @@ def last_logits(model, token_ids, caches, metadata):
     return model.logits(hidden), caches
 
 
-def check_family(name: str) -> None:
+def check_family(name: str, tp: int) -> None:
     """A prompt through the caches gives transformers' logits, whatever the family."""
-    model = load(GOLDEN / "hf" / name, mesh=jattn.parallel.make_mesh(tp=2), progress=False)
+    model = load(GOLDEN / "hf" / name, mesh=jattn.parallel.make_mesh(tp=tp), progress=False)
     expected = np.load(GOLDEN / "hf" / name / "expected.npz")
     prompt, want = expected["prompt3"], expected["logits3"]
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], np.arange(1, 9)[None])
@@ -49,8 +51,8 @@ def check_family(name: str) -> None:
     error = np.abs(np.asarray(got) - want).max()
     tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
     assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
-    assert all(is_cut(array, 2) for cache in caches for array in (cache.k, cache.v)), name
-    print(f"{name}: {error:.1e}")
+    assert all(is_cut(array, tp) for cache in caches for array in (cache.k, cache.v)), name
+    print(f"{name} on {tp}: {error:.1e}")
 
 
 def is_cut(array: jax.Array, parts: int) -> bool:
@@ -156,23 +158,70 @@ def check_what_leaves_it(folder: pathlib.Path) -> None:
     print("saved and scored")
 
 
-def check_feature(folder: pathlib.Path, name: str) -> None:
-    found = []
-    for mesh in (None, jattn.parallel.make_mesh(tp=2)):
+def check_feature(
+    folder: pathlib.Path, name: str, *, tp: int = 2, calibration: dict[str, Any] | None = None
+) -> None:
+    found, scales = [], []
+    for mesh in (None, jattn.parallel.make_mesh(tp=tp)):
         model = load(folder, mesh=mesh, progress=False)
         if FEATURES[name].get("quantization") in ("fp8_e4m3", "int8_static_v"):  # static scales
-            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=FEATURES[name]["quantization"])
+            how = {"quantization": FEATURES[name]["quantization"], **(calibration or {})}
+            model.kv_scales = jattn.calibrate(model, PROMPTS, **how)
+            scales.append(jax.tree.map(np.shape, model.kv_scales.layers))
         engine = Engine(model, **SIZES | FEATURES[name])
         results = engine.generate([PROMPTS[2] + prompt for prompt in PROMPTS], max_tokens=12)
         found.append([result.token_ids for result in results])
         assert (engine.stats.num_cascade_steps > 0) == (name == "cascades")
         assert all(
-            is_cut(leaf, 2) == (mesh is not None)
+            is_cut(leaf, tp) == (mesh is not None)
             for leaf in jax.tree.leaves(engine._runner._caches)
             if leaf.ndim
         )
     assert found[0] == found[1], (name, found)
-    print(name)
+    assert scales[:1] == scales[1:], scales
+    print(f"{name} on {tp}")
+
+
+# Features of `FEATURES`, and the options that `calibrate` needs besides.
+OF_REPLICAS = (("fp8 cache", {"per_head": True}), ("int8 cache, scales per channel", {}), ("cascades", None))
+
+
+def check_replicas(folder: pathlib.Path) -> None:
+    """Of 4 devices two have the same kv head; 322 tokens are 384 places, and only tokens come out."""
+    config = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 322}
+    save(one_layer_model(**config), folder)
+    alone, mesh = alone_of(folder), jattn.parallel.make_mesh(tp=4)
+    model = load(folder, mesh=mesh, progress=False)
+    check_parameters(model, 4)
+    (kernel, embedding) = (model.layers[0].self_attn.qkv_proj.kernel, model.embed_tokens.embedding)
+    assert (kernel.shape, embedding.shape) == ((96, 4, 4, 32), (512, 96))
+    assert not np.asarray(embedding)[322:].any()
+    assert model.logits(np.ones((1, 96), np.float32)).shape == (1, 322)
+    engine = Engine(model, **SIZES)
+    assert tokens_of(engine) == alone.tokens
+    assert forks_of(engine) == alone.forks
+    check_replicas_take_new_weights(engine, folder, alone.tokens)
+    per_block = model.cache_specs(1)[0].bytes_per_block  # of all devices
+    assert per_block == 2 * load(folder, progress=False).cache_specs(1)[0].bytes_per_block
+    of_device = sum(
+        array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(engine._runner._caches)
+    )
+    sized = Engine(model, **SIZES | {"num_blocks": None}, cache_bytes=of_device)
+    assert sized.stats.num_blocks == engine.stats.num_blocks
+    check_what_leaves_it(folder)
+    for feature, how in OF_REPLICAS:
+        check_feature(folder, feature, tp=4, calibration=how)
+
+
+def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, want: list[list[int]]) -> None:
+    """As one device has them, and as the mesh has them."""
+    for made in (load(folder, progress=False), load(folder, mesh=engine.model.mesh, progress=False)):
+        state = nnx.state(made)
+        engine.update_weights(jax.tree.map(lambda array: np.zeros_like(array), state))
+        assert {token for tokens in tokens_of(engine) for token in tokens} == {0}
+        engine.update_weights(jax.tree.map(np.asarray, nnx.to_pure_dict(state)))
+        assert tokens_of(engine) == want
+    print("new weights of replicas")
 
 
 def check_parameters(model, tp: int) -> None:
@@ -200,12 +249,20 @@ def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int
 def main() -> None:
     if sys.argv[1] == "families":
         for path in sorted((GOLDEN / "hf").glob("*/expected.npz")):
-            if path.parent.name not in NOT_CUT:
-                check_family(path.parent.name)
+            name = path.parent.name
+            heads = read_config(path.parent).num_attention_heads
+            # A device a query head: kv heads are held by several, and 160 or 320 tokens by 3 or 6 devices.
+            sizes = {2} if name in TWO_ONLY else {2, heads}
+            for tp in sizes if name not in NOT_CUT else ():
+                if heads % tp == 0:
+                    check_family(name, tp)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), folder)
+        if sys.argv[1] == "replicas":
+            check_replicas(folder)
+            return
         if sys.argv[1] == "features":
             for feature in FEATURES:
                 check_feature(folder, feature)

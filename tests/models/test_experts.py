@@ -303,11 +303,11 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
     assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
 
 
-def test_a_layer_takes_the_kernel_by_name_alone(monkeypatch):
+def test_a_layer_takes_the_kernel_unless_others_are_named(monkeypatch):
     monkeypatch.setattr(expert_products, "why_no_kernel", lambda x, weights: None)
     taken = []
     monkeypatch.setattr(expert_products, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
-    for implementation, want in ((None, 0), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
+    for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
         taken.clear()
         layer = Experts(
             *(HIDDEN, INTERMEDIATE),

@@ -13,6 +13,7 @@ import jattn
 from jattn.models import DecoderConfig, load
 from jattn.models.loading import load_shapes, read_config
 from jattn.models.partitions import check_divides, parameter_partition
+from jattn.models.spreading import gathered, spread, whole_shape
 from jattn.parallel import check_mesh, make_mesh
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
@@ -35,11 +36,12 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("what", "lines"),
     [
-        ("families", ["bloom: ", "gpt_oss: ", "llama4: ", "qwen2_moe: "]),
+        ("families", ["bloom on 2: ", "gpt_oss on 6: ", "llama4 on 2: ", "mpt on 3: ", "qwen2_moe on 4: "]),
+        ("replicas", ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"]),
         ("engine", ["tp 2: 4 executables", "tp 4: 4 executables", "drafts: ", "2/1 heads of 32"]),
         (
             "features",
-            ["fp8 cache", "int8 cache, scales per channel", "cascades", "batch_invariant", "saved and"],
+            ["fp8 cache on 2", "int8 cache, scales per channel on 2", "batch_invariant on 2", "saved and"],
         ),
     ],
 )
@@ -104,7 +106,8 @@ class TestWhatDoesNotFit:
             of(LLAMA, mesh=mesh_of(4))
 
     def test_kv_heads(self):
-        with pytest.raises(NotImplementedError, match="num_key_value_heads 2 on a mesh with tp 3"):
+        rule = r"num_key_value_heads must be a multiple or a divisor of the mesh's tp \(3\), got 2"
+        with pytest.raises(ValueError, match=rule):
             load(LLAMA, mesh=mesh_of(3))
 
     def test_widths(self):
@@ -115,10 +118,6 @@ class TestWhatDoesNotFit:
         hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
             check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
-
-    def test_a_vocabulary(self):
-        with pytest.raises(NotImplementedError, match="vocab_size 321 on a mesh with tp 2"):
-            check_divides(changed(vocab_size=321), mesh_of(2))
 
     def test_a_pattern_of_each_head(self):
         with pytest.raises(NotImplementedError, match=r"sparsity LocalStrided.*homo_head=False"):
@@ -134,6 +133,32 @@ class TestWhatDoesNotFit:
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
         with pytest.raises(ValueError, match=r"speculative must lie on the model's mesh .*got None"):
             Engine(model, num_blocks=9, speculative=draft)
+
+
+class TestSpread:
+    def test_a_config_says_what_it_said(self):
+        config = read_config(LLAMA)
+        spread = config.spread_over(6)
+        assert (spread.num_key_value_heads, spread.num_kv_head_replicas) == (6, 3)
+        assert (spread.vocab_size, spread.padded_vocab_size) == (320, 384)
+        assert spread.to_hf() == config.to_hf()
+        assert config.spread_over(2).padded_vocab_size == 320
+
+    @pytest.mark.parametrize("tp", [1, 2, 6])
+    def test_parameters_come_back(self, tp):
+        config, draw = read_config(LLAMA).spread_over(tp), np.random.default_rng(0)
+        model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
+        for path, value in nnx.to_flat_state(nnx.state(model)):
+            whole = draw.normal(size=whole_shape(config, path, value.shape))
+            there = spread(config, path, whole)
+            assert there.shape == value.shape
+            np.testing.assert_array_equal(gathered(config, path, there), whole)
+
+    def test_a_device_has_its_queries_kv_head(self):
+        config = read_config(LLAMA).spread_over(6)
+        whole = np.arange(2 * 5).reshape(2, 5, 1)  # kv heads, their three queries, key and value
+        there = spread(config, ("qkv_proj", "bias"), whole)[..., 0]
+        assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
 
 
 SMALL = ("router", "shared_expert_gate")  # matrices that every device has

@@ -5,10 +5,14 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+import jattn
+from jattn import masks
+from jattn.implementations.mosaic_gpu.backward_lists import PackedLens, backward_lists, backward_mask
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import BACKWARD_HEAD_DIMS
-from pallas_kernels.varlen_backward import varlen_backward
+from pallas_kernels.varlen_backward import KernelSizes, default_sizes, make_schedule, varlen_backward
 
 FEATURES = {
     "plain": {},
@@ -20,7 +24,7 @@ FEATURES = {
 }
 
 
-def case(head_dim, dtype, *, has_alibi=False, **score):
+def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
     shape = jax.ShapeDtypeStruct
     tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
     of_queries, of_keys = (shape((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads))
@@ -31,8 +35,35 @@ def case(head_dim, dtype, *, has_alibi=False, **score):
     arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
     if has_alibi:
         arrays["alibi_slopes"] = shape((q_heads,), jnp.float32)
-    run = functools.partial(varlen_backward, score=Score(scale=0.1, **score))
+    run = functools.partial(varlen_backward, score=Score(scale=0.1, **score), sizes=sizes)
     return lambda arrays: run(**arrays), (arrays,)
+
+
+def listed_case(head_dim, mask):
+    """Over lists, as attention under a mask of jattn has them."""
+    _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
+    spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
+    static = {"kv_tokens": 8192, "kv_heads": 8, "head_dim": head_dim}
+    of_layer = {"score": Score(scale=0.1), "sizes": default_sizes(head_dim)}
+
+    def run(arrays):
+        lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
+        schedule = make_schedule(*lens, **static, **of_layer)
+        bounds = {"num_tokens": 8192, "max_seq_len": 8192, "sizes": of_layer["sizes"]}
+        listed = {"lists": backward_lists(mask, spec, lens, schedule, **bounds), "schedule": schedule}
+        of_mask = backward_mask(mask, spec, max_seq_len=8192)
+        return varlen_backward(**arrays, **of_layer, **listed, mask=of_mask)
+
+    return run, (arrays,)
+
+
+LISTED = {
+    "documents": masks.Document(ids=np.arange(8192, dtype=np.int32) // 300),
+    "vertical_slash": masks.VerticalSlash(
+        columns=np.arange(32 * 8192).reshape(32, 8192) % 7 == 0,
+        slashes=np.arange(32 * 8192).reshape(32, 8192) % 11 == 0,
+    ),
+}
 
 
 def aot_cases():
@@ -41,4 +72,6 @@ def aot_cases():
     for nth, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
         dtype = ("bfloat16", "float16")[(nth + nth // len(FEATURES)) % 2]
         found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
-    return found
+    overlapping = KernelSizes(tile_q=64, overlaps=True)
+    found |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
+    return found | {"d128-overlaps-bfloat16": case(128, jnp.dtype("bfloat16"), sizes=overlapping)}

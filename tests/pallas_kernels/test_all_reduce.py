@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import support
-from pallas_kernels.all_reduce import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory
+from pallas_kernels.all_reduce import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory, reasons
 from pallas_kernels.ptx import peer_words
 from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
 from tests import aot
@@ -124,7 +123,7 @@ class TestErrors:
         other = Other()
         for name, value in change.items():
             setattr(other, name, value)
-        found = support.why_not_peers([jax.devices()[0], other], 2)
+        found = reasons.why_not_peers([jax.devices()[0], other], 2)
         assert found is None if reason is None else found.endswith(reason)
 
     @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """varlen_backward over lists of tiles: every mask that has some, against float64; on a GPU too."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ from pallas_kernels.varlen_backward import (
     varlen_backward,
 )
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
+from tests import aot
 from tests.pallas_kernels.backward_problem import BackwardProblem, Setting
 from tests.pallas_kernels.test_varlen_backward import plain_arguments
 
@@ -143,6 +146,17 @@ class TestRefusals:
         mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
         reason = why_not_backward_lists(mask, KernelSizes(tile_q=128))
         assert reason == "there is no kernel for blocks of 8 queries (128 touch more than 10)"
+
+
+class TestAheadOfTime:
+    @pytest.mark.parametrize("name", ["d64-documents", "d64-vertical_slash"])
+    def test_what_a_mask_has_stored_is_loaded_from_any_place(self, name):
+        """Queries begin at any position of theirs: two numbers loaded at once would lie there unaligned."""
+        aot.require_plugin()
+        (ptx,) = aot.ptx_of("tests.pallas_kernels.backward_aot_cases", [name]).values()
+        (kernel,) = [part for part in ptx.split(".version") if ".entry varlen_backward" in part]
+        assert re.findall(r"ld\.global\.b32", kernel)
+        assert not re.findall(r"ld\.(?:global\.)?v\d", kernel)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Top policies of varlen_prefill: which kernel has which, and that all of them give the same softmax."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ from pallas_kernels.varlen_prefill import memory, tops
 from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
+INVARIANT = KernelSizes(tile_kv=64, batch_invariant=True)
 
-def spec_of(*, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, **fields):
+
+def spec_of(
+    *, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, window=None, **fields
+):
     shape = Shape(q_heads=2, group=1, cut=head_cut(64), in_cache=None, heads_at_once=2)
     fields = {"sizes": KernelSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
-    score = Score(scale=1.0, soft_cap=soft_cap)
+    score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
     call = {"mask": None, "has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
     return PrefillSpec(score=score, dtype=jnp.dtype(dtype), **fields, **call)
 
@@ -33,6 +38,10 @@ def spec_of(*, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, int
         ({"soft_cap": 30.0}, tops.NoTop, None),
         ({"soft_cap": 30.0, "dtype": "float16"}, tops.KeptTops, 4.0),
         ({"soft_cap": 30.0, "has_alibi": True}, tops.KeptTops, 100.0),
+        ({"sizes": INVARIANT}, tops.KeptTops, 80.0),  # each row sees the first keys
+        ({"sizes": INVARIANT, "window": (9, 0)}, tops.LargestScore, 0.0),
+        ({"sizes": INVARIANT, "has_lists": True}, tops.LargestScore, 0.0),
+        ({"sizes": INVARIANT, "has_lists": True, "soft_cap": 30.0}, tops.NoTop, None),
     ],
     ids=str,
 )
@@ -83,6 +92,27 @@ class TestSums:
             s = s + np.asarray(term, np.float64)[None, :, None]
         want = np.log2(np.exp2(s - s.max()).sum(axis=(0, 2))) + s.max()
         np.testing.assert_allclose(np.log2(total.sum(axis=1)) + top, want, rtol=1e-5)
+
+    @pytest.mark.parametrize("policy", [tops.LargestScore, tops.NoTop])
+    def test_have_the_same_bits_whatever_a_row_saw_nothing_of_before(self, policy):
+        """In one program each, where a compiler may round a product and a difference at once."""
+        s = jnp.asarray(np.random.default_rng(1).standard_normal((64, 64)) * 3, jnp.float32)
+        policy = policy(spec_of(sizes=INVARIANT, window=(9, 0)))
+        hidden = lambda s: jnp.full_like(s, -jnp.inf)
+
+        @jax.jit
+        def first_tile(s):
+            y, top, *_ = policy.first(s, None, lambda s: s, policy.start())
+            return jnp.exp2(y), top
+
+        @jax.jit
+        def second_tile(s):
+            _, top, *_ = policy.first(s + 1, None, hidden, policy.start())
+            y, top, *_ = policy.next(s, None, lambda s: s, top)
+            return jnp.exp2(y), top
+
+        for found, want in zip(second_tile(s), first_tile(s), strict=True):
+            np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("table", [TABLE, LIST_TABLE], ids=["items", "lists"])

@@ -1,5 +1,6 @@
 """varlen_backward: the contract against float64, what no request owns, schedules, refusals; on a GPU, too."""
 
+import dataclasses
 import functools
 
 import jax
@@ -90,9 +91,9 @@ def grads_of(problem, interpret=None, sizes=None, **options):
     return jax.jit(run)(**problem.arguments)
 
 
-def few_blocks(head_dim):
+def few_blocks(head_dim, **changes):
     """Two thread blocks, so that each has several items."""
-    return KernelSizes(tile_q=default_sizes(head_dim).tile_q, ctas=2)
+    return KernelSizes(tile_q=default_sizes(head_dim).tile_q, ctas=2, **changes)
 
 
 class TestContract:
@@ -100,6 +101,12 @@ class TestContract:
     def test_equals_float64_whatever_meets_whatever(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+
+    @pytest.mark.parametrize("case", cases(FAST)[::3], ids=case_id)
+    def test_equals_float64_where_steps_overlap(self, case):
+        problem = problem_of(case)
+        sizes = few_blocks(case["head_dim"], overlaps=True)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
@@ -109,14 +116,15 @@ class TestContract:
 
 
 class TestRaces:
-    def test_barriers_order_all_that_is_read_and_written(self):
+    @pytest.mark.parametrize("overlaps", [False, True])
+    def test_barriers_order_all_that_is_read_and_written(self, overlaps):
         """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
         setting = Setting(
             query_lens=(256,), seq_lens=(256,), score=Score(scale=0.1), heads=(2, 2), head_dim=128, gap=0
         )
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        problem.check(grads_of(problem, interpret, KernelSizes(tile_q=64, ctas=1)))
+        problem.check(grads_of(problem, interpret, KernelSizes(tile_q=64, ctas=1, overlaps=overlaps)))
         races.check_none_were_found()
 
 
@@ -344,7 +352,10 @@ class TestAheadOfTime:
         (kernel,) = aot.compile_all("tests.pallas_kernels.backward_aot_cases", [name])[name]
         assert kernel.spilled_bytes <= 600
 
-    @pytest.mark.parametrize("name", ["d64-plain-float16", "d128-plain-float16", "d128-cap_alibi-float16"])
+    @pytest.mark.parametrize(
+        "name",
+        ["d64-plain-float16", "d128-plain-float16", "d128-cap_alibi-float16", "d128-overlaps-bfloat16"],
+    )
     def test_products_wait_for_each_other_nowhere(self, name):
         """ptxas says so where it makes them, for want of registers or because somebody looks too early."""
         aot.require_plugin()
@@ -363,11 +374,13 @@ class TestOnGpu:
     )
     @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_awkward_lengths(self, lens, heads, head_dim):
+    @pytest.mark.parametrize("overlaps", [False, True])
+    def test_awkward_lengths(self, lens, heads, head_dim, overlaps):
         score = Score(scale=head_dim**-0.5)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim)
         problem = BackwardProblem(setting)
-        problem.check(grads_of(problem))
+        sizes = dataclasses.replace(default_sizes(head_dim), overlaps=overlaps)
+        problem.check(grads_of(problem, sizes=sizes))
 
     def test_twenty_runs_agree(self):
         lens = (1500, 3, 700, 64)

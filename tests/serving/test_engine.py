@@ -270,7 +270,7 @@ class TestSteps:
     @pytest.mark.parametrize("max_num_seqs", [1, 3])
     def test_no_step_has_a_single_row(self, golden, max_num_seqs):
         engine = Engine(golden.model, num_blocks=8, max_num_seqs=max_num_seqs)
-        assert min(bucket.max_tokens for bucket in engine.graphs.buckets) == 2
+        assert min(bucket.max_tokens for bucket in engine.graphs.buckets) > 1
         golden_ids = engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True)
         golden.agrees(golden_ids, order=[0])
 

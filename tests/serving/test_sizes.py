@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import pytest
 
 from jattn.graphs import DecodeGraphs
@@ -19,6 +20,10 @@ def test_tables_are_as_wide_as_the_longest_request_and_narrower(most, widths):
 
 
 class TestDefaultBuckets:
+    @pytest.fixture(autouse=True)
+    def _on_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
     def graphs(self, **limits):
         given = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | limits
         model = one_layer_model()
@@ -50,3 +55,21 @@ class TestDefaultBuckets:
             asked = min(bucket.max_reqs, 256)
             assert asked <= size <= 256
             assert size < 1.5 * asked
+
+
+class TestFewBuckets:
+    def graphs(self, max_num_seqs, **limits):
+        given = {"block_size": 16, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512} | limits
+        return StepLimits(**given).graphs(one_layer_model(), lambda *_: None, None, 33)
+
+    def test_a_cpu_compiles_two_sizes_of_decodes_and_three_of_prompts_by_default(self):
+        sizes = [(b.max_decodes, b.max_prefill_tokens) for b in self.graphs(16).buckets]
+        assert sizes == [(4, 0), (16, 0), (16, 32), (16, 128), (16, 512)]
+
+    @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 24, 100, 256])
+    def test_decodes_have_at_most_four_times_their_rows(self, max_num_seqs):
+        graphs = self.graphs(max_num_seqs)
+        for rows in range(1, max_num_seqs + 1):
+            bucket = graphs.choose([1] * rows, num_blocks=32)
+            assert rows <= bucket.max_decodes <= max(5 * rows, 8)
+            assert not bucket.max_prefill_tokens

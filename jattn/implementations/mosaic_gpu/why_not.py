@@ -93,7 +93,7 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
     if reason is not None:
         return reason
     if mask is None:
-        sizes = prefill_kernel.default_sizes(spec.head_dim)
+        sizes = prefill_kernel.default_sizes(spec.head_dim, batch_invariant=spec.batch_invariant)
     else:
         sizes = sparse_sizes(spec, mask)
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
@@ -104,7 +104,7 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
 
 def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.KernelSizes:
     """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
-    sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True)
+    sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant)
     if sizes.tile_kv == 128:
         narrow = dataclasses.replace(sizes, tile_kv=64, stages=2 * sizes.stages)
         if tile_lists.has_narrow_queries(mask, sizes.tile_q):

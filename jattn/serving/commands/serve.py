@@ -12,7 +12,13 @@ from jattn.models import load
 from jattn.serving.commands.options import add_engine_options, make_engine
 from pallas_kernels.checks import require
 
-OPTIONS = ("host", "port", "max_queue", "drain_seconds")  # of ServerOptions, under the same names
+OPTIONS = (
+    "host",
+    "port",
+    "max_queue",
+    "drain_seconds",
+    "tool_call_parser",
+)  # of ServerOptions, under the same names
 
 
 def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -36,6 +42,9 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--drain-seconds", type=int, default=30, metavar="N", help="to finish in, once told to stop [30]"
     )
     parser.add_argument("--chat-template", metavar="FILE", help="in the place of the checkpoint's")
+    parser.add_argument(
+        "--tool-call-parser", metavar="NAME", help="hermes or llama3_json [what the chat template asks for]"
+    )
     add_engine_options(parser)
 
 

@@ -16,7 +16,7 @@ from starlette.types import Message, Send
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.server.errors import ApiError, as_api_error
-from jattn.serving.server.forms import structured_outputs
+from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.service import Service
 
@@ -41,6 +41,9 @@ class Shape(Protocol):
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
         """What outputs look like, one of them or all of a completion put together."""
 
+    def added(self, output: RequestOutput) -> dict[str, Any]:
+        """What a whole answer, or a stream's first chunk, has besides choices, by its first output."""
+
 
 @dataclasses.dataclass(eq=False)
 class Job:
@@ -52,6 +55,7 @@ class Job:
         prompts: Tokens, one list a prompt.
         params: How they go on.
         shape: What answers look like.
+        form: As `wanted_form` has it.
     """
 
     service: Service
@@ -59,9 +63,10 @@ class Job:
     prompts: list[list[int]]
     params: SamplingParams
     shape: Shape
+    form: Form | None = None
 
     def __post_init__(self) -> None:
-        self._name = f"{self.shape.prefix}-{uuid.uuid4().hex}"
+        self._name = f"{self.shape.prefix}-{self.body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._num_generated = 0
 
@@ -70,9 +75,8 @@ class Job:
         try:
             return await self._answer(request)
         except ValueError as error:
-            form = structured_outputs(self.body)
-            if form is not None and str(error).startswith("structured_outputs "):
-                raise ApiError(400, str(error), form[0]) from error
+            if self.form is not None and str(error).startswith("structured_outputs "):
+                raise ApiError(400, str(error), self.form[0]) from error
             raise
 
     async def _answer(self, request: Request) -> Response:
@@ -100,7 +104,8 @@ class Job:
                 pieces[index].append(output)
         chosen = self._best([_joined(some) for some in pieces])
         choices = [self.shape.choice(i, output, is_chunk=False) for i, output in enumerate(chosen)]
-        return self._envelope(self.shape.whole, choices) | {"usage": self._usage()}
+        added = self.shape.added(chosen[0])
+        return self._envelope(self.shape.whole, choices) | added | {"usage": self._usage()}
 
     def _best(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Of each prompt's completions as many as are wanted: those whose tokens are likeliest on average."""
@@ -115,11 +120,12 @@ class Job:
     ) -> AsyncGenerator[bytes]:
         async with contextlib.aclosing(outputs):
             try:
-                for opening in self._openings():
-                    yield self._event([opening])
-                yield self._event([self.shape.choice(*first, is_chunk=True)])
+                added = self.shape.added(first[1])
+                for choice in (*self._openings(), self.shape.choice(*first, is_chunk=True)):
+                    yield self._event([choice], **added)
+                    added = {}
                 async for index, output in outputs:
-                    if output.new_text or output.finish_reason or output.logprobs:
+                    if self.body.return_token_ids or _has_news(output):
                         yield self._event([self.shape.choice(index, output, is_chunk=True)])
                 if self._wants("include_usage"):
                     yield self._event([], usage=self._usage())
@@ -133,8 +139,10 @@ class Job:
             if opening is not None:
                 yield opening
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        chunk = self._envelope(self.shape.chunk, choices)
+    def _event(
+        self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, **added: Any
+    ) -> bytes:
+        chunk = self._envelope(self.shape.chunk, choices) | added
         if self._wants("continuous_usage_stats"):
             usage = self._usage()
         if usage is not None or self._wants("include_usage"):
@@ -182,6 +190,11 @@ class EventStream(StreamingResponse):
         async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
             with contextlib.suppress(TimeoutError):
                 await super().stream_response(in_time)
+
+
+def _has_news(output: RequestOutput) -> bool:
+    """Whether a client has something to see in it; a token may be a part of a character."""
+    return bool(output.new_text or output.finish_reason or output.logprobs)
 
 
 def _line(data: dict[str, Any]) -> bytes:

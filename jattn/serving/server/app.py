@@ -25,7 +25,7 @@ from jattn.serving.server.tokens import detokenize, tokenize
 
 type Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
-OPEN_TO_ALL = ("/health", "/metrics")  # what probes and scrapers ask for; they have no key
+OPEN_TO_ALL = ("/health", "/ping", "/metrics")  # what probes and scrapers ask for; they have no key
 STARTED = int(time.time())
 
 
@@ -60,7 +60,7 @@ def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = No
     app = Starlette(
         routes=ROUTES,
         middleware=[Middleware(BearerKey, keys=keys)] if keys else [],
-        exception_handlers={HTTPException: respond},
+        exception_handlers={HTTPException: respond, 404: no_such_path},
         lifespan=lifespan,
     )
     app.state.service = service
@@ -79,6 +79,12 @@ def _quiet(handler: Handler) -> Any:
             return await respond(request, error)
 
     return quietly
+
+
+async def no_such_path(request: Request, error: Exception) -> Response:
+    """What is asked for is not here."""
+    told = f"Invalid URL ({request.method} {request.url.path}). GET /openapi.json lists the paths."
+    return ApiError(404, told).response()
 
 
 async def models(request: Request) -> Response:
@@ -116,6 +122,19 @@ async def health(request: Request) -> Response:
     return ApiError(503, "the model is being made ready").response()
 
 
+async def load(request: Request) -> Response:
+    """How many completions are being served, as vLLM tells of requests."""
+    service: Service = request.app.state.service
+    return JSONResponse({"server_load": service.num_open})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Has later requests find nothing of earlier ones."""
+    service: Service = request.app.state.service
+    await service.engine.call(lambda engine: engine.scheduler.forget_prefixes())
+    return Response()
+
+
 async def version(request: Request) -> Response:
     """Of this package."""
     return JSONResponse({"version": importlib.metadata.version("jattn")})
@@ -145,6 +164,9 @@ ROUTES = [
     Route("/v1/models", _quiet(models)),
     Route("/v1/models/{name:path}", _quiet(model)),
     Route("/health", health),
+    Route("/ping", health, methods=["GET", "POST"]),
+    Route("/load", load),
+    _post("/reset_prefix_cache", reset_prefix_cache),
     Route("/version", version),
     Route("/openapi.json", description),
     Route("/metrics", metrics),

@@ -9,29 +9,24 @@ from starlette.responses import Response
 from jattn.serving.outputs import Logprobs, RequestOutput
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
-from jattn.serving.server.errors import ApiError
+from jattn.serving.server.call_reader import ToolReader, merged_calls
+from jattn.serving.server.conversation import chat_tokens
+from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import (
     ChatCompletionBody,
-    ChatTemplateBody,
-    Message,
-    NamedToolChoice,
-    Tool,
 )
-from jattn.serving.server.sampling import refuse, sampling_params
-from jattn.serving.server.service import Service
+from jattn.serving.server.sampling import refuse, sampling_params, truncated
+from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TokenTexts
-from jattn.serving.server.tools import (
-    OPEN,
-    NamedReader,
-    TaggedReader,
-    ToolReader,
-    named_tool,
-    whole_calls,
-    with_objects,
-)
+from jattn.serving.server.tools import calling
 from pallas_kernels.checks import require
 
-SERVED = {"modalities": (["text"],)}
+# What is known of chats alone and not served, with the values that ask for nothing.
+OFF: dict[str, tuple[Any, ...]] = {
+    **{"modalities": (["text"],), "echo": (False,), "include_reasoning": (True,)},
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "functions", "function_call"), ()),
+    **dict.fromkeys(("verbosity", "mm_processor_kwargs", "chat_template"), ()),
+}
 
 
 class ChatShape:
@@ -40,16 +35,22 @@ class ChatShape:
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, texts: TokenTexts, num_logprobs: int | None, make_reader: Callable[[], ToolReader] | None
+        self,
+        texts: TokenTexts,
+        body: ChatCompletionBody,
+        prompt: list[int],
+        make_reader: Callable[[], ToolReader] | None,
     ) -> None:
         """For one request.
 
         Args:
             texts: Of tokens.
-            num_logprobs: Likeliest tokens to tell of; None = nothing.
+            body: What was asked.
+            prompt: Its tokens.
             make_reader: Makes what finds a completion's calls of tools; None = there are none.
         """
-        self._texts, self._num_logprobs = texts, num_logprobs
+        self._texts, self._body, self._prompt = texts, body, prompt
+        self._num_logprobs = num_logprobs(body)
         self._make_reader, self._readers = make_reader, dict[int, ToolReader]()
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -57,19 +58,29 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def added(self, output: RequestOutput) -> dict[str, Any]:
+        """Tokens of the prompt, and what was likely there, for those who asked."""
+        told: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            told["prompt_token_ids"] = self._prompt
+        if self._body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._texts.of_prompt(output.prompt_logprobs or ())
+        return told
+
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
         """What is said."""
         content, calls, reason = self._read(index, output)
         said: dict[str, Any] = {} if calls and not content and is_chunk else {"content": content}
         if calls:
-            said["tool_calls"] = calls if is_chunk else whole_calls(calls)
+            said["tool_calls"] = calls if is_chunk else [_without_index(call) for call in calls]
         if not is_chunk:
             said |= {
                 "role": "assistant",
                 "refusal": None,
                 "content": content if content or not calls else None,
             }
-        return {
+        ids = {"token_ids": output.new_token_ids} if self._body.return_token_ids else {}
+        return ids | {
             "index": index,
             "delta" if is_chunk else "message": said,
             "logprobs": self._logprobs(output.new_token_ids, output.logprobs),
@@ -86,10 +97,11 @@ class ChatShape:
         reader = self._readers[index]
         content, calls = reader.feed(output.new_text)
         if output.finish_reason is None:
-            return content, list(calls), None
+            return content, merged_calls(calls), None
         rest, more = reader.end()
         is_stop = output.finish_reason == "stop"
-        return content + rest, [*calls, *more], reader.finish_reason if is_stop else output.finish_reason
+        calls = (*calls, *more)
+        return content + rest, merged_calls(calls), reader.finish_reason if is_stop else output.finish_reason
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         if self._num_logprobs is None or logprobs is None:
@@ -107,37 +119,21 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     body: ChatCompletionBody = await read(request, ChatCompletionBody)
     service.check_model(body.model)
-    refuse(body, SERVED)
-    make_reader = _reader_maker(service, body)
-    prompt = chat_tokens(service, body, tools=body.tools if body.tool_choice != "none" else None)
+    refuse(body, OFF)
+    how = calling(body, service.call_format, service.tokenizer)
+    prompt = truncated(body, chat_tokens(service, body), service.engine.engine.max_model_len)
     require(len(prompt) > 0, "messages", "become at least one token", prompt)
-    num = _num_logprobs(body)
-    params = sampling_params(body, service.default_sampling, max_tokens=_max_tokens(body), logprobs=num)
-    shape = ChatShape(service.token_texts, num, make_reader)
-    return await Job(service, body, [prompt], params, shape).answer(request)
+    form, own = wanted_form(body, how.form), {"max_tokens": _max_tokens(body), "logprobs": num_logprobs(body)}
+    if how.has_special_tokens:
+        own["skip_special_tokens"] = False
+    params = sampling_params(body, service.default_sampling, form, **own)
+    shape = ChatShape(texts_of(service, body), body, prompt, how.make_reader)
+    return await Job(service, body, [prompt], params, shape, form).answer(request)
 
 
-def _reader_maker(service: Service, body: ChatCompletionBody) -> Callable[[], ToolReader] | None:
-    """Makes what finds the calls of one completion; None where there can be none.
-
-    Raises:
-        ValueError: A function is named that is not among the tools.
-        ApiError: Nobody knows what a call looks like in what this model says.
-    """
-    choice = body.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        name = named_tool(body.tools or (), choice).function.name
-        return lambda: NamedReader(name)
-    if choice == "required":
-        told = "tool_choice: 'required' is not served. Name a function, or leave it out."
-        raise ApiError(422, told, "tool_choice", "unsupported")
-    if not body.tools or choice == "none":
-        return None
-    if service.chat_template is not None and not service.chat_template.has_call_tags:
-        told = f"tools: the chat template has no {OPEN}. Name a function in tool_choice, or leave tools out."
-        raise ApiError(422, told, "tools", "unsupported")
-    most = 1 if body.parallel_tool_calls is False else None
-    return lambda: TaggedReader(most=most)
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a whole answer, where its place tells which it is."""
+    return {name: value for name, value in call.items() if name != "index"}
 
 
 def _max_tokens(body: ChatCompletionBody) -> int | None:
@@ -149,49 +145,12 @@ def _max_tokens(body: ChatCompletionBody) -> int | None:
     return newer
 
 
-def _num_logprobs(body: ChatCompletionBody) -> int | None:
+def num_logprobs(body: ChatCompletionBody) -> int | None:
+    """How many of the likeliest tokens an answer tells of; None = it tells of none, nor of its own.
+
+    Raises:
+        ValueError: They are wanted, and log-probabilities are not.
+    """
     if body.top_logprobs is not None:
         require(bool(body.logprobs), "top_logprobs", "come with logprobs=true", body.top_logprobs)
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def chat_tokens(
-    service: Service,
-    body: ChatTemplateBody,
-    *,
-    tools: Sequence[Tool] | None = None,
-    add_special_tokens: bool = False,
-) -> list[int]:
-    """A conversation's tokens. The template writes the special ones, so that there is no second BOS.
-
-    Raises:
-        ApiError: The model has no template, or a message holds other things than text.
-        jinja2.TemplateError: The template refuses it.
-    """
-    if service.chat_template is None:
-        told = "the model has no chat template. Start the server with --chat-template FILE."
-        raise ApiError(422, told, "messages", "unsupported")
-    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    others = dict(body.chat_template_kwargs or {})
-    own: dict[str, Any] = {}
-    if tools is not None:
-        own["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-    reserved = sorted({"messages", "add_generation_prompt", *own} & others.keys())
-    require(not reserved, "chat_template_kwargs", "hold other names", reserved)
-    others |= own
-    text = service.chat_template.render(messages, add_generation_prompt=body.add_generation_prompt, **others)
-    return service.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-
-def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates want it: its parts of text joined by line ends, as vLLM does."""
-    plain = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                told = f"messages[{index}].content: only text is served, got {part.get('type')!r}."
-                raise ApiError(422, told, "messages", "unsupported")
-        plain["content"] = "\n".join(part["text"] for part in message.content)
-    if plain.get("tool_calls") is not None:
-        plain["tool_calls"] = with_objects(f"messages[{index}].tool_calls", plain["tool_calls"])
-    return plain

@@ -8,11 +8,11 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jattn.serving.server.tools import OPEN
 from pallas_kernels.checks import require
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,7 +33,8 @@ class ChatTemplate:
     """A template, and the special tokens that it may name.
 
     Attributes:
-        has_call_tags: It has models call tools between tags that `TaggedReader` knows.
+        source: It.
+        variables: Names that it asks for.
 
     Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed.
     """
@@ -57,7 +58,8 @@ class ChatTemplate:
                 False, "chat_template", "be a Jinja2 template", f"in line {error.lineno}: {error.message}"
             )
         self._special_tokens = dict(special_tokens or {})
-        self.has_call_tags = OPEN in source
+        self.source = source
+        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **others: Any

@@ -9,9 +9,10 @@ from starlette.responses import Response
 from jattn.serving.outputs import Logprobs, RequestOutput
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
+from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import CompletionBody
-from jattn.serving.server.sampling import refuse, sampling_params
-from jattn.serving.server.service import Service
+from jattn.serving.server.sampling import refuse, sampling_params, truncated
+from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TokenTexts, finite
 from pallas_kernels.checks import require
 
@@ -29,6 +30,10 @@ class TextShape:
     def opening(self, index: int) -> None:
         """There is none."""
 
+    def added(self, output: RequestOutput) -> dict[str, Any]:
+        """Nothing: choices have it all."""
+        return {}
+
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
         """Text, and what was likely there."""
         begins = index not in self._offsets
@@ -40,7 +45,12 @@ class TextShape:
         if self._body.echo and begins:
             ids, text = [*prompt_ids, *ids], prompt + text
             logprobs = [*(output.prompt_logprobs or ()), *logprobs]
-        return {
+        told: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            told = {"token_ids": output.new_token_ids, "prompt_token_ids": prompt_ids if begins else None}
+        if self._body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._texts.of_prompt(output.prompt_logprobs or ())
+        return told | {
             "index": index,
             "text": text,
             "logprobs": None if self._body.logprobs is None else self._logprobs(index, ids, logprobs),
@@ -49,19 +59,19 @@ class TextShape:
         }
 
     def _logprobs(self, index: int, ids: list[int], logprobs: list[Logprobs | None]) -> dict[str, Any]:
-        text = self._texts.text
+        name = self._texts.name
         rows = zip(ids, logprobs, strict=True)
-        tokens = [text(token) for token in ids]
+        tokens = [name(token) for token in ids]
         offsets = []
-        for token in tokens:
+        for token in ids:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            self._offsets[index] += len(self._texts.text(token))
         num = self._body.logprobs
         return {
             "tokens": tokens,
             "token_logprobs": [place and finite(place[token].logprob) for token, place in rows],
             "top_logprobs": [
-                place and {text(i): finite(one.logprob) for i, one in place.items()} for place in logprobs
+                place and {name(i): finite(one.logprob) for i, one in place.items()} for place in logprobs
             ]
             if num
             else None,
@@ -76,9 +86,10 @@ async def create_completion(request: Request) -> Response:
     service.check_model(body.model)
     refuse(body, {"suffix": ("",)})
     prompts = _prompts(service, body)
-    params = sampling_params(body, service.default_sampling, **_lengths(body), **_candidates(body))
-    shape = TextShape(service.token_texts, body, prompts)
-    return await Job(service, body, [ids for ids, _ in prompts], params, shape).answer(request)
+    form = wanted_form(body)
+    params = sampling_params(body, service.default_sampling, form, **_lengths(body), **_candidates(body))
+    shape = TextShape(texts_of(service, body), body, prompts)
+    return await Job(service, body, [ids for ids, _ in prompts], params, shape, form).answer(request)
 
 
 def _candidates(body: CompletionBody) -> dict[str, Any]:
@@ -99,9 +110,10 @@ def _candidates(body: CompletionBody) -> dict[str, Any]:
 def _lengths(body: CompletionBody) -> dict[str, Any]:
     """How long, and what is told of the prompt. Scoring it (echo, no new token) takes one token."""
     scores = body.echo and body.max_tokens == 0
+    echoes = body.echo and body.prompt_logprobs is None
     return {
         "max_tokens": 1 if scores else body.max_tokens,
-        "prompt_logprobs": body.logprobs if body.echo else None,
+        "prompt_logprobs": body.logprobs if echoes else body.prompt_logprobs,
     }
 
 
@@ -114,7 +126,11 @@ def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], st
     for one in prompts:
         if isinstance(one, str):
             ids = service.tokenizer.encode(one, add_special_tokens=body.add_special_tokens).ids
-            found.append((ids, one))
+            text: str | None = one
         else:
-            found.append((one, service.text_of("prompt", one) if body.echo else ""))
+            ids, text = one, None
+        kept = truncated(body, ids, service.engine.engine.max_model_len)
+        if body.echo and (text is None or len(kept) < len(ids)):
+            text = service.text_of("prompt", kept)
+        found.append((kept, text or ""))
     return found

@@ -3,21 +3,22 @@
 from typing import Any
 
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.protocol import (
-    ChatCompletionBody,
-    GenerationBody,
-    NamedToolChoice,
-    ResponseFormat,
-)
-from jattn.serving.server.tools import named_tool
+from jattn.serving.server.protocol import GenerationBody, ResponseFormat
 from jattn.serving.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require
 
 GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's guided_ parameters
 
 
-def structured_outputs(body: GenerationBody) -> tuple[str, StructuredOutputsParams] | None:
+type Form = tuple[str, StructuredOutputsParams]  # which parameter wants a form, and which form
+
+
+def wanted_form(body: GenerationBody, of_tools: Form | None = None) -> Form | None:
     """Which parameter wants a form, and which form; None = none does.
+
+    Args:
+        body: The request.
+        of_tools: The form that its tools want.
 
     Raises:
         ValueError: Several do, or one wants no form, or several.
@@ -32,13 +33,13 @@ def structured_outputs(body: GenerationBody) -> tuple[str, StructuredOutputsPara
         found["structured_outputs"] = told
     if body.response_format is not None and body.response_format.type != "text":
         found["response_format"] = _of_response_format(body.response_format)
-    if isinstance(body, ChatCompletionBody) and isinstance(body.tool_choice, NamedToolChoice):
-        function = named_tool(body.tools or (), body.tool_choice).function
-        found["tool_choice"] = {"json": function.parameters or {"type": "object"}}
-    if not found:
+    names = [*found, *([of_tools[0]] if of_tools else [])]
+    if not names:
         return None
-    name, *others = found
-    require(not others, name, "be the only one of its kind", list(found))
+    name, *others = names
+    require(not others, name, "be the only one of its kind", names)
+    if of_tools:
+        return of_tools
     try:
         return name, StructuredOutputsParams(**found[name])
     except ValueError as error:

@@ -19,7 +19,8 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/tokenize": (TokenizeCompletionBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }
-READ = ("/v1/models", "/version", "/health", "/metrics")
+BARE = ("/reset_prefix_cache",)
+READ = ("/v1/models", "/version", "/health", "/ping", "/load", "/metrics")
 SCHEMAS = "#/components/schemas/"
 
 
@@ -31,6 +32,7 @@ def openapi() -> dict[str, Any]:
     )
     own = {"version": importlib.metadata.version("jattn"), "title": "jattn serve"}
     paths = {path: {"post": _operation(path, some)} for path, some in BODIES.items()}
+    paths |= {path: {"post": _operation(path, ())} for path in BARE}
     paths |= {path: {"get": _operation(path, ())} for path in READ}
     return {"openapi": "3.1.0", "info": own, "paths": paths, "components": {"schemas": shared["$defs"]}}
 

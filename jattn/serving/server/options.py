@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+from jattn.serving.server.call_formats import call_format
 from pallas_kernels.checks import require, require_positive
 
 
@@ -14,6 +15,8 @@ class ServerOptions:
         served_model_names: What clients may call the model; the first is what answers call it.
         folder: Of the checkpoint: its chat template; None = it has none.
         chat_template: A file in the place of the folder's template.
+        tool_call_parser: How the model writes calls of tools, by vLLM's names; None = as its chat template
+            asks it to.
         host: Where to listen.
         port: Likewise; 0 = one that is free.
         api_keys: Bearer keys, one of which a client must have; none = anybody may ask.
@@ -27,6 +30,7 @@ class ServerOptions:
     served_model_names: tuple[str, ...] = ("model",)
     folder: pathlib.Path | None = None
     chat_template: pathlib.Path | None = None
+    tool_call_parser: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -40,6 +44,7 @@ class ServerOptions:
         require(len(self.served_model_names) > 0, "served_model_names", "have one name", ())
         require(0 <= self.port < 2**16, "port", "be in [0, 65536)", self.port)
         require(all(self.api_keys), "api_keys", "hold no empty key", repr(self.api_keys))
+        call_format(self.tool_call_parser, None)
         template = self.chat_template
         require(template is None or template.is_file(), "chat_template", "be a file", template)
         require_positive(max_body_bytes=self.max_body_bytes)

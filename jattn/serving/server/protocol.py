@@ -69,6 +69,15 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -82,6 +91,15 @@ class GenerationBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # known, and served with their defaults alone
+    priority: int = 0
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    logits_processors: Any = None
+    guided_whitespace_pattern: str | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
 
 
 class CompletionBody(GenerationBody):
@@ -103,15 +121,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-
-
-class ChatTemplateBody(Body):
-    """What a conversation's text is made of."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    content: str | list[str | dict[str, Any]] | None = None
 
 
 class ToolFunction(Body):
@@ -128,6 +138,19 @@ class Tool(Body):
 
     type: Literal["function"]
     function: ToolFunction
+
+
+class ChatTemplateBody(Body):
+    """What a conversation's text is made of."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    tools: list[Tool] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None  # known, and not served
 
 
 class FunctionName(Body):
@@ -150,11 +173,20 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     # known, and served with their defaults alone
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[str] | None = None
+    echo: bool = False
+    include_reasoning: bool = True
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
+    verbosity: str | None = None
+    mm_processor_kwargs: Any = None
 
 
 class TokenizeCompletionBody(Body):
@@ -170,7 +202,6 @@ class TokenizeChatBody(ChatTemplateBody):
     """`POST /tokenize` of a conversation."""
 
     model: str | None = None
-    add_special_tokens: bool = False
     return_token_strs: bool = False
 
 

@@ -5,15 +5,22 @@ from typing import Any
 
 from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.forms import structured_outputs
+from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import GenerationBody
 from pallas_kernels.checks import require
 
 COPIED = (
     *("n", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
-    *("ignore_eos", "include_stop_str_in_output"),
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *("allowed_token_ids", "bad_words", "prompt_logprobs"),
 )
+# What is known and not served, with the values that ask for nothing.
+OFF: dict[str, tuple[Any, ...]] = {
+    **{"priority": (0,), "use_beam_search": (False,), "length_penalty": (1,)},
+    **dict.fromkeys(("logits_processors", "guided_whitespace_pattern", "cache_salt"), ()),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ()),
+}
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as checkpoints have them
 
 
@@ -31,7 +38,9 @@ def default_sampling(params: SamplingParams) -> dict[str, Any]:
     return own if params.temperature else own | {"temperature": 1.0}
 
 
-def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, defaults: Mapping[str, Any], form: Form | None, **others: Any
+) -> SamplingParams:
     """What a request asks for; `others` as SamplingParams has them.
 
     Raises:
@@ -42,7 +51,6 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any], **others:
         asked["seed"] = body.seed % NUM_SEEDS
     if body.logit_bias:
         asked["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
-    form = structured_outputs(body)
     if form is not None:
         asked["structured_outputs"] = form[1]
     return SamplingParams(**{**defaults, **asked, **others})
@@ -54,13 +62,36 @@ def _token_id(key: str) -> int:
 
 
 def refuse(body: GenerationBody, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses what is known and not served: each name may have one of these values, or none at all.
+    """Refuses what is known and not served, and what asks for something in a stream or out of one.
+
+    Args:
+        body: The request.
+        allowed: Names of its kind, besides those of all kinds, with the values that each may have, or none at
+            all.
 
     Raises:
-        ApiError: It has another.
+        ApiError: One has another.
+        ValueError: Something goes with a stream alone, or with none.
     """
-    for name, values in allowed.items():
+    spaces = () if body.skip_special_tokens else (True,)  # with it, they make no difference
+    names = OFF | dict(allowed) | ({"spaces_between_special_tokens": spaces} if spaces else {})
+    for name, values in names.items():
         value = getattr(body, name)
         if value is not None and value not in values:
             told = f"{name}: {value!r} is not served. Leave it out."
-            raise ApiError(422, told, name, "unsupported")
+            raise ApiError(400, told, name, "unsupported_value")
+    is_alone = body.stream_options is None or body.stream
+    require(is_alone, "stream_options", "be null without stream", body.stream_options)
+    wants_prompt = body.prompt_logprobs is not None and body.stream
+    require(not wants_prompt, "prompt_logprobs", "be null with stream", body.prompt_logprobs)
+
+
+def truncated(body: GenerationBody, token_ids: list[int], max_model_len: int) -> list[int]:
+    """A prompt's last tokens, as many as are wanted.
+
+    Source: vLLM `truncate_prompt_tokens`; -1 = as many as fit the context.
+    """
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    return token_ids[max(len(token_ids) - (max_model_len if most < 0 else most), 0) :]

@@ -9,10 +9,12 @@ from typing import Any
 from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.server.call_formats import call_format
 from jattn.serving.server.chat_template import load_chat_template
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.metrics import Counts
 from jattn.serving.server.options import ServerOptions
+from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.sampling import default_sampling
 from jattn.serving.server.token_texts import TokenTexts
 from pallas_kernels.checks import require
@@ -32,6 +34,8 @@ class Service:
         require(self.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", None)
         self.token_texts = TokenTexts(self.tokenizer)
         self.chat_template = load_chat_template(options.folder, options.chat_template)
+        template = None if self.chat_template is None else self.chat_template.source
+        self.call_format = call_format(options.tool_call_parser, template)
         self.default_sampling = default_sampling(engine.engine.default_sampling_params)
         self.counts = Counts()
         self.is_ready = False
@@ -111,6 +115,12 @@ class Service:
                     self.counts.finished(output.finish_reason)
                 yield output
         self.counts.served(len(prompt), num_generated, time.perf_counter() - start)
+
+
+def texts_of(service: Service, body: GenerationBody) -> TokenTexts:
+    """What tokens are called in a request's answer."""
+    as_ids = body.return_tokens_as_token_ids
+    return TokenTexts(service.tokenizer, as_ids=True) if as_ids else service.token_texts
 
 
 async def merged[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:

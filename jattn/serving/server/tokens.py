@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jattn.serving.server.bodies import read
-from jattn.serving.server.chat import chat_tokens
+from jattn.serving.server.conversation import chat_tokens
 from jattn.serving.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizeCompletionBody
 from jattn.serving.server.service import Service
 
@@ -17,7 +17,7 @@ async def tokenize(request: Request) -> Response:
     )
     service.check_model(body.model)
     if isinstance(body, TokenizeChatBody):
-        ids = chat_tokens(service, body, add_special_tokens=body.add_special_tokens)
+        ids = chat_tokens(service, body)
     else:
         ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
     texts = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None

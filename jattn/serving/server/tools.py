@@ -1,149 +1,67 @@
-"""Tools that a model may call: what a request says of them, and calls found in what the model says."""
+"""Tools that a model may call: what a request says of them, and what that means for its answers."""
 
 import json
-import uuid
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from jattn.serving.server.protocol import NamedToolChoice, Tool
+from jattn.serving.server.call_formats import LLAMA3_JSON, CallFormat
+from jattn.serving.server.call_grammar import required_calls, strict_calls
+from jattn.serving.server.call_reader import CallReader, NamedReader, ToolReader
+from jattn.serving.server.errors import ApiError
+from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice, Tool
+from jattn.serving.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require
 
-OPEN, CLOSE = (
-    "<tool_call>",
-    "</tool_call>",
-)  # around a call as JSON: what Qwen's and Hermes' templates ask for
 
-
-class Said(NamedTuple):
-    """A piece of what a model says.
+class Calling(NamedTuple):
+    """What a request's tools mean for its answers.
 
     Attributes:
-        content: For the user.
-        calls: New calls, or more of the arguments of one that is there: as chunks of a stream have them.
+        make_reader: Makes what finds a completion's calls; None = there are none.
+        form: The parameter that wants the text to have a form, and the form; None = none does.
+        has_special_tokens: Calls stand between tokens that are special, so that the text must show them.
     """
 
-    content: str = ""
-    calls: tuple[dict[str, Any], ...] = ()
+    make_reader: Callable[[], ToolReader] | None = None
+    form: tuple[str, StructuredOutputsParams] | None = None
+    has_special_tokens: bool = False
 
 
-@runtime_checkable
-class ToolReader(Protocol):
-    """Tells calls from content in one text."""
+def calling(body: ChatCompletionBody, form: CallFormat | None, tokenizer: Any) -> Calling:
+    """How calls are made and found.
 
-    @property
-    def finish_reason(self) -> str:
-        """Of a text that ends by itself."""
+    Args:
+        body: The request.
+        form: How the model writes calls; None = nobody knows.
+        tokenizer: A `tokenizers.Tokenizer`.
 
-    def feed(self, text: str) -> Said:
-        """Takes a piece of the text."""
-
-    def end(self) -> Said:
-        """What was held back, once no more comes."""
-
-
-class NamedReader:
-    """All of the text is the arguments of one function: the one that the request names."""
-
-    def __init__(self, name: str) -> None:
-        """Of the function so called."""
-        self._name, self._has_begun = name, False
-
-    @property
-    def finish_reason(self) -> str:
-        """As ToolReader: whoever asked for a call knows that it is one."""
-        return "stop"
-
-    def feed(self, text: str) -> Said:
-        """As ToolReader."""
-        if self._has_begun:
-            return Said(calls=({"index": 0, "function": {"arguments": text}},) if text else ())
-        self._has_begun = True
-        return Said(calls=(_call(0, self._name, text),))
-
-    def end(self) -> Said:
-        """As ToolReader."""
-        return Said()
-
-
-class TaggedReader:
-    """Calls stand between tags, whole; what is no call there is content, as it came."""
-
-    def __init__(self, *, most: int | None = None) -> None:
-        """Of so many calls at most; None = any number."""
-        self._held, self._num_calls, self._most = "", 0, most
-        self._is_behind_call = False  # and nothing but blanks since
-
-    @property
-    def finish_reason(self) -> str:
-        """As ToolReader."""
-        return "tool_calls" if self._num_calls else "stop"
-
-    def feed(self, text: str) -> Said:
-        """As ToolReader."""
-        self._held += text
-        content, calls = "", list[dict[str, Any]]()
-        while (first := self._held.find(OPEN)) >= 0:
-            content += self._shown(self._held[:first])
-            self._held = self._held[first:]
-            end = self._held.find(CLOSE)
-            if end < 0:
-                return Said(content, tuple(calls))
-            whole, self._held = self._held[: end + len(CLOSE)], self._held[end + len(CLOSE) :]
-            call = self._read(whole[len(OPEN) : -len(CLOSE)])
-            if call is None:
-                content += self._shown(whole)
-                continue
-            self._is_behind_call = True
-            if self._most is None or self._num_calls < self._most:
-                calls.append(call)
-                self._num_calls += 1
-        shown = len(self._held) - _overlap(self._held, OPEN)
-        content += self._shown(self._held[:shown])
-        self._held = self._held[shown:]
-        return Said(content, tuple(calls))
-
-    def end(self) -> Said:
-        """As ToolReader."""
-        held, self._held = self._held, ""
-        return Said(self._shown(held))
-
-    def _shown(self, text: str) -> str:
-        """Content, without the blanks behind a call."""
-        text = text.lstrip() if self._is_behind_call else text
-        self._is_behind_call &= not text
-        return text
-
-    def _read(self, text: str) -> dict[str, Any] | None:
-        try:
-            told = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(told, dict) or not isinstance(told.get("name"), str):
-            return None
-        arguments = told.get("arguments", told.get("parameters", {}))
-        return _call(self._num_calls, told["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-
-
-def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters of a text may become the tag."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-
-
-def whole_calls(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls that pieces are of, put together."""
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        index, function = piece["index"], piece["function"]
-        if index in calls:
-            calls[index]["function"]["arguments"] += function["arguments"]
-        else:
-            calls[index] = {name: piece[name] for name in ("id", "type")} | {"function": dict(function)}
-    return [calls[index] for index in sorted(calls)]
+    Raises:
+        ValueError: A function is named that is not among the tools, or one of none is required.
+        ApiError: Nobody knows what a call looks like in what this model says.
+    """
+    choice, tools = body.tool_choice, body.tools or []
+    if isinstance(choice, NamedToolChoice):
+        function = named_tool(tools, choice).function
+        schema = StructuredOutputsParams(json=function.parameters or {"type": "object"})
+        return Calling(lambda: NamedReader(function.name), ("tool_choice", schema))
+    is_required = choice == "required"
+    require(bool(tools) or not is_required, "tool_choice", "come with tools", repr(choice))
+    if not tools or choice == "none":
+        return Calling()
+    if form is None and not is_required:
+        told = "tools: the chat template asks for calls in no way that is known. "
+        told += 'Have tool_choice be "required", or start the server with --tool-call-parser.'
+        raise ApiError(422, told, "tools", "unsupported")
+    known = form or LLAMA3_JSON  # what no template asks for, the grammar does
+    most = 1 if body.parallel_tool_calls is False else None
+    special = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    grammar: tuple[str, StructuredOutputsParams] | None = None
+    if is_required:
+        text = required_calls(known, tools, special, most=most)
+        grammar = "tool_choice", StructuredOutputsParams(grammar=text)
+    elif any(tool.function.strict for tool in tools):
+        grammar = "tools", StructuredOutputsParams(grammar=strict_calls(known, tools, special, most=most))
+    return Calling(lambda: CallReader(known, most=most), grammar, special.get(known.opening, False))
 
 
 def named_tool(tools: Sequence[Tool], choice: NamedToolChoice) -> Tool:

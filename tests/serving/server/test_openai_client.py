@@ -126,6 +126,8 @@ def test_curl(server):
     assert json.loads(done.stdout)["usage"]["completion_tokens"] == 3
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NAMED = {"type": "function", "function": {"name": "f"}}
 SHAPES = [
     ("/v1/completions", {"prompt": "abc", "logprobs": 2, "n": 2}, Completion, Completion),
     (
@@ -134,12 +136,10 @@ SHAPES = [
         ChatCompletion,
         ChatCompletionChunk,
     ),
+    ("/v1/chat/completions", {"tools": TOOLS, "tool_choice": NAMED}, ChatCompletion, ChatCompletionChunk),
     (
         "/v1/chat/completions",
-        {
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-        },
+        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60},
         ChatCompletion,
         ChatCompletionChunk,
     ),

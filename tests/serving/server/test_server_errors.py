@@ -79,7 +79,7 @@ def the_next_request_is_served(server):
         (TEXT, {"prompt": [1, 999]}, 400, "prompt", r"prompt\[1\] must be in the vocabulary.* 999"),
         (TEXT, {"prompt": [999], "echo": True}, 400, "prompt", r"must be in the vocabulary.*\[999\]"),
         (TEXT, {"prompt": "a" * 513}, 400, "prompt", "fit the model's 512 positions, got 513 tokens"),
-        (TEXT, {"prompt": "a", "suffix": "b"}, 422, "suffix", "suffix: 'b' is not served"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix: 'b' is not served"),
         (TEXT, {"prompt": "a", "best_of": 2, "n": 3}, 400, "best_of", r"must be at least n \(3\), got 2"),
         (TEXT, {"prompt": "a", "best_of": 129}, 400, "best_of", "less than or equal to 128"),
         (
@@ -136,7 +136,7 @@ def the_next_request_is_served(server):
             },
             422,
             "tools",
-            "the chat template has no <tool_call>",
+            "the chat template asks for calls in no way that is known",
         ),
         ("/detokenize", {"tokens": [999]}, 400, "tokens", r"must be in the vocabulary.*\[999\]"),
         ("/tokenize", {"prompt": 5}, 400, "prompt", "prompt"),

@@ -1,0 +1,144 @@
+"""Decode steps of a model on several devices against one, as the engine runs them."""
+
+import functools
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+import jattn
+from benchmarks.decode import random_table
+from benchmarks.graphs import Call, walls
+from benchmarks.random_decoder import random_decoder
+from jattn.parallel import TP
+from jattn.serving.sampler import build_sampling_metadata
+from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.step import StepTokens, make_step, next_tokens
+
+BLOCK_SIZE = 16
+# In standard deviations of a request's logits. Between one device's and several's: in the mean 0.04 where
+# weights are in bf16 and random, and what is summed over devices is rounded once more in each layer; near 1
+# where a request sees others' keys. A token picked at random lies 4 below the best.
+TOLERANCE, TOKEN_TOLERANCE = 0.15, 1.0
+
+
+def measure_steps(
+    config: dict[str, Any], sizes: Sequence[tuple[int, int]], mesh: Mesh
+) -> Iterator[dict[str, Any]]:
+    """A row a batch, first of one device, then of the mesh: a step and its greedy tokens, in flight.
+
+    Args:
+        config: Of the model, as config.json has it; its weights and caches are random.
+        sizes: Requests of each step, and their context.
+        mesh: The devices.
+    """
+    ones: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
+    for on in (None, mesh):
+        steps = Steps(random_decoder(config, on), sizes)
+        for size in sizes:
+            logits, tokens = steps.results(size)
+            checked = {} if on is None else agreement(logits, tokens, ones[size][0])
+            taken = steps.walls(size)
+            us = taken["in_flight_us"]
+            if on is None:
+                ones[size] = logits, us
+            of_one = us / ones[size][1]
+            name, tp = f"step_{size[0]}x{size[1]}", 1 if on is None else mesh.shape[TP]
+            yield {"name": name, "tp": tp, "step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
+        del steps
+        gc.collect()  # one model and its caches at a time
+
+
+def agreement(logits: np.ndarray, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+    """How far logits and greedy tokens are from one device's; raises SystemExit where it is too far.
+
+    Args:
+        logits: [reqs, vocab].
+        tokens: Picked from them [reqs].
+        wanted: One device's logits.
+    """
+    deviation = wanted.std(axis=-1)
+    error = float((np.abs(logits - wanted).mean(axis=-1) / deviation).max())
+    picked = np.take_along_axis(wanted, tokens[:, None], axis=-1)[:, 0]
+    gap = float(((wanted.max(axis=-1) - picked) / deviation).max())
+    if not (error <= TOLERANCE and gap <= TOKEN_TOLERANCE):
+        raise SystemExit(f"logits are {error}, tokens {gap} deviations off one device's: no rows")
+    return {"error": error, "token_gap": gap, "same_tokens": float((tokens == wanted.argmax(-1)).mean())}
+
+
+class Steps:
+    """The executables of a model's decode steps, its caches, and what they are run with.
+
+    Attributes:
+        taken: Seconds to compile, and executables.
+    """
+
+    def __init__(self, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
+        """Compiles all of them."""
+        graphdef, self.params = nnx.split(model)
+        self._metadata = {size: _metadata(*size) for size in sizes}
+        self._most = max(one.bucket.max_tokens for one in self._metadata.values())
+        greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
+        self._sampling = {size: greedy(one) for size, one in self._metadata.items()}
+        num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
+        self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
+        buckets = [one.bucket for one in self._metadata.values()]
+        self._graphs = jattn.DecodeGraphs(make_step(graphdef), buckets)
+        start = time.perf_counter()
+        abstract = lambda bucket: [jax.eval_shape(lambda: self._inputs(bucket.max_tokens))]
+        of = {"block_size": BLOCK_SIZE, "inputs": abstract, "progress": False}
+        self._graphs.precompile(self.params, self._caches, **of)
+        self.taken = {"compile_s": time.perf_counter() - start, "executables": self._graphs.num_compiles}
+
+    def results(self, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [reqs, vocab] and greedy tokens [reqs] of a step."""
+        (logits, tokens), self._caches = self._run(size, self._caches)
+        return np.asarray(logits, np.float32)[: size[0]], np.asarray(tokens)[: size[0]]
+
+    def walls(self, size: tuple[int, int]) -> dict[str, float]:
+        """As `benchmarks.graphs.walls`."""
+        call = Call(functools.partial(self._run, size), self._caches)
+        self._caches = None  # the call's now
+        taken = walls(call, rounds=10)
+        self._caches = call.caches
+        return taken
+
+    def _run(self, size: tuple[int, int], caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        metadata, sampling = self._metadata[size], self._sampling[size]
+        rows = metadata.bucket.max_tokens
+        outputs, caches = self._graphs(self.params, caches, metadata, self._inputs(rows))
+        counts = np.zeros(rows, np.int32)
+        tokens = next_tokens(outputs.logits, sampling, counts, max_rows=self._most).tokens
+        return (outputs.logits, tokens), caches
+
+    def _inputs(self, rows: int) -> StepTokens:
+        ids: Any = np.arange(1, rows + 1, dtype=np.int32)
+        places: Any = np.arange(rows, dtype=np.int32)
+        return StepTokens(ids, np.full_like(ids, -1), np.zeros(self._most, np.int32), places)
+
+
+def _metadata(reqs: int, context: int) -> jattn.BatchMetadata:
+    """On the host, as the engine has it; of two rows at least, as its buckets are."""
+    table, _ = random_table([context] * reqs, BLOCK_SIZE)
+    bucket = jattn.Bucket(max_decodes=max(reqs, 2), max_blocks=table.shape[1])
+    how: dict[str, Any] = {"block_size": BLOCK_SIZE, "bucket": bucket, "to_device": False}
+    return jattn.build_batch_metadata([1] * reqs, [context] * reqs, table, **how)
+
+
+def _filled(caches: Any) -> Any:
+    """Caches with random keys and values, the same ones however they lie on devices."""
+    leaves, tree = jax.tree.flatten(caches)
+    del caches
+    for i in range(len(leaves)):
+        draw = jax.jit(_normal_like, donate_argnums=1, out_shardings=leaves[i].sharding)
+        leaves[i] = draw(jax.random.key(i), leaves[i])
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _normal_like(key: Any, array: jax.Array) -> jax.Array:
+    return jax.random.normal(key, array.shape, array.dtype)

@@ -1,0 +1,93 @@
+"""A conversation as the tokens that the model is given."""
+
+from typing import Any
+
+from jattn.serving.server.errors import ApiError
+from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
+from jattn.serving.server.service import Service
+from jattn.serving.server.tools import with_objects
+from pallas_kernels.checks import require
+
+TEXTS = ("text", "input_text", "output_text", "refusal")  # kinds of parts that are text
+
+
+def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
+    """A conversation's tokens. The template writes the special ones, so that there is no second BOS.
+
+    Raises:
+        ApiError: The model has no template, or a message holds other things than text.
+        ValueError: The template knows nothing of what it is told, or is told something twice.
+        jinja2.TemplateError: The template refuses it.
+    """
+    template = service.chat_template
+    if template is None:
+        told = "the model has no chat template. Start the server with --chat-template FILE."
+        raise ApiError(422, told, "messages", "unsupported")
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    if "developer" not in template.source:  # OpenAI's newer name of who comes first
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    own, others = _variables(service, body), dict(body.chat_template_kwargs or {})
+    reserved = sorted({"messages", "add_generation_prompt", *own} & others.keys())
+    require(not reserved, "chat_template_kwargs", "hold other names", reserved)
+    is_either = not (body.continue_final_message and body.add_generation_prompt)
+    require(is_either, "continue_final_message", "come with add_generation_prompt=false", True)
+    text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **own, **others)
+    if body.continue_final_message:
+        text = _continued(text, messages[-1].get("content") or "")
+    return service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens).ids
+
+
+def _variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
+    """What the request tells the template besides the conversation.
+
+    Raises:
+        ValueError: The template does not ask for it.
+    """
+    own: dict[str, Any] = {}
+    if body.tools is not None and not (isinstance(body, ChatCompletionBody) and body.tool_choice == "none"):
+        own["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    asked = {"documents": body.documents, "reasoning_effort": getattr(body, "reasoning_effort", None)}
+    for name, value in asked.items():
+        if value is not None:
+            assert service.chat_template is not None
+            is_known = name in service.chat_template.variables
+            require(is_known, name, "be null (the chat template does not know it)", repr(value))
+            own[name] = value
+    return own
+
+
+def _continued(text: str, last: str) -> str:
+    """A conversation's text up to the end of its last message, which goes on there.
+
+    Raises:
+        ValueError: The template did not write the message as it is.
+
+    Source: transformers `apply_chat_template(continue_final_message=True)`.
+    """
+    place = text.rfind(last.strip())
+    is_there = place >= 0 and bool(last.strip())
+    require(is_there, "continue_final_message", "have a last message that the template writes", repr(last))
+    is_whole = text[place:].startswith(last.lstrip())  # else the template strips what is behind it
+    return text[: place + len(last.lstrip() if is_whole else last.strip())]
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates want it: its parts of text joined by line ends, as vLLM does."""
+    plain = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(_text(part, f"messages[{index}].content") for part in message.content)
+    elif message.content is None and plain.get("tool_calls") is None:
+        plain["content"] = ""  # templates would write "None"
+    if plain.get("tool_calls") is not None:
+        plain["tool_calls"] = with_objects(f"messages[{index}].tool_calls", plain["tool_calls"])
+    return plain
+
+
+def _text(part: str | dict[str, Any], name: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in TEXTS or not isinstance(text, str):
+        raise ApiError(422, f"{name}: only text is served, got {kind!r}.", "messages", "unsupported")
+    return text

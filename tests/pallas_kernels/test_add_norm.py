@@ -1,0 +1,116 @@
+"""add_norm: sums as the residual stream has them, norms as the definition has them."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.add_norm import add_norm, reference
+from tests import aot
+
+WIDTHS = (128, 896, 4096)
+
+
+def problem(rows=3, width=896, dtype=jnp.bfloat16, scale=3.0):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, delta = (scale * jax.random.normal(key, (rows, width), dtype) for key in keys[:2])
+    return x, delta, 1 + 0.1 * jax.random.normal(keys[2], (width,), dtype)
+
+
+def check(x, delta, weight, *, is_offset=False, interpret=None):
+    run = jax.jit(functools.partial(add_norm, eps=1e-5, is_offset=is_offset, interpret=interpret))
+    total, normed = run(x, delta, weight)
+    want_total, want = reference.add_norm(x, delta, weight, 1e-5, is_offset=is_offset)
+    assert total.dtype == normed.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(total, np.float64), want_total)
+    # The normalised row and its product with the weight are each rounded once.
+    unit = float(jnp.finfo(x.dtype).eps)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), want, rtol=1.1 * unit, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_offset", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_as_the_definition_has_it(width, adds, is_offset):
+    x, delta, weight = problem(width=width)
+    interpret = plgpu.InterpretGPUParams()
+    check(x, delta if adds else None, weight, is_offset=is_offset, interpret=interpret)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
+def test_rows_may_be_small_or_large(scale):
+    x, delta, weight = problem(width=128, scale=scale)
+    check(x, delta, weight, interpret=plgpu.InterpretGPUParams())
+
+
+def test_a_row_that_is_not_finite_stays_one():
+    x, delta, weight = problem(width=128)
+    run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
+    got, want = run(x.at[1].set(jnp.nan), delta, weight), run(x, delta, weight)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[[0, 2]], np.asarray(other)[[0, 2]])
+
+
+def test_no_rows_are_none():
+    x, delta, weight = problem()
+    total, normed = add_norm(x[:0], delta[:0], weight)
+    assert total.shape == normed.shape == (0, 896)
+
+
+class TestErrors:
+    def test_what_does_not_fit_is_named(self):
+        x, delta, weight = problem()
+        with pytest.raises(ValueError, match=r"delta must .*\(3, 896\).*got \(2, 896\)"):
+            add_norm(x, delta[:2], weight)
+        with pytest.raises(ValueError, match=r"weight must .*\(896,\).*got \(895,\)"):
+            add_norm(x, delta, weight[:-1])
+        with pytest.raises(ValueError, match=r"x must have 2 axes, got \(3, 7, 128\)"):
+            add_norm(x.reshape(3, 7, 128), None, weight)
+
+    def test_other_dtypes_and_widths_have_no_kernel(self):
+        x, delta, weight = problem()
+        with pytest.raises(NotImplementedError, match="rows of bfloat16 beside float32"):
+            add_norm(x, delta, weight.astype(jnp.float32))
+        with pytest.raises(NotImplementedError, match="no kernel for float32"):
+            add_norm(*(y.astype(jnp.float32) for y in (x, delta, weight)))
+        with pytest.raises(NotImplementedError, match="rows of 832"):
+            add_norm(x[:, :832], delta[:, :832], weight[:832])
+
+
+def aot_cases():
+    """One row, a batch and a prompt of some models."""
+    shape, cases = jax.ShapeDtypeStruct, {}
+    for rows, width, adds in itertools.product(
+        (1, 8192), (896, 2048, 3584, 4096, 8192, 16384), (True, False)
+    ):
+        x, weight = shape((rows, width), jnp.bfloat16), shape((width,), jnp.bfloat16)
+        run = add_norm if adds else _norm
+        cases[f"{rows}-{width}-{adds}"] = (run, (x, x, weight) if adds else (x, weight), ())
+    return cases
+
+
+def _norm(x, weight):
+    return add_norm(x, None, weight)
+
+
+@pytest.mark.kernels
+def test_the_kernels_that_ship_compile_without_spills():
+    aot.require_plugin()
+    kernels = aot.compile_all("tests.pallas_kernels.test_add_norm", list(aot_cases()))
+    assert len(kernels) == len(aot_cases())
+    for name, (kernel,) in kernels.items():
+        assert kernel.spilled_bytes == 0, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("width", [*WIDTHS, 5120, 16384])
+def test_on_a_gpu(width, adds, dtype):
+    for rows, is_offset in itertools.product((1, 61, 5000), (False, True)):
+        x, delta, weight = problem(rows=rows, width=width, dtype=dtype)
+        check(x, delta if adds else None, weight, is_offset=is_offset)
