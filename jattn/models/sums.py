@@ -87,9 +87,8 @@ def sum_add_and_norm(
         peers: As `summed`.
         may_take_kernel: Static: of `add_and_norm`, too.
     """
-    if axis_name is not None and peers is not None and isinstance(norm, RMSNorm):
-        if x.dtype == norm.weight.dtype == part.dtype and all_reduce.why_not(part, peers) is None:
-            how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
-            weight = norm.weight[...]
-            return all_reduce.all_reduce_rms_norm(part, x, weight, peers, axis_name=axis_name, **how)
-    return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
+    is_served = peers is not None and isinstance(norm, RMSNorm) and x.dtype == norm.weight.dtype == part.dtype
+    if axis_name is None or peers is None or not is_served or all_reduce.why_not(part, peers) is not None:
+        return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
+    how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
+    return all_reduce.all_reduce_rms_norm(part, x, norm.weight[...], peers, axis_name=axis_name, **how)
