@@ -37,10 +37,9 @@ BLOCK = 128  # queries, and keys, of a block of a mask
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
-    "smaller_sets": {"l2_bytes": 16 * 10**6},
-    "overlaps": {"overlaps": True},
-    "persistent": {"ctas": 132},
-    "as_before": {"l2_bytes": 0, "ctas": 132},
+    "smaller_sets": {"l2_bytes": 8 * 10**6},
+    "larger_sets": {"l2_bytes": 32 * 10**6},
+    "two_kernels": {"deterministic": True},
 }
 
 
@@ -88,7 +87,10 @@ class Work:
     @property
     def sizes(self) -> KernelSizes:
         """The kernel's."""
-        return dataclasses.replace(default_sizes(self.case.head_dim), **VARIANTS[self.variant])
+        changes = dict(VARIANTS[self.variant])
+        deterministic = changes.pop("deterministic", False)
+        of_head_dim = default_sizes(self.case.head_dim, deterministic=deterministic)
+        return dataclasses.replace(of_head_dim, **changes)
 
     @property
     def score(self) -> Score:
@@ -121,7 +123,8 @@ class Work:
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
         kv_tokens, kv_heads, head_dim = arrays["key"].shape
         static = {"kv_heads": kv_heads, "head_dim": head_dim, "score": self.score, "sizes": self.sizes}
-        schedule = make_schedule(*lens, kv_tokens=kv_tokens, **static)
+        num_tokens = arrays["query"].shape[0]
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=num_tokens, **static)
         if self.density is None:
             return schedule, None
         bounds = {"num_tokens": kv_tokens, "max_seq_len": kv_tokens, "sizes": self.sizes}

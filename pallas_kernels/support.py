@@ -301,7 +301,7 @@ def why_not_add_norm(*, dtype: DTypeLike, others: Sequence[DTypeLike], width: in
         width: Of a row.
     """
     name = jnp.dtype(dtype).name
-    different = [other for other in map(jnp.dtype, others) if other != jnp.dtype(dtype)]
+    different = sorted({jnp.dtype(other).name for other in others} - {name})
     return _first_broken(
         [
             (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),

@@ -14,6 +14,9 @@ from jattn.models.expert_tiles import num_kernel_rows, tiles_by_kernel, tiles_by
 
 # Beyond, all tokens through all experts takes longer than copies of the weights do.
 MAX_DENSE_TOKENS = 512
+# Beyond so many times the kernel's rows, too. On an H200 the kernel is faster from about 170 tokens on at
+# gpt-oss-20b's widths (1.15 times), from about 290 at Qwen3-30B-A3B's (2 times).
+MAX_DENSE_ROWS = 1.25
 MAX_PARTS = 16  # sums over experts that are computed beside each other
 
 
@@ -47,13 +50,13 @@ def way(*, num_tokens: int, num_chosen: int, num_experts: int, has_kernel: bool)
     - Few tokens: all of them through all experts. Nearly every expert is some token's; each is read once, in
       place.
     - More: rows sorted by expert, in tiles of one expert each, by the kernel where there is one and it has
-      fewer rows to multiply. Else XLA copies a tile's weights before the product.
+      much fewer rows to multiply. Else XLA copies a tile's weights before the product.
     """
     num_rows = num_tokens * num_chosen
     if num_rows < num_experts:
         return each_row
     if has_kernel:
-        is_dense = num_tokens * num_experts <= num_kernel_rows(num_rows, num_experts)
+        is_dense = num_tokens * num_experts <= MAX_DENSE_ROWS * num_kernel_rows(num_rows, num_experts)
         return all_experts if is_dense else tiles_by_kernel
     return all_experts if num_tokens <= MAX_DENSE_TOKENS else tiles_by_xla
 

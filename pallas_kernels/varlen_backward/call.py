@@ -6,17 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require, require_positive, require_shape, unsupported
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import UNIT, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.query_refs import QueryInputs
 from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import Schedule, make_schedule, max_tiles
 from pallas_kernels.varlen_backward.sizes import KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_prefill import KernelMask
-from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
+from pallas_kernels.varlen_prefill.refs import CacheRefs
+from pallas_kernels.varlen_prefill.refs import Inputs as PrefillInputs
+from pallas_kernels.varlen_prefill.refs import ScheduleRefs as PrefillScheduleRefs
+from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH, heads_at_once
+from pallas_kernels.varlen_prefill.schedule import max_tiles as max_query_tiles
+from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,15 @@ class Call:
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
+    def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
+        """Refuses what the kernel of the queries' gradient does not do, and its absence if it is needed."""
+        has_kernel = sizes.of_queries is not None
+        require(has_kernel or not deterministic, "sizes.of_queries", "be given with deterministic", None)
+        if has_kernel and self.lists is not None:
+            way_out = "Use another implementation, or leave deterministic=False"
+            reason = "gradients over lists of tiles are added in any order"
+            raise unsupported("varlen_backward", reason, way_out)
+
     @property
     def is_empty(self) -> bool:
         """Nobody sees a key, as shapes tell."""
@@ -100,9 +115,10 @@ class Call:
             head_dim=self.key.shape[2],
             score=score,
             sizes=sizes,
+            num_tokens=self.query.shape[0],
         )
 
-    def check_schedule(self, schedule: Schedule) -> None:
+    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Refuses a schedule made for other keys or requests, as far as shapes tell."""
         kv_tokens, reqs = self.key.shape[0], self.seq_lens.shape[0]
         what = f"{kv_tokens} keys of {reqs} requests"
@@ -110,6 +126,12 @@ class Call:
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
         what = f"{what}, {kv_heads} kv heads"
         require_shape("schedule.order", schedule.order.shape, (rows * kv_heads,), what)
+        if sizes.of_queries is not None:
+            tokens = self.query.shape[0]
+            what = f"{tokens} tokens of {reqs} requests in tiles of {sizes.of_queries.tile_q}"
+            table = None if schedule.queries is None else schedule.queries.table.shape
+            rows_of_queries = max_query_tiles(tokens, reqs, sizes.of_queries.tile_q)
+            require_shape("schedule.queries", table or (), (rows_of_queries, TABLE_WIDTH), what)
         if self.lists is not None:
             what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
@@ -120,18 +142,18 @@ class Call:
         as_copied = lambda x: spec.cut.split(_whole_rows(x, axis=0))
         tokens = self.query.shape[0]
         rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
-        zeros = jnp.zeros((self.query.shape[1], spec.units, rows, UNIT), jnp.float32)
+        zeros = lambda: jnp.zeros((self.query.shape[1], spec.units, rows, UNIT), jnp.float32)
         slopes = self.alibi_slopes
         return Inputs(
             query=as_copied(self.query),
             key=as_copied(self.key),
             value=as_copied(self.value),
             grad_out=as_copied(self.grad_out),
-            stats=self.stats(),
+            stats=self.stats(more_rows=0 if spec.adds_grad_query else UNIT),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
             mask=() if self.mask is None else self.mask.arrays,
-            grad_query=jax.new_ref(zeros),
+            grad_query=jax.new_ref(zeros()) if spec.adds_grad_query else None,
         )
 
     def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:
@@ -140,8 +162,42 @@ class Call:
         order, *lists = self.lists
         return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
 
-    def stats(self) -> jax.Array:
-        """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32."""
+    def query_inputs(self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec) -> QueryInputs:
+        """Those of the kernel of the queries' gradient, from the other's."""
+        assert schedule.queries is not None
+        as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
+        attention = PrefillInputs(
+            query=as_copied(self.query),
+            cache=CacheRefs(as_copied(self.key), as_copied(self.value), None),
+            slopes=inputs.slopes,
+            sinks=None,
+            schedule=PrefillScheduleRefs(schedule.queries.table, schedule.queries.num_live, None),
+            mask=(),
+        )
+        return QueryInputs(attention, as_copied(self.grad_out), inputs.stats)
+
+    def query_spec(self, schedule: Schedule, spec: BackwardSpec) -> PrefillSpec:
+        """What that kernel is compiled for."""
+        (_, q_heads, head_dim), (kv_tokens, kv_heads, _) = self.query.shape, self.key.shape
+        sizes = spec.sizes.of_queries
+        assert sizes is not None
+        assert schedule.queries is not None
+        rows, kv_bytes = len(schedule.queries.table), 4 * kv_tokens * head_dim
+        shape = Shape(
+            q_heads=q_heads, group=spec.group, cut=head_cut(head_dim), in_cache=None,
+            heads_at_once=heads_at_once(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes),
+        )  # fmt: skip
+        return PrefillSpec(
+            shape=shape, score=spec.score, sizes=sizes, dtype=spec.dtype, mask=None, has_lists=False,
+            has_alibi=spec.has_alibi, returns_lse=False, interpret=spec.interpret,
+        )  # fmt: skip
+
+    def stats(self, *, more_rows: int = 0) -> jax.Array:
+        """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32.
+
+        Args:
+            more_rows: Static: behind the tokens.
+        """
         as_f32 = lambda x: x.astype(jnp.float32)
         # A kernel of its own: summed where the two are stacked, a thread would read a whole head.
         products = as_f32(self.out) * as_f32(self.grad_out)
@@ -150,7 +206,7 @@ class Call:
             expected = expected - as_f32(self.grad_lse)
         lse = as_f32(self.lse)
         less = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)  # a row without keys has probabilities of 0
-        return _whole_rows(jnp.stack([less, expected], axis=1), axis=2)
+        return _whole_rows(jnp.stack([less, expected], axis=1), axis=2, more=more_rows)
 
     def grad_query(self, summed: jax.Array, spec: BackwardSpec) -> jax.Array:
         """From [q_heads, units, rows, 64] f32, but for the scale, to what query is."""
@@ -159,7 +215,7 @@ class Call:
         return scaled.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
 
 
-def _whole_rows(x: jax.Array, *, axis: int) -> jax.Array:
+def _whole_rows(x: jax.Array, *, axis: int, more: int = 0) -> jax.Array:
     """Tokens padded to what TMA takes."""
-    missing = -x.shape[axis] % ALIGN
+    missing = -x.shape[axis] % ALIGN + more
     return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)]) if missing else x

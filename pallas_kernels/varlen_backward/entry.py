@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.checks import unsupported
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.kernel import backward
 from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.query_kernel import backward_queries
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, units_of
@@ -91,15 +91,13 @@ def grads_of_call(
 ) -> tuple[Array, Array, Array]:
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_backward."""
     call.check()
-    if deterministic:
-        way_out = "Use another implementation, or leave deterministic=False"
-        raise unsupported("varlen_backward", "its additions come in any order", way_out)
     query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
-    sizes = default_sizes(query.shape[2]) if sizes is None else sizes
+    sizes = default_sizes(query.shape[2], deterministic=deterministic) if sizes is None else sizes
+    call.check_queries(sizes, deterministic=deterministic)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
-    call.check_schedule(schedule)
+    call.check_schedule(schedule, sizes)
     kv_heads = key.shape[1]
     spec = BackwardSpec(
         kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
@@ -109,5 +107,10 @@ def grads_of_call(
     inputs = call.inputs(schedule, spec)
     outputs = backward(inputs, spec)
     live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
-    grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
+    if spec.adds_grad_query:
+        grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
+    else:
+        of_queries = call.query_spec(schedule, spec)
+        grads = backward_queries(call.query_inputs(inputs, schedule, of_queries), of_queries)
+        grad_query = live(grads, query)
     return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)

@@ -98,10 +98,12 @@ class Gradients:
                 self.clear_queries(tile, tile_s.at[stage])
 
         def exchange(ds: Tile) -> None:
-            store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
-            plgpu.barrier_wait(pipeline.ds_full.at[buffer])
+            if smem.grad_scores is not None:
+                store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
+                plgpu.commit_smem()
+            if self.spec.adds_grad_query:
+                plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
+                plgpu.barrier_wait(pipeline.ds_full.at[buffer])
 
         work = Work(
             zero=tile.item["zero"],

@@ -28,6 +28,8 @@ def smem_types(spec: BackwardSpec) -> Smem:
     queries = sizes.stages, spec.units, sizes.tile_q, UNIT
     scores = WARPGROUPS, spec.query_units, UNIT, UNIT
     has_arrays = spec.mask is not None and len(spec.mask.arrays) > 0
+    pieces = WARPGROUPS, spec.pieces, UNIT, UNIT
+    exchanges = spec.adds_grad_query or spec.is_interpreted
     both = lambda: plgpu.RefUnion((swizzled_smem(keys, dtype),), (plgpu.SMEM(keys, dtype),))
     return Smem(
         key_and_grad=both(),
@@ -35,8 +37,8 @@ def smem_types(spec: BackwardSpec) -> Smem:
         query=swizzled_smem(queries, dtype),
         grad_out=swizzled_smem(queries, dtype),
         stats=plgpu.SMEM((sizes.stages, 2, sizes.tile_q), f32),
-        grad_scores=swizzled_smem((BUFFERS, *scores), dtype),
-        grad_query=swizzled_smem((WARPGROUPS, spec.pieces, UNIT, UNIT), f32),
+        grad_scores=swizzled_smem((BUFFERS, *scores), dtype) if exchanges else None,
+        grad_query=swizzled_smem(pieces, f32) if spec.adds_grad_query else None,
         item=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
         columns=plgpu.SMEM((WARPGROUPS, sizes.tile_q), f32),
         staged=plgpu.SMEM((WARPGROUPS, sizes.tile_q), jnp.int32) if has_arrays else None,

@@ -122,11 +122,15 @@ class Products:
                     self.begin_grad_query(ref, piece, buffer, work.zero)
                 for unit, ref in enumerate(sum_refs.key):
                     plgpu.wgmma(ref, ds, queries.at[unit])
+                if not dq_refs:
+                    plgpu.wgmma_wait(units)
                 return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=units) for ref in dq_refs)
 
-            dq = pl.run_scoped(issue_grads, *[plgpu.ACC((UNIT, UNIT), f32)] * self.spec.pieces)
+            num = self.spec.pieces if self.spec.adds_grad_query else 0
+            dq = pl.run_scoped(issue_grads, *[plgpu.ACC((UNIT, UNIT), f32)] * num)
             work.release_grad_out()
-            work.add_grad_query(tuple(lax.optimization_barrier(dq)))
+            if num:
+                work.add_grad_query(tuple(lax.optimization_barrier(dq)))
 
         start = Sums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
         return Sums(*(tuple(units) for units in pl.run_state(products)(start)))
@@ -159,7 +163,7 @@ class InterpretedProducts(Products):
         piece_of = lambda n: product(
             (UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, work.zero)
         )
-        dq = tuple(piece_of(n) for n in range(spec.pieces))
+        dq = tuple(piece_of(n) for n in range(spec.pieces if spec.adds_grad_query else 0))
         keys = tuple(
             acc + self.of_queries(smem.grad_scores.at[buffer, wg], queries, unit)
             for unit, acc in enumerate(sums.key)

@@ -45,7 +45,8 @@ class Inputs(NamedTuple):
         slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
         schedule: The items.
         mask: The mask's arrays.
-        grad_query: jax.Ref [q_heads, units, rows, 64] f32, added to; but for the scale.
+        grad_query: jax.Ref [q_heads, units, rows, 64] f32, added to; but for the scale. None where another
+            kernel makes it.
     """
 
     query: Ref
@@ -81,8 +82,9 @@ class Smem(NamedTuple):
         query: [stages, units, tile_q, 64], swizzled.
         grad_out: As query.
         stats: [stages, 2, tile_q] f32.
-        grad_scores: [2, warpgroups, query units, 64, 64], swizzled: a row a key, two steps' of them.
-        grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out.
+        grad_scores: [2, warpgroups, query units, 64, 64], swizzled: a row a key, two steps' of them; None
+            where nobody adds up dQ and registers are multiplied.
+        grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out; or None.
         item: [columns]: the item's row of the schedule's table.
         columns: [warpgroups, tile_q] f32: 0, 1, 2...
         staged: [warpgroups, tile_q] int32: a mask's numbers of the queries on their way into registers; None

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
+from pallas_kernels.checks import require
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
+from pallas_kernels.varlen_prefill import Schedule as PrefillSchedule
+from pallas_kernels.varlen_prefill import make_schedule as prefill_schedule
 from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
 # What a kernel reads of a tile of keys. Queries stand in tiles, too; tile i of a request's begins at row
@@ -46,12 +49,14 @@ class Schedule(NamedTuple):
         sets: Of each item, a tile of keys and a kv head: which items read the same queries, or neighbours of
             them, so that L2 holds what a set reads.
         order: The items in the order in which thread blocks take them, each as `tile * kv_heads + kv_head`.
+        queries: The tiles of queries, of a kernel of their own; or None.
     """
 
     table: Int32[Array, "tiles columns"]
     num_live: Int32[Array, " 1"]
     sets: Int32[Array, " items"]
     order: Int32[Array, " items"]
+    queries: PrefillSchedule | None
 
 
 def max_tiles(kv_tokens: int, reqs: int) -> int:
@@ -69,6 +74,7 @@ def make_schedule(
     head_dim: int,
     score: Score,
     sizes: KernelSizes,
+    num_tokens: int | None = None,
 ) -> Schedule:
     """Cuts each request's keys into tiles, with what follows them up to the next request's.
 
@@ -81,6 +87,7 @@ def make_schedule(
         head_dim: Static: width of a head.
         score: Static: tells which queries see a key.
         sizes: Static.
+        num_tokens: Static: rows of the queries, padding included. Where these have a kernel of their own.
     """
     reqs = seq_lens.shape[0]
     starts, keys = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
@@ -113,7 +120,12 @@ def make_schedule(
     live = jnp.where(is_live[:, None], table, 0)
     sets = _sets(live, kv_heads, head_dim, sizes)
     order = item_order(jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads)
-    return Schedule(live, last_tiles[-1:], sets, order)
+    queries = None
+    if sizes.of_queries is not None:
+        require(num_tokens is not None, "num_tokens", "be given with sizes.of_queries", num_tokens)
+        lens = query_start_loc, seq_lens, kv_start_loc
+        queries = prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.of_queries)
+    return Schedule(live, last_tiles[-1:], sets, order, queries)
 
 
 def _sets(

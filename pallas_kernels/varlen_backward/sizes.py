@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
 
 WARPGROUPS = 2  # that compute: each has half of a tile's keys
 TILE_KV = UNIT * WARPGROUPS
@@ -20,6 +21,8 @@ class KernelSizes:
             registers must do.
         l2_bytes: So much of queries and their gradients is read side by side; 0 = the longest items first,
             whatever they read.
+        of_queries: Sizes of a kernel of its own for the gradient of queries: then it has the same bits twice,
+            for seven products in all instead of five. None = it is added up on the way, in any order.
         ctas: Thread blocks of the grid, each with its share of the items; None = one an item, so that an SM
             takes the next item when it is done with one.
     """
@@ -27,7 +30,8 @@ class KernelSizes:
     tile_q: int = 64
     stages: int = 2
     overlaps: bool = False
-    l2_bytes: int = 32 * 10**6
+    l2_bytes: int = 16 * 10**6
+    of_queries: PrefillSizes | None = None
     ctas: int | None = None
 
     def __post_init__(self) -> None:
@@ -35,17 +39,25 @@ class KernelSizes:
         require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
+        if self.of_queries is not None:
+            require(self.of_queries.teams == 1, "of_queries.teams", "be 1", self.of_queries.teams)
 
 
 # Units of 64 that a head fills -> sizes. Two warpgroups share the gradient of a step's queries by whole
 # units, so a head of one unit takes two of queries.
 TABLE = {1: KernelSizes(tile_q=128), 2: KernelSizes(tile_q=64)}
+# With a kernel for the queries: without their gradient there is room for a stage more.
+TWO_KERNELS = {
+    1: KernelSizes(tile_q=128, stages=3, of_queries=PrefillSizes(tile_kv=128, stages=3)),
+    2: KernelSizes(tile_q=64, stages=3, of_queries=PrefillSizes(tile_kv=64, stages=3)),
+}
 
 
-def default_sizes(head_dim: int) -> KernelSizes:
+def default_sizes(head_dim: int, *, deterministic: bool = False) -> KernelSizes:
     """The sizes of varlen_backward where the caller names none.
 
     Args:
         head_dim: Width of a head, which support.why_not_backward took.
+        deterministic: Gradients are to have the same bits twice.
     """
-    return TABLE[-(-head_dim // UNIT)]
+    return (TWO_KERNELS if deterministic else TABLE)[-(-head_dim // UNIT)]

@@ -58,6 +58,11 @@ class BackwardSpec:
         return bool(self.interpret)
 
     @property
+    def adds_grad_query(self) -> bool:
+        """The gradient of queries is added up on the way; else another kernel makes it."""
+        return self.sizes.of_queries is None
+
+    @property
     def units(self) -> int:
         """Chunks of a head."""
         return self.cut.chunks

@@ -96,6 +96,12 @@ def few_blocks(head_dim, **changes):
     return KernelSizes(tile_q=default_sizes(head_dim).tile_q, ctas=2, **changes)
 
 
+def two_kernels(head_dim):
+    """Two thread blocks of each."""
+    sizes = default_sizes(head_dim, deterministic=True)
+    return dataclasses.replace(sizes, ctas=2, of_queries=dataclasses.replace(sizes.of_queries, ctas=2))
+
+
 class TestContract:
     @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
     def test_equals_float64_whatever_meets_whatever(self, case):
@@ -108,6 +114,12 @@ class TestContract:
         sizes = few_blocks(case["head_dim"], overlaps=True)
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
 
+    @pytest.mark.parametrize("case", cases(FAST)[1::2], ids=case_id)
+    def test_equals_float64_where_queries_have_a_kernel(self, case):
+        problem = problem_of(case)
+        interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
+        problem.check(grads_of(problem, interpret, sizes, deterministic=True))
+
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
     def test_equals_float64_with_every_head_dim(self, case):
@@ -116,15 +128,16 @@ class TestContract:
 
 
 class TestRaces:
-    @pytest.mark.parametrize("overlaps", [False, True])
-    def test_barriers_order_all_that_is_read_and_written(self, overlaps):
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_barriers_order_all_that_is_read_and_written(self, deterministic):
         """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
         setting = Setting(
             query_lens=(256,), seq_lens=(256,), score=Score(scale=0.1), heads=(2, 2), head_dim=128, gap=0
         )
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        problem.check(grads_of(problem, interpret, KernelSizes(tile_q=64, ctas=1, overlaps=overlaps)))
+        sizes = two_kernels(128) if deterministic else KernelSizes(tile_q=64, ctas=1)
+        problem.check(grads_of(problem, interpret, sizes))
         races.check_none_were_found()
 
 
@@ -285,7 +298,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"deterministic": True}, "varlen_backward: its additions come in any order"),
             (
                 {"grad_out": jnp.zeros((16, 4, 64), jnp.float16)},
                 "grad_out of float16 with queries of bfloat16",

@@ -62,23 +62,22 @@ class ChatTemplate:
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **others: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **others: Any
     ) -> str:
         """The text of a conversation.
 
         Args:
             messages: Each with "role" and "content", and what else the template knows.
             add_generation_prompt: The text ends where the assistant's answer begins.
-            others: Variables of the template.
+            others: Variables of the template, whatever they are called.
 
         Raises:
             jinja2.TemplateError: The template refuses them (`raise_exception`), or fails over them.
         """
         names = {"tools": None, "documents": None, **self._special_tokens, **others}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **names
-            )
+            return self._template.render(names)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 

@@ -1,0 +1,126 @@
+"""What a warpgroup computes in the kernel of queries' gradients: 64 rows of its items, through their keys."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.query_products import (
+    InterpretedQueryProducts,
+    QueryProducts,
+    Rows,
+    State,
+    Work,
+)
+from pallas_kernels.varlen_backward.query_refs import QueryInputs, QuerySmem
+from pallas_kernels.varlen_backward.query_scores import QueryScores, Stats
+from pallas_kernels.varlen_prefill.items import Worklist
+from pallas_kernels.varlen_prefill.masking import Masking
+from pallas_kernels.varlen_prefill.pipeline import Queries, Ring
+from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile, QueryRows
+from pallas_kernels.varlen_prefill.refs import Pipeline
+from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.store import store_rows
+from pallas_kernels.varlen_prefill.values import Values
+
+
+class QueryGradients:
+    """One warpgroup."""
+
+    def __init__(
+        self, inputs: QueryInputs, grad_query: Ref, smem: QuerySmem, pipeline: Pipeline, spec: PrefillSpec
+    ):
+        self.wg = wg = lax.axis_index("warpgroup")
+        self.inputs, self.grad_query, self.smem, self.spec = inputs, grad_query, smem, spec
+        self.queries = Queries(smem.attention, pipeline, spec.sizes, wg)
+        self.ring, of_keys = (Ring(smem.attention, pipeline, spec.sizes, 0) for _ in range(2))
+        # Here it is keys that a gradient of 0 is multiplied by.
+        of_keys.values = of_keys.keys
+        self.clear = Values(of_keys, spec)
+        self.scores = QueryScores(inputs.stats, Masking((), self.columns, spec), spec)
+        of = InterpretedQueryProducts if spec.is_interpreted else QueryProducts
+        self.products = of(self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec)
+
+    def columns(self) -> Tile:
+        """Number of each key in its tile, f32. Read, or the compiler keeps them all in registers."""
+        column = plgpu.load(self.smem.attention.columns.at[self.wg], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
+
+    def work_share(self, work: Worklist) -> None:
+        """All items of the thread block."""
+        rounds, number_of = work.rounds_of(0)
+        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
+        self.smem.attention.columns[self.wg] = columns.astype(f32)
+        plgpu.commit_smem()
+
+        def take(nth: Scalar, step: Scalar) -> Scalar:
+            buffer = self.queries.buffer(nth)
+            plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
+            item = work.in_memory(number_of(nth), self.queries.columns.at[buffer])
+            slopes = self.inputs.attention.slopes
+            slope = None if slopes is None else slopes[item.head]
+            self.take_item(QueryRows(item, self.wg, slope, self.spec), buffer, nth, step)
+            return step + item.num
+
+        lax.fori_loop(0, rounds, take, jnp.int32(0) * rounds)
+        plgpu.wait_smem_to_gmem(0)
+
+    def take_item(self, rows: QueryRows, buffer: Scalar, nth: Scalar, step: Scalar) -> None:
+        """The rows of an item, whose queries are in a buffer, and whose first keys are those of `step`."""
+        queries = self.queries
+        if queries.num > 1:
+            pl.when(nth >= 1)(lambda: queries.release(nth - 1))
+
+        def work() -> tuple[Tile, ...]:
+            here = Rows(queries.query.at[buffer], self.smem.grad_out.at[self.wg, buffer])
+            return self.grads_of(rows, here, step)
+
+        def rest() -> tuple[Tile, ...]:
+            self.ring.skip(step, jnp.int32(0), rows.item.num)
+            zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
+            return tuple(zeros() for _ in range(self.spec.shape.cut.chunks))
+
+        scale, dtype = self.spec.score.scale, self.spec.dtype
+        grads = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), work, rest)]
+        store_rows(self.grad_query, rows, queries.query.at[buffer], queries.out.at[buffer], grads)
+        if queries.num == 1:
+            queries.release(nth)
+
+    def grads_of(self, rows: QueryRows, here: Rows, step: Scalar) -> tuple[Tile, ...]:
+        """All keys of rows, whose item's first are those of `step`."""
+        begin, low_edge, high_edge, end = rows.share()
+        stats = self.scores.stats_of(rows)
+        if self.spec.has_window:
+            self.ring.skip(step, jnp.int32(0), begin)
+        first = rows.first_tile(begin)
+        await_first = lambda: self.clear.await_first(first, step + begin)
+        state = self.products.start(here, step + begin, self.work(first, stats, await_first))
+
+        def take(edges: Edges) -> Callable[[Scalar, State], State]:
+            def take(i: Scalar, state: State) -> State:
+                tile = rows.tile(i, edges)
+                full = self.ring.keys.full.at[self.ring.stage(step + i)]
+                work = self.work(tile, stats, lambda: plgpu.barrier_wait(full))
+                return self.products.take(here, step + i, work, state)
+
+            return take
+
+        if self.spec.has_window:
+            state = lax.fori_loop(begin + 1, low_edge, take(Edges.BOTH), state)
+        state = lax.fori_loop(low_edge, high_edge, take(Edges.NONE), state)
+        state = lax.fori_loop(high_edge, end, take(Edges.HIGH), state)
+        self.clear.clear_last(rows, end - 1, step + end - 1)
+        grads = self.products.finish(step + end - 1, state)
+        self.ring.skip(step, end, rows.item.num)
+        return grads
+
+    def work(self, tile: KvTile, stats: Stats, await_keys: Callable[[], None]) -> Work:
+        """What is done between the products of a tile."""
+        return Work(
+            await_keys=await_keys,
+            weights=lambda s: self.scores.weights(s, stats, tile),
+            grad_scores=lambda weights, dp: self.scores.gradients(weights, dp, stats, tile),
+        )

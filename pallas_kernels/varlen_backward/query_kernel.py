@@ -1,0 +1,101 @@
+"""The kernel of the queries' gradient alone: dQ of 64 rows a warpgroup, the same bits twice.
+
+It goes through items as varlen_prefill does and takes its rooms: the schedule, the loading warp's ring of
+keys and values, masks and the way out. Beside an item's queries stand the gradients of their outputs. Of a
+tile of keys (i; s = i % stages) each of the two warpgroups that compute does:
+
+    wait k_full[s]
+    issue S = Q K(i)^T
+    wait v_full[s]
+    issue dP = dO V(i)^T
+    issue dQ += dS(i-1) K(i-1)
+    await S; P = 2^(S - stats), beside dP and dQ
+    await dP; arrive v_free[s]
+    dS(i) = P (dP - stats), beside dQ
+    await dQ; arrive k_free[s'], s' of tile i - 1
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.varlen_backward.query_gradients import QueryGradients
+from pallas_kernels.varlen_backward.query_refs import QueryInputs, QuerySmem
+from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned
+from pallas_kernels.varlen_prefill.loader import Loader
+from pallas_kernels.varlen_prefill.memory import pipeline_types, registers, smem_types
+from pallas_kernels.varlen_prefill.refs import Pipeline
+from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
+
+
+def backward_queries(inputs: QueryInputs, spec: PrefillSpec) -> jax.Array:
+    """The gradient of queries, as these."""
+    chunks = spec.shape.cut.chunks
+    in_smem = smem_types(spec)._replace(alibi=None)
+    rows = (spec.sizes.warpgroups, spec.sizes.query_buffers, chunks, M, spec.shape.cut.width)
+    barriers = pipeline_types(spec)
+    both = plgpu.Barrier(
+        num_arrivals=2 * chunks + 1, num_barriers=spec.sizes.warpgroups * spec.sizes.query_buffers
+    )
+    query = inputs.attention.query
+    kernel = plgpu.kernel(
+        functools.partial(queries_body, spec=spec),
+        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        scratch_types=(QuerySmem(in_smem, swizzled_smem(rows, spec.dtype)), barriers._replace(q_full=both)),
+        grid=(spec.sizes.ctas,),
+        grid_names=("cta",),
+        num_threads=spec.sizes.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="varlen_backward_queries",
+        interpret=spec.interpret,
+    )
+    return kernel(inputs)
+
+
+def queries_body(
+    inputs: QueryInputs, grad_query: Ref, smem: QuerySmem, pipeline: Pipeline, *, spec: PrefillSpec
+) -> None:
+    """What a thread block does: its last warpgroup loads, the others compute."""
+    wg, loads = lax.axis_index("warpgroup"), spec.sizes.warpgroups
+    work = Worklist(inputs.attention.schedule, spec)
+    load_registers, compute_registers = registers(spec)
+
+    @pl.when(wg == loads)
+    def _() -> None:
+        plgpu.set_max_registers(load_registers, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: Scalar) -> None:
+            loader = QueryLoader(inputs, smem, pipeline, spec)
+            pl.when(warp == 0)(functools.partial(loader.load_share, work))
+
+    @pl.when(wg < loads)
+    def _() -> None:
+        plgpu.set_max_registers(compute_registers, action="increase")
+        QueryGradients(inputs, grad_query, smem, pipeline, spec).work_share(work)
+
+
+class QueryLoader(Loader):
+    """Loads what the warpgroups compute with."""
+
+    def __init__(self, inputs: QueryInputs, smem: QuerySmem, pipeline: Pipeline, spec: PrefillSpec):
+        super().__init__(inputs.attention, smem.attention, pipeline, spec, 0)
+        self.grad_out_g, self.grad_out_s = inputs.grad_out, smem.grad_out
+
+    def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
+        """Each warpgroup's queries, the item's columns, and the gradients of the queries' outputs."""
+        super().load_queries(item, row, nth)
+        cut, buffer = self.spec.shape.cut, self.queries[0].buffer(nth)
+        for rank, queries in enumerate(self.queries):
+            rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
+            for chunk in range(cut.chunks):
+                source = self.grad_out_g.at[(rows, item.head, *cut.at(chunk, nth * 0))]
+                to = self.grad_out_s.at[rank, buffer, chunk]
+                plgpu.copy_gmem_to_smem(source, to, queries.full.at[queries.barrier(buffer)])
