@@ -4,11 +4,15 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from jattn.models import load, use_peer_memory
 from jattn.parallel import make_mesh
+from jattn.serving.weights import Weights
 from tests.conftest import GOLDEN
 
 LLAMA = GOLDEN / "hf" / "llama"
@@ -36,3 +40,16 @@ def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
         use_peer_memory(model)
     with pytest.raises(ValueError, match="max_rows must be a int"):
         use_peer_memory(model, max_rows=1.0)
+
+
+def test_new_weights_leave_the_memory_where_it_is():
+    """A copy of it would be another place than the one that other devices write to."""
+    model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    use_peer_memory(model, max_rows=1)
+    before = [model.peers.table.get_value(), model.peers.memory.get_value()]
+    kernel = model.lm_head.kernel.get_value()
+    copies = jax.tree.map(lambda x: np.asarray(x) * 1, nnx.state(model))
+    Weights(model).update(copies)
+    after = [model.peers.table.get_value(), model.peers.memory.get_value()]
+    assert all(now is then for now, then in zip(after, before, strict=True))
+    assert model.lm_head.kernel.get_value() is not kernel
