@@ -100,10 +100,27 @@ class Sums:
         np.testing.assert_array_equal(wrong, 0)
 
 
+def check_lowered(mesh: jax.sharding.Mesh) -> None:
+    """For a GPU a sum is one kernel, to which XLA adds no barrier and none of its own collectives."""
+    peers = make_peer_memory(mesh, "tp", max_rows=1, width=8)
+
+    def each(peers, x):
+        return all_reduce(x.reshape(1, 8), peers, axis_name="tp")[None, None]
+
+    by_device = P("tp", "cp")
+    run = jax.shard_map(each, mesh=mesh, in_specs=by_device, out_specs=by_device, check_vma=False)
+    x = jnp.zeros((*mesh.devices.shape, 1, 8), jnp.bfloat16)
+    text = jax.jit(run).trace(peers, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "uses_xla_collective_metadata = false" in text
+    assert not [name for name in ("all_reduce", "all_gather") if f"stablehlo.{name}" in text]
+
+
 def main(where: str) -> None:
     """On the devices that there are."""
     count = len(jax.devices())
     meshes = [mesh_of(2)] if count == 2 else [mesh_of(2, 2), mesh_of(4)]
+    check_lowered(meshes[0])
     for mesh in meshes:
         for width, dtype in (
             ((4096, jnp.bfloat16), (1028, jnp.float16)) if where == "gpu" else ((68, jnp.bfloat16),)
