@@ -12,7 +12,11 @@ from jattn.models.stored_tensors import DTYPES, StoredTensor, read_header
 from jattn.models.weight_formats import Tensor
 from pallas_kernels.checks import require, require_shape
 
-HARMLESS = (".rotary_emb.inv_freq",)  # old checkpoints store what the config already says
+# Old checkpoints store what the config already says: frequencies, and which tokens are seen.
+HARMLESS = (
+    ".rotary_emb.inv_freq",
+    *(f".{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
+)
 SCALES_FILE = "kv_scales.safetensors"  # a cache's static scales, where the model's own files have none
 FLOATS = ("F32", "BF16", "F16")
 

@@ -8,7 +8,7 @@ from typing import Any
 from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.rope import Rope
-from jattn.models.specs import NormSpec
+from jattn.models.specs import NORM_PLACEMENTS, NormSpec
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, require_positive
 
@@ -40,12 +40,17 @@ class DecoderConfig:
         head_dim: Width of a head.
         layers: What each layer is.
         norm: Every norm of width hidden_size.
-        norm_placement: "before" attention and MLP, or "around" them.
+        norm_placement: "before" attention and MLP, "around" or "after" them; "parallel": one before both,
+            which stand side by side; "parallel_apart": one before each of those.
         adds_to_normed: Attention and MLP are added to what their norm gave, not to what it was given.
         max_position_embeddings: The longest context, in tokens.
         tie_word_embeddings: The output projection is the embedding.
+        residual_scale: What attention and MLP give is multiplied by before it is added; None = nothing.
         embedding_scale: What embeddings are multiplied by, rounded to their dtype; None = nothing.
         has_embedding_norm: A norm stands behind the embedding.
+        position_offset: Positions have learned embeddings, and this is the row of position 0; None = they
+            have none.
+        has_head_bias: The output projection has a bias.
         logit_scale: What logits are multiplied by; None = nothing.
         final_logit_softcapping: Soft cap of the logits; None = none.
         hidden_tokens: Tokens that are never said: their logits are the lowest finite number.
@@ -68,10 +73,13 @@ class DecoderConfig:
     norm: NormSpec
     norm_placement: str = "before"
     adds_to_normed: bool = False
+    residual_scale: float | None = None
     max_position_embeddings: int
     tie_word_embeddings: bool
     embedding_scale: float | None = None
     has_embedding_norm: bool = False
+    position_offset: int | None = None
+    has_head_bias: bool = False
     logit_scale: float | None = None
     final_logit_softcapping: float | None = None
     hidden_tokens: tuple[int, ...] = ()
@@ -84,7 +92,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         require_one_of("model_type", self.model_type, FAMILIES)
-        require_one_of("norm_placement", self.norm_placement, ("before", "around"))
+        require_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             require_positive(**{name: getattr(self, name)})
         rule = f"have one entry per layer ({self.num_hidden_layers})"
@@ -106,17 +114,16 @@ class DecoderConfig:
         family = family_of(hf)
         hf = normalised(hf, family)
         keys = filled(hf, family)
+        fields = {name: keys[name] for name in _TAKEN} | {"norm_placement": family.norm_placement}
         return cls(
             model_type=family.model_type,
-            **{name: keys[name] for name in _TAKEN},
             norm=NormSpec(family.norm, keys["rms_norm_eps"]),
-            norm_placement=family.norm_placement,
             layers=tuple(family.layer(keys, layer) for layer in range(keys["num_hidden_layers"])),
             tie_word_embeddings=bool(keys["tie_word_embeddings"]),
             dtype=keys["torch_dtype"],
             eos_token_ids=token_ids(keys["eos_token_id"]),
             source=json.dumps(hf, sort_keys=True),
-            **family.model(keys),
+            **{**fields, **family.model(keys)},
         )
 
     def to_hf(self) -> dict[str, Any]:

@@ -74,11 +74,17 @@ class Decoder(nnx.Module):
         norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
         self.embedding_norm = norm() if config.has_embedding_norm else None
         self.norm = norm()
+        how: Any = {"param_dtype": dtype, "rngs": rngs}
+        self.embed_positions = (
+            None
+            if config.position_offset is None
+            else nnx.Embed(config.max_position_embeddings + config.position_offset, config.hidden_size, **how)
+        )
         self.lm_head = (
             None
             if config.tie_word_embeddings
             else nnx.Linear(
-                config.hidden_size, config.padded_vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
+                config.hidden_size, config.padded_vocab_size, use_bias=config.has_head_bias, **how
             )
         )
 
@@ -108,7 +114,7 @@ class Decoder(nnx.Module):
             caches: One a layer (`create_caches`); donated: use those returned. None = no cache: every row's
                 keys are this step's own (training, scoring).
             metadata: The step's metadata.
-            positions: For rope; None = metadata.positions.
+            positions: Where tokens stand; None = metadata.positions.
             plan: The step's plan, if one was made; shared by all layers.
 
         Returns:
@@ -129,7 +135,7 @@ class Decoder(nnx.Module):
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, returns_caches=True)
             return out
         positions = metadata.positions if positions is None else positions
-        delta = self._first_delta(token_ids)
+        delta = self._first_delta(token_ids, positions)
         x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
@@ -140,12 +146,17 @@ class Decoder(nnx.Module):
             delta = summed(delta, self.axis_name, None if caches is None else self.layers[0].peers)
         return self.norm(x + delta), None if caches is None else tuple(written)
 
-    def embed(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-        """What the first layer is given: embeddings, scaled and normalised where the config says so."""
+    def embed(
+        self, token_ids: Int[Array, " tokens"], positions: Int32[Array, " tokens"]
+    ) -> Float[Array, "tokens hidden"]:
+        """What the first layer is given: embeddings, scaled, placed, normalised where the config says so."""
         if self.mesh is not None:
-            x: Array = run_on_mesh(self, "embed", (token_ids,))
+            x: Array = run_on_mesh(self, "embed", (token_ids, positions))
             return x
         x = summed(self._part_of_embeddings(token_ids), self.axis_name, None)
+        if self.embed_positions is not None and self.config.position_offset is not None:
+            rows = positions + self.config.position_offset
+            x = x + jnp.take(self.embed_positions.embedding[...], rows, axis=0, mode="clip")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _part_of_embeddings(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
@@ -159,13 +170,15 @@ class Decoder(nnx.Module):
             return x
         return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
 
-    def _first_delta(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+    def _first_delta(
+        self, token_ids: Int[Array, " tokens"], positions: Int32[Array, " tokens"]
+    ) -> Float[Array, "tokens hidden"]:
         """The first layer's delta: the embeddings, or this device's part of their sum."""
         if not self.layers[0].takes_parts:
-            return self.embed(token_ids)
-        if self.embedding_norm is None:
+            return self.embed(token_ids, positions)
+        if self.embedding_norm is None and self.embed_positions is None:
             return self._part_of_embeddings(token_ids)
-        return of_first_device(self.embed(token_ids), self.axis_name)
+        return of_first_device(self.embed(token_ids, positions), self.axis_name)
 
     def plan(
         self,
@@ -200,6 +213,8 @@ class Decoder(nnx.Module):
         """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""
         scores = self._scores(hidden) if self.mesh is None else run_on_mesh(self, "_scores", (hidden,))
         config = self.config
+        if self.lm_head is not None and self.lm_head.bias is not None:
+            scores = scores + self.lm_head.bias[...].astype(scores.dtype)[None, :]
         scores = scores if config.logit_scale is None else scores * config.logit_scale
         cap = config.final_logit_softcapping
         scores = scores if cap is None else cap * jnp.tanh(scores / cap)

@@ -29,10 +29,12 @@ class Stored:
         names: Of the modules or arrays there, `*` for the layer's number and `#` for the expert's; several
             where ours is cut into parts.
         layout: How they lie there; a key of LAYOUTS.
+        is_turned: Matrices of projections are [in, out] there (GPT-2's), not [out, in].
     """
 
     names: tuple[str, ...]
     layout: str = "whole"
+    is_turned: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("layout", self.layout, LAYOUTS)
@@ -130,6 +132,18 @@ LAYOUTS = {
         lambda parts, shape: jnp.stack(parts).swapaxes(1, 2),
         is_whole_array=True,
     ),
+    "experts_down_turned": Layout(
+        lambda array: (array.swapaxes(1, 2),),
+        lambda parts, shape: parts[0].swapaxes(1, 2),
+        is_whole_array=True,
+    ),
+    # An array a row; one with all axes but the first and the last as one.
+    "rows_apart": Layout(tuple, lambda parts, shape: jnp.stack(parts), is_whole_array=True),
+    "experts_whole": Layout(
+        lambda array: (array.reshape(len(array), -1, array.shape[-1]),),
+        lambda parts, shape: parts[0].reshape(shape),
+        is_whole_array=True,
+    ),
     "array": Layout(lambda array: (array,), lambda parts, shape: parts[0], is_whole_array=True),
 }
 
@@ -162,7 +176,8 @@ def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:
     if path[-1] not in _OF_PROJECTIONS:
         return dict(zip(names, (array,), strict=True))
     inputs = array.shape[:1] if path[-1] == "kernel" else ()
-    return {name: part.reshape(*inputs, -1).T for name, part in zip(names, layout.split(array), strict=True)}
+    rows = [part.reshape(*inputs, -1) for part in layout.split(array)]
+    return {name: part if stored.is_turned else part.T for name, part in zip(names, rows, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +188,13 @@ class Join:
         layout: How they lie in the checkpoint, a key of LAYOUTS.
         leaf: The parameter's own name, such as "kernel".
         shape: Of the parameter.
+        is_turned: As `Stored`'s.
     """
 
     layout: str
     leaf: str
     shape: tuple[int, ...]
+    is_turned: bool = False
 
     @property
     def is_nothing(self) -> bool:
@@ -200,6 +217,7 @@ class Join:
             return whole
         if self.leaf != "kernel":
             return layout.join(parts, self.shape)
+        parts = [part.T for part in parts] if self.is_turned else parts
         # Turned at the end and apart: XLA makes a slow loop of a join that turns.
         return jnp.moveaxis(jax.lax.optimization_barrier(layout.join(parts, self.shape[1:])), -1, 0)
 
@@ -212,7 +230,8 @@ def join_of(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> Join:
         path: Where it is.
         shape: Of the parameter.
     """
-    return Join(_stored(tensors, path, shape)[0].layout, path[-1], tuple(shape))
+    stored = _stored(tensors, path, shape)[0]
+    return Join(stored.layout, path[-1], tuple(shape), stored.is_turned)
 
 
 def tensor_names(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[str, ...]:

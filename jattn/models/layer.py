@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
@@ -15,10 +16,19 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
-from jattn.models.layers import MLP, NormedRope, PlainMLP, make_norm, matmul_precision
+from jattn.models.layers import (
+    MLP,
+    LayerNorm,
+    NormedRope,
+    PlainMLP,
+    RMSNorm,
+    make_norm,
+    make_qk_norm,
+    matmul_precision,
+)
 from jattn.models.residual import add_and_norm
 from jattn.models.rope import Rope
-from jattn.models.specs import MLPSpec
+from jattn.models.specs import NORM_PLACEMENTS, MLPSpec
 from jattn.models.sums import sum_add_and_norm, summed
 from jattn.module import PagedAttention
 from jattn.planning import Plan
@@ -26,7 +36,7 @@ from pallas_kernels.all_reduce import PeerMemory
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm or between two, beside the residual stream.
+    """Attention and MLP, one behind the other or side by side, with norms where the config has them.
 
     Attributes:
         axis_name: Inside shard_map, where attention and MLP are one device's parts: the axis that these lie
@@ -45,18 +55,24 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         """Makes layer number `layer`."""
         spec = config.layers[layer]
-        norm = lambda: make_norm(config.norm, config.hidden_size, dtype=dtype)
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        norm: Callable[[str], Any] = lambda name: (
+            make_norm(config.norm, config.hidden_size, dtype=dtype)
+            if name in NORM_PLACEMENTS[config.norm_placement]
+            else None
+        )
+        self.input_layernorm = norm("input_layernorm")
+        self.attention_layernorm, self.mlp_layernorm = norm("attention_layernorm"), norm("mlp_layernorm")
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.axis_name: str | None = None
         self.peers: PeerMemory | None = None
         self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
-        self.adds_to_normed = config.adds_to_normed
-        self.has_norms_around = config.norm_placement == "around"
-        if self.has_norms_around:
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+        self.adds_to_normed, self.residual_scale = config.adds_to_normed, config.residual_scale
+        self.is_parallel = config.norm_placement.startswith("parallel")
 
     @jax.jit  # traced and lowered once for all layers of a kind, whatever weights they hold
     def __call__(
@@ -83,26 +99,40 @@ class DecoderLayer(nnx.Module):
             The stream and this layer's delta, and its cache with the step's keys and values in it.
         """
         takes_kernel = self.may_take_kernel and cache is not None
-        peers = self.peers if takes_kernel else None
+        sums: Any = {"axis_name": self.axis_name, "peers": self.peers if takes_kernel else None}
         added = functools.partial(add_and_norm, may_take_kernel=takes_kernel)
-        part_added = functools.partial(
-            sum_add_and_norm, axis_name=self.axis_name, peers=peers, may_take_kernel=takes_kernel
+        given_added = functools.partial(sum_add_and_norm, **sums, may_take_kernel=takes_kernel)
+        given_added = given_added if self.takes_parts else added
+        given = lambda part: part if self.takes_parts else self._scaled(summed(part, **sums))
+        x, normed = given_added(x, delta, self.input_layernorm)
+        attended, cache = self.self_attn(
+            _normed(self.attention_layernorm, normed), cache, metadata, positions, plan
         )
-        x, normed = (part_added if self.takes_parts else added)(x, delta, self.input_layernorm)
-        attended, cache = self.self_attn(normed, cache, metadata, positions, plan)
-        if self.has_norms_around:
-            attended = self.post_attention_layernorm(summed(attended, self.axis_name, peers))
+        if self.is_parallel:
+            return x, given(attended + self.mlp(_normed(self.mlp_layernorm, normed))), cache
+        if self.post_feedforward_layernorm is not None:
+            attended = self._scaled(_normed(self.post_attention_layernorm, summed(attended, **sums)))
             x, normed = added(x, attended, self.pre_feedforward_layernorm)
-            delta = self.post_feedforward_layernorm(summed(self.mlp(normed), self.axis_name, peers))
-            return x, delta, cache
+            out = summed(self.mlp(normed), **sums)
+            return x, self._scaled(self.post_feedforward_layernorm(out)), cache
         x = normed if self.adds_to_normed else x
-        x, normed = part_added(x, attended, self.post_attention_layernorm)
-        return normed if self.adds_to_normed else x, self.mlp(normed), cache
+        x, normed = given_added(x, given(attended), self.post_attention_layernorm)
+        return normed if self.adds_to_normed else x, given(self.mlp(normed)), cache
 
     @property
     def takes_parts(self) -> bool:
         """Whether delta is one device's part of a sum, which who adds it makes: nothing lies in between."""
-        return self.axis_name is not None and not self.has_norms_around
+        is_added = self.post_feedforward_layernorm is None and self.residual_scale is None
+        return self.axis_name is not None and is_added
+
+    def _scaled(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        return x if self.residual_scale is None else x * jnp.asarray(self.residual_scale, x.dtype)
+
+
+def _normed(
+    norm: RMSNorm | LayerNorm | None, x: Float[Array, "tokens hidden"]
+) -> Float[Array, "tokens hidden"]:
+    return x if norm is None else norm(x)
 
 
 def _attention(
@@ -113,18 +143,18 @@ def _attention(
     dtype: DTypeLike,
     implementation: str | Sequence[str] | None,
 ) -> PagedAttention:
-    norm: Callable[[], nnx.Module | None] = lambda: (
+    norm: Callable[[int], nnx.Module | None] = lambda heads: (
         None
         if spec.qk_norm is None or spec.qk_norm.comes_after_rope
-        else make_norm(spec.qk_norm.norm, config.head_dim, dtype=dtype)
+        else make_qk_norm(spec.qk_norm, heads, config.head_dim, dtype=dtype)
     )
     return PagedAttention(
         config.hidden_size,
         spec.attention,
         rngs=rngs,
         rope=_rope(spec),
-        q_norm=norm(),
-        k_norm=norm(),
+        q_norm=norm(spec.attention.num_q_heads),
+        k_norm=norm(spec.attention.num_kv_heads),
         use_bias=spec.qkv_bias,
         use_out_bias=spec.out_bias,
         has_sinks=spec.has_sinks,

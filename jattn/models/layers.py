@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.models.rope import Rope
-from jattn.models.specs import MLPSpec, NormSpec
+from jattn.models.specs import MLPSpec, NormSpec, QKNorm
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -20,7 +20,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_python": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu6": jax.nn.relu6,
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "linear": lambda x: x,
 }
 
 
@@ -56,18 +64,29 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Subtracts the mean, divides by the standard deviation, multiplies and adds, all in f32."""
 
-    def __init__(self, width: int, *, eps: float, use_bias: bool, dtype: DTypeLike) -> None:
-        """Makes the weight, and a bias or none; eps is added to the variance."""
-        self.eps = eps
-        self.weight = nnx.Param(jnp.ones(width, dtype))
-        self.bias = nnx.Param(jnp.zeros(width, dtype)) if use_bias else None
+    def __init__(self, shape: int | tuple[int, ...], spec: NormSpec, *, dtype: DTypeLike) -> None:
+        """Makes the weight and the bias that the spec asks for.
+
+        Args:
+            shape: Of both. The last axis is normalised; rows of a weight with more are of heads, say.
+            spec: A kind of LayerNorm; its eps is added to the variance.
+            dtype: Of weight and bias.
+        """
+        self.eps, self.is_offset = spec.eps, spec.kind == "layer_offset"
+        has_weight, has_bias = spec.kind != "layer_no_weight", spec.kind in ("layer", "layer_offset")
+        make = jnp.zeros if self.is_offset else jnp.ones
+        self.weight = nnx.Param(make(shape, dtype)) if has_weight else None
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if has_bias else None
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
         wide = x.astype(jnp.float32)
         wide = _over_root_mean_square(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
-        along = lambda param: param[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-        wide = wide * along(self.weight)
+        along = lambda param: (
+            param[...].astype(jnp.float32).reshape((1,) * (x.ndim - param.ndim) + param.shape)
+        )
+        if self.weight is not None:
+            wide = wide * (along(self.weight) + (1.0 if self.is_offset else 0.0))
         return (wide if self.bias is None else wide + along(self.bias)).astype(x.dtype)
 
 
@@ -79,9 +98,30 @@ def _over_root_mean_square(x: Float[Array, "*rows width"], eps: float) -> Float3
 def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
     """The norm that a spec says, of the last axis."""
     if spec.kind.startswith("layer"):
-        return LayerNorm(width, eps=spec.eps, use_bias=spec.kind == "layer", dtype=dtype)
+        return LayerNorm(width, spec, dtype=dtype)
     is_offset, rounds_once = spec.kind == "rms_offset", spec.kind == "rms_f32"
     return RMSNorm(width, eps=spec.eps, is_offset=is_offset, dtype=dtype, rounds_once=rounds_once)
+
+
+class AllHeadsNorm(nnx.Module):
+    """A norm of all heads as one."""
+
+    def __init__(self, num_heads: int, head_dim: int, spec: NormSpec, *, dtype: DTypeLike) -> None:
+        """Makes the norm."""
+        self.norm = make_norm(spec, num_heads * head_dim, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
+        """The normalised x, in x.dtype."""
+        return self.norm(x.reshape(len(x), -1)).reshape(x.shape)
+
+
+def make_qk_norm(spec: QKNorm, num_heads: int, head_dim: int, *, dtype: DTypeLike) -> nnx.Module:
+    """The norm of queries or keys that a spec says, of what stands before the rope."""
+    if spec.over == "all_heads":
+        return AllHeadsNorm(num_heads, head_dim, spec.norm, dtype=dtype)
+    if spec.over == "own_head":
+        return LayerNorm((num_heads, head_dim), spec.norm, dtype=dtype)
+    return make_norm(spec.norm, head_dim, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,14 +22,14 @@ from jattn.models.checkpoint import (
 )
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.models.families import text_part
+from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import hf_shapes, join_of, tensor_names, to_hf
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.spreading import gathered, spread, whole_shape
-from jattn.models.tensor_names import by_family_s_names
+from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import TP
 
@@ -74,8 +74,10 @@ def _spread(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
 
 def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
     """A checkpoint's tensors as floats, by the names that its family has for them. Headers are read."""
-    quantization = text_part(read_json(directory / "config.json")).get("quantization_config")
-    return widened(by_family_s_names(open_tensors(directory), config.family), quantization)
+    hf = read_json(directory / "config.json")
+    has_more = is_wrapper(hf)
+    named = by_family_s_names(open_tensors(directory), config.family, has_more_than_text=has_more)
+    return widened(named, text_part(hf).get("quantization_config"))
 
 
 def _kv_scales(directory: pathlib.Path, tensors: Mapping[str, Tensor], num_layers: int) -> KVScales | None:
@@ -136,7 +138,7 @@ def load(
     generation_config, config = GenerationConfig.read(directory), _spread(read_config(directory), mesh)
     tensors = _tensors(directory, config)
     graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
-    flat, names = dict(nnx.to_flat_state(state)), config.family.tensors
+    flat, names = dict(nnx.to_flat_state(state)), tensors_in(config.family, tensors)
     whole = {path: whole_shape(config, path, value.shape) for path, value in flat.items()}
     parts = {path: hf_shapes(names, path, shape) for path, shape in whole.items()}
     shapes = {name: shape for part in parts.values() for name, shape in part.items()}

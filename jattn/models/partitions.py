@@ -32,6 +32,8 @@ _BY_HEADS: dict[tuple[str, str], P] = {
     ("qkv_proj", "bias"): P(TP),
     ("self_attn", "sinks"): P(TP),
     ("o_proj", "kernel"): P(TP),  # [q_heads * head_dim, hidden]
+    ("q_norm", "weight"): P(TP),  # [q_heads, head_dim]; of one for all heads no device has a part
+    ("k_norm", "weight"): P(TP),
 }
 _BY_WIDTH: dict[tuple[str, str], P] = {
     ("gate_up_proj", "kernel"): P(None, None, TP),  # [hidden, 2, intermediate]
@@ -60,6 +62,8 @@ def parameter_partition(path: Path, num_axes: int) -> P:
         return P(TP, CP)
     if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
         return P(None, None, TP)
+    if path[-2] in ("q_norm", "k_norm") and num_axes == 1:
+        return P()
     return _PARTITIONS.get(path[-2:], P())
 
 
@@ -79,6 +83,9 @@ def check_divides(config: DecoderConfig, mesh: Mesh) -> None:
     require(heads % tp == 0, "num_attention_heads", rule, heads)
     for layer in config.layers:
         _check_width(layer.mlp, rule, tp)
+        if tp > 1 and layer.qk_norm is not None and layer.qk_norm.over == "all_heads":
+            reason = "each device would need the mean over the heads of the others"
+            raise unsupported("a norm of all heads as one on a mesh", reason, "Take one device")
     rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
     require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
     for spec in config.attention_specs:

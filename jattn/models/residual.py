@@ -21,7 +21,7 @@ def add_and_norm(
     Args:
         x: The stream.
         delta: What a part gave.
-        norm: Of the next part.
+        norm: Of the next part; None = it reads the sum.
         may_take_kernel: Static.
 
     Source: vLLM `RMSNorm.forward(x, residual)`.
@@ -29,7 +29,7 @@ def add_and_norm(
     if may_take_kernel and _why_no_kernel(x, delta, norm) is None:
         return _add_norm(x, delta, norm.weight[...], eps=norm.eps, is_offset=norm.is_offset)
     x = x + delta
-    return x, norm(x)
+    return x, x if norm is None else norm(x)
 
 
 _add_norm = jax.jit(add_norm, static_argnames=("eps", "is_offset"))  # lowered once for all that call it

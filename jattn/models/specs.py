@@ -7,8 +7,22 @@ from jaxtyping import Array, Float32, Int
 
 from pallas_kernels.checks import require_one_of, require_positive, unsupported
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
-NORMS = ("rms", "rms_offset", "rms_f32", "layer", "layer_no_bias")
+ACTIVATIONS = (
+    *("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python", "quick_gelu"),
+    *("relu", "relu2", "relu6", "sigmoid", "tanh", "linear"),
+)
+NORMS = ("rms", "rms_offset", "rms_f32", "layer", "layer_no_bias", "layer_no_weight", "layer_offset")
+# Which norms a layer has, by where they stand.
+NORM_PLACEMENTS: dict[str, tuple[str, ...]] = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "around": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "parallel": ("input_layernorm",),
+    "parallel_apart": ("attention_layernorm", "mlp_layernorm"),
+}
 MLPS = ("gated", "plain", "gegelu")
 
 
@@ -18,8 +32,8 @@ class NormSpec:
 
     Attributes:
         kind: "rms" (Llama's: the normalised input is rounded before it is multiplied), "rms_f32" (rounded
-            once, behind the product), "rms_offset" (Gemma's: likewise, and the factor is 1 + weight), "layer"
-            or "layer_no_bias".
+            once, behind the product), "rms_offset" (Gemma's: likewise, and the factor is 1 + weight),
+            "layer", "layer_no_bias", "layer_no_weight" (nor a bias), "layer_offset" (times 1 + weight).
         eps: Added to the mean square, or to the variance.
     """
 
@@ -61,28 +75,43 @@ class MLPSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QKNorm:
-    """How queries and keys are normalised, head by head.
+    """How queries and keys are normalised.
 
     Attributes:
         norm: Its kind and epsilon.
         comes_after_rope: Llama 4's: behind the rotation, without weights. Else before it, with weights.
+        over: "head": each head by itself, all with the same weights; "own_head": likewise, each with its own,
+            of a LayerNorm (Cohere's); "all_heads": all as one, with a weight a number (OLMo 2's).
     """
 
     norm: NormSpec
     comes_after_rope: bool = False
+    over: str = "head"
+
+    def __post_init__(self) -> None:
+        require_one_of("over", self.over, ("head", "own_head", "all_heads"))
+        if self.over == "own_head":
+            require_one_of("a norm with weights by head", self.norm.kind, ("layer", "layer_no_bias"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Llama 4's: queries times `1 + attn_scale * log(1 + floor((position + 1) / floor_scale))`."""
+    """Llama 4's: queries times `1 + attn_scale * log(1 + floor((position + first) / floor_scale))`.
+
+    Attributes:
+        floor_scale: Positions from one step to the next.
+        attn_scale: Height of the steps.
+        first: What position 0 counts as; Ministral 3's is 0.
+    """
 
     floor_scale: float
     attn_scale: float
+    first: int = 1
 
     def __post_init__(self) -> None:
         require_positive(floor_scale=self.floor_scale)
 
     def __call__(self, positions: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
         """The factor of each token's queries."""
-        floors = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.floor_scale)
+        floors = jnp.floor((positions.astype(jnp.float32) + self.first) / self.floor_scale)
         return jnp.log1p(floors) * self.attn_scale + 1.0

@@ -24,7 +24,10 @@ from jattn.serving import Engine, cli  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
-NOT_CUT = {"phi3small": "a pattern a head"}
+NOT_CUT = {
+    "phi3small": "a pattern a head",
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "a norm of all heads"),
+}
 TWO_ONLY = {"llama4": "160 wide inside, and 6 heads"}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64}

@@ -12,6 +12,7 @@ from jattn.masks import LocalStrided
 from jattn.models import DecoderConfig, load
 from jattn.models.families import FAMILIES
 from jattn.models.families.reading import alibi_slopes
+from jattn.models.families.wrappers import WRAPPERS
 from jattn.models.loading import read_config
 from tests.conftest import GOLDEN
 from tests.models import published_configs as published
@@ -19,6 +20,12 @@ from tests.models import published_configs as published
 GOLDEN_OF = {  # a folder of each family
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "bloom", "mpt")},
     **{name: name for name in ("phi3small", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")},
+    **{name: name for name in ("olmo", "olmo2", "olmo3", "olmoe", "smollm3", "phi", "stablelm", "cohere")},
+    **{name: name for name in ("cohere2", "granite", "granitemoe", "granitemoeshared", "glm", "glm4", "opt")},
+    **{
+        name: name
+        for name in ("starcoder2", "falcon", "gpt_neox", "gpt2", "exaone4", "ministral", "ministral3")
+    },
     "gemma3_text": "gemma3",
     "phi3": "phi3_longrope",
     "llama4_text": "llama4",
@@ -126,7 +133,9 @@ def test_a_value_that_is_not_served_is_refused_with_those_that_are(name, key):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_names_the_key_that_it_does_not_know(name):
-    with pytest.raises(NotImplementedError, match=r"config key 'rope_twist' \(0.5\): no \w+ForCausalLM here"):
+    with pytest.raises(
+        NotImplementedError, match=r"config key 'rope_twist' \(0.5\): no \w+(ForCausalLM|LMHeadModel) here"
+    ):
         DecoderConfig.from_hf(hf_of(name) | {"rope_twist": 0.5})
 
 
@@ -140,6 +149,8 @@ WRONG = [
     ("llama4_text", {"floor_scale": 0}, r"floor_scale must be positive, got 0\.0"),
     ("mpt", {"attn_config": {"clip_qkv": -1}}, r"clip_qkv must be positive, got -1\.0"),
     ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
+    ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24: .*Supported: 32"),
+    ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(2\), got 1"),
     ("bloom", {"layer_norm_epsilon": None}, "rms_norm_eps must be a number, got None"),
 ]
 
@@ -156,30 +167,30 @@ def same(one, other):
     return True
 
 
-def wrapped(name, wrapper):
-    """A golden folder's config and tensors as a model of text and images has them, and by which names."""
-    hf = hf_of(name)
-    names = {"model_type": wrapper.model_type, "architectures": [wrapper.architecture]}
-    return names | {"text_config": hf, "vision_config": {"hidden_size": 3}, "image_token_index": 7}
+def wrapped(name, wrapper, text_type):
+    """A golden folder's config as a model of text and images has it."""
+    model_type, architecture = wrapper
+    names = {"model_type": model_type, "architectures": [architecture]}
+    text = {key: value for key, value in hf_of(name).items() if key != "model_type" or text_type}
+    return names | {"text_config": text, "vision_config": {"hidden_size": 3}, "image_token_index": 7}
 
 
-@pytest.mark.parametrize(
-    ("name", "rename", "vision"),
-    [
-        ("gemma3_text", lambda name: f"language_model.{name}", "vision_tower.x"),
-        (
-            "gemma3_text",
-            lambda name: name.replace("model.", "model.language_model.", 1),
-            "model.vision_tower.x",
-        ),
-        ("llama4_text", lambda name: f"language_model.{name}", "vision_model.x"),
-    ],
-)
-def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, name, rename, vision):
+RENAMES = {  # as transformers 4 and 5 write them
+    "language_model.model.": "vision_tower.x",
+    "model.language_model.": "model.vision_tower.x",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=[model_type for model_type, _ in WRAPPERS])
+@pytest.mark.parametrize("body", RENAMES)
+def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, wrapper, body):
+    name = WRAPPERS[wrapper]
     folder = GOLDEN / "hf" / GOLDEN_OF[name]
+    head = "language_model.lm_head." if body.startswith("language_model.") else "lm_head."
+    rename = lambda key: body + key.removeprefix("model.") if key.startswith("model.") else head + key[8:]
     tensors = {rename(key): value for key, value in load_file(folder / "model.safetensors").items()}
-    save_file(tensors | {vision: np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(wrapped(name, FAMILIES[name].wrapper)))
+    save_file(tensors | {RENAMES[body]: np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(wrapped(name, wrapper, text_type=wrapper[0] != "llava")))
     assert same(load(tmp_path, progress=False), load(folder, progress=False))
     save_file(tensors | {"audio.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"hold only what its config.json asks for, got audio.x"):

@@ -119,6 +119,10 @@ class TestWhatDoesNotFit:
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
             check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
 
+    def test_a_norm_of_all_heads_as_one(self):
+        with pytest.raises(NotImplementedError, match=r"a norm of all heads as one on a mesh: each device"):
+            load(HF / "olmo2", mesh=mesh_of(2))
+
     def test_a_pattern_of_each_head(self):
         with pytest.raises(NotImplementedError, match=r"sparsity LocalStrided.*homo_head=False"):
             load(HF / "phi3small", mesh=mesh_of(2))
@@ -161,7 +165,7 @@ class TestSpread:
         assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
 
 
-SMALL = ("router", "shared_expert_gate")  # matrices that every device has
+SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that every device has
 
 
 @pytest.mark.parametrize(

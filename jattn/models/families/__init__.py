@@ -1,26 +1,44 @@
 """The families of decoders: a file and a line each."""
 
-from collections.abc import Mapping
-
 from jattn.models.families.bloom import BLOOM
+from jattn.models.families.cohere import COHERE
+from jattn.models.families.cohere2 import COHERE2
+from jattn.models.families.exaone4 import EXAONE4
+from jattn.models.families.falcon import FALCON
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma import GEMMA
 from jattn.models.families.gemma2 import GEMMA2
 from jattn.models.families.gemma3 import GEMMA3
+from jattn.models.families.glm4 import GLM, GLM4
+from jattn.models.families.gpt2 import GPT2
+from jattn.models.families.gpt_neox import GPT_NEOX
 from jattn.models.families.gpt_oss import GPT_OSS
+from jattn.models.families.granite import GRANITE
+from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
+from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
 from jattn.models.families.mistral import MISTRAL
 from jattn.models.families.mixtral import MIXTRAL
 from jattn.models.families.mpt import MPT
+from jattn.models.families.olmo import OLMO
+from jattn.models.families.olmo2 import OLMO2
+from jattn.models.families.olmo3 import OLMO3
+from jattn.models.families.olmoe import OLMOE
+from jattn.models.families.opt import OPT
+from jattn.models.families.phi import PHI
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.phi3small import PHI3SMALL
 from jattn.models.families.qwen2 import QWEN2
 from jattn.models.families.qwen2_moe import QWEN2_MOE
 from jattn.models.families.qwen3 import QWEN3
 from jattn.models.families.qwen3_moe import QWEN3_MOE
-from pallas_kernels.checks import require, unsupported
+from jattn.models.families.smollm3 import SMOLLM3
+from jattn.models.families.stablelm import STABLELM
+from jattn.models.families.starcoder2 import STARCODER2
+from jattn.models.families.wrappers import text_part
+from pallas_kernels.checks import unsupported
 
 FAMILIES = {
     family.model_type: family
@@ -41,18 +59,41 @@ FAMILIES = {
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        COHERE,
+        COHERE2,
+        EXAONE4,
+        FALCON,
+        GLM,
+        GLM4,
+        GPT2,
+        GPT_NEOX,
+        GRANITE,
+        GRANITEMOE,
+        GRANITEMOESHARED,
+        MINISTRAL,
+        MINISTRAL3,
+        OLMO,
+        OLMO2,
+        OLMO3,
+        OLMOE,
+        OPT,
+        PHI,
+        SMOLLM3,
+        STABLELM,
+        STARCODER2,
     )
 }
 
-# What a model of text and more may say for its text part.
-_OF_THE_WHOLE = (
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "quantization_config",
-)
+_LATENT = "keys and values are latent, and no cache here holds those"
+_STATES = "layers have states of their own"
+# Decoders of another kind than this one, and why.
+ELSEWHERE = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT),
+    **dict.fromkeys(("qwen3_next", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba"), _STATES),
+    **dict.fromkeys(
+        ("bamba", "granitemoehybrid", "recurrent_gemma", "lfm2", "nemotron_h", "zamba2", "rwkv"), _STATES
+    ),
+}
 
 __all__ = ["FAMILIES", "Family", "Keys", "family_of", "filled", "normalised", "text_part", "token_ids"]
 
@@ -69,7 +110,8 @@ def family_of(hf: Keys) -> Family:
     family = FAMILIES.get(model_type) if model_type else by_name.get(next(iter(architectures), ""))
     supported = "Supported: " + ", ".join(family.architecture for family in FAMILIES.values())
     if family is None:
-        raise unsupported(f"architecture {architectures or model_type}", "no decoder here has it", supported)
+        reason = ELSEWHERE.get(str(model_type), "no decoder here has it")
+        raise unsupported(f"architecture {architectures or model_type}", reason, supported)
     if architectures and not set(_architectures(family)) & set(architectures):
         raise unsupported(f"architecture {architectures[0]}", f"not a decoder for {model_type}", supported)
     return family
@@ -77,22 +119,3 @@ def family_of(hf: Keys) -> Family:
 
 def _architectures(family: Family) -> tuple[str, ...]:
     return family.architecture, *family.other_architectures
-
-
-def text_part(hf: Keys) -> Keys:
-    """A config.json of text alone: of a model of text and more, its text part.
-
-    Raises:
-        ValueError: `text_config` is no object.
-    """
-    for family in FAMILIES.values():
-        wrapper = family.wrapper
-        names = hf.get("model_type"), *(hf.get("architectures") or ())
-        if wrapper is None or not {wrapper.model_type, wrapper.architecture} & {*names}:
-            continue
-        text = hf.get("text_config") or {}
-        require(isinstance(text, Mapping), "text_config", "be an object", repr(text))
-        outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
-        told = {key: value for key, value in text.items() if value is not None or key not in outer}
-        return {**outer, **told, "model_type": family.model_type, "architectures": [family.architecture]}
-    return hf

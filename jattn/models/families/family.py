@@ -10,23 +10,6 @@ from jattn.models.layer_spec import LayerSpec
 type Keys = Mapping[str, Any]  # a config.json's, with every default filled in
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrapper:
-    """A model of text and more whose text part, under `text_config`, is a decoder of the family.
-
-    Attributes:
-        model_type: The wrapper's.
-        architecture: The wrapper's.
-        renamed: Beginnings of tensors' names -> what they are in a checkpoint of text alone.
-        passed_over: Beginnings of the names of tensors that have no part in text.
-    """
-
-    model_type: str
-    architecture: str
-    renamed: Mapping[str, str]
-    passed_over: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """One family.
@@ -41,12 +24,13 @@ class Family:
         layer: A layer's specs, from the keys and the layer's number.
         tensors: Where a checkpoint has the parameters: by our module's name, layers' numbers as `*`.
         norm: Kind of every norm, a `NormSpec`'s.
-        norm_placement: "before" attention and MLP, or "around" them.
-        model: What is scaled, normalised and hidden outside the layers: fields of `DecoderConfig`.
+        norm_placement: A `DecoderConfig`'s.
+        model: What is scaled, normalised and hidden outside the layers, and what the keys say of fields that
+            other families have fixed: fields of `DecoderConfig`.
         aliases: Its own names of keys -> the names that all families share.
         only: Key -> the values that are served, and why no others.
         harmless: Keys that change nothing here, beyond those that never do.
-        wrapper: The model of text and more that it is the text part of.
+        other_tensors: Where other checkpoints have some of the parameters: what is found there counts.
         prefix: What the tensors' names begin with; a checkpoint of the body alone lacks it.
     """
 
@@ -63,5 +47,5 @@ class Family:
     harmless: tuple[str, ...] = ()
     other_architectures: tuple[str, ...] = ()
     nested: tuple[str, ...] = ()
-    wrapper: Wrapper | None = None
+    other_tensors: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     prefix: str = "model."

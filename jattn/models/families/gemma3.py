@@ -1,6 +1,6 @@
 """Gemma 3, its text part: norms of queries and keys for Gemma 2's soft caps, two ropes."""
 
-from jattn.models.families.family import Family, Keys, Wrapper
+from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma2 import CAUSAL_ONLY, GEMMA2
 from jattn.models.families.keys import ROPE
 from jattn.models.families.reading import (
@@ -9,21 +9,11 @@ from jattn.models.families.reading import (
     SLIDING,
     attention,
     layer_type,
-    rope,
+    rope_by_type,
     window_of,
 )
 from jattn.models.layer_spec import LayerSpec
-from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm
-
-
-def _rope(keys: Keys, kind: str) -> Rope:
-    """By layer type; in older configs rope_scaling and rope_theta are of the full layers alone."""
-    given = dict((keys["rope_parameters"] or {}).get(kind) or {"rope_type": "default"})
-    if kind == FULL:
-        given |= keys["rope_scaling"] or {}
-    given.setdefault("rope_theta", keys["rope_theta" if kind == FULL else "rope_local_base_freq"])
-    return rope({**keys, "rope_scaling": None, "rope_parameters": given})
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
@@ -36,7 +26,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
             window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
             scale=keys["query_pre_attn_scalar"] ** -0.5,
         ),
-        rope=_rope(keys, kind),
+        rope=rope_by_type(keys, kind, keys["rope_theta" if kind == FULL else "rope_local_base_freq"]),
         mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_activation"]),
         qkv_bias=has_bias,
         out_bias=has_bias,
@@ -68,14 +58,4 @@ GEMMA3 = Family(
     tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
     only=CAUSAL_ONLY,
     harmless=(*GEMMA2.harmless, "_sliding_window_pattern", "mm_tokens_per_image"),
-    wrapper=Wrapper(
-        model_type="gemma3",
-        architecture="Gemma3ForConditionalGeneration",
-        renamed={
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "model.",
-        },
-        passed_over=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal"),
-    ),
 )

@@ -67,7 +67,9 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
-    keys = known | {key: _as(known[key], key, value) for key, value in hf.items() if key in known}
+    said = {key: value for key, value in hf.items() if key in known}
+    said = {key: value for key, value in said.items() if value is not None or not callable(known[key])}
+    keys = known | {key: _as(known[key], key, value) for key, value in said.items()}
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     missing = [key for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")

@@ -1,23 +1,22 @@
 """Llama 4, its text part: chunked-local layers, layers without rope, experts between dense layers."""
 
 from jattn.models.experts import Routing
-from jattn.models.families.family import Family, Keys, Wrapper
+from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FULL, LLAMA_TENSORS, attention, gated_tensors, layer_type, rope
+from jattn.models.families.reading import (
+    FULL,
+    LLAMA_TENSORS,
+    attention,
+    gated_tensors,
+    is_rotated,
+    layer_type,
+    rope,
+)
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm, Temperature
-from pallas_kernels.checks import require
 
 CHUNKED = "chunked_attention"
-
-
-def _is_rotated(keys: Keys, layer: int) -> bool:
-    said, count = keys["no_rope_layers"], keys["num_hidden_layers"]
-    if not said:
-        return (layer + 1) % keys["no_rope_layer_interval"] != 0
-    require(len(said) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(said))
-    return bool(said[layer])  # 1 where a layer has a rope, whatever the name says
 
 
 def _mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
@@ -36,18 +35,18 @@ def _mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
-    is_rotated, has_bias = _is_rotated(keys, layer), bool(keys["attention_bias"])
-    kind = layer_type(keys, layer, CHUNKED if is_rotated else FULL, (CHUNKED, FULL))
+    has_rope, has_bias = is_rotated(keys, layer), bool(keys["attention_bias"])
+    kind = layer_type(keys, layer, CHUNKED if has_rope else FULL, (CHUNKED, FULL))
     tuned = Temperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
     normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True)
     return LayerSpec(
         attention=attention(keys, chunk_size=keys["attention_chunk_size"] if kind == CHUNKED else None),
-        rope=rope(keys, interleaved=True) if is_rotated else None,
+        rope=rope(keys, interleaved=True) if has_rope else None,
         mlp=_mlp(keys, layer),
         qkv_bias=has_bias,
         out_bias=has_bias,
-        qk_norm=normed if is_rotated and keys["use_qk_norm"] else None,
-        temperature=None if is_rotated or not keys["attn_temperature_tuning"] else tuned,
+        qk_norm=normed if has_rope and keys["use_qk_norm"] else None,
+        temperature=None if has_rope or not keys["attn_temperature_tuning"] else tuned,
     )
 
 
@@ -91,10 +90,4 @@ LLAMA4 = Family(
     },
     aliases={"num_local_experts": "num_experts"},
     harmless=("for_llm_compressor",),
-    wrapper=Wrapper(
-        model_type="llama4",
-        architecture="Llama4ForConditionalGeneration",
-        renamed={"language_model.": ""},
-        passed_over=("vision_model.", "multi_modal_projector."),
-    ),
 )

@@ -3,7 +3,7 @@
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, llama_layer
+from jattn.models.families.reading import FUSED_EXPERT_TENSORS, LLAMA_TENSORS, llama_layer
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 
@@ -44,6 +44,7 @@ MIXTRAL = Family(
         ),
         "layers.*.mlp.down_proj.weight": Stored((f"{_EXPERT}.w2.weight",), "experts_down_apart"),
     },
+    other_tensors=FUSED_EXPERT_TENSORS,
     aliases={"num_local_experts": "num_experts"},
     harmless=("layer_types", "attention_bias"),
 )

@@ -6,6 +6,7 @@ from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
 from jattn.models.families.reading import (
     FULL,
+    FUSED_EXPERT_TENSORS,
     LLAMA_TENSORS,
     SLIDING,
     gated_tensors,
@@ -85,4 +86,5 @@ QWEN2_MOE = Family(
         "layers.*.mlp.shared_expert_gate": Stored((f"{_MLP}.shared_expert_gate",)),
     },
     harmless=("attention_bias",),
+    other_tensors=FUSED_EXPERT_TENSORS,
 )

@@ -4,7 +4,7 @@ from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
 from jattn.models.families.qwen2_moe import EXPERT_TENSORS, EXPERTS, qwen_mlp
-from jattn.models.families.reading import LLAMA_TENSORS, QK_NORM_TENSORS, llama_layer
+from jattn.models.families.reading import FUSED_EXPERT_TENSORS, LLAMA_TENSORS, QK_NORM_TENSORS, llama_layer
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import NormSpec, QKNorm
 
@@ -38,4 +38,5 @@ QWEN3_MOE = Family(
     layer=_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **EXPERT_TENSORS},
     aliases={"num_local_experts": "num_experts"},
+    other_tensors=FUSED_EXPERT_TENSORS,
 )

@@ -36,6 +36,20 @@ LLAMA_TENSORS = {
 QK_NORM_TENSORS = {
     f"layers.*.self_attn.{part}_norm": Stored((f"model.layers.*.self_attn.{part}_norm",)) for part in "qk"
 }
+ALL_HEADS_TENSORS = {
+    f"layers.*.self_attn.{part}_norm.norm": Stored((f"model.layers.*.self_attn.{part}_norm",))
+    for part in "qk"
+}
+NORMS_AFTER_TENSORS = {
+    **{name: stored for name, stored in LLAMA_TENSORS.items() if name != "layers.*.input_layernorm"},
+    "layers.*.post_feedforward_layernorm": Stored(("model.layers.*.post_feedforward_layernorm",)),
+}
+# Experts as transformers 5 holds them.
+FUSED_EXPERT_TENSORS = {
+    "layers.*.mlp.router": Stored(("model.layers.*.mlp.gate",)),
+    "layers.*.mlp.gate_up_proj.weight": Stored(("model.layers.*.mlp.experts.gate_up_proj",), "experts_whole"),
+    "layers.*.mlp.down_proj.weight": Stored(("model.layers.*.mlp.experts.down_proj",), "experts_down_turned"),
+}
 GEMMA_NORM_TENSORS = {
     f"layers.*.{part}_feedforward_layernorm": Stored((f"model.layers.*.{part}_feedforward_layernorm",))
     for part in ("pre", "post")
@@ -68,6 +82,31 @@ def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> Lay
     if "rope" not in changes:
         fields["rope"] = rope(keys)
     return LayerSpec(**fields | changes)
+
+
+def gated_mlp(keys: Keys, *, has_bias: bool = False) -> MLPSpec:
+    """A Llama's MLP, perhaps with biases."""
+    size = keys["intermediate_size"]
+    return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], has_bias=has_bias)
+
+
+def plain_mlp(keys: Keys, *, has_bias: bool) -> MLPSpec:
+    """An MLP of two products."""
+    size = keys["intermediate_size"]
+    return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], kind="plain", has_bias=has_bias)
+
+
+def is_rotated(keys: Keys, layer: int) -> bool:
+    """Whether a layer has a rope: `no_rope_layers` says so, else all but each n-th have.
+
+    Raises:
+        ValueError: There is not one entry a layer.
+    """
+    said, count = keys["no_rope_layers"], keys["num_hidden_layers"]
+    if not said:
+        return bool((layer + 1) % keys["no_rope_layer_interval"])
+    require(len(said) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(said))
+    return bool(said[layer])  # 1 where a layer has a rope, whatever the name says
 
 
 def window_of(size: int | None) -> tuple[int, int] | None:
@@ -131,6 +170,21 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_p
         max_context=keys["max_position_embeddings"],
         interleaved=interleaved,
     )
+
+
+def rope_by_type(keys: Keys, kind: str, theta: float) -> Rope:
+    """A layer's rope where types of layers have their own; an older config's rope_scaling is of full ones.
+
+    Args:
+        keys: The config's.
+        kind: The layer's type.
+        theta: The base of the layer's type where its dictionary has none.
+    """
+    given = dict((keys["rope_parameters"] or {}).get(kind) or {"rope_type": "default"})
+    if kind == FULL:
+        given |= keys["rope_scaling"] or {}
+    given.setdefault("rope_theta", theta)
+    return rope({**keys, "rope_scaling": None, "rope_parameters": given})
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8) -> tuple[float, ...]:

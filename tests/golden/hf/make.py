@@ -35,6 +35,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SMALL = {"vocab_size": 96, "head_dim": 16}
+F, S = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 64}
+PART = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "attention_multiplier": 0.2}
+MULTIPLIERS |= {"residual_multiplier": 0.4}
 MPT = {"d_model": 96, "n_heads": 3, "n_layers": 2, "max_seq_len": 512}  # by keys of its own
 CHECKPOINTS = {
     "mistral": ("Mistral", {"sliding_window": 24}),
@@ -62,19 +68,89 @@ CHECKPOINTS = {
         "Qwen2",
         {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
     ),
+    "olmo": ("Olmo", {**SMALL, "clip_qkv": 1.0}),
+    "olmo2": ("Olmo2", {**SMALL, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {**SMALL, "sliding_window": 20, "layer_types": [S, F], "rope_parameters": {F: YARN, S: {}}},
+    ),
+    "olmoe": (
+        "Olmoe",
+        {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 24},
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {**SMALL, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 20},
+    ),
+    "phi": ("Phi", {**SMALL, "head_dim": 8, "qk_layernorm": True}),
+    "stablelm": (
+        "StableLm",
+        {**SMALL, "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "cohere": ("Cohere", {**SMALL, "use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {**SMALL, "sliding_window": 20, "layer_types": [S, F], "logit_scale": 0.5}),
+    "granite": ("Granite", {**SMALL, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True}),
+    "granitemoe": (
+        "GraniteMoe",
+        {**SMALL, "head_dim": 8, **MULTIPLIERS, "num_local_experts": 4, "intermediate_size": 24},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {
+            **SMALL,
+            "head_dim": 8,
+            **MULTIPLIERS,
+            "num_local_experts": 4,
+            "intermediate_size": 16,
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "glm": ("Glm", {**SMALL}),
+    "glm4": ("Glm4", {**SMALL, "rope_parameters": PART}),
+    "starcoder2": ("Starcoder2", {**SMALL, "sliding_window": 24}),
+    "falcon": ("Falcon", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon_rw": (
+        "Falcon",
+        {**SMALL, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "gpt_neox": ("GPTNeoX", {**SMALL}),
+    "gpt2": (
+        "GPT2",
+        {**SMALL, "vocab_size": 64, "scale_attn_by_inverse_layer_idx": True, "max_position_embeddings": 160},
+    ),
+    "opt": ("OPT", {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 160}),
+    "exaone4": ("Exaone4", {**SMALL, "sliding_window": 20, "layer_types": [S, F]}),
+    "ministral": ("Ministral", {**SMALL, "sliding_window": 20, "layer_types": [S, F]}),
+    "ministral3": (
+        "Ministral3",
+        {**SMALL, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0}},
+    ),
 }
-MPT_LACKS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-MPT_LACKS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
+GQA = ("num_key_value_heads", "head_dim")
+LACKS = {  # that it has by other names, or does not have
+    "Mpt": (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *(*GQA, "max_position_embeddings"),
+    ),
+    "StableLm": ("head_dim",),
+    "Cohere2": ("head_dim",),
+    "Falcon": (*GQA, "intermediate_size"),
+    "GPTNeoX": GQA,
+    "GPT2": (*GQA, "intermediate_size"),
+    "OPT": (*GQA, "intermediate_size"),
+}
+CLASSES = {"GPT2": "GPT2LMHeadModel"}
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
 
 
 def make(name: str, directory: pathlib.Path) -> None:
     """Writes one checkpoint and its expected.npz."""
     family, options = CHECKPOINTS[name]
-    own = {key: SIZES[key] for key in SIZES if not (family == "Mpt" and key in MPT_LACKS)}
-    config = getattr(transformers, f"{family}Config")(**own | options, dtype="float32")
+    own = {key: value for key, value in (SIZES | options).items() if key not in LACKS.get(family, ())}
+    config = getattr(transformers, f"{family}Config")(**own, dtype="float32")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
+    name_of_class = CLASSES.get(family, f"{family}ForCausalLM")
+    model = getattr(transformers, name_of_class)(config).to(torch.float32).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():  # large enough that every part matters
             if parameter.ndim == 1:
@@ -87,7 +163,7 @@ def make(name: str, directory: pathlib.Path) -> None:
     expected: dict[str, np.ndarray] = {}
     rng = np.random.default_rng(0)
     for i, length in enumerate(PROMPT_LENS):
-        prompt = rng.integers(3, SIZES["vocab_size"], length)
+        prompt = rng.integers(3, config.vocab_size, length)
         expected |= {f"{key}{i}": value for key, value in outputs_of(model, prompt).items()}
     model.save_pretrained(directory / name)
     np.savez_compressed(directory / name / "expected.npz", **expected)
