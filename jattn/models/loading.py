@@ -29,6 +29,7 @@ from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.spreading import gathered, spread, whole_shape
+from jattn.models.sums import take_peer_memory
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import TP
@@ -155,6 +156,7 @@ def load(
         flat[path] = value.replace(array)
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh = mesh
+    take_peer_memory(model)
     model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")

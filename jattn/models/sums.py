@@ -12,6 +12,7 @@ from jattn.models.residual import add_and_norm
 from jattn.parallel import TP
 from pallas_kernels import all_reduce
 from pallas_kernels.checks import require, require_type
+from pallas_kernels.support import GPU_PLATFORMS
 
 
 class PeerVariable(nnx.Variable[Any]):
@@ -31,9 +32,10 @@ class Peers(nnx.Module):
         return all_reduce.PeerMemory(self.table[...], self.memory[...])
 
 
-def use_peer_memory(model: Any, *, max_rows: int = 64) -> None:
+def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
     """Lets a model's layers sum by `pallas_kernels.all_reduce` in steps of up to so many tokens.
 
+    `load` does so where it serves; a model whose `peers` are None sums by XLA.
     In larger steps, and where the model's numbers have not 16 bits, XLA sums as before. To be called before
     an engine is made of the model; the memory is the model's from then on.
 
@@ -50,6 +52,17 @@ def use_peer_memory(model: Any, *, max_rows: int = 64) -> None:
     width = model.config.hidden_size
     peers = all_reduce.make_peer_memory(model.mesh, TP, max_rows=max_rows, width=width)
     model.peers = nnx.data(Peers(peers))
+
+
+def take_peer_memory(model: Any) -> None:
+    """`use_peer_memory` where it serves: a 16-bit model on GPUs that reach each other's memory."""
+    mesh, width = model.mesh, model.config.hidden_size
+    if mesh is None or mesh.shape[TP] == 1 or model.dtype.itemsize != 2 or width % 4:
+        return
+    devices = list(mesh.devices.flat)
+    are_gpus = all(device.platform in GPU_PLATFORMS for device in devices)
+    if are_gpus and all_reduce.why_not_peers(devices, mesh.shape[TP]) is None:
+        use_peer_memory(model)
 
 
 def summed(

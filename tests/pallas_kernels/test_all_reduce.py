@@ -130,6 +130,37 @@ class TestErrors:
         assert found is None if reason is None else found.endswith(reason)
 
     @pytest.mark.parametrize(
+        ("answer", "reason"),
+        [
+            (1, None),
+            (0, "GPU 0 does not reach the memory of GPU 1"),
+            (None, "there is no CUDA driver to ask"),
+        ],
+    )
+    def test_gpus_that_do_not_reach_each_other(self, answer, reason, monkeypatch, types_unchecked):
+        class GPU:
+            process_index, platform, compute_capability = 0, "cuda", "9.0"
+
+            def __init__(self, number):
+                self.local_hardware_id = number
+
+        class Driver:
+            def __init__(self, name):
+                if answer is None:
+                    raise OSError(name)
+
+            def cuDeviceGet(self, number, ordinal):
+                number._obj.value = ordinal.value
+
+            def cuDeviceCanAccessPeer(self, can, one, other):
+                can._obj.value = answer if one.value != other.value else 1
+                return 0
+
+        monkeypatch.setattr(reasons.ctypes, "CDLL", Driver)
+        found = reasons.why_not_peers([GPU(0), GPU(1)], 2)
+        assert found is None if reason is None else found.startswith(reason)
+
+    @pytest.mark.parametrize(
         ("x", "message"),
         [
             (zeros(1, 64, dtype=jnp.float32), r"no kernel for float32 \(bfloat16, float16 have one\)"),
