@@ -4,25 +4,20 @@ Nothing is timed before its results are one device's. A row is written when it i
 """
 
 import argparse
-import functools
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from benchmarks.device_time import Rows, wall_time
+from benchmarks.device_time import Rows
 from benchmarks.engine import QWEN3_8B
 from benchmarks.graphs import flags
 from benchmarks.mesh_attention import measure_attention
 from benchmarks.mesh_steps import measure_steps
-from jattn.parallel import TP, make_mesh
+from benchmarks.mesh_sums import measure_sums
+from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
-CHAIN = 32
 CASES = ("attention", "sums", "steps")
 
 
@@ -44,7 +39,7 @@ class Sizes(NamedTuple):
 
 LARGE = Sizes(
     DecodeCase(name="8x128k", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(131072,) * 8),
-    ((1, 4096), (8, 4096), (64, 4096)),
+    ((1, 4096), (8, 4096), (64, 4096), (256, 4096)),
     QWEN3_8B,
     ((1, 1024), (64, 4096), (256, 1024)),
 )
@@ -63,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
+    parser.add_argument("--peer-memory", action="store_true", help="steps sum by all_reduce, too")
     parser.add_argument("--out", help="folder of the rows")
 
 
@@ -77,32 +73,9 @@ def main(arguments: argparse.Namespace) -> None:
     measures = {
         "attention": lambda: measure_attention(sizes.attention, mesh),
         "sums": lambda: measure_sums(sizes.sums, mesh),
-        "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh),
+        "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh, uses_peers=arguments.peer_memory),
     }
     start = time.perf_counter()
     for name in arguments.cases or CASES:
         for row in measures[name]():
             rows.add(**row, num_devices=count, after_s=time.perf_counter() - start, **flags())
-
-
-def measure_sums(sizes: tuple[tuple[int, int], ...], mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """A row a size: microseconds of a sum over the devices, in a chain of them."""
-    count = mesh.shape[TP]
-
-    def sums(x: jax.Array, times: int) -> jax.Array:
-        for _ in range(times):
-            x = jax.lax.psum(x * jnp.asarray(1 / count, x.dtype), TP)
-        return x
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def run(x: jax.Array, times: int) -> jax.Array:
-        chain = functools.partial(sums, times=times)
-        return jax.shard_map(chain, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
-
-    for rows, width in sizes:
-        x = jax.random.normal(jax.random.key(rows), (rows, width), jnp.bfloat16)
-        x = jax.device_put(x, NamedSharding(mesh, P()))
-        if not (run(x, 1) == x).all():
-            raise SystemExit(f"a sum of {rows} rows is wrong: no rows")
-        us = wall_time(lambda x: run(x, CHAIN), x, layers=1) / CHAIN
-        yield {"name": f"sum_{rows}x{width}", "bytes": x.nbytes, "us": us}

@@ -15,6 +15,7 @@ import jattn
 from benchmarks.decode import random_table
 from benchmarks.graphs import Call, walls
 from benchmarks.random_decoder import random_decoder
+from jattn.models import use_peer_memory
 from jattn.parallel import TP
 from jattn.serving.sampler import build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ TOLERANCE, TOKEN_TOLERANCE = 0.15, 1.0
 
 
 def measure_steps(
-    config: dict[str, Any], sizes: Sequence[tuple[int, int]], mesh: Mesh
+    config: dict[str, Any], sizes: Sequence[tuple[int, int]], mesh: Mesh, *, uses_peers: bool = False
 ) -> Iterator[dict[str, Any]]:
     """A row a batch, first of one device, then of the mesh: a step and its greedy tokens, in flight.
 
@@ -36,10 +37,14 @@ def measure_steps(
         config: Of the model, as config.json has it; its weights and caches are random.
         sizes: Requests of each step, and their context.
         mesh: The devices.
+        uses_peers: A third time, where sums of the mesh are all_reduce's.
     """
     ones: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
-    for on in (None, mesh):
-        steps = Steps(random_decoder(config, on), sizes)
+    for on, by_peers in ((None, False), (mesh, False), (mesh, True))[: 3 if uses_peers else 2]:
+        model = random_decoder(config, on)
+        if by_peers:
+            use_peer_memory(model, max_rows=max(reqs for reqs, _ in sizes))
+        steps = Steps(model, sizes)
         for size in sizes:
             logits, tokens = steps.results(size)
             checked = {} if on is None else agreement(logits, tokens, ones[size][0])
@@ -49,8 +54,9 @@ def measure_steps(
                 ones[size] = logits, us
             of_one = us / ones[size][1]
             name, tp = f"step_{size[0]}x{size[1]}", 1 if on is None else mesh.shape[TP]
-            yield {"name": name, "tp": tp, "step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
-        del steps
+            how = {"name": name, "tp": tp, "sums": "all_reduce" if by_peers else "psum"}
+            yield how | {"step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
+        del steps, model
         gc.collect()  # one model and its caches at a time
 
 

@@ -1,6 +1,7 @@
 """Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,11 @@ def is_gpu(*trees: object) -> bool:
 
 def why_not_on(*trees: object) -> str | None:
     """Why the Mosaic GPU kernels cannot run at all where these arrays are; None if they can."""
-    device = device_of(*trees)
+    return why_not_device(device_of(*trees))
+
+
+def why_not_device(device: Any) -> str | None:
+    """The same of a device."""
     if device.platform not in GPU_PLATFORMS:
         return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
     found = getattr(device, "compute_capability", None)

@@ -77,13 +77,16 @@ def test_a_step_on_a_mesh_is_held_to_one_device_s():
 
 @pytest.mark.kernels
 def test_a_mesh_is_measured_beside_one_device(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "mesh", "--small", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "mesh", "--small", "--peer-memory", "--out", str(tmp_path)]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["split"] for row in rows if "split" in row] == ["none", "heads", "keys"]
-    assert [row["name"] for row in rows if "bytes" in row] == ["sum_1x64", "sum_2x64"]
-    steps = [(row["name"], row["tp"]) for row in rows if "tp" in row]
-    assert steps == [("step_1x32", 1), ("step_3x48", 1), ("step_1x32", 2), ("step_3x48", 2)]
+    sums = "sum", "all_reduce", "sum_norm", "all_reduce_norm"
+    wanted = [f"{what}_{rows}x64" for rows in (1, 2) for what in sums]
+    assert [row["name"] for row in rows if "bytes" in row] == wanted
+    steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "tp" in row]
+    how = (1, "psum"), (2, "psum"), (2, "all_reduce")
+    assert steps == [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
     assert all(row["error"] < 0.05 for row in rows if row.get("tp") == 2)

@@ -27,10 +27,11 @@ from jattn.models.partitions import (
     ranks_of,
     require_no_more,
     run_on_mesh,
-    take_of_parts,
+    take_part,
 )
 from jattn.models.scales import KVScales, static_scales
 from jattn.models.spreading import spread, whole_shape
+from jattn.models.sums import Peers, of_first_device, summed
 from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
@@ -43,6 +44,7 @@ class Decoder(nnx.Module):
         cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay together.
         axis_name: Inside shard_map, where this is one device's part: the axes that the parts lie along.
         ranks: There, where the keys of a request lie on several devices: on which of them which do.
+        peers: What sums over the devices need to be the kernel's (`use_peer_memory`); None = they are XLA's.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Decoder(nnx.Module):
         self.axis_name: str | tuple[str, ...] | None = None
         self.ranks: Ranks | None = None
         self.cp_kv_cache_interleave_size = 1
+        self.peers: Peers | None = None
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
         self.generation_config = GenerationConfig()
@@ -150,12 +153,13 @@ class Decoder(nnx.Module):
             None if caches is None else len(caches),
         )
         if self.mesh is not None:
+            assert not isinstance(plan, ByReach)  # layers of a mesh have one table
             options, how = {"metadata": metadata, "positions": positions}, "caches"
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)
             return out
         if positions is None:
             positions = (metadata.far if isinstance(metadata, ByReach) else metadata).positions
-        delta = self.embed(token_ids, positions)
+        delta = self._first_delta(token_ids, positions)
         x = jnp.zeros_like(delta)  # a layer as any other comes first: no other kind of it is traced
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
@@ -165,6 +169,8 @@ class Decoder(nnx.Module):
                 x, delta, cache, of_layer(metadata, spec), positions, of_layer(plan, spec)
             )
             written.append(cache)
+        if self.layers[0].takes_parts:
+            delta = summed(delta, self.axis_name, None if caches is None else self.layers[0].peers)
         return self.norm(x + delta), None if caches is None else tuple(written)
 
     def embed(
@@ -174,17 +180,32 @@ class Decoder(nnx.Module):
         if self.mesh is not None:
             x: Array = run_on_mesh(self, "embed", (token_ids, positions))
             return x
-        table = self.embed_tokens.embedding[...]
-        if self.axis_name is None:
-            x = jnp.take(table, token_ids, axis=0, mode="clip")
-        else:
-            x = take_of_parts(table, token_ids, self.axis_name, self.config.vocab_size)
-        if self.config.embedding_scale is not None:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
+        x = summed(self._part_of_embeddings(token_ids), self.axis_name, None)
         if self.embed_positions is not None and self.config.position_offset is not None:
             rows = positions + self.config.position_offset
             x = x + jnp.take(self.embed_positions.embedding[...], rows, axis=0, mode="clip")
         return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _part_of_embeddings(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """Embeddings, scaled; on a mesh those of this device's part of the vocabulary, others zero."""
+        table = self.embed_tokens.embedding[...]
+        if self.axis_name is None:
+            x = jnp.take(table, token_ids, axis=0, mode="clip")
+        else:
+            x = take_part(table, token_ids, self.axis_name, self.config.vocab_size)
+        if self.config.embedding_scale is None:
+            return x
+        return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
+
+    def _first_delta(
+        self, token_ids: Int[Array, " tokens"], positions: Int32[Array, " tokens"]
+    ) -> Float[Array, "tokens hidden"]:
+        """The first layer's delta: the embeddings, or this device's part of their sum."""
+        if not self.layers[0].takes_parts:
+            return self.embed(token_ids, positions)
+        if self.embedding_norm is None and self.embed_positions is None:
+            return self._part_of_embeddings(token_ids)
+        return of_first_device(self.embed(token_ids, positions), self.axis_name)
 
     def plan(
         self,
@@ -204,6 +225,7 @@ class Decoder(nnx.Module):
         layers = [layer.self_attn for layer in self.layers]
         how: dict[str, Any] = {"implementation": layers[0].implementation, "query_dtype": self.dtype}
         if self.ranks is not None and caches is not None:
+            assert not isinstance(metadata, ByReach)
             require_no_more(self.ranks, mask=mask, common_prefix_len=common_prefix_len)
             return plan_on_rank(metadata, [layer.spec for layer in layers], caches, self.ranks, **how)
         how |= {"mask": mask, "common_prefix_len": common_prefix_len}

@@ -1,5 +1,6 @@
 """One layer of a decoder."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,10 @@ from jattn.models.layers import (
 from jattn.models.residual import add_and_norm
 from jattn.models.rope import Rope
 from jattn.models.specs import NORM_PLACEMENTS, MLPSpec
+from jattn.models.sums import sum_add_and_norm, summed
 from jattn.module import PagedAttention
 from jattn.planning import Plan
+from pallas_kernels.all_reduce import PeerMemory
 
 
 class DecoderLayer(nnx.Module):
@@ -38,6 +41,7 @@ class DecoderLayer(nnx.Module):
     Attributes:
         axis_name: Inside shard_map, where attention and MLP are one device's parts: the axes that these lie
             along, and that what they give is summed over. None = they are whole.
+        peers: Inside shard_map, this device's part of what sums of a few rows need; None = XLA sums.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class DecoderLayer(nnx.Module):
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.axis_name: str | tuple[str, ...] | None = None
+        self.peers: PeerMemory | None = None
         self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         self.adds_to_normed, self.residual_scale = config.adds_to_normed, config.residual_scale
         self.is_parallel = config.norm_placement.startswith("parallel")
@@ -83,7 +88,8 @@ class DecoderLayer(nnx.Module):
 
         Args:
             x: The residual stream but for delta: before the first layer zeros.
-            delta: What the layer before gave, or the embeddings: added and normalised at once.
+            delta: What the layer before gave, or the embeddings: added and normalised at once. Where it
+                takes parts (`takes_parts`), this device's part of it, and so is what it gives.
             cache: The layer's.
             metadata: The step's.
             positions: For rope.
@@ -93,26 +99,31 @@ class DecoderLayer(nnx.Module):
             The stream and this layer's delta, and its cache with the step's keys and values in it.
         """
         takes_kernel = self.may_take_kernel and cache is not None
-        added = lambda x, delta, norm: add_and_norm(x, delta, norm, may_take_kernel=takes_kernel)
-        x, normed = added(x, delta, self.input_layernorm)
-        given = _normed(self.attention_layernorm, normed)
-        attended, cache = self.self_attn(given, cache, metadata, positions, plan)
+        sums: Any = {"axis_name": self.axis_name, "peers": self.peers if takes_kernel else None}
+        added = functools.partial(add_and_norm, may_take_kernel=takes_kernel)
+        given_added = functools.partial(sum_add_and_norm, **sums, may_take_kernel=takes_kernel)
+        given_added = given_added if self.takes_parts else added
+        given = lambda part: part if self.takes_parts else self._scaled(summed(part, **sums))
+        x, normed = given_added(x, delta, self.input_layernorm)
+        attended, cache = self.self_attn(
+            _normed(self.attention_layernorm, normed), cache, metadata, positions, plan
+        )
         if self.is_parallel:
-            out = attended + self.mlp(_normed(self.mlp_layernorm, normed))
-            return x, self._scaled(self._summed(out)), cache
-        attended = self._summed(attended)
+            return x, given(attended + self.mlp(_normed(self.mlp_layernorm, normed))), cache
         if self.post_feedforward_layernorm is not None:
-            attended = self._scaled(_normed(self.post_attention_layernorm, attended))
+            attended = self._scaled(_normed(self.post_attention_layernorm, summed(attended, **sums)))
             x, normed = added(x, attended, self.pre_feedforward_layernorm)
-            out = self._summed(self.mlp(normed))
+            out = summed(self.mlp(normed), **sums)
             return x, self._scaled(self.post_feedforward_layernorm(out)), cache
         x = normed if self.adds_to_normed else x
-        x, normed = added(x, self._scaled(attended), self.post_attention_layernorm)
-        out = self._scaled(self._summed(self.mlp(normed)))
-        return normed if self.adds_to_normed else x, out, cache
+        x, normed = given_added(x, given(attended), self.post_attention_layernorm)
+        return normed if self.adds_to_normed else x, given(self.mlp(normed)), cache
 
-    def _summed(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)
+    @property
+    def takes_parts(self) -> bool:
+        """Whether delta is one device's part of a sum, which who adds it makes: nothing lies in between."""
+        is_added = self.post_feedforward_layernorm is None and self.residual_scale is None
+        return self.axis_name is not None and is_added
 
     def _scaled(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         return x if self.residual_scale is None else x * jnp.asarray(self.residual_scale, x.dtype)

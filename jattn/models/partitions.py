@@ -62,6 +62,8 @@ def parameter_partition(path: Path, num_axes: int) -> P:
         path: In the decoder's state, such as ("layers", 0, "self_attn", "o_proj", "kernel").
         num_axes: Of the parameter: an expert's bias has one more than an MLP's.
     """
+    if path[0] == "peers":
+        return P(TP, CP)
     if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
         return P(None, None, ALL)
     if path[-2] in ("q_norm", "k_norm") and num_axes == 1:
@@ -86,8 +88,8 @@ def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> Non
     Raises:
         ValueError: The mesh is none, query heads are no multiple of its tp, kv heads neither a multiple nor a
             divisor, or a width no multiple of its devices.
-        NotImplementedError: The model is right and cannot be cut here: a norm is of all heads as one; or, between
-            keys of several devices, ALiBi, or heads with patterns of their own.
+        NotImplementedError: The model is right and cannot be cut here: a norm is of all heads as one; or,
+            between keys of several devices, ALiBi, or heads with patterns of their own.
     """
     check_mesh(mesh)
     ranks = ranks_of(mesh, interleave)
@@ -142,15 +144,18 @@ def require_no_more(ranks: Ranks, *, mask: Mask | None, common_prefix_len: Any) 
         raise unsupported("common_prefix_len with cp", reason, way_out)
 
 
-def take_of_parts(
+def take_part(
     table: Float[Array, "part hidden"], token_ids: Int[Array, " tokens"], axis_name: Axes, vocab_size: int
 ) -> Float[Array, "tokens hidden"]:
-    """Rows of an embedding of which each device has a part, inside shard_map; ids beyond it are clipped."""
+    """Rows of this device's part of an embedding, inside shard_map, zeros for ids of other parts.
+
+    Ids beyond the vocabulary are clipped.
+    """
     first = jax.lax.axis_index(axis_name) * len(table)
     ids = jnp.clip(token_ids, 0, vocab_size - 1) - first
     is_here = (ids >= 0) & (ids < len(table))
     rows = jnp.take(table, ids, axis=0, mode="clip")
-    return jax.lax.psum(jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype)), axis_name)
+    return jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype))
 
 
 def create_on(mesh: Mesh, create: Any) -> tuple[PagedCache, ...]:
@@ -248,8 +253,9 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             module.out_features = module.kernel.shape[1:]
+    peers = None if model.peers is None else nnx.data(model.peers.here)
     for layer in model.layers:
-        layer.axis_name, layer.self_attn.ranks = ALL, model.ranks
+        layer.axis_name, layer.peers, layer.self_attn.ranks = ALL, peers, model.ranks
         _cut_heads(layer.self_attn, tp, model.config)
     return model
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.models.sums import PeerVariable
 from jattn.parameters import is_same
 from pallas_kernels.checks import require, require_shape
 
@@ -31,7 +32,7 @@ class Weights:
 
         Args:
             state: `nnx.state` of a model of the same structure, or nested dictionaries of arrays; what it
-                lacks stays as it is.
+                lacks stays as it is, and so does memory for sums over devices.
 
         Raises:
             ValueError: It holds what the model has not, or another shape or dtype; the message names it.
@@ -42,7 +43,8 @@ class Weights:
         spread = getattr(self._model, "spread", lambda path, array, shape: array)
         new = {path: _fitting(path, value, variables, spread) for path, value in _flat(state)}
         for path, array in new.items():
-            variables[path].set_value(array)
+            if not isinstance(variables[path], PeerVariable):  # a copy would be another place in memory
+                variables[path].set_value(array)
 
     def _look(self) -> None:
         """Notes the state, and all modules' attributes: comparing them takes 0.1 ms, `nnx.state` 15."""

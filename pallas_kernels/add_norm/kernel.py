@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx.assumptions import THREADS
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
-THREADS = 128  # of a warpgroup, each with `width / THREADS` elements
 BYTES_AT_ONCE = 16  # that a thread loads
 
 

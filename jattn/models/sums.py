@@ -1,0 +1,101 @@
+"""Sums over the devices of a decoder: XLA's, or for a few rows the kernel's over memory of its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jattn.models.layers import RMSNorm
+from jattn.models.residual import add_and_norm
+from jattn.parallel import CP, TP
+from pallas_kernels import all_reduce
+from pallas_kernels.checks import require, require_type, unsupported
+
+type Axes = str | tuple[str, ...] | None
+
+
+class PeerVariable(nnx.Variable[Any]):
+    """No weight: part of the memory that devices write to each other."""
+
+
+class Peers(nnx.Module):
+    """PeerMemory as part of a model, so that it reaches whatever runs it."""
+
+    def __init__(self, peers: all_reduce.PeerMemory) -> None:
+        """Wraps the arrays."""
+        self.table, self.memory = PeerVariable(peers.table), PeerVariable(peers.memory)
+
+    @property
+    def here(self) -> all_reduce.PeerMemory:
+        """The arrays; inside shard_map this device's parts."""
+        return all_reduce.PeerMemory(self.table[...], self.memory[...])
+
+
+def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
+    """Lets a model's layers sum by `pallas_kernels.all_reduce` in steps of up to so many tokens.
+
+    A model whose `peers` are None sums by XLA. In larger steps, and where the model's numbers have not 16
+    bits, XLA sums as before. To be called before an engine is made of the model; the memory is the model's from
+    then on.
+
+    Args:
+        model: A decoder on a mesh (`jattn.models.load`), of GPUs of one host that reach each other by NVLink.
+        max_rows: Tokens of a step, at most.
+
+    Raises:
+        ValueError: The model is on no mesh, or max_rows is no positive int.
+        NotImplementedError: Its devices cannot write into each other's memory, or the mesh has cp; the
+            message says why.
+    """
+    require_type("max_rows", max_rows, int, "tokens of a step")
+    require(getattr(model, "mesh", None) is not None, "model", "be on a mesh (load(DIR, mesh=))", model.mesh)
+    if model.mesh.shape[CP] > 1:
+        reason = "its sums go over the devices of tp alone"
+        raise unsupported(f"peer memory with cp {model.mesh.shape[CP]}", reason, "Load with cp=1")
+    width = model.config.hidden_size
+    peers = all_reduce.make_peer_memory(model.mesh, TP, max_rows=max_rows, width=width)
+    model.peers = nnx.data(Peers(peers))
+
+
+def summed(
+    x: Float[Array, "tokens hidden"], axis_name: Axes, peers: all_reduce.PeerMemory | None
+) -> Float[Array, "tokens hidden"]:
+    """The sum of all devices' x inside shard_map; x itself where there is no axis."""
+    if axis_name is None:
+        return x
+    if peers is None or all_reduce.why_not(x, peers) is not None:
+        return jax.lax.psum(x, axis_name)
+    return all_reduce.all_reduce(x, peers, axis_name=TP)
+
+
+def of_first_device(x: Float[Array, "tokens hidden"], axis_name: Axes) -> Float[Array, "tokens hidden"]:
+    """Parts of a sum that is x, which all devices have."""
+    return jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+
+
+def sum_add_and_norm(
+    x: Float[Array, "tokens hidden"],
+    part: Float[Array, "tokens hidden"],
+    norm: Any,
+    *,
+    axis_name: Axes,
+    peers: all_reduce.PeerMemory | None,
+    may_take_kernel: bool,
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    """The stream x with all devices' parts added, and that normalised: by one kernel where it can.
+
+    Args:
+        x: The stream, which all devices have.
+        part: This device's.
+        norm: Of the next part of the model.
+        axis_name: As `summed`.
+        peers: As `summed`.
+        may_take_kernel: Static: of `add_and_norm`, too.
+    """
+    is_served = peers is not None and isinstance(norm, RMSNorm) and x.dtype == norm.weight.dtype == part.dtype
+    if axis_name is None or peers is None or not is_served or all_reduce.why_not(part, peers) is not None:
+        return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
+    how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
+    return all_reduce.all_reduce_rms_norm(part, x, norm.weight[...], peers, axis_name=TP, **how)

@@ -1,0 +1,62 @@
+"""Decoders on two devices of a CPU whose layers sum by all_reduce, and by XLA. Run by test_sums.py."""
+
+import re
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+import jax.numpy as jnp  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn.models import load, sums  # noqa: E402
+from jattn.serving import Engine  # noqa: E402
+from tests.conftest import GOLDEN  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9]
+BUCKET = jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=32, max_blocks=4)
+SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 33, "max_model_len": 64}
+EXCHANGE = re.compile(r"(\S+)\{\S* (all-gather|all-reduce)(?:-start)?\(")
+FAMILIES = "llama", "gemma3"  # the norm behind attention's sum follows the residual's, and goes before it
+
+
+def run(family: str, dtype: Any, *, uses_peers: bool) -> tuple[list[list[int]], list[list[str]]]:
+    """Tokens, and how often each bucket's executable gathers (our sum, on a CPU) and sums (XLA's)."""
+    mesh = jattn.parallel.make_mesh(tp=2)
+    sums.GPU_PLATFORMS = ("cpu",) if uses_peers else ("cuda",)  # where models take it by themselves
+    model = load(GOLDEN / "hf" / family, mesh=mesh, dtype=dtype, progress=False)
+    assert (model.peers is not None) == (uses_peers and dtype == jnp.bfloat16)
+    engine = Engine(model, **SIZES, buckets=[BUCKET])
+    engine.precompile(progress=False)
+    tokens = [result.token_ids for result in engine.generate(PROMPTS, max_tokens=8)]
+    texts = [executable.as_text() for executable in engine.graphs.executables.values()]
+    return tokens, [[kind for _, kind in EXCHANGE.findall(text)] for text in texts]
+
+
+def check(family: str) -> None:
+    """Tokens are the same; all 16-bit sums are ours, but gemma3's of embeddings; of others none is."""
+    layers = load(GOLDEN / "hf" / family, progress=False).config.num_hidden_layers
+    for dtype in (jnp.bfloat16, jnp.float32):
+        wanted, by_xla = run(family, dtype, uses_peers=False)
+        found, exchanges = run(family, dtype, uses_peers=True)
+        assert found == wanted, (family, dtype, found, wanted)
+        sums = [kinds.count("all-reduce") for kinds in by_xla]
+        assert sums == [1 + 2 * layers] * len(by_xla), by_xla
+        theirs, ours = ([kinds.count(kind) for kinds in exchanges] for kind in ("all-reduce", "all-gather"))
+        if dtype == jnp.bfloat16:
+            by_xla_still = int(family == "gemma3")
+            want = (
+                [by_xla_still] * len(sums),
+                [2 + 2 * layers - by_xla_still] * len(sums),
+            )  # and the logits'
+            assert (theirs, ours) == want, exchanges
+        else:
+            assert (theirs, ours) == (sums, [1] * len(sums)), exchanges
+    print(f"{family}: {len(by_xla)} executables", flush=True)
+
+
+if __name__ == "__main__":
+    for family in FAMILIES:
+        check(family)

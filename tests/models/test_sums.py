@@ -1,0 +1,55 @@
+"""Sums over the devices of a model: by whom, and what is refused."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.models import load, use_peer_memory
+from jattn.parallel import make_mesh
+from jattn.serving.weights import Weights
+from tests.conftest import GOLDEN
+
+LLAMA = GOLDEN / "hf" / "llama"
+
+
+@pytest.mark.kernels
+def test_layers_sum_by_all_reduce_and_tokens_stay_the_same():
+    command = [sys.executable, "-m", "tests.models.summing_decoders"]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == ["llama: 1 executables", "gemma3: 1 executables"]
+
+
+def test_memory_for_sums_is_no_weight():
+    model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    use_peer_memory(model, max_rows=1)
+    assert model.peers.table.shape == (1, 1, 4)
+    assert model.peers.memory.shape[:2] == (1, 1)
+
+
+def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
+    model = load(LLAMA, progress=False)
+    with pytest.raises(ValueError, match=r"model must be on a mesh \(load\(DIR, mesh=\)\), got None"):
+        use_peer_memory(model)
+    with pytest.raises(ValueError, match="max_rows must be a int"):
+        use_peer_memory(model, max_rows=1.0)
+
+
+def test_new_weights_leave_the_memory_where_it_is():
+    """A copy of it would be another place than the one that other devices write to."""
+    model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    use_peer_memory(model, max_rows=1)
+    before = [model.peers.table.get_value(), model.peers.memory.get_value()]
+    kernel = model.lm_head.kernel.get_value()
+    copies = jax.tree.map(lambda x: np.asarray(x) * 1, nnx.state(model))
+    Weights(model).update(copies)
+    after = [model.peers.table.get_value(), model.peers.memory.get_value()]
+    assert all(now is then for now, then in zip(after, before, strict=True))
+    assert model.lm_head.kernel.get_value() is not kernel

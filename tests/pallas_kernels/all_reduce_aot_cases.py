@@ -1,0 +1,35 @@
+"""Sums over devices that are compiled for an H200 without one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ptx.peer_sums import Norm, peer_sum
+from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
+
+LLAMA, GEMMA = Norm(1e-6, is_offset=False, rounds_once=False), Norm(1e-6, is_offset=True, rounds_once=True)
+SHAPES = {
+    "1 row of 4096": (1, 4096, 2, None, jnp.bfloat16),
+    "64 rows of 4096, normed": (64, 4096, 2, LLAMA, jnp.bfloat16),
+    "300 rows of 5120, float16, 8 devices, Gemma's norm": (300, 5120, 8, GEMMA, jnp.float16),
+    "256 rows of 8192, 4 devices": (256, 8192, 4, None, jnp.bfloat16),
+    "5 rows of 100, normed": (5, 100, 2, LLAMA, jnp.bfloat16),
+}
+
+
+def aot_cases():
+    """Of each name a function and its abstract arguments."""
+    cases = {}
+    for name, (rows, width, devices, norm, dtype) in SHAPES.items():
+        how = {
+            "of": Exchange(rows, width, devices, block_bytes_of(rows, width)),
+            "norm": norm,
+            "axis_name": "tp",
+        }
+        table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
+        x, weight = (jax.ShapeDtypeStruct(of, dtype) for of in ((rows, width), (width,)))
+        plain = lambda table, x, how=how: peer_sum.on_gpu(table, x, **how)
+        normed = functools.partial(peer_sum.on_gpu, **how)
+        cases[name] = (plain, (table, x)) if norm is None else (normed, (table, x, x, weight))
+    return cases

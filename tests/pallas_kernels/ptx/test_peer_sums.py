@@ -1,0 +1,136 @@
+"""The program of peer_sum, thread by thread on a CPU: the definition's sums, whoever is first."""
+
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.all_reduce import reference
+from pallas_kernels.ptx import peer_words
+from pallas_kernels.ptx.peer_sums import Norm, program
+from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of, memory_bytes
+from pallas_kernels.ptx.programs import THREADS
+from tests.pallas_kernels.ptx.emulator import Block, Memory, Trap
+
+BF16, F16 = ml_dtypes.bfloat16, np.float16
+LLAMA, GEMMA = Norm(1e-5), Norm(1e-6, is_offset=True, rounds_once=True)
+
+
+class Devices:
+    """Devices with memory for each other, and whose turn it is."""
+
+    def __init__(self, count, block_bytes, seed=0):
+        self.memory, self.count, self.block_bytes = Memory(), count, block_bytes
+        self.peers = [self.memory.zeros(memory_bytes(count, block_bytes)) for _ in range(count)]
+        self.draw = random.Random(seed)
+
+    def tables(self):
+        addresses = np.array(self.peers, np.uint64).view(np.uint32)
+        return [self.memory.put(np.array([d, 0, *addresses], np.uint32)) for d in range(self.count)]
+
+    def program_of(self, device, tables, arrays, of, norm, dtype):
+        """The thread blocks of a device, one by one as on a GPU that has room for one; its results."""
+        places = [self.memory.put(array) for array in arrays]
+        results = [self.memory.put(np.zeros_like(arrays[0])) for _ in range(1 if norm is None else 2)]
+        code = program(of, norm, dtype == BF16)
+        operands = [tables[device], *places, *results, 0]
+
+        def run():
+            for block in range(of.blocks):
+                yield from Block(code, self.memory, [*operands, block, np.arange(THREADS)], THREADS).run()
+
+        return run(), results
+
+    def sums(self, calls):
+        """Runs calls one behind the other on each device; of each call the results of all devices.
+
+        Args:
+            calls: Of each its parts [devices, rows, width], the stream and the weight or none, and the norm.
+        """
+        tables, found, running = self.tables(), [], []
+        for device in range(self.count):
+            mine = []
+            for parts, others, norm in calls:
+                of = Exchange(*parts.shape[1:], self.count, self.block_bytes)
+                arrays = [parts[device], *others]
+                mine.append((*self.program_of(device, tables, arrays, of, norm, parts.dtype), parts))
+            found.append(mine)
+            running.append((step for run, _, _ in mine for step in run))
+        while running:
+            turn = self.draw.choice(running)
+            for _ in range(self.draw.choice((1, 40))):
+                if next(turn, "ended") == "ended":
+                    running.remove(turn)
+                    break
+        get = lambda at, parts: self.memory.get(at, parts.shape[1:], parts.dtype)
+        return [
+            [[get(at, parts) for at in results] for _, results, parts in of_call]
+            for of_call in zip(*found, strict=True)
+        ]
+
+
+def drawn(rng, *shape, dtype):
+    return rng.normal(size=shape).astype(dtype)
+
+
+def check(devices, calls, seed=0, max_rows=130):
+    """Calls of (rows, width, norm, dtype)."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for rows, width, norm, dtype in calls:
+        others = (
+            () if norm is None else (drawn(rng, rows, width, dtype=dtype), drawn(rng, width, dtype=dtype))
+        )
+        made.append((drawn(rng, devices, rows, width, dtype=dtype), others, norm))
+    widest = max(width for _, width, _, _ in calls)
+    found = Devices(devices, block_bytes_of(max_rows, widest), seed).sums(made)
+    for (parts, others, norm), of_devices in zip(made, found, strict=True):
+        want = [reference.all_reduce(parts)]
+        if norm is not None:
+            want = reference.all_reduce_rms_norm(parts, *others, **norm._asdict())
+        unit = float(ml_dtypes.finfo(parts.dtype).eps)
+        for results in of_devices:
+            for got, first, wanted in zip(results, of_devices[0], want, strict=True):
+                np.testing.assert_array_equal(got.view(np.uint16), first.view(np.uint16))
+                np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=2 * unit, atol=unit / 8)
+
+
+@pytest.mark.parametrize("norm", [None, LLAMA, GEMMA], ids=["alone", "llama", "gemma"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+def test_sums_of_two_devices(norm, dtype):
+    check(2, [(1, 4096, norm, dtype), (3, 100, norm, dtype)])
+
+
+def test_more_rows_than_thread_blocks_and_more_packets_than_threads():
+    check(2, [(130, 8, LLAMA, BF16), (1, 5000, LLAMA, BF16)])
+
+
+def test_three_devices_add_in_one_order():
+    check(3, [(2, 12, None, BF16), (2, 4100, GEMMA, BF16)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_of_many_sizes_one_behind_the_other(seed):
+    rng = random.Random(seed)
+    check(2, [(rng.choice((1, 2, 5)), rng.choice((4, 36)), None, BF16) for _ in range(12)], seed)
+
+
+def test_with_one_slot_sums_go_wrong(monkeypatch):
+    """So the tests above would see it."""
+    places = peer_words.places
+    of_one = lambda *args: (
+        line.replace("and.b32 slot, call, 1;", "mov.b32 slot, 0;") for line in places(*args)
+    )
+    monkeypatch.setattr("pallas_kernels.ptx.peer_sums.places", of_one)
+    monkeypatch.setattr(peer_words, "MAX_POLLS", 2000)
+    with pytest.raises((AssertionError, Trap)):
+        check(2, [(1, 4, None, BF16)] * 40)
+
+
+def test_a_device_that_never_comes_ends_the_other(monkeypatch):
+    monkeypatch.setattr(peer_words, "MAX_POLLS", 50)
+    devices, of = Devices(2, block_bytes_of(1, 8)), Exchange(1, 8, 2, block_bytes_of(1, 8))
+    run, _ = devices.program_of(0, devices.tables(), [np.ones((1, 8), BF16)], of, None, BF16)
+    with pytest.raises(Trap):
+        list(run)

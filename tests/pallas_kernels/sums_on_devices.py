@@ -1,0 +1,136 @@
+"""Sums over devices beside their definition: on four of a CPU or on GPUs. Run by test_all_reduce.py."""
+
+import functools
+import sys
+
+import jax
+
+if "gpu" not in sys.argv:
+    jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from pallas_kernels.all_reduce import all_reduce, all_reduce_rms_norm, make_peer_memory, reference  # noqa: E402
+
+LLAMA = {"eps": 1e-5}
+GEMMA = {"eps": 1e-6, "is_offset": True, "rounds_once": True}
+ROWS = (1, 8, 64, 129, 256)
+CALLS = 500
+
+
+def mesh_of(devices: int, others: int = 1) -> jax.sharding.Mesh:
+    """Devices that sum stand one row apart where there are others, as tp before cp."""
+    grid = np.array(jax.devices()[: devices * others]).reshape(devices, others)
+    return jax.sharding.Mesh(grid, ("tp", "cp"))
+
+
+class Sums:
+    """Sums over the devices of a mesh; what each device has stands behind one another."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, width: int, dtype: object) -> None:
+        self.mesh, self.width, self.dtype = mesh, width, jnp.dtype(dtype)
+        self.peers = make_peer_memory(mesh, "tp", max_rows=max(ROWS), width=width)
+        self.devices = mesh.shape["tp"]
+
+    def drawn(self, *shape: int, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).normal(size=shape).astype(self.dtype)
+
+    def run(self, function: object, *arrays: np.ndarray) -> list[np.ndarray]:
+        """What each device makes of its own part of the first array and of the others: [tp, cp, ...]."""
+        by_device, whole = P("tp", "cp"), P()
+
+        def each(peers, x, *others):
+            got = function(x.reshape(x.shape[2:]), *others, peers, axis_name="tp")
+            return jax.tree.map(lambda part: part[None, None], got)
+
+        specs = (by_device, by_device, *(whole for _ in arrays[1:]))
+        run = jax.shard_map(each, mesh=self.mesh, in_specs=specs, out_specs=by_device, check_vma=False)
+        return jax.tree.map(np.asarray, jax.tree.leaves(jax.jit(run)(self.peers, *arrays)))
+
+    def check(self, rows: int) -> None:
+        """A sum alone, then with each norm: the definition's, to the bit where it is only a sum."""
+        others = self.mesh.shape["cp"]
+        parts = self.drawn(self.devices, others, rows, self.width, seed=rows)
+        residual, weight = self.drawn(rows, self.width, seed=1), self.drawn(self.width, seed=2)
+        unit = float(jnp.finfo(self.dtype).eps)
+        (total,) = self.run(all_reduce, parts)
+        self.check_same(total)
+        want = np.stack([reference.all_reduce(parts[:, other]) for other in range(others)])
+        np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=unit, atol=unit / 64)
+        for norm in (LLAMA, GEMMA):
+            streams, normed = self.run(
+                functools.partial(all_reduce_rms_norm, **norm), parts, residual, weight
+            )
+            self.check_same(streams)
+            self.check_same(normed)
+            for other in range(others):
+                want = reference.all_reduce_rms_norm(parts[:, other], residual, weight, **norm)
+                for got, wanted in zip((streams, normed), want, strict=True):
+                    got = got[0, other].astype(np.float64)
+                    np.testing.assert_allclose(got, wanted, rtol=3 * unit, atol=unit)
+
+    def check_same(self, got: np.ndarray) -> None:
+        """All devices that sum together have the same bits."""
+        bits = got.view(np.uint16)
+        np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
+
+    def check_calls(self) -> None:
+        """Calls one behind the other, of many rows and of few by turns, each with numbers of its own."""
+        rows = 64
+
+        def many(x, peers, *, axis_name):
+            device, at = jax.lax.axis_index(axis_name), x.astype(jnp.int32)
+            value = lambda call, device: ((at + call * (3 + device) + device) % 61).astype(self.dtype)
+
+            def body(call, wrong):
+                mine, every = value(call, device), [value(call, other) for other in range(self.devices)]
+                want = sum(every[1:], every[0])  # whole numbers below 256: exact
+                got = all_reduce(mine, peers, axis_name=axis_name)
+                of_one = all_reduce(mine[:1] + got[:1] * 0, peers, axis_name=axis_name)
+                return wrong + jnp.sum(got != want) + jnp.sum(of_one != want[:1])
+
+            return jax.lax.fori_loop(0, CALLS, body, jnp.int32(0))
+
+        places = np.arange(rows * self.width).reshape(rows, self.width) % 53
+        (wrong,) = self.run(many, np.broadcast_to(places, (*self.mesh.devices.shape, *places.shape)).copy())
+        np.testing.assert_array_equal(wrong, 0)
+
+
+def check_lowered(mesh: jax.sharding.Mesh) -> None:
+    """For a GPU a sum is one kernel, to which XLA adds no barrier and none of its own collectives."""
+    peers = make_peer_memory(mesh, "tp", max_rows=1, width=8)
+
+    def each(peers, x):
+        return all_reduce(x.reshape(1, 8), peers, axis_name="tp")[None, None]
+
+    by_device = P("tp", "cp")
+    run = jax.shard_map(each, mesh=mesh, in_specs=by_device, out_specs=by_device, check_vma=False)
+    x = jnp.zeros((*mesh.devices.shape, 1, 8), jnp.bfloat16)
+    text = jax.jit(run).trace(peers, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "uses_xla_collective_metadata = false" in text
+    assert not [name for name in ("all_reduce", "all_gather") if f"stablehlo.{name}" in text]
+
+
+def main(where: str) -> None:
+    """On the devices that there are."""
+    count = len(jax.devices())
+    meshes = [mesh_of(2)] if count == 2 else [mesh_of(2, 2), mesh_of(4)]
+    check_lowered(meshes[0])
+    for mesh in meshes:
+        for width, dtype in (
+            ((4096, jnp.bfloat16), (1028, jnp.float16)) if where == "gpu" else ((68, jnp.bfloat16),)
+        ):
+            sums = Sums(mesh, width, dtype)
+            for rows in ROWS:
+                sums.check(rows)
+            sums.check_calls()
+            print(f"{dict(mesh.shape)}, {width} wide: right", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,200 @@
+"""all_reduce: the definition's sums on several devices, its memory and addresses, errors by name."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.all_reduce import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory, reasons
+from pallas_kernels.ptx import peer_words
+from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
+from tests import aot
+from tests.pallas_kernels import all_reduce_aot_cases
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run_on(where):
+    command = [sys.executable, "-m", "tests.pallas_kernels.sums_on_devices", where]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    how = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 240}
+    done = subprocess.run(command, env=environment, **how)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_sums_are_the_definition_s_and_the_same_on_all_devices():
+    out = run_on("cpu")
+    assert "{'tp': 2, 'cp': 2}, 68 wide: right" in out
+    assert "{'tp': 4, 'cp': 1}, 68 wide: right" in out
+
+
+@pytest.mark.gpu
+def test_gpus_that_write_into_each_other_s_memory_sum():
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    assert "4096 wide: right" in run_on("gpu")
+
+
+def test_every_shape_compiles_without_spills():
+    aot.require_plugin()
+    reports = aot.compile_all(all_reduce_aot_cases.__name__, list(all_reduce_aot_cases.SHAPES))
+    for name, kernels in reports.items():
+        assert [(kernel.name, kernel.spilled_bytes) for kernel in kernels] == [
+            ("all_reduce_mosaic_gpu_kernel", 0)
+        ], name
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 129, 256, 300])
+def test_a_thread_block_s_rows_fit_its_memory(rows):
+    of = Exchange(rows, 64, 2, block_bytes_of(300, 64))
+    assert of.bytes_needed <= of.block_bytes
+    per_block = [len(range(block, rows, of.blocks)) for block in range(of.blocks)]
+    assert max(per_block) * of.packets * peer_words.PACKET == of.bytes_needed
+
+
+# --------------------------------------------------------------------------------- addresses, errors
+def one_device(axes=("tp",)):
+    return Mesh(np.array(jax.devices()[:1]).reshape([1] * len(axes)), axes)
+
+
+def test_a_table_has_the_addresses_of_the_memory():
+    peers = make_peer_memory(one_device(("tp", "cp")), "tp", max_rows=3, width=8)
+    number, _, *halves = np.asarray(peers.table).ravel()
+    (address,) = np.array(halves, np.int32).view(np.uint64)
+    assert (number, int(address)) == (0, peers.memory.addressable_shards[0].data.unsafe_buffer_pointer())
+    assert peers.devices == 1
+    assert peers.block_bytes == block_bytes_of(3, 8)
+
+
+def called(x, function=all_reduce, peers=None, width=64, devices=1, **named):
+    mesh = one_device()
+    peers = make_peer_memory(mesh, "tp", max_rows=4, width=width) if peers is None else peers
+    run = functools.partial(function, axis_name="tp", **named)
+    each = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), check_vma=False)
+    return each(x, peers)
+
+
+def zeros(*shape, dtype=jnp.bfloat16):
+    return jnp.zeros(shape, dtype)
+
+
+def test_no_rows_are_no_sum():
+    assert called(zeros(0, 64)).shape == (0, 64)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("named", "message"),
+        [
+            ({"axis_name": "cp"}, "axis_name must be one of 'tp', got 'cp'"),
+            ({"max_rows": 0}, "max_rows must be positive, got 0"),
+            ({"max_rows": 1.5}, "max_rows must be an int, got 1.5"),
+            ({"width": 6}, "width must be a multiple of 4, got 6"),
+        ],
+    )
+    def test_a_memory_s_sizes(self, named, message, types_unchecked):
+        named = {"axis_name": "tp", "max_rows": 1, "width": 8, **named}
+        with pytest.raises(ValueError, match=message):
+            make_peer_memory(one_device(), named.pop("axis_name"), **named)
+
+    def test_more_devices_than_sum_together(self):
+        mesh = Mesh(np.array(jax.devices()[:1] * 9), ("tp",))
+        with pytest.raises(NotImplementedError, match=r"9 devices would sum together \(at most 8\)"):
+            make_peer_memory(mesh, "tp", max_rows=1, width=8)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"process_index": 1}, "devices are of several processes, and addresses mean something in one"),
+            ({"platform": "cuda", "compute_capability": "8.0"}, "capability 9.0, and this GPU has 8.0"),
+            ({"platform": "cuda", "compute_capability": "9.0"}, None),
+        ],
+    )
+    def test_devices_that_cannot(self, change, reason, types_unchecked):
+        class Other:
+            process_index, platform = 0, "cpu"
+
+        other = Other()
+        for name, value in change.items():
+            setattr(other, name, value)
+        found = reasons.why_not_peers([jax.devices()[0], other], 2)
+        assert found is None if reason is None else found.endswith(reason)
+
+    @pytest.mark.parametrize(
+        ("answer", "reason"),
+        [
+            (1, None),
+            (0, "GPU 0 does not reach the memory of GPU 1"),
+            (None, "there is no CUDA driver to ask"),
+        ],
+    )
+    def test_gpus_that_do_not_reach_each_other(self, answer, reason, monkeypatch, types_unchecked):
+        class GPU:
+            process_index, platform, compute_capability = 0, "cuda", "9.0"
+
+            def __init__(self, number):
+                self.local_hardware_id = number
+
+        class Driver:
+            def __init__(self, name):
+                if answer is None:
+                    raise OSError(name)
+
+            def cuDeviceGet(self, number, ordinal):
+                number._obj.value = ordinal.value
+
+            def cuDeviceCanAccessPeer(self, can, one, other):
+                can._obj.value = answer if one.value != other.value else 1
+                return 0
+
+        monkeypatch.setattr(reasons.ctypes, "CDLL", Driver)
+        found = reasons.why_not_peers([GPU(0), GPU(1)], 2)
+        assert found is None if reason is None else found.startswith(reason)
+
+    @pytest.mark.parametrize(
+        ("x", "message"),
+        [
+            (zeros(1, 64, dtype=jnp.float32), r"no kernel for float32 \(bfloat16, float16 have one\)"),
+            (zeros(1, 62), "no kernel for rows of 62 numbers"),
+            (zeros(129, 64), r"512 bytes a thread block \(peers has 256\)"),
+        ],
+    )
+    def test_what_has_no_kernel(self, x, message):
+        with pytest.raises(NotImplementedError, match=message):
+            called(x)
+
+    def test_peers_of_other_devices(self):
+        peers = PeerMemory(jnp.zeros((1, 6), jnp.int32), jnp.zeros((1, 1024), jnp.int32))
+        with pytest.raises(ValueError, match=r"peers must be for .*'tp' \(1\), got 2 devices"):
+            called(zeros(1, 64), peers=peers)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"residual": zeros(2, 64)}, r"residual must have shape \(1, 64\).*got \(2, 64\)"),
+            ({"weight": zeros(32)}, r"weight must have shape \(64,\).*got \(32,\)"),
+            (
+                {"weight": zeros(64, dtype=jnp.float32)},
+                "weight's dtype must be bfloat16, as x, got float32",
+            ),
+            ({"eps": "small"}, "eps must be a number, got 'small'"),
+        ],
+    )
+    def test_a_norm_that_does_not_fit(self, change, message, types_unchecked):
+        named = {"residual": zeros(1, 64), "weight": zeros(64), "eps": 1e-6, **change}
+
+        def normed(x, peers, *, axis_name):
+            rest = {"eps": named["eps"], "axis_name": axis_name}
+            return all_reduce_rms_norm(x, named["residual"], named["weight"], peers, **rest)
+
+        with pytest.raises(ValueError, match=message):
+            called(zeros(1, 64), function=normed)
