@@ -37,8 +37,8 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
     """Lets a model's layers sum by `pallas_kernels.all_reduce` in steps of up to so many tokens.
 
     A model whose `peers` are None sums by XLA. In larger steps, and where the model's numbers have not 16
-    bits, XLA sums as before. To be called before an engine is made of the model; the memory is the model's from
-    then on.
+    bits, XLA sums as before. To be called before an engine is made of the model; the memory is the model's
+    from then on.
 
     Args:
         model: A decoder on a mesh (`jattn.models.load`), of GPUs of one host that reach each other by NVLink.
