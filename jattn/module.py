@@ -153,25 +153,20 @@ class PagedAttention(nnx.Module):
         """
         self._check(x, cache, metadata, positions, plan)
         query, kv = self._query_and_kv(x, cache, metadata, positions)
-        out = self._attended(query, kv, metadata, plan)
+        how: dict[str, Any] = self._layer_arguments()
+        if self.ranks is not None and isinstance(kv, PagedCache):
+            out = attend_on_rank(query, kv, metadata, self.spec, self.ranks, plan, **how)
+        else:
+            out = attend(query, kv, metadata, self.spec, plan, **how)
+            if self.ranks is not None:  # each has all keys of the step: one gives what they bring
+                out = jnp.where(self.ranks.rank == 0, out, jnp.zeros_like(out))
         return self.o_proj(out.reshape(x.shape[0], -1)), kv if isinstance(kv, PagedCache) else None
 
-    def _attended(
-        self, query: Array, kv: PackedKV | PagedCache, metadata: BatchMetadata, plan: Plan | None
-    ) -> Array:
-        how: dict[str, Any] = {
-            "sinks": None if self.sinks is None else self.sinks[...],
-            "alibi_slopes": (
-                None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
-            ),
-            "implementation": self.implementation,
-        }
-        if self.ranks is None:
-            return attend(query, kv, metadata, self.spec, plan, **how)
-        if isinstance(kv, PagedCache):
-            return attend_on_rank(query, kv, metadata, self.spec, self.ranks, plan, **how)
-        out = attend(query, kv, metadata, self.spec, plan, **how)  # each rank has all keys: one gives them
-        return jnp.where(self.ranks.rank == 0, out, jnp.zeros_like(out))
+    def _layer_arguments(self) -> dict[str, Any]:
+        """What `attend` is told of the layer beside its spec."""
+        slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+        sinks = None if self.sinks is None else self.sinks[...]
+        return {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.implementation}
 
     def _slots(self, metadata: BatchMetadata) -> Array:
         """Where keys and values are written; < 0: not here."""

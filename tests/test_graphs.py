@@ -83,16 +83,21 @@ def random_batch(rng, lens):
 
 
 ENDS_EARLY = """
+    import threading
     import time
     from jattn.bucket import Bucket
     from jattn.executables import Executables
 
+    has_begun = threading.Event()
+
     def lower(bucket):
+        has_begun.set()
         time.sleep(1)
         print("lowered", flush=True)
         raise SystemExit
 
     Executables().compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
+    has_begun.wait()
     print("over", flush=True)
 """
 

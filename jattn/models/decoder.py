@@ -93,13 +93,10 @@ class Decoder(nnx.Module):
             if config.position_offset is None
             else nnx.Embed(config.max_position_embeddings + config.position_offset, config.hidden_size, **how)
         )
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else nnx.Linear(
-                config.hidden_size, config.padded_vocab_size, use_bias=config.has_head_bias, **how
-            )
-        )
+        how["use_bias"] = config.has_head_bias
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(config.hidden_size, config.padded_vocab_size, **how)
 
     @property
     def max_len(self) -> int:
@@ -164,10 +161,8 @@ class Decoder(nnx.Module):
         written: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            spec = layer.self_attn.spec
-            x, delta, cache = layer(
-                x, delta, cache, of_layer(metadata, spec), positions, of_layer(plan, spec)
-            )
+            its_metadata, its_plan = (of_layer(of_step, layer.self_attn.spec) for of_step in (metadata, plan))
+            x, delta, cache = layer(x, delta, cache, its_metadata, positions, its_plan)
             written.append(cache)
         if self.layers[0].takes_parts:
             delta = summed(delta, self.axis_name, None if caches is None else self.layers[0].peers)
