@@ -94,9 +94,8 @@ class Decoder(nnx.Module):
             else nnx.Embed(config.max_position_embeddings + config.position_offset, config.hidden_size, **how)
         )
         how["use_bias"] = config.has_head_bias
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = nnx.Linear(config.hidden_size, config.padded_vocab_size, **how)
+        head = lambda: nnx.Linear(config.hidden_size, config.padded_vocab_size, **how)
+        self.lm_head = None if config.tie_word_embeddings else head()
 
     @property
     def max_len(self) -> int:
