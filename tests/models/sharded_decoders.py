@@ -22,6 +22,7 @@ from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
 from jattn.serving import Engine, cli  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
+from tests.models.families_often import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
 NOT_CUT = ("olmo2", "olmo3", "olmoe")  # a norm of all heads
@@ -334,9 +335,11 @@ def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int
 
 
 def main() -> None:
-    if sys.argv[1] == "families":
+    if sys.argv[1] in ("families", "other families"):
         for path in sorted((GOLDEN / "hf").glob("*/expected.npz")):
             name = path.parent.name
+            if (name in OFTEN) != (sys.argv[1] == "families"):
+                continue
             heads = read_config(path.parent).num_attention_heads
             # A device a query head: kv heads are held by several, and 160 or 320 tokens by 3 or 6 devices.
             sizes = {2} if name in TWO_ONLY else {2, heads}

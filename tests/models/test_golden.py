@@ -10,6 +10,7 @@ from flax import nnx
 import jattn
 from jattn.models import Decoder, DecoderConfig, load
 from tests.conftest import GOLDEN
+from tests.models.families_often import OFTEN
 
 BLOCK = 16
 NUM_BLOCKS = 48
@@ -63,15 +64,24 @@ def golden_of(name):
     return Golden(name)
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=() if name in FAST else pytest.mark.kernels) for name in NAMES]
-)
+def mark_of(name):
+    return () if name in FAST else pytest.mark.kernels if name in OFTEN else pytest.mark.slow
+
+
+@pytest.fixture(params=[pytest.param(name, marks=mark_of(name)) for name in NAMES])
 def golden(request):
     return golden_of(request.param)
 
 
-@pytest.mark.parametrize("has_cache", [True, False])
-def test_a_whole_prompt_at_once(golden, has_cache):
+@pytest.mark.parametrize(
+    ("name", "has_cache"),
+    [
+        *(pytest.param(name, False, marks=mark_of(name)) for name in NAMES),
+        *(pytest.param(name, True, marks=() if name in FAST else pytest.mark.kernels) for name in NAMES),
+    ],
+)
+def test_a_whole_prompt_at_once(name, has_cache):
+    golden = golden_of(name)
     prompt = golden.prompt(3)
     table, caches = (golden.tables[:1], golden.model.create_caches(NUM_BLOCKS)) if has_cache else (None, None)
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], table)

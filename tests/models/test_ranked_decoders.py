@@ -29,6 +29,7 @@ def mesh_of(tp, cp):
     ("what", "lines"),
     [
         ("families", ["bloom: ", "gpt_oss: ", "llama4: ", "mpt: ", "phi3small: ", "qwen2_moe: "]),
+        pytest.param("other families", ["gemma: ", "phi: "], marks=pytest.mark.slow),
         ("engine", ["tp 1, cp 2: 2 executables", "tp 2, cp 4: 2 executables", "4/2 heads of 32"]),
         (
             "features",
