@@ -110,7 +110,10 @@ LAYERS = {
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 2), (4, 8)])
+@pytest.mark.parametrize(
+    ("size", "interleave"),
+    [pytest.param(2, 1, marks=pytest.mark.slow), (3, 2), pytest.param(4, 8, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_ranks_together_give_what_one_device_gives(name, size, interleave):
     changes, per_head = LAYERS[name]

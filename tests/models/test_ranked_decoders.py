@@ -28,7 +28,11 @@ def mesh_of(tp, cp):
 @pytest.mark.parametrize(
     ("what", "lines"),
     [
-        ("families", ["bloom: ", "gpt_oss: ", "llama4: ", "mpt: ", "phi3small: ", "qwen2_moe: "]),
+        pytest.param(
+            "families",
+            ["bloom: ", "gpt_oss: ", "llama4: ", "mpt: ", "phi3small: ", "qwen2_moe: "],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("other families", ["gemma: ", "phi: "], marks=pytest.mark.slow),
         ("engine", ["tp 1, cp 2: 2 executables", "tp 2, cp 4: 2 executables", "4/2 heads of 32"]),
         (

@@ -73,7 +73,9 @@ class TestTwoProcesses:
         assert "the engine must be made alike on all processes" in error
         assert "max_num_seqs=3" in error + other_error
 
-    @pytest.mark.parametrize("what", ["leader fails", "follower fails", "follower is killed"])
+    @pytest.mark.parametrize(
+        "what", [pytest.param("leader fails", marks=pytest.mark.slow), "follower fails", "follower is killed"]
+    )
     def test_end_with_the_error_of_the_one_that_failed(self, folder, what):
         ends = run_two(folder, what)
         ended_at = time.time()
