@@ -11,7 +11,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import jax.numpy as jnp  # noqa: E402
 
 import jattn  # noqa: E402
-from jattn.models import load, sums  # noqa: E402
+from jattn.models import load, use_peer_memory  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 
@@ -25,9 +25,10 @@ FAMILIES = "llama", "gemma3"  # the norm behind attention's sum follows the resi
 def run(family: str, dtype: Any, *, uses_peers: bool) -> tuple[list[list[int]], list[list[str]]]:
     """Tokens, and how often each bucket's executable gathers (our sum, on a CPU) and sums (XLA's)."""
     mesh = jattn.parallel.make_mesh(tp=2)
-    sums.GPU_PLATFORMS = ("cpu",) if uses_peers else ("cuda",)  # where models take it by themselves
     model = load(GOLDEN / "hf" / family, mesh=mesh, dtype=dtype, progress=False)
-    assert (model.peers is not None) == (uses_peers and dtype == jnp.bfloat16)
+    assert model.peers is None
+    if uses_peers:
+        use_peer_memory(model)
     engine = Engine(model, **SIZES, buckets=[BUCKET])
     engine.precompile(progress=False)
     tokens = [result.token_ids for result in engine.generate(PROMPTS, max_tokens=8)]

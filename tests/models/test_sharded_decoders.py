@@ -54,7 +54,7 @@ def changed(**changes):
             ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"],
             marks=pytest.mark.slow,
         ),
-        ("engine", ["tp 2: 4 executables", "tp 4: 4 executables", "drafts: ", "2/1 heads of 32"]),
+        ("engine", ["tp 2: 2 executables", "tp 4: 2 executables", "drafts: ", "2/1 heads of 32"]),
         (
             "features",
             ["fp8 cache on 2", "int8 cache, scales per channel on 2", "batch_invariant on 2", "saved and"],
