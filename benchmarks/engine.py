@@ -202,7 +202,7 @@ def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
         run(many)
     short, long = (min(run(count) for _ in range(2)) for count in (few, many))
     names = decoding(engine, batch, context)
-    seconds = timed(lambda: [engine.step() for _ in range(60)]) / 60
+    seconds = seconds_a_step(engine, 60)
     ended(engine, names)
     return {"step_ms": 1e3 * seconds, "in_completions_ms": 1e3 * (long - short) / (many - few)}
 
@@ -212,7 +212,7 @@ def host_time(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     names = decoding(engine, batch, context)
     waits: list[float] = []
     with mock.patch.object(jax, "device_get", lambda x, get=jax.device_get: waited(waits, get, x)):
-        seconds = timed(lambda: [engine.step() for _ in range(100)]) / 100
+        seconds = seconds_a_step(engine, 100)
     ended(engine, names)
     return {"step_ms": 1e3 * seconds, "host_waits_ms": 1e3 * sum(waits) / 100}
 
@@ -220,7 +220,7 @@ def host_time(engine: Engine, batch: int, context: int) -> dict[str, Any]:
 def kernels(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     """Milliseconds of a step by hand, and the kernels of one."""
     names = decoding(engine, batch, context)
-    seconds = timed(lambda: [engine.step() for _ in range(60)]) / 60
+    seconds = seconds_a_step(engine, 60)
     row = traced(lambda: [engine.step() for _ in range(10)], 10)
     ended(engine, names)
     return {"step_ms": 1e3 * seconds, **row}
@@ -235,6 +235,11 @@ def decoding(engine: Engine, batch: int, context: int) -> list[str]:
     for _ in range(20):
         engine.step()
     return names
+
+
+def seconds_a_step(engine: Engine, count: int) -> float:
+    """Of so many steps."""
+    return timed(lambda: [engine.step() for _ in range(count)]) / count
 
 
 def ended(engine: Engine, names: list[str]) -> None:

@@ -12,6 +12,7 @@ from pallas_kernels.checks import require, require_int, require_positive, requir
 
 TP, CP = "tp", "cp"  # the axes of a mesh: heads are cut by one, keys by the other, widths of products by both
 ALL = (TP, CP)
+type Axes = str | tuple[str, ...]
 
 
 def make_mesh(tp: int = 1, cp: int = 1) -> Mesh:

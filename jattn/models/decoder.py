@@ -32,6 +32,7 @@ from jattn.models.partitions import (
 from jattn.models.scales import KVScales, static_scales
 from jattn.models.spreading import spread, whole_shape
 from jattn.models.sums import Peers, of_first_device, summed
+from jattn.parallel import Axes
 from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
@@ -66,7 +67,7 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype((config.dtype or jnp.float32) if dtype is None else dtype)
         self.config = config
         self.mesh: Mesh | None = None
-        self.axis_name: str | tuple[str, ...] | None = None
+        self.axis_name: Axes | None = None
         self.ranks: Ranks | None = None
         self.cp_kv_cache_interleave_size = 1
         self.peers: Peers | None = None

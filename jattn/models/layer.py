@@ -31,6 +31,7 @@ from jattn.models.rope import Rope
 from jattn.models.specs import NORM_PLACEMENTS, MLPSpec
 from jattn.models.sums import sum_add_and_norm, summed
 from jattn.module import PagedAttention
+from jattn.parallel import Axes
 from jattn.planning import Plan
 from pallas_kernels.all_reduce import PeerMemory
 
@@ -68,7 +69,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
         how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
-        self.axis_name: str | tuple[str, ...] | None = None
+        self.axis_name: Axes | None = None
         self.peers: PeerMemory | None = None
         self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         self.adds_to_normed, self.residual_scale = config.adds_to_normed, config.residual_scale

@@ -23,12 +23,11 @@ from jattn.masks import LocalStrided, Mask, on_mesh
 from jattn.metadata.ranks import Ranks
 from jattn.models.config import DecoderConfig
 from jattn.models.specs import MLPSpec
-from jattn.parallel import ALL, CP, TP, cache_partitions, check_mesh
+from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
 from jattn.planning import Plan
 from pallas_kernels.checks import require, unsupported
 
 type Path = tuple[Any, ...]
-type Axes = str | tuple[str, ...]
 
 # By module and parameter.
 _BY_HEADS: dict[tuple[str, str], P] = {

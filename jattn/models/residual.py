@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from jattn.turning import rounds_as_kernels
 from pallas_kernels import support
 from pallas_kernels.add_norm import add_norm
 
@@ -37,7 +38,7 @@ _add_norm = jax.jit(add_norm, static_argnames=("eps", "is_offset"))  # lowered o
 
 def _why_no_kernel(x: Array, delta: Array, norm: Any) -> str | None:
     """Why `add_norm` does not serve; None if it does."""
-    if getattr(norm, "rounds_once", None) != getattr(norm, "is_offset", False):
+    if not rounds_as_kernels(norm):
         return "the norm is no RMS norm that rounds as Llama's or Gemma's"
     others = (delta.dtype, norm.weight[...].dtype)
     return support.why_not_on(x) or support.why_not_add_norm(dtype=x.dtype, others=others, width=x.shape[-1])

@@ -9,11 +9,9 @@ from jaxtyping import Array, Float
 
 from jattn.models.layers import RMSNorm
 from jattn.models.residual import add_and_norm
-from jattn.parallel import CP, TP
+from jattn.parallel import CP, TP, Axes
 from pallas_kernels import all_reduce
 from pallas_kernels.checks import require, require_type, unsupported
-
-type Axes = str | tuple[str, ...] | None
 
 
 class PeerVariable(nnx.Variable[Any]):
@@ -60,7 +58,7 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
 
 
 def summed(
-    x: Float[Array, "tokens hidden"], axis_name: Axes, peers: all_reduce.PeerMemory | None
+    x: Float[Array, "tokens hidden"], axis_name: Axes | None, peers: all_reduce.PeerMemory | None
 ) -> Float[Array, "tokens hidden"]:
     """The sum of all devices' x inside shard_map; x itself where there is no axis."""
     if axis_name is None:
@@ -70,7 +68,9 @@ def summed(
     return all_reduce.all_reduce(x, peers, axis_name=TP)
 
 
-def of_first_device(x: Float[Array, "tokens hidden"], axis_name: Axes) -> Float[Array, "tokens hidden"]:
+def of_first_device(
+    x: Float[Array, "tokens hidden"], axis_name: Axes | None
+) -> Float[Array, "tokens hidden"]:
     """Parts of a sum that is x, which all devices have."""
     return jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
 
@@ -80,7 +80,7 @@ def sum_add_and_norm(
     part: Float[Array, "tokens hidden"],
     norm: Any,
     *,
-    axis_name: Axes,
+    axis_name: Axes | None,
     peers: all_reduce.PeerMemory | None,
     may_take_kernel: bool,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:

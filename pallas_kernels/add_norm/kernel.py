@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.assumptions import THREADS
+from pallas_kernels.shared.norm import weighted
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
@@ -88,6 +89,4 @@ def _normed(x: Tile, weight: Tile, norm: Norm) -> Tile:
     """Divided by the root mean square in f32, rounded where Llama does, or once as Gemma."""
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(wide * wide) / x.shape[0] + norm.eps)
-    if norm.is_offset:
-        return (wide * factor * (1.0 + weight)).astype(x.dtype)
-    return ((wide * factor).astype(x.dtype).astype(jnp.float32) * weight).astype(x.dtype)
+    return weighted(wide * factor, weight, x.dtype, is_offset=norm.is_offset)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_write.kernel import row_layout
+from pallas_kernels.shared.norm import weighted
 from pallas_kernels.shared.paged_kv import place_of_slot
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
@@ -139,14 +140,8 @@ def _normed(x: Halves, weight: Halves | None, shape: Shape) -> Halves:
     factor = lax.rsqrt(squares / shape.head_dim + shape.eps)
     layout = row_layout(shape.kv_heads, shape.half)
     factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, first.shape, [0]), layout)
-    rounded = lambda y: y.astype(x[0].dtype)
-
-    def weighted(part: Tile, w: Tile) -> Tile:
-        if shape.is_offset:
-            return rounded(part * factor * (1.0 + w))
-        return rounded(rounded(part * factor).astype(jnp.float32) * w)
-
-    return weighted(first, weight[0]), weighted(second, weight[1])
+    of = lambda part, w: weighted(part * factor, w, x[0].dtype, is_offset=shape.is_offset)
+    return of(first, weight[0]), of(second, weight[1])
 
 
 def _turned(x: Halves, cos_sin: Halves | None) -> Halves:

@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.capped import capped
 from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.masking import Masking
 from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile, QueryRows
@@ -36,12 +36,7 @@ class QueryScores:
 
     def weights(self, s: Tile, stats: Stats, tile: KvTile) -> Tile:
         """Probabilities of Q K^T, times the soft cap's derivative; 0 where a query does not see the key."""
-        score, bend = self.spec.score, None
-        if score.soft_cap is None:
-            y = s * (score.scale * LOG2E)
-        else:
-            bend = jnp.tanh(s * (score.scale / score.soft_cap))
-            y = bend * (score.soft_cap * LOG2E)
+        y, bend = capped(s, self.spec.score)
         less = stats.score
         if tile.rows.slope is not None:
             y, less = self._biased(y, less, tile, tile.rows.slope)

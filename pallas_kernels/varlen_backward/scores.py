@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
-from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.capped import capped
 from pallas_kernels.varlen_backward.items import Item
 from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_backward.schedule import query_range
@@ -78,12 +78,7 @@ class Scores:
 
     def probabilities(self, s: Tile, stats_s: Ref, tile: QueryTile, stored: Stored) -> Probabilities:
         """Of Q K^T; stats_s is [2, tile_q] in SMEM, `stored` what the mask has stored."""
-        score, bend = self.spec.score, None
-        if score.soft_cap is None:
-            y = s * (score.scale * LOG2E)
-        else:
-            bend = jnp.tanh(s * (score.scale / score.soft_cap))
-            y = bend * (score.soft_cap * LOG2E)
+        y, bend = capped(s, self.spec.score)
         less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
         if tile.slope is not None:
             y, less = self._biased(y, less, tile, tile.slope)

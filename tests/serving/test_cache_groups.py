@@ -48,25 +48,10 @@ class TwoKinds(Pool):
 @pytest.mark.parametrize(("num_blocks", "num_near_blocks"), [(20, 6), (9, 20), (40, 14)])
 def test_random_requests_read_what_they_wrote_in_both_kinds_of_layers(num_blocks, num_near_blocks, layers):
     pool, next_id = TwoKinds(num_blocks, num_near_blocks, 0, Reach(frozenset(layers))), 0
-    draw, longest, most = pool.random, 0, (num_blocks - 1) * BLOCK_SIZE
+    longest, most = 0, (num_blocks - 1) * BLOCK_SIZE
     for _ in range(500):
-        what = draw.random()
-        if what < 0.15 and len(pool.tokens) < 6:
-            old = list(draw.choice(list(pool.tokens.values()))) if pool.tokens and draw.random() < 0.5 else []
-            length = draw.randint(1, min(45, most - 8))
-            tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
-            parent, max_tokens = None, draw.randint(1, min(20, most - length))
-            for _ in range(draw.choice([1, 1, 3])):
-                pool.add(next_id, tokens, max_tokens, parent=parent)
-                parent = next_id if parent is None else parent
-                next_id += 1
-            longest = max(longest, length + max_tokens)
-        elif what < 0.18 and pool.tokens:
-            pool.abort(draw.choice(list(pool.tokens)))
-        elif what < 0.19:
-            pool.update_weights()
-        else:
-            pool.step()
+        next_id, length = pool.live(next_id, most_tokens=most)
+        longest = max(longest, length)
     while pool.step():
         pass
     assert (pool.num_done, pool.scheduler.num_unfinished) == (next_id, 0)

@@ -50,6 +50,30 @@ class Pool:
         self.parents[request] = request if parent is None else parent
         self.scheduler.add(request, len(tokens), max_tokens, hashes, parent_id=parent)
 
+    def live(self, next_id, *, most_tokens=1000):
+        """One thing of those that happen: requests come, with completions, or go, weights change, a step.
+
+        Returns the next id, and how long those that came may become, 0 if none did.
+        """
+        draw, what = self.random, self.random.random()
+        if what < 0.15 and len(self.tokens) < 6:
+            old = list(draw.choice(list(self.tokens.values()))) if self.tokens and draw.random() < 0.5 else []
+            length = draw.randint(1, min(45, most_tokens - 8))
+            tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
+            parent, max_tokens = None, draw.randint(1, min(20, most_tokens - length))
+            for _ in range(draw.choice([1, 1, 3])):
+                self.add(next_id, tokens, max_tokens, parent=parent)
+                parent = next_id if parent is None else parent
+                next_id += 1
+            return next_id, length + max_tokens
+        if what < 0.18 and self.tokens:
+            self.abort(draw.choice(list(self.tokens)))
+        elif what < 0.19:
+            self.update_weights()
+        else:
+            self.step()
+        return next_id, 0
+
     def slot(self, table, position):
         return table[position // BLOCK_SIZE], position % BLOCK_SIZE
 

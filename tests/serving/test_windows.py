@@ -75,25 +75,10 @@ class Sliding(Pool):
 @pytest.mark.parametrize("num_blocks", [6, 9, 20])
 def test_random_requests_longer_than_the_pool_read_what_they_wrote_and_leak_nothing(num_blocks, layers):
     pool, next_id = Sliding(num_blocks, 0, Reach(frozenset(layers))), 0
-    draw, longest = pool.random, 0
+    longest = 0
     for _ in range(700):
-        what = draw.random()
-        if what < 0.15 and len(pool.tokens) < 6:
-            old = list(draw.choice(list(pool.tokens.values()))) if pool.tokens and draw.random() < 0.5 else []
-            length = draw.randint(1, 45)
-            tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
-            parent, max_tokens = None, draw.randint(1, 20)
-            for _ in range(draw.choice([1, 1, 3])):
-                pool.add(next_id, tokens, max_tokens, parent=parent)
-                parent = next_id if parent is None else parent
-                next_id += 1
-            longest = max(longest, length + max_tokens)
-        elif what < 0.18 and pool.tokens:
-            pool.abort(draw.choice(list(pool.tokens)))
-        elif what < 0.19:
-            pool.update_weights()
-        else:
-            pool.step()
+        next_id, length = pool.live(next_id)
+        longest = max(longest, length)
     while pool.step():
         pass
     assert (pool.num_done, pool.scheduler.num_unfinished, pool.manager.num_used) == (next_id, 0, 0)

@@ -2,21 +2,15 @@
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, attention, rope
+from jattn.models.families.reading import LLAMA_TENSORS, gated_mlp, llama_layer
 from jattn.models.layer_spec import LayerSpec
-from jattn.models.specs import MLPSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
-    return LayerSpec(
-        attention=attention(keys),
-        rope=rope(keys),
-        mlp=MLPSpec(
-            intermediate_size=keys["intermediate_size"],
-            hidden_act=keys["hidden_act"],
-            has_bias=bool(keys["mlp_bias"]),
-        ),
+    return llama_layer(
+        keys,
+        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
         qkv_bias=has_bias,
         out_bias=has_bias,
     )
