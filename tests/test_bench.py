@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, serve
+from benchmarks import engine_model, engine_steps, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
@@ -122,3 +122,10 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
     assert steps == [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
     assert all(row["error"] < 0.05 for row in rows if row.get("tp") == 2)
+
+
+def test_idle_time_is_told_by_what_ran_before_and_behind():
+    row = step_kernels.by_name([(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2)
+    assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
+    assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
+    assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}
