@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ from jattn.serving.outputs import RequestError, RequestOutput
 from jattn.serving.prompts import Prompt
 from jattn.serving.sampling_params import SamplingParams
 from pallas_kernels.checks import require
+
+PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
 
 type News = RequestOutput | Exception
 
@@ -131,14 +134,24 @@ class EngineThread:
             False when the thread has to end.
         """
         count = self._tasks.qsize()
-        if not self._engine.has_unfinished_requests():
-            count = max(count, 1)
-        for _ in range(count):
-            task = self._tasks.get()
+        is_idle = not count and not self._engine.has_unfinished_requests()
+        for _ in range(max(count, is_idle)):
+            task = self._awaited() if is_idle else self._tasks.get()
             if task is None:
                 return False
             task()
         return True
+
+    def _awaited(self) -> Callable[[], object] | None:
+        """The next task. Meanwhile new executables run on nothing: those of decodes, in milliseconds."""
+        engine = self._engine
+        warm_up = functools.partial(engine.warm_up, max_tokens=engine.scheduler.max_num_seqs)
+        while engine.graphs.are_coming or warm_up(0):
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get(timeout=PAUSE_S)
+            with contextlib.suppress(Exception):  # of the device, which ended all that was open: nothing
+                warm_up(1)
+        return self._tasks.get()
 
     def _step(self) -> None:
         try:
