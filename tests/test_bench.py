@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, serve
+from benchmarks import engine_model, engine_steps, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
@@ -24,7 +24,7 @@ OTHERS = {"tune", "engine-model", "gpu-tests", "table"}
 def test_make_bench_runs_every_suite_as_one():
     makefile = (ROOT / "Makefile").read_text()
     ((suites, command),) = re.findall(
-        r"^bench:.*\n\tfor suite in ([a-z ]+); do (.*)$", makefile, re.MULTILINE
+        r"^bench:.*\n\tfor suite in ([a-z0-9 ]+); do (.*)$", makefile, re.MULTILINE
     )
     assert sorted(suites.split()) == sorted(SUITES.keys() - OTHERS)
     assert command == "$(PYTHON) -m benchmarks $$suite || exit 1; done"
@@ -33,14 +33,19 @@ def test_make_bench_runs_every_suite_as_one():
 @pytest.mark.kernels
 def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "PROMPT_IDS", 256)
-    (slow, fast) = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    rows = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    (slow, fast) = rows = list(rows)
     assert (slow["num_prompts"], fast["num_prompts"]) == (2, 8)
     for row in (slow, fast):
         for kind in serve.TIMES:
             assert min(row[f"server_{kind}_p50"], row[f"engine_{kind}_p50"]) > 0
         cost = row["server_time_to_first_token_ms_p50"] - row["engine_time_to_first_token_ms_p50"]
         assert row["time_to_first_token_ms_p50_cost"] == cost
-    serve.draw([slow, fast], str(tmp_path / "rows.svg"))
+        assert row["server_loop_us_per_token"] > 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["benchmarks", "serve", "--draw", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", [*command, "--plot", str(tmp_path / "rows.svg")])
+    main()
     assert (tmp_path / "rows.svg").stat().st_size > 1000
 
 
@@ -122,3 +127,10 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
     assert steps == [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
     assert all(row["error"] < 0.05 for row in rows if row.get("tp") == 2)
+
+
+def test_idle_time_is_told_by_what_ran_before_and_behind():
+    row = step_kernels.by_name([(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2)
+    assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
+    assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
+    assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}
