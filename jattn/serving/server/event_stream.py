@@ -42,9 +42,9 @@ class Patience:
         self._timer = self._loop.call_later(self._seconds, self._look)
         return self
 
-    async def __aexit__(self, *error: Any) -> bool | None:
+    async def __aexit__(self, *error: Any) -> None:
         self._timer.cancel()
-        return await self._limit.__aexit__(*error)
+        await self._limit.__aexit__(*error)
 
     async def send(self, message: Message) -> None:
         """Sends one."""
