@@ -17,8 +17,8 @@ from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A search for sizes, a model of a machine, the tests on a GPU, and the pages.
-OTHERS = {"tune", "engine-model", "gpu-tests", "table"}
+# A search for sizes, a model of a machine, ten minutes of clients, the tests on a GPU, and the pages.
+OTHERS = {"tune", "engine-model", "crowds", "gpu-tests", "table"}
 
 
 def test_make_bench_runs_every_suite_as_one():

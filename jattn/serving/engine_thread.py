@@ -12,26 +12,13 @@ from typing import Any
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import RequestError, RequestOutput
 from jattn.serving.prompts import Prompt
+from jattn.serving.reader import Reader
 from jattn.serving.sampling_params import SamplingParams
 from pallas_kernels.checks import require
 
 PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
 
 type News = RequestOutput | Exception
-
-
-class Reader:
-    """Where one task finds what its request brings, in the event loop that it runs in.
-
-    What it has not read waits here: a reader that is slow holds nobody up, and at most its own tokens.
-    """
-
-    def __init__(self, num_completions: int) -> None:
-        """For the task that is running. The set of unfinished completions is the engine thread's."""
-        self.loop = asyncio.get_running_loop()
-        self.request_id: int | str | None = None
-        self.unfinished = set(range(num_completions))
-        self.news: asyncio.Queue[News] = asyncio.Queue()
 
 
 class EngineThread:
@@ -204,4 +191,4 @@ def _tell(news: Iterable[tuple[Reader, News]]) -> list[Reader]:
 
 def _put_all(pieces: list[tuple[Reader, Any]]) -> None:
     for reader, piece in pieces:
-        reader.news.put_nowait(piece)
+        reader.put(piece)
