@@ -5,6 +5,7 @@ import argparse
 from benchmarks import (
     backward,
     cascades,
+    crowds,
     decode,
     drafts,
     engine,
@@ -39,6 +40,7 @@ SUITES = {
     "starts": starts,
     "serve": serve,
     "drafts": drafts,
+    "crowds": crowds,
     "cascades": cascades,
     "quantization": quantization,
     "experts": experts,

@@ -130,6 +130,7 @@ def started(model: Any, cache_dir: str | None, *, waits: bool) -> tuple[Engine, 
     taken["executables_when_ready"] = engine.stats.num_compiles
     if waits:
         engine.graphs.wait()
+        engine.warm_up()
         taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
     return engine, taken
 

@@ -90,9 +90,15 @@ def test_the_tiny_model_writes_what_16_bits_may_write():
     engine = jattn.serving.Engine(model, implementation=("mosaic_gpu",))
 
     def logits(model, ids):
-        model = with_implementation(model, "xla")
+        graphdef, params = nnx.split(with_implementation(model, "xla"))
+
+        @jax.jit
+        def run(params, ids, metadata):
+            model = nnx.merge(graphdef, params)
+            return model.logits(model(ids, None, metadata)[0])
+
         metadata = jattn.build_batch_metadata([len(ids)], [len(ids)], None)
-        return np.asarray(model.logits(model(jnp.asarray(ids, jnp.int32), None, metadata)[0]), np.float64)
+        return np.asarray(run(params, jnp.asarray(ids, jnp.int32), metadata), np.float64)
 
     for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=48), strict=True):
         ids = engine.tokenizer.encode(prompt).ids + list(result.token_ids)
