@@ -450,6 +450,15 @@ class TestOnGpu:
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
 
+    @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
+    @pytest.mark.parametrize("window", [(None, None), (300, 0)])
+    @pytest.mark.parametrize("head_dim", [192, 256])
+    def test_wide_heads(self, lens, window, head_dim):
+        score = Score(scale=head_dim**-0.5, window=window)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=(4, 2), head_dim=head_dim)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem))
+
     def test_deterministic_gradients_have_the_same_bits_twenty_times(self):
         lens = (1500, 3, 700, 64)
         problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
