@@ -91,6 +91,8 @@ def queries_body(
 class QueryLoader(Loader):
     """Loads what the warpgroups compute with."""
 
+    ring: KeyRing
+
     def __init__(self, inputs: QueryInputs, smem: QuerySmem, pipeline: Pipeline, spec: PrefillSpec):
         super().__init__(inputs.attention, smem.attention, pipeline, spec, 0)
         self.ring = KeyRing(smem.attention, pipeline, spec)

@@ -131,9 +131,15 @@ class TestWhatTheKernelDeclines:
         with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
             self.run(functools.partial(loss, is_in_order=False), (q, k, v))
 
-    def test_heads_too_wide(self):
+    def test_heads_of_a_width_without_a_kernel(self):
         run = functools.partial(jattn.attention, return_lse=True)
-        with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 256"):
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 120"):
+            self.run(loss_of(run), arrays(head_dim=120))
+
+    def test_wide_heads_under_a_mask(self):
+        mask = masks.Document(ids=jnp.arange(100, dtype=jnp.int32) // 30)
+        run = functools.partial(jattn.attention, return_lse=True, mask=mask)
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"over lists .* \(head_dim 256\)"):
             self.run(loss_of(run), arrays(head_dim=256))
 
     def test_the_same_bits_twice(self):

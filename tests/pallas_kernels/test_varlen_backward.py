@@ -119,11 +119,12 @@ class TestContract:
         interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
         problem.check(grads_of(problem, interpret, sizes, deterministic=True))
 
-    @pytest.mark.parametrize("head_dim", [192, 256])
+    @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
     def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
         """Several tiles of keys an item of queries, a window, a cut tile at either end."""
-        score = Score(scale=head_dim**-0.5, window=(100, 0))
-        setting = Setting(query_lens=(3, 150), seq_lens=(3, 150), score=score, head_dim=head_dim)
+        score = Score(scale=head_dim**-0.5, window=(80, 0))
+        lens, heads = (3, 135), (1, 1)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, head_dim=head_dim, heads=heads)
         problem = BackwardProblem(setting)
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(head_dim)))
 
@@ -135,15 +136,19 @@ class TestContract:
 
 
 class TestRaces:
-    @pytest.mark.parametrize("deterministic", [False, True])
-    def test_barriers_order_all_that_is_read_and_written(self, deterministic):
+    @pytest.mark.parametrize(
+        ("head_dim", "deterministic"),
+        [(128, False), (128, True), pytest.param(256, True, marks=pytest.mark.slow)],
+    )
+    def test_barriers_order_all_that_is_read_and_written(self, head_dim, deterministic):
         """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
+        score = Score(scale=0.1)
         setting = Setting(
-            query_lens=(256,), seq_lens=(256,), score=Score(scale=0.1), heads=(2, 2), head_dim=128, gap=0
+            query_lens=(256,), seq_lens=(256,), score=score, heads=(2, 2), head_dim=head_dim, gap=0
         )
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        sizes = two_kernels(128) if deterministic else KernelSizes(tile_q=64, ctas=1)
+        sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
         problem.check(grads_of(problem, interpret, sizes))
         races.check_none_were_found()
 
@@ -440,6 +445,15 @@ class TestOnGpu:
     def test_equals_float64_where_queries_have_a_kernel(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
+
+    @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
+    @pytest.mark.parametrize("window", [(None, None), (300, 0)])
+    @pytest.mark.parametrize("head_dim", [192, 256])
+    def test_wide_heads(self, lens, window, head_dim):
+        score = Score(scale=head_dim**-0.5, window=window)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=(4, 2), head_dim=head_dim)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem))
 
     def test_deterministic_gradients_have_the_same_bits_twenty_times(self):
         lens = (1500, 3, 700, 64)

@@ -50,7 +50,7 @@ def why_not_gradients(
     sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
     if sizes.of_queries is not None:
         why = "spec.deterministic" if spec.deterministic else f"head_dim {spec.head_dim}"
-        return f"gradients of queries over lists of tiles are added up by the keys' kernel alone ({why})"
+        return f"gradients of queries over lists of tiles have no kernel of their own ({why})"
     return why_not_backward_lists(mask, sizes)
 
 
