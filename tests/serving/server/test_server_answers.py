@@ -38,7 +38,7 @@ class TestCompletions:
         assert (choice["index"], choice["logprobs"]) == (0, None)
 
     def test_a_stream_brings_the_same_text(self, server):
-        asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+        asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 6}
         want = server.post("/v1/completions", **asked)["choices"][0]["text"]
         events = server.events("/v1/completions", **asked)
         assert "".join(event["choices"][0]["text"] for event in events) == want
