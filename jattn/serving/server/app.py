@@ -58,9 +58,8 @@ def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = No
         lifespan: What goes before the first request and behind the last, as Starlette has it.
     """
     keys, origins = service.options.api_keys, service.options.allowed_origins
-    anything = {"allow_methods": ["*"], "allow_headers": ["*"]}
-    # A browser asks before it sends, and has no key then.
-    outer = [Middleware(CORSMiddleware, allow_origins=origins, **anything)] if origins else []
+    pages = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    outer = [pages] if origins else []  # a browser asks before it sends, and has no key then
     app = Starlette(
         routes=ROUTES,
         middleware=[*outer, *([Middleware(BearerKey, keys=keys)] if keys else [])],
