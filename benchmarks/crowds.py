@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> None:
         jattn.models.load(TINY_MODEL), num_blocks=257, block_size=8, max_model_len=128, buckets=[bucket],
         max_num_seqs=16, max_num_batched_tokens=64,
     )  # fmt: skip
-    name = f"load_{arguments.minutes:g}_minutes"
+    name = f"crowds_{arguments.minutes:g}_minutes"
     Rows("crowds", arguments.out).add(name=name, **loaded(engine, 60 * arguments.minutes))
 
 

@@ -152,8 +152,8 @@ class Generation:
             error=self.error,
         )
 
-    def result(self, *, has_prompt_logprobs: bool = False) -> GenerationResult:
-        """What it became, once finished."""
+    def result(self, index: int = 0, prompt: str | None = None) -> GenerationResult:
+        """What it became, once finished, as completion number `index` of a prompt."""
         assert self.finish_reason is not None
         return GenerationResult(
             token_ids=self.token_ids[self.num_prompt_tokens :],
@@ -164,5 +164,8 @@ class Generation:
                 time_to_first_token=self.times[0], time_total=self.times[-1], num_tokens=self.num_generated
             ),
             logprobs=None if self.sampling_params.logprobs is None else self.logprobs,
-            prompt_logprobs=self.prompt_logprobs if has_prompt_logprobs else None,
+            prompt_logprobs=None if self.sampling_params.prompt_logprobs is None else self.prompt_logprobs,
+            prompt=prompt,
+            prompt_token_ids=self.token_ids[: self.num_prompt_tokens],
+            index=index,
         )

@@ -98,6 +98,9 @@ class GenerationResult:
         logprobs: Of each new token, where asked for.
         prompt_logprobs: Of each token of the prompt, where asked for; None for the first.
         outputs: One a completion, in their order, without outputs of their own.
+        prompt: Its text; None = tokens were given.
+        prompt_token_ids: Its tokens.
+        index: Which of the n completions.
     """
 
     token_ids: list[int]
@@ -108,3 +111,6 @@ class GenerationResult:
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     outputs: tuple["GenerationResult", ...] = ()
+    prompt: str | None = None
+    prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+    index: int = 0

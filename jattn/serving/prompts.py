@@ -39,8 +39,9 @@ class PromptLimits:
 
 
 class Request(NamedTuple):
-    """One prompt and what is asked of it: as many generations as params.n, alike but for their seeds."""
+    """A prompt, its text if it has one, and as many generations as params.n, alike but for their seeds."""
 
+    prompt: str | None
     params: SamplingParams
     generations: list[Generation]
 
@@ -51,10 +52,7 @@ class Request(NamedTuple):
 
     def result(self) -> GenerationResult:
         """What the prompt became, once all are finished."""
-        has_prompt = self.params.prompt_logprobs is not None
-        first, *others = (
-            one.result(has_prompt_logprobs=has_prompt and not i) for i, one in enumerate(self.generations)
-        )
+        first, *others = (one.result(i, self.prompt) for i, one in enumerate(self.generations))
         return dataclasses.replace(first, outputs=(first, *others))
 
 
@@ -140,7 +138,8 @@ def build_request(
             mask=token_mask(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars),
         )
 
-    return Request(params, [generation(params.of_completion(index)) for index in range(params.n)])
+    text = prompt if isinstance(prompt, str) else None
+    return Request(text, params, [generation(params.of_completion(index)) for index in range(params.n)])
 
 
 def _most_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int | None, limits: PromptLimits) -> int:

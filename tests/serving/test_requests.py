@@ -276,3 +276,12 @@ def test_executables_are_kept_where_it_was_said(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def test_results_tell_what_they_are_of(engine):
+    params = SamplingParams(temperature=1.0, seed=0, n=2, max_tokens=3)
+    text, ids = engine.generate(["ab", [99, 100]], params)
+    assert (text.prompt, text.prompt_token_ids) == ("ab", engine.tokenizer.encode("ab").ids)
+    assert (ids.prompt, ids.prompt_token_ids) == (None, [99, 100])
+    assert [one.index for one in text.outputs] == [0, 1]
+    assert text.outputs[1].prompt == "ab"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.serving.commands.events import events
+from jattn.serving.commands.events import address, events
 from pallas_kernels.checks import require_positive
 
 TIMES = ("time_to_first_token", "inter_token_latency", "end_to_end")
@@ -62,6 +62,7 @@ def bench_serve(args: argparse.Namespace) -> None:
     """Runs each rate, prints a table, writes what is to be written."""
     sizes = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
     require_positive(**sizes, vocab_size=args.vocab_size, request_rate=min(args.request_rate))
+    address(args.url)
     rows = []
     for rate in args.request_rate:
         prompts = drawn_prompts(args.num_prompts, args.input_len, args.vocab_size, random.Random(args.seed))

@@ -15,6 +15,17 @@ class ServerError(OSError):
     """The server answered with an error."""
 
 
+def address(url: str) -> urllib.parse.SplitResult:
+    """The parts of a server's url.
+
+    Raises:
+        ValueError: It is none.
+    """
+    parts = urllib.parse.urlsplit(url)
+    require(parts.scheme in ("http", "https") and bool(parts.hostname), "url", "be http://HOST:PORT", url)
+    return parts
+
+
 async def events(
     url: str, path: str, body: dict[str, Any], api_key: str | None = None
 ) -> AsyncGenerator[dict[str, Any]]:
@@ -31,8 +42,7 @@ async def events(
         ServerError: The server says that something is wrong.
         OSError: There is no server.
     """
-    parts = urllib.parse.urlsplit(url)
-    require(parts.scheme in ("http", "https") and bool(parts.hostname), "url", "be http://HOST:PORT", url)
+    parts = address(url)
     is_tls = parts.scheme == "https"
     port = parts.port or (443 if is_tls else 80)
     reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None, limit=2**24)

@@ -36,6 +36,13 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--api-key", action="append", default=[], metavar="KEY", help="may be repeated [none]"
     )
     parser.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="of pages that may ask; '*' = all",
+    )
+    parser.add_argument(
         "--max-queue", type=int, default=1024, metavar="N", help="completions that may wait [1024]"
     )
     parser.add_argument(
@@ -57,6 +64,7 @@ def serve(args: argparse.Namespace) -> None:
         folder=folder,
         chat_template=args.chat_template and pathlib.Path(args.chat_template),
         api_keys=tuple(args.api_key),
+        allowed_origins=tuple(args.allowed_origins),
         **{name: getattr(args, name) for name in OPTIONS},
     )
     loading = functools.partial(load, progress=sys.stderr.isatty())

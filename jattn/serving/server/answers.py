@@ -17,7 +17,7 @@ from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.server.errors import ApiError, as_api_error
 from jattn.serving.server.event_stream import EventStream
 from jattn.serving.server.forms import Form
-from jattn.serving.server.protocol import GenerationBody
+from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
 from jattn.serving.server.service import Service
 
 ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -61,7 +61,7 @@ class Job:
     """
 
     service: Service
-    body: GenerationBody
+    body: CompletionBody | ChatCompletionBody
     prompts: list[list[int]]
     params: SamplingParams
     shape: Shape
@@ -125,11 +125,13 @@ class Job:
             try:
                 added = self.shape.added(first[1])
                 for choice in (*self._openings(), self.shape.choice(*first, is_chunk=True)):
-                    yield self._event([choice], **added)
-                    added = {}
+                    if added or _says_something(choice):
+                        yield self._event([choice], **added)
+                        added = {}
                 async for index, output in outputs:
-                    if self.body.return_token_ids or _has_news(output):
-                        yield self._event([self.shape.choice(index, output, is_chunk=True)])
+                    choice = self.shape.choice(index, output, is_chunk=True)
+                    if _says_something(choice):
+                        yield self._event([choice])
                 if self._wants("include_usage"):
                     yield self._event([], usage=self._usage())
             except Exception as error:
@@ -165,16 +167,19 @@ class Job:
 
     def _usage(self) -> dict[str, int]:
         num_prompt = sum(map(len, self.prompts))
+        num_new = 0 if self.body.max_tokens == 0 else self._num_generated  # what scored a prompt is not told
         return {
             "prompt_tokens": num_prompt,
-            "completion_tokens": self._num_generated,
-            "total_tokens": num_prompt + self._num_generated,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
         }
 
 
-def _has_news(output: RequestOutput) -> bool:
-    """Whether a client has something to see in it; a token may be a part of a character."""
-    return bool(output.new_text or output.finish_reason or output.logprobs)
+def _says_something(choice: dict[str, Any]) -> bool:
+    """Whether a client has something to see in it; a token may be a part of a character, or of a call."""
+    if choice.get("text") or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
+        return True
+    return any(choice.get("delta", {}).values())
 
 
 def _line(data: dict[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -56,10 +57,12 @@ def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = No
         service: What answers.
         lifespan: What goes before the first request and behind the last, as Starlette has it.
     """
-    keys = service.options.api_keys
+    keys, origins = service.options.api_keys, service.options.allowed_origins
+    pages = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    outer = [pages] if origins else []  # a browser asks before it sends, and has no key then
     app = Starlette(
         routes=ROUTES,
-        middleware=[Middleware(BearerKey, keys=keys)] if keys else [],
+        middleware=[*outer, *([Middleware(BearerKey, keys=keys)] if keys else [])],
         exception_handlers={HTTPException: respond, 404: no_such_path},
         lifespan=lifespan,
     )

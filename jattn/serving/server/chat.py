@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jattn.serving.outputs import Logprobs, RequestOutput
+from jattn.serving.sampling_params import MAX_LOGPROBS
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
 from jattn.serving.server.call_reader import ToolReader, merged_calls
@@ -15,7 +16,7 @@ from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import (
     ChatCompletionBody,
 )
-from jattn.serving.server.sampling import refuse, sampling_params, truncated
+from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
 from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TokenTexts
 from jattn.serving.server.tools import calling
@@ -121,9 +122,13 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(body.model)
     refuse(body, OFF)
     how = calling(body, service.call_format, service.tokenizer)
-    prompt = truncated(body, chat_tokens(service, body), service.engine.engine.max_model_len)
+    longest = service.engine.engine.max_model_len
+    prompt = truncated(body, chat_tokens(service, body), longest)
     require(len(prompt) > 0, "messages", "become at least one token", prompt)
-    form, own = wanted_form(body, how.form), {"max_tokens": _max_tokens(body), "logprobs": num_logprobs(body)}
+    max_tokens = _max_tokens(body)
+    require_place("messages", len(prompt), max_tokens, longest)
+    own: dict[str, Any] = {"max_tokens": longest - len(prompt) if max_tokens is None else max_tokens}
+    form, own["logprobs"] = wanted_form(body, how.form), num_logprobs(body)
     if how.has_special_tokens:
         own["skip_special_tokens"] = False
     params = sampling_params(body, service.default_sampling, form, **own)
@@ -149,8 +154,10 @@ def num_logprobs(body: ChatCompletionBody) -> int | None:
     """How many of the likeliest tokens an answer tells of; None = it tells of none, nor of its own.
 
     Raises:
-        ValueError: They are wanted, and log-probabilities are not.
+        ValueError: They are wanted, and log-probabilities are not; or too many are.
     """
     if body.top_logprobs is not None:
         require(bool(body.logprobs), "top_logprobs", "come with logprobs=true", body.top_logprobs)
+        is_known = 0 <= body.top_logprobs <= MAX_LOGPROBS
+        require(is_known, "top_logprobs", f"be in [0, {MAX_LOGPROBS}]", body.top_logprobs)
     return (body.top_logprobs or 0) if body.logprobs else None

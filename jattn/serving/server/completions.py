@@ -11,7 +11,7 @@ from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
 from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import CompletionBody
-from jattn.serving.server.sampling import refuse, sampling_params, truncated
+from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
 from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TokenTexts, finite
 from pallas_kernels.checks import require
@@ -40,14 +40,15 @@ class TextShape:
         self._offsets.setdefault(index, 0)
         prompt_ids, prompt = self._prompts[index // (self._body.n or 1)]
         has_text = self._body.max_tokens != 0  # else the prompt's log-probabilities are all that is wanted
-        ids, text = (output.new_token_ids, output.new_text) if has_text else ([], "")
+        new_ids, text = (output.new_token_ids, output.new_text) if has_text else ([], "")
         logprobs: list[Logprobs | None] = [*(output.logprobs or ())] if has_text else []
+        ids = new_ids
         if self._body.echo and begins:
             ids, text = [*prompt_ids, *ids], prompt + text
             logprobs = [*(output.prompt_logprobs or ()), *logprobs]
         told: dict[str, Any] = {}
         if self._body.return_token_ids:
-            told = {"token_ids": output.new_token_ids, "prompt_token_ids": prompt_ids if begins else None}
+            told = {"token_ids": new_ids, "prompt_token_ids": prompt_ids if begins else None}
         if self._body.prompt_logprobs is not None:
             told["prompt_logprobs"] = self._texts.of_prompt(output.prompt_logprobs or ())
         return told | {
@@ -86,6 +87,8 @@ async def create_completion(request: Request) -> Response:
     service.check_model(body.model)
     refuse(body, {"suffix": ("",)})
     prompts = _prompts(service, body)
+    for prompt, _ in prompts:
+        require_place("prompt", len(prompt), body.max_tokens, service.engine.engine.max_model_len)
     form = wanted_form(body)
     params = sampling_params(body, service.default_sampling, form, **_lengths(body), **_candidates(body))
     shape = TextShape(texts_of(service, body), body, prompts)

@@ -20,6 +20,7 @@ class ServerOptions:
         host: Where to listen.
         port: Likewise; 0 = one that is free.
         api_keys: Bearer keys, one of which a client must have; none = anybody may ask.
+        allowed_origins: Of pages whose browsers may ask ("https://example.org"); "*" = all of them.
         max_queue: Completions that may wait, besides those that a step can hold; more are turned away (429).
         max_body_bytes: Of a request.
         body_seconds: Within which a request's head must have come, and then its body.
@@ -34,6 +35,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_queue: int = 1024
     max_body_bytes: int = 8 * 2**20
     body_seconds: float = 60.0

@@ -86,6 +86,21 @@ def refuse(body: GenerationBody, allowed: Mapping[str, tuple[Any, ...]]) -> None
     require(not wants_prompt, "prompt_logprobs", "be null with stream", body.prompt_logprobs)
 
 
+def require_place(name: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Prompt and new tokens must fit the context, at least one; `name` is what the prompt is called.
+
+    Raises:
+        ApiError: They do not. Clients look for OpenAI's words and code.
+    """
+    num_new = 1 if max_tokens is None else max_tokens
+    if num_prompt + num_new > max_model_len:
+        told = (
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested"
+            f" {num_prompt + num_new} ({num_prompt} in the {name}, {num_new} in the completion)."
+        )
+        raise ApiError(400, told, name, "context_length_exceeded")
+
+
 def truncated(body: GenerationBody, token_ids: list[int], max_model_len: int) -> list[int]:
     """A prompt's last tokens, as many as are wanted.
 

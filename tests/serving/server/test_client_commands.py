@@ -129,6 +129,10 @@ class TestBench:
         assert row["inter_token_latency_ms"]["p50"] == 750
         assert as_line(row).endswith("\n  gone")
 
+    def test_a_url_that_is_none_is_one_line(self, capsys):
+        assert main(["bench-serve", "--url", "nonsense"]) == 1
+        assert capsys.readouterr().err == "jattn: url must be http://HOST:PORT, got nonsense.\n"
+
     def test_sizes_are_positive(self, capsys):
         assert main(["bench-serve", "--num-prompts=0"]) == 1
         assert "num_prompts must be positive, got 0" in capsys.readouterr().err

@@ -255,3 +255,53 @@ class TestPaths:
             with pytest.raises(openai.NotFoundError, match="Invalid URL"):
                 client.responses.create(model="tiny", input="hi")
             assert client.models.retrieve(client.models.list().data[0].id).object == "model"
+
+
+@pytest.mark.parametrize(("path", "param"), [(TEXT, "prompt"), (CHAT, "messages")])
+class TestContexts:
+    def test_one_that_is_just_full_is_served(self, server, path, param):
+        start = {"prompt": "a" * 509} if path == TEXT else {"messages": [USER | {"content": "a" * 501}]}
+        answer = server.post(path, **start, max_tokens=3, seed=1, ignore_eos=True)
+        assert answer["usage"]["total_tokens"] == 512
+
+    @pytest.mark.parametrize("num_tokens", [3, 12])
+    def test_one_that_is_too_short_is_told_as_openai_does(self, server, path, param, num_tokens):
+        length = 513 - num_tokens
+        text = "a" * (length if path == TEXT else length - 8)
+        start = {"prompt": text} if path == TEXT else {"messages": [USER | {"content": text}]}
+        status, error = server.error(path, **start, max_tokens=num_tokens)
+        told = f"maximum context length is 512 tokens. However, you requested 513 ({length} in the {param}, "
+        assert told + f"{num_tokens} in the completion)" in error["message"]
+        assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+
+
+def test_a_prompt_that_leaves_no_place_for_a_token_is_refused(server):
+    status, error = server.error(CHAT, messages=[USER | {"content": "a" * 504}])
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+def test_too_many_likely_tokens_are_called_as_the_request_does(server):
+    status, error = server.error(CHAT, messages=[USER], logprobs=True, top_logprobs=21)
+    assert (status, error["param"]) == (400, "top_logprobs")
+    assert "top_logprobs must be in [0, 20], got 21" in error["message"]
+
+
+class TestOrigins:
+    """Pages of other origins, whose browsers ask before they send."""
+
+    ASK = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}  # noqa: RUF012
+
+    def test_are_refused_unless_named(self, server):
+        status, headers, _ = server.ask("OPTIONS", CHAT, headers=self.ASK)
+        assert (status, headers["access-control-allow-origin"]) == (405, None)
+
+    @pytest.mark.parametrize("allowed", ["https://a.example", "*"])
+    def test_may_ask_where_they_are_named_and_need_their_key_to_send(self, engine, allowed):
+        with running(engine, allowed_origins=(allowed,), api_keys=("k",)) as server:
+            how = self.ASK | {"Access-Control-Request-Headers": "authorization,content-type"}
+            status, headers, _ = server.ask("OPTIONS", CHAT, headers=how)
+            assert (status, headers["access-control-allow-origin"]) == (200, allowed)
+            status, headers, _ = server.ask("GET", "/v1/models", headers=self.ASK)
+            assert (status, headers["access-control-allow-origin"]) == (401, allowed)
+            key = {"Authorization": "Bearer k"}
+            assert server.ask("GET", "/v1/models", headers=self.ASK | key)[0] == 200
