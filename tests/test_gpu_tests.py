@@ -48,7 +48,9 @@ def test_sees_its_worker_s(i):
 @pytest.mark.gpus
 def test_sees_both(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 """
-CONFIG = "[pytest]\naddopts = -q -m 'not gpu'\nmarkers =\n    gpu: needs one\n    gpus: needs several\n"
+CONFIG = (
+    "[pytest]\naddopts = -q -p xdist -m 'not gpu'\nmarkers =\n    gpu: needs one\n    gpus: needs several\n"
+)
 PART = {"date": "2026-11-23", "commit": "abc", "gpu": "NVIDIA H200", "gpus": 1, "driver": None} | {
     **{
         "jax": "0.11.2",
@@ -71,6 +73,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tests, "RESULTS", tmp_path)
     monkeypatch.setattr(recorded, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_tests, "NAME_DEVICES", "print('NVIDIA H200')")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis takes a second in each process
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[1]))  # where the plugin is
     return tmp_path
 
