@@ -28,6 +28,15 @@ ROPE: Keys = {
     "partial_rotary_factor": None,
     "original_max_position_embeddings": None,
 }
+# Block-sparse layers between dense ones.
+LOCAL_STRIDED: Keys = {
+    "blocksparse_block_size": 64,
+    "blocksparse_triton_kernel_block_size": 64,
+    "blocksparse_homo_head_pattern": False,
+    "blocksparse_num_local_blocks": 16,
+    "blocksparse_vert_stride": 8,
+    "dense_attention_every_n_layers": 2,
+}
 # What changes no logit: how a model was made, trained, saved or served, how tokens are picked, other heads.
 _HARMLESS = """
 model_type architectures quantization_config transformers_version transformers.js_config auto_map
