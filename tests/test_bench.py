@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, serve, step_kernels
+from benchmarks import engine_model, engine_steps, load, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
@@ -79,6 +79,24 @@ def test_steps_of_the_workload_are_told_by_bucket(monkeypatch):
     assert told["s"] == pytest.approx(ms / 1e3, abs=1e-3)
     assert not engine.has_unfinished_requests()
     assert "choose" not in vars(engine.graphs)  # nothing watches any longer
+
+
+@pytest.mark.skipif(not load.CLEAR.exists(), reason="writes /proc")
+def test_a_made_checkpoint_is_loaded_and_held_against_its_files(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(load, "LLAMA_8B", load.LLAMA_8B | sizes)
+    load.add_arguments(parser := argparse.ArgumentParser())
+    options = f"--layers 3 --vocab 97 --folder {tmp_path} --out {tmp_path}".split()
+    load.main(parser.parse_args(options))
+    (file,) = tmp_path.glob("load-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["number"] for row in rows] == [0, 1, 2]
+    assert rows[0]["bytes"] > 2 * 3 * 64 * (64 * 3 + 96 * 3)
+    load.make_checkpoint(tmp_path, 1, 97)
+    model, _ = load.measured(tmp_path, None)
+    model.layers[0].self_attn.qkv_proj.kernel[...] *= 2
+    with pytest.raises(SystemExit, match=r"layers\.0\.self_attn\.q_proj is not what the checkpoint has"):
+        load.check(model, tmp_path)
 
 
 def test_every_id_is_a_word_of_its_own():

@@ -170,6 +170,14 @@ def test_a_key_that_nobody_knows_is_named():
     assert config.to_hf()["initializer_range"] == 0.02
 
 
+@pytest.mark.parametrize("key", ["use_qk_norm", "qkv_bias"])
+def test_what_a_family_has_not_may_be_switched_off_but_not_on(key):
+    hf = CONFIGS["llama_old_keys"]
+    assert DecoderConfig.from_hf(hf | {key: False}).layers == DecoderConfig.from_hf(hf).layers
+    with pytest.raises(NotImplementedError, match=rf"config key '{key}' \(True\): no LlamaForCausalLM"):
+        DecoderConfig.from_hf(hf | {key: True})
+
+
 def test_a_field_changed_without_its_key_is_not_written():
     config = DecoderConfig.from_hf(CONFIGS["llama_old_keys"])
     with pytest.raises(ValueError, match=r"config must be what its config.json says .*got vocab_size 98"):

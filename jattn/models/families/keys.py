@@ -28,6 +28,15 @@ ROPE: Keys = {
     "partial_rotary_factor": None,
     "original_max_position_embeddings": None,
 }
+# Block-sparse layers between dense ones.
+LOCAL_STRIDED: Keys = {
+    "blocksparse_block_size": 64,
+    "blocksparse_triton_kernel_block_size": 64,
+    "blocksparse_homo_head_pattern": False,
+    "blocksparse_num_local_blocks": 16,
+    "blocksparse_vert_stride": 8,
+    "dense_attention_every_n_layers": 2,
+}
 # What changes no logit: how a model was made, trained, saved or served, how tokens are picked, other heads.
 _HARMLESS = """
 model_type architectures quantization_config transformers_version transformers.js_config auto_map
@@ -45,11 +54,17 @@ length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_b
 num_return_sequences diversity_penalty early_stopping max_length min_length max_new_tokens
 remove_invalid_values exponential_decay_length_penalty initializer_range initializer_factor
 init_device init_std attention_dropout attn_pdrop resid_pdrop embd_pdrop embed_pdrop hidden_dropout
-attention_dropout_prob hidden_dropout_prob ffn_dropout_prob classifier_dropout
+attention_dropout_prob attention_probs_dropout_prob hidden_dropout_prob ffn_dropout_prob
+classifier_dropout attention_softmax_in_fp32
 gradient_checkpointing pretraining_tp router_aux_loss_coef router_jitter_noise model_max_length
 seq_length training_args kv_cache_dtype
 """
 HARMLESS = frozenset(_HARMLESS.split())
+# Who has none of it may say so with False; a checkpoint that has it nevertheless has tensors too many.
+SWITCHES = (
+    *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias"),
+    *("use_qk_norm", "qk_layernorm", "use_sliding_window"),
+)
 # What would change the result, and why it is not here.
 REFUSED = {
     "dual_chunk_attention_config": "positions of far chunks are folded, and no kernel here does that",
@@ -108,7 +123,8 @@ def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
         if hf.get(key) is not None and hf[key] not in values:
             supported = ", ".join(map(repr, values)) or "none"
             raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {supported}")
-    said = [key for key, value in hf.items() if value is not None]
+    is_off = lambda key, value: value is None or (value is False and key in SWITCHES)
+    said = [key for key, value in hf.items() if not is_off(key, value)]
     unknown = [key for key in said if key not in known and key not in family.only]
     for key in unknown:
         if key.split(".")[-1] not in HARMLESS and key not in family.harmless:

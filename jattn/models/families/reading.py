@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jattn.masks import LocalStrided
 from jattn.models.experts import Routing
 from jattn.models.families.family import Keys
 from jattn.models.hf_tensors import Stored
@@ -138,6 +139,30 @@ def window_of(size: int | None) -> tuple[int, int] | None:
     """
     require(size is None or size > 0, "sliding_window", "be positive (None switches it off)", size)
     return None if size is None else (size - 1, 0)
+
+
+def local_strided(keys: Keys, layer: int) -> LocalStrided | None:
+    """What a layer's heads see of a text where each so-manieth is dense; None = everything before.
+
+    Raises:
+        NotImplementedError: The pattern has blocks of one size, vLLM's kernel of another.
+    """
+    size, kernel = keys["blocksparse_block_size"], keys["blocksparse_triton_kernel_block_size"]
+    if size != kernel:
+        what, way_out = (
+            f"blocksparse_triton_kernel_block_size {kernel}",
+            f"Supported: {size}, the blocksparse_block_size",
+        )
+        raise unsupported(what, "patterns have blocks of one size", way_out)
+    every = keys["dense_attention_every_n_layers"]
+    if every and (layer + 1) % every == 0:
+        return None
+    return LocalStrided(
+        block_size=size,
+        local_blocks=keys["blocksparse_num_local_blocks"],
+        vert_stride=keys["blocksparse_vert_stride"],
+        homo_head=bool(keys["blocksparse_homo_head_pattern"]),
+    )
 
 
 def layer_type(keys: Keys, layer: int, default: str, known: Collection[str] = (FULL, SLIDING)) -> str:
