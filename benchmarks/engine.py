@@ -6,7 +6,6 @@ Tokens are checked first: the log-probabilities that the engine reports must be 
 import argparse
 import gc
 import pathlib
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,8 @@ from flax import nnx
 
 import jattn
 from benchmarks.device_time import Rows
+from benchmarks.engine_steps import by_bucket, kernels_on_the_way
+from benchmarks.nano_workload import nano_workload
 from benchmarks.random_decoder import random_decoder
 from benchmarks.step_kernels import traced
 from jattn.serving import Engine, SamplingParams
@@ -45,7 +46,7 @@ WARM = SamplingParams(temperature=0.6, ignore_eos=True)
 # hundreds 0.3; where a request sees others' keys it is above 1.
 TOLERANCE = 0.15
 READY = "ready"  # as start, without waiting for what compiles behind: of no use beside other cases
-OF_ONE_ENGINE = ("start", "decode", "host", "prefill", "first_token", "nano")
+OF_ONE_ENGINE = ("start", "decode", "host", "prefill", "first_token", "nano", "steps")
 CASES = (*OF_ONE_ENGINE, "kernels", "prefix", "fp8")
 
 
@@ -80,7 +81,9 @@ def main(arguments: argparse.Namespace) -> None:
     if "fp8" in cases:
         how: Any = {"quantization": "fp8_per_token_head", "blocks": 40_000, "rows": 64}
         engine = engine_of(model, arguments.cache_dir, **how)
-        rows.add(name="decode_fp8_64x4096", **decode_step(engine, 64, 4096))
+        rows.add(
+            name="decode_fp8_64x4096", **kernels(engine, 64, 4096), logprob_error=logprob_error(engine, model)
+        )
 
 
 def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows: Rows) -> None:
@@ -102,6 +105,10 @@ def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows:
         rows.add(name="first_token_1024_beside_64", **first_token(engine), **checked)
     for run in (1, 2) if "nano" in cases else ():
         rows.add(name="nano_bench", run=run, **nano_bench(engine), **checked)
+    if "steps" in cases:
+        rows.add(name="nano_steps", **by_bucket(engine), **checked)
+        for row in kernels_on_the_way(engine):
+            rows.add(name="nano_kernels", **row, **checked)
 
 
 def checked_tokens(engine: Engine, model: Any) -> dict[str, Any]:
@@ -125,6 +132,7 @@ def started(model: Any, cache_dir: str | None, *, waits: bool) -> tuple[Engine, 
     taken["executables_when_ready"] = engine.stats.num_compiles
     if waits:
         engine.graphs.wait()
+        engine.warm_up()
         taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
     return engine, taken
 
@@ -300,10 +308,8 @@ def shared_prefix(engine: Engine) -> dict[str, Any]:
 
 
 def nano_bench(engine: Engine) -> dict[str, Any]:
-    """256 requests of 100 to 1,024 tokens in and out, all at once: nano-vllm's bench.py."""
-    draw = random.Random(0)
-    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
-    counts = [draw.randint(100, 1024) for _ in range(256)]
+    """Seconds of nano-vllm's workload."""
+    prompts, counts = nano_workload()
     seconds = timed(lambda: engine.generate(prompts, WARM, max_tokens=counts))
     return {"s": seconds, "tokens_per_s": sum(counts) / seconds}
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 SHOWN = 24  # names; the rest is a sum
+GAPS = 4  # of the longest, by what ran before and behind
 
 
 def traced(run: Callable[[], Any], steps: int) -> dict[str, Any]:
@@ -18,7 +19,8 @@ def traced(run: Callable[[], Any], steps: int) -> dict[str, Any]:
 
     Returns:
         "kernels_us", name to (microseconds, launches); "busy_us", in which at least one ran; "idle_us", in
-        which none did between the first and the last.
+        which none did between the first and the last; "gaps_us", where most of that was: "before > behind" to
+        (microseconds, how often), by step, too.
     """
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
@@ -48,18 +50,26 @@ def by_name(events: list[tuple[float, float, str]], steps: int) -> dict[str, Any
     if not events:
         raise SystemExit("the profiler saw no kernel")
     sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
-    busy, end = 0.0, events[0][0]
+    gaps: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
+    first, _, before = min(events)
+    busy, end = 0.0, first
     for start, length, name in sorted(events):
         sums[name][0] += length
         sums[name][1] += 1
         busy += max(0.0, start + length - max(start, end))
-        end = max(end, start + length)
-    span = end - min(start for start, _, _ in events)
+        if start > end:
+            gap = gaps[f"{before} > {name}"]
+            gap[:] = gap[0] + start - end, gap[1] + 1
+        if start + length > end:
+            end, before = start + length, name
     longest = sorted(sums.items(), key=lambda item: -item[1][0])
     rest = sum(us for _, (us, _) in longest[SHOWN:])
-    shown = {name: (round(us / steps, 1), round(count / steps, 1)) for name, (us, count) in longest[:SHOWN]}
+    by_step = lambda found: {
+        name: (round(us / steps, 1), round(count / steps, 1)) for name, (us, count) in found
+    }
     return {
-        "kernels_us": shown | {"others": (round(rest / steps, 1), None)},
+        "kernels_us": by_step(longest[:SHOWN]) | {"others": (round(rest / steps, 1), None)},
         "busy_us": busy / steps,
-        "idle_us": (span - busy) / steps,
+        "idle_us": (end - first - busy) / steps,
+        "gaps_us": by_step(sorted(gaps.items(), key=lambda item: -item[1][0])[:GAPS]),
     }

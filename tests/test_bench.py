@@ -11,20 +11,20 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import serve
+from benchmarks import engine_model, engine_steps, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A search for sizes, the tests on a GPU, and the pages.
-OTHERS = {"tune", "gpu-tests", "table"}
+# A search for sizes, a model of a machine, ten minutes of clients, the tests on a GPU, and the pages.
+OTHERS = {"tune", "engine-model", "crowds", "gpu-tests", "table"}
 
 
 def test_make_bench_runs_every_suite_as_one():
     makefile = (ROOT / "Makefile").read_text()
     ((suites, command),) = re.findall(
-        r"^bench:.*\n\tfor suite in ([a-z ]+); do (.*)$", makefile, re.MULTILINE
+        r"^bench:.*\n\tfor suite in ([a-z0-9 ]+); do (.*)$", makefile, re.MULTILINE
     )
     assert sorted(suites.split()) == sorted(SUITES.keys() - OTHERS)
     assert command == "$(PYTHON) -m benchmarks $$suite || exit 1; done"
@@ -33,15 +33,52 @@ def test_make_bench_runs_every_suite_as_one():
 @pytest.mark.kernels
 def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "PROMPT_IDS", 256)
-    (slow, fast) = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    rows = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    (slow, fast) = rows = list(rows)
     assert (slow["num_prompts"], fast["num_prompts"]) == (2, 8)
     for row in (slow, fast):
         for kind in serve.TIMES:
             assert min(row[f"server_{kind}_p50"], row[f"engine_{kind}_p50"]) > 0
         cost = row["server_time_to_first_token_ms_p50"] - row["engine_time_to_first_token_ms_p50"]
         assert row["time_to_first_token_ms_p50_cost"] == cost
-    serve.draw([slow, fast], str(tmp_path / "rows.svg"))
+        assert row["server_loop_us_per_token"] > 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["benchmarks", "serve", "--draw", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", [*command, "--plot", str(tmp_path / "rows.svg")])
+    main()
     assert (tmp_path / "rows.svg").stat().st_size > 1000
+
+
+def two_requests():
+    return [[1] * 5, [2] * 3], [3, 2]
+
+
+def test_a_modelled_step_takes_what_its_bucket_and_its_keys_take(monkeypatch):
+    """8 prompt tokens (6 of them fit the budget); then what is left beside a decode, and decodes alone."""
+    monkeypatch.setattr(engine_model, "nano_workload", two_requests)
+    costs = engine_model.Costs(((1, 1000.0), (3, 3000.0)), key=1.0, token=100.0, step=10.0)
+    made = engine_model.taken(costs, 6, engine_model.exact)
+    steps = (600 + 10, 300 + 6 + 10, 2000 + 7 + 4 + 10)  # a decode beside two tokens; both decode
+    assert made == {
+        "s": round(sum(steps) / 1e3, 2),
+        "tokens_per_s": round(5 / sum(steps) * 1e3),
+        "s_with_prompts": 0.93,
+        "steps_with_prompts": 2,
+        "steps": 3,
+    }
+
+
+def test_steps_of_the_workload_are_told_by_bucket(monkeypatch):
+    monkeypatch.setattr(engine_steps, "nano_workload", two_requests)
+    engine = small_engine()
+    told = engine_steps.by_bucket(engine)
+    ((kind, (steps, ms, waited, expected)),) = told["by_bucket"].items()
+    assert (kind, steps) == ("4+64", 4.0)  # three that run, one that reads
+    assert 0 < waited < ms
+    assert expected > 0
+    assert told["s"] == pytest.approx(ms / 1e3, abs=1e-3)
+    assert not engine.has_unfinished_requests()
+    assert "choose" not in vars(engine.graphs)  # nothing watches any longer
 
 
 def test_every_id_is_a_word_of_its_own():
@@ -90,3 +127,10 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
     assert steps == [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
     assert all(row["error"] < 0.05 for row in rows if row.get("tp") == 2)
+
+
+def test_idle_time_is_told_by_what_ran_before_and_behind():
+    row = step_kernels.by_name([(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2)
+    assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
+    assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
+    assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}

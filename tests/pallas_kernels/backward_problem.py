@@ -85,7 +85,9 @@ class BackwardProblem:
             assert not np.isnan(got).any(), f"{name}'s gradient is off by NaN"
             error, allowed = got - want, self.in_16_bits[name] - want
             rounding = float(jnp.finfo(self.setting.dtype).eps) * np.abs(want).max(initial=0.0)
-            bound = 2 * np.abs(allowed).max(initial=0.0) + rounding / 2
+            # A lone key's score has no gradient: two sums in float32 cancel, but for what they lose.
+            cancelled = 16 * float(np.finfo(np.float32).eps)
+            bound = 2 * np.abs(allowed).max(initial=0.0) + max(rounding / 2, cancelled)
             off, mean_square = np.abs(error).max(initial=0.0), (error**2).mean()
             assert off <= bound, f"{name}'s gradient is off by {off}, more than {bound}"
             assert mean_square <= 2 * (allowed**2).mean() + 1e-12, (
