@@ -21,17 +21,17 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
+# Most of what is installed here is never imported: Python compiles the rest where it is.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "jattn needs Python >= 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q -e '.[models,plot,serve,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
+	$(BIN)/pip install -q --no-compile -e '.[models,plot,serve,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
 	@touch $@
 
 $(PLUGIN_STAMP): $(STAMP)
 	rm -rf $(PLUGIN)
-	$(BIN)/pip install -q --target $(PLUGIN) --no-deps $(PLUGIN_WHEELS)
+	$(BIN)/pip install -q --no-compile --target $(PLUGIN) --no-deps $(PLUGIN_WHEELS)
 	@touch $@
 
 demo: $(STAMP)  ## complete a few prompts with the model that ships here

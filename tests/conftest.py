@@ -3,17 +3,23 @@
 import json
 import os
 import pathlib
+import time
 
 import hypothesis
 import jaxtyping
 import pytest
 
+EXECUTABLES = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "executables"
 # XLA's threads on a CPU: an interpreted warpgroup that waits holds one, and two, one a core, were too few.
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Programs here are compiled once and run once, on little: LLVM's passes took a third of the time.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Many tests, both workers and processes that tests start build the same programs: compiled once.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402  (after the platform is chosen)
@@ -23,8 +29,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jattn", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("jattn")
 
+DAY = 24 * 3600
 KERNELS = pathlib.Path(__file__).parent / "pallas_kernels"
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def pytest_sessionstart(session):
+    """Executables of older days go: programs change, and with them what they are kept under."""
+    if not hasattr(session.config, "workerinput"):
+        for file in EXECUTABLES.glob("*"):
+            if time.time() - file.stat().st_mtime > DAY:
+                file.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def keep_executables_in(folder: str | os.PathLike[str] | None) -> None:
@@ -21,6 +22,7 @@ def keep_executables_in(folder: str | os.PathLike[str] | None) -> None:
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"cache_dir must be a folder, got the file {path}.")
     path.mkdir(parents=True, exist_ok=True)
+    compilation_cache.reset_cache()  # else JAX stays with the folder that it used before, if it did
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
