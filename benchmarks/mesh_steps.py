@@ -94,7 +94,7 @@ class Steps:
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
         self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
         buckets = [one.bucket for one in self._metadata.values()]
-        self._graphs = jattn.DecodeGraphs(make_step(graphdef), buckets)
+        self._graphs = jattn.DecodeGraphs(make_step(graphdef), buckets, model.mesh)
         start = time.perf_counter()
         abstract = lambda bucket: [jax.eval_shape(lambda: self._inputs(bucket.max_tokens))]
         of = {"block_size": BLOCK_SIZE, "inputs": abstract, "progress": False}

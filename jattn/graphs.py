@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jattn.bucket import Bucket
 from jattn.executables import Executables, Lower, bar
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
 from jattn.metadata.buckets import default_capture_sizes
+from jattn.packing import PackedSteps
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
 from pallas_kernels.checks import require, require_positive
@@ -34,13 +36,14 @@ class DecodeGraphs:
     Source: vLLM `CudagraphDispatcher`; larger batches are an error here, not an eager step.
     """
 
-    def __init__(self, step: GraphStep, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, step: GraphStep, buckets: Iterable[Bucket], mesh: Mesh | None = None) -> None:
         """Compiles nothing yet.
 
         Args:
             step: `(params, caches, metadata, *inputs) -> (outputs, caches)`, jit-able. The caches, any pytree
                 of PagedCache, are donated.
             buckets: The sizes to run. Each must have max_blocks.
+            mesh: That the step runs on: to several devices, what the host gives it goes as one array.
 
         Raises:
             ValueError: There is no bucket, one without max_blocks, or what is none; step is no function.
@@ -55,6 +58,9 @@ class DecodeGraphs:
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=0, donate_argnums=2)
         self._leaves: Leaves | None = None  # of the last step's parameters
         self._executables = Executables()
+        self._packed = (
+            None if mesh is None or mesh.size == 1 else PackedSteps(functools.partial(_on_leaves, step))
+        )
 
     @property
     def num_compiles(self) -> int:
@@ -83,9 +89,12 @@ class DecodeGraphs:
         if executable is None:
             rule = f"be one of the buckets {named(self.buckets)}"
             require(bucket in self.buckets, "metadata.bucket", rule, bucket)
-            arguments = leaves.values, caches, metadata, *inputs
-            lower = lambda _: self._step.lower(leaves.structure, *arguments)
-            executable = self._executables.get(bucket, lower)
+            arguments = leaves.values, caches, (metadata, *inputs)
+            executable = self._executables.get(
+                bucket, lambda one: self._lowered(one, leaves.structure, *arguments)
+            )
+        if self._packed is not None:
+            return executable(leaves.values, caches, *self._packed.pack(bucket, (metadata, *inputs)))
         return executable(leaves.values, caches, metadata, *inputs)
 
     def leaves_of(self, params: Any) -> Leaves:
@@ -155,12 +164,17 @@ class DecodeGraphs:
     ) -> Lower:
         """Lowers a bucket for arguments such as these; later, when these may have been donated."""
         leaves = self.leaves_of(params)
-        structure, given = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
+        given = leaves.structure, *jax.tree.map(_abstract, (leaves.values, caches))
+        arguments = lambda bucket: (abstract_metadata(bucket, block_size), *inputs(bucket))
+        return lambda bucket: self._lowered(bucket, *given, arguments(bucket))
 
-        def lower(bucket: Bucket) -> jax.stages.Lowered:
-            return self._step.lower(structure, *given, abstract_metadata(bucket, block_size), *inputs(bucket))
-
-        return lower
+    def _lowered(
+        self, bucket: Bucket, structure: Any, leaves: Any, caches: Any, arguments: tuple[Any, ...]
+    ) -> jax.stages.Lowered:
+        """The step of a bucket, its arguments packed where they go to a mesh."""
+        if self._packed is None:
+            return self._step.lower(structure, leaves, caches, *arguments)
+        return self._packed.lower(bucket, structure, leaves, caches, arguments)
 
     def choose(
         self,

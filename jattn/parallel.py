@@ -44,15 +44,21 @@ def check_mesh(mesh: Any) -> None:
     require(mesh.axis_names == (TP, CP), "mesh's axes", f"be {(TP, CP)}", mesh.axis_names)
 
 
+def mesh_of(model: Any) -> Mesh | None:
+    """The mesh that a model is spread over; None where it has none."""
+    mesh: Mesh | None = getattr(model, "mesh", None)
+    return mesh
+
+
 def num_parts(model: Any) -> int:
     """Devices that a model, and its caches, are spread over; 1 where it has no mesh."""
-    mesh = getattr(model, "mesh", None)
+    mesh = mesh_of(model)
     return 1 if mesh is None else mesh.size
 
 
 def num_ranks(model: Any) -> int:
     """Devices that the keys of a request are spread over; 1 where the model has no mesh."""
-    mesh = getattr(model, "mesh", None)
+    mesh = mesh_of(model)
     return 1 if mesh is None else mesh.shape[CP]
 
 

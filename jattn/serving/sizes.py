@@ -7,7 +7,7 @@ import jax
 
 from jattn.bucket import Bucket
 from jattn.graphs import WASTE, DecodeGraphs, GraphStep, default_buckets
-from jattn.parallel import num_parts
+from jattn.parallel import mesh_of, num_parts
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.prompts import require_list_of_ints
@@ -272,7 +272,7 @@ class StepLimits(NamedTuple):
         max_blocks = self.max_blocks(model, num_blocks)
         if self.batch_invariant:
             sizes = self.max_num_seqs, self.max_num_batched_tokens, max_blocks
-            return DecodeGraphs(step, invariant_buckets(*sizes))
+            return DecodeGraphs(step, invariant_buckets(*sizes), mesh_of(model))
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
@@ -288,7 +288,7 @@ class StepLimits(NamedTuple):
                 buckets = few_of(buckets)
         if num_draft_tokens:
             buckets = [*buckets, *self.draft_buckets(model, num_blocks, num_draft_tokens)]
-        graphs = DecodeGraphs(step, buckets)
+        graphs = DecodeGraphs(step, buckets, mesh_of(model))
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,
             num_prefills=min(self.max_num_seqs, self.max_num_batched_tokens),
