@@ -164,7 +164,7 @@ class DecodeGraphs:
     ) -> Lower:
         """Lowers a bucket for arguments such as these; later, when these may have been donated."""
         leaves = self.leaves_of(params)
-        given = leaves.structure, *jax.tree.map(_abstract, (leaves.values, caches))
+        given: Any = leaves.structure, *jax.tree.map(_abstract, (leaves.values, caches))
         arguments = lambda bucket: (abstract_metadata(bucket, block_size), *inputs(bucket))
         return lambda bucket: self._lowered(bucket, *given, arguments(bucket))
 
