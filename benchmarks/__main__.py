@@ -20,6 +20,7 @@ from benchmarks import (
     sparse,
     starts,
     table,
+    training,
     tune,
     write,
 )
@@ -28,6 +29,7 @@ SUITES = {
     "decode": decode,
     "prefill": prefill,
     "backward": backward,
+    "training": training,
     "sparse": sparse,
     "tune": tune,
     "graphs": graphs,

@@ -88,6 +88,12 @@ def test_it_writes_losses_and_pictures(tmp_path, capsys):
     for history in losses.values():
         assert history["tokens"] == [64, 128, 192, 256, 320]
         assert history["bits"][-1] < history["bits"][0]
-    for name in ("loss", "masks"):
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["pattern"] for row in rows] == ["window", "NSA"]
+    for row in rows:
+        assert row["largest_difference"] < 1e-3
+        assert 0 < row["held_out_bits_cached"] < 9
+        assert (row["steps"], row["tokens"]) == (5, 320)
+    for name in ("loss", "decode", "masks"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("def main(argv=None)") == 2
