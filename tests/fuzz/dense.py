@@ -137,7 +137,7 @@ def _given(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray
     case["_has_keys"] = np.broadcast_to(
         row < len(case["lens"]) if case["layout"] == "packed" else case["kv_tokens"] > 0, row.shape
     )
-    return arrays, options, seen
+    return arrays, options, np.asarray(seen)
 
 
 def _made(case: dict, rng: np.random.Generator, i, j, row) -> tuple:
@@ -202,7 +202,7 @@ def _formula(case: dict, arrays: dict, seen: np.ndarray, of_out, of_lse):
     sinks = jnp.full(case["heads"][0], -jnp.inf) if not case["sinks"] else arrays["sinks"]
     sinks = jnp.where(case["_has_keys"], sinks[:, None], -jnp.inf)  # [q_heads, q_tokens]
     sinks = jnp.broadcast_to(sinks, scores.shape[:3])[..., None]
-    is_any = seen.any(axis=-1, initial=False) | (case["sinks"] & case["_has_keys"])
+    is_any = np.any(seen, axis=-1) | (case["sinks"] & case["_has_keys"])
     scores = jnp.where(is_any[..., None], jnp.concatenate([scores, sinks], axis=-1), 0.0)
     lse = jax.nn.logsumexp(scores, axis=-1)
     shares = jnp.where(seen, jnp.exp(scores - lse[..., None])[..., :-1], 0.0)
