@@ -81,7 +81,9 @@ def main(arguments: argparse.Namespace) -> None:
     if "fp8" in cases:
         how: Any = {"quantization": "fp8_per_token_head", "blocks": 40_000, "rows": 64}
         engine = engine_of(model, arguments.cache_dir, **how)
-        rows.add(name="decode_fp8_64x4096", **decode_step(engine, 64, 4096))
+        rows.add(
+            name="decode_fp8_64x4096", **kernels(engine, 64, 4096), logprob_error=logprob_error(engine, model)
+        )
 
 
 def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows: Rows) -> None:
@@ -130,6 +132,7 @@ def started(model: Any, cache_dir: str | None, *, waits: bool) -> tuple[Engine, 
     taken["executables_when_ready"] = engine.stats.num_compiles
     if waits:
         engine.graphs.wait()
+        engine.warm_up()
         taken |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
     return engine, taken
 

@@ -1,7 +1,8 @@
 """`jattn serve` on an 8B-wide Qwen3 with random weights, beside its engine without a server: what HTTP costs.
 
 The same prompts arrive at the same times, at the server from a process of its own. No row unless the server
-says what the engine says, and every request has come to its end.
+says what the engine says, and every request has come to its end. `--draw ROWS --plot FILE` draws what was
+measured before.
 """
 
 import argparse
@@ -19,8 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jattn
 from benchmarks.device_time import Rows
-from benchmarks.engine import QWEN3_8B, TOLERANCE, engine_of, logprob_error
+from benchmarks.engine import QWEN3_8B, TOLERANCE, logprob_error
 from benchmarks.random_decoder import random_decoder
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.commands.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
@@ -38,44 +40,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks serve` takes."""
     parser.add_argument("--cache-dir", help="where executables are kept from one run to the next")
     parser.add_argument("--out", help="folder of the rows")
+    parser.add_argument("--draw", metavar="ROWS", help="measures nothing: a file of rows to draw")
     parser.add_argument("--plot", help="where to draw them (the extra jattn[plot])")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Each rate, first the engine and then the server."""
+    """Each rate, at the engine and at the server."""
+    if arguments.draw is not None:
+        lines = pathlib.Path(arguments.draw).read_text().splitlines()
+        draw([json.loads(line) for line in lines], arguments.plot)
+        return
     rows, model = Rows("serve", arguments.out), random_decoder(QWEN3_8B)
     engine = engine_of(model, arguments.cache_dir)
-    engine.precompile(progress=False, wait=False)
-    engine.graphs.wait()
+    engine.precompile(progress=False)
     error = logprob_error(engine, model)
     if error > TOLERANCE:
         raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
     model.tokenizer = engine.tokenizer = word_tokenizer(QWEN3_8B["vocab_size"])
-    made = compared(engine, RATES, seconds=SECONDS, input_len=INPUT_LEN, output_len=OUTPUT_LEN)
-    for row in made:
+    made = []
+    for row in compared(engine, RATES, seconds=SECONDS, input_len=INPUT_LEN, output_len=OUTPUT_LEN):
         rows.add(name=f"rate_{row['request_rate']:g}", logprob_error=error, **row)
+        made.append(row)
     if arguments.plot is not None:
         draw(made, arguments.plot)
 
 
-def compared(engine: Engine, rates: Sequence[float], *, seconds: float, **lens: int) -> list[dict[str, Any]]:
+def engine_of(model: Any, cache_dir: str | None) -> Engine:
+    """Of 256 requests, with what these rates need of the usual buckets."""
+    sizes: list[dict[str, int]] = [{"max_decodes": rows} for rows in (8, 16, 32, 64, 96, 128, 192, 256)]
+    for tokens in (2048, 8192):
+        prompts = {"max_prefills": 256, "max_prefill_tokens": tokens}
+        sizes += [prompts, {"max_decodes": 256, **prompts}]
+    return Engine(
+        model,
+        num_blocks=24_000,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        buckets=[jattn.Bucket(max_blocks=512, **size) for size in sizes],
+        enable_prefix_caching=False,  # each rate has the same prompts
+        cascade_attention=False,
+        cache_dir=cache_dir,
+    )
+
+
+def compared(
+    engine: Engine, rates: Sequence[float], *, seconds: float, **lens: int
+) -> Iterator[dict[str, Any]]:
     """A row for each rate; the engine's numbers, the server's, and what lies between them."""
     sizes = [{"num_prompts": max(round(rate * seconds), 1), **lens} for rate in rates]
     runs = list(zip(rates, sizes, strict=True))
-    asyncio.run(at_the_engine(engine, rates[-1], sizes[-1]))  # what a first run makes is not measured
-    alone = [asyncio.run(at_the_engine(engine, rate, size)) for rate, size in runs]
+    for rate, size in runs:  # what an executable's first runs make is not measured
+        asyncio.run(at_the_engine(engine, rate, size))
     (prompt,) = drawn_prompts(1, lens["input_len"], PROMPT_IDS, random.Random(2))
     want = engine.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0].text
-    with serving(engine) as url:
-        require_same_text(url, prompt, want)
-        served = [at_the_server(url, rate, size) for rate, size in runs]
-    rows = []
-    for (rate, size), one, other in zip(runs, alone, served, strict=True):
-        for told in (one, other):
+    for rate, size in runs:
+        alone = asyncio.run(at_the_engine(engine, rate, size))
+        times: list[float] = []
+        with serving(engine, times) as url:
+            require_same_text(url, prompt, want)
+            served = at_the_server(url, rate, size)
+        for told in (alone, served):
             if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * lens["output_len"]:
                 raise SystemExit(f"not all requests came to their end: {told}: no rows")
-        rows.append({"request_rate": rate, **size, **beside(one, other)})
-    return rows
+        host = {"server_loop_us_per_token": 1e6 * times[0] / served["num_tokens"]}
+        yield {"request_rate": rate, **size, **beside(alone, served), **host}
 
 
 def beside(engine: dict[str, Any], server: dict[str, Any]) -> dict[str, Any]:
@@ -123,13 +151,18 @@ def at_the_server(url: str, rate: float, sizes: dict[str, int]) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def serving(engine: Engine) -> Iterator[str]:
-    """A server in a thread; where it listens."""
+def serving(engine: Engine, times: list[float]) -> Iterator[str]:
+    """A server in a thread; where it listens. Seconds of a processor that its thread took go to `times`."""
     server_of: Any = importlib.import_module("jattn.serving.server")
     options = server_of.ServerOptions(port=0)
     sock = server_of.listening(options)
     server = server_of.Server(engine, options, log_level="warning")
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+
+    def run() -> None:
+        server.run(sockets=[sock])
+        times.append(time.thread_time())
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         while not server.service.is_ready:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from benchmarks import bars
+from benchmarks.gpu_tests import runs_of
 from benchmarks.recorded import rows_of
 from benchmarks.serving_tables import cascades_table, drafts_table, engine_table, gradients_table
 
@@ -270,14 +271,16 @@ def quantization_table(file: str) -> str:
 
 def gpu_tests_line(file: str) -> str:
     """What the last run of all tests marked gpu came to."""
-    rows = rows_of(file)
+    rows = runs_of(rows_of(file))
     if not rows:
         return "No run of the GPU tests is recorded yet.\n"
     row = rows[-1]
     commit, driver = row["commit"] or "unknown", row["driver"] or "unknown"
     versions = f"jax {row['jax']}, jaxlib {row['jaxlib']}, driver {driver}"
+    several = row.get("gpus", 1) > 1
+    gpu = f"{row['gpus']} {row['gpu']}" if several else f"an {row['gpu']}"
     skipped = f", {row['skipped']} skipped" if row["skipped"] else ""
     return (
-        f"GPU tests, last run {row['date']} at commit {commit} on an {row['gpu']} ({versions}):\n"
+        f"GPU tests, last run {row['date']} at commit {commit} on {gpu} ({versions}):\n"
         f"{row['passed']} passed, {row['failed']} failed{skipped}, in {row['seconds']} s.\n"
     )

@@ -14,49 +14,59 @@ def covering_array(
     """
     rng = random.Random(seed)
     names = list(factors)
-    pairs = {
+    choices = [(name, index) for name in names for index in range(len(factors[name]))]
+    bit_of = {choice: 1 << number for number, choice in enumerate(choices)}
+    left = [
         ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
-        if allowed({a: factors[a][x], b: factors[b][y]})
-    }
-    rank = {name: i for i, name in enumerate(names)}
-    left = sorted(pairs)
+        for (a, x), (b, y) in itertools.combinations(choices, 2)
+        if a != b and allowed({a: factors[a][x], b: factors[b][y]})
+    ]
+    left.sort()
+    missing = dict.fromkeys(choices, 0)  # of each choice: a bit for each that it has still to meet
+    for one, other in left:
+        missing[one] |= bit_of[other]
+        missing[other] |= bit_of[one]
     cases = []
-    while pairs:
-        candidates = [_candidate(factors, rank, pairs, rng.choice(left), allowed, rng) for _ in range(tries)]
-        best = max((c for c in candidates if c), key=lambda c: len(_covered(c, names) & pairs), default=None)
-        gain = _covered(best, names) & pairs if best else set()
-        if not gain:
+    while left:
+        tried = [_candidate(factors, bit_of, missing, rng.choice(left), allowed, rng) for _ in range(tries)]
+        best = max((c for c in tried if c), key=lambda c: _gain(c, bit_of, missing), default=None)
+        if best is None or _gain(best, bit_of, missing) == 0:
             raise AssertionError(f"no allowed case has any of {left[:3]}")
-        pairs -= gain
-        left = [pair for pair in left if pair in pairs]
+        met = _bits(best, bit_of)
+        for choice in best.items():
+            missing[choice] &= ~met
+        left = [(one, other) for one, other in left if missing[one] & bit_of[other]]
         cases.append({name: factors[name][best[name]] for name in names})
     return cases
 
 
-def _covered(case: dict[str, int], names: list[str]) -> set:
-    return set(itertools.combinations([(name, case[name]) for name in names], 2))
+def _bits(case: dict[str, int], bit_of: dict[tuple[str, int], int]) -> int:
+    return sum(bit_of[choice] for choice in case.items())
 
 
-def _candidate(factors, rank, pairs, start, allowed, rng) -> dict[str, int] | None:
+def _gain(
+    case: dict[str, int], bit_of: dict[tuple[str, int], int], missing: dict[tuple[str, int], int]
+) -> int:
+    """Twice the number of pairs that no case had yet."""
+    met = _bits(case, bit_of)
+    return sum((missing[choice] & met).bit_count() for choice in case.items())
+
+
+def _candidate(factors, bit_of, missing, start, allowed, rng) -> dict[str, int] | None:
     """One case, grown greedily around the uncovered pair `start`."""
     case = dict(start)
+    met = _bits(case, bit_of)
     grown = {name: factors[name][index] for name, index in start}
-    rest = [name for name in rank if name not in case]
+    rest = [name for name in factors if name not in case]
     rng.shuffle(rest)
     for name in rest:
-        before = [choice for choice in case.items() if rank[choice[0]] < rank[name]]
-        after = [choice for choice in case.items() if rank[choice[0]] > rank[name]]
         options = []
         for index, value in enumerate(factors[name]):
             if allowed(grown | {name: value}):
-                this = (name, index)
-                new = sum((other, this) in pairs for other in before)
-                new += sum((this, other) in pairs for other in after)
-                options.append((new, rng.random(), index))
+                options.append(((missing[name, index] & met).bit_count(), rng.random(), index))
         if not options:
             return None
         case[name] = max(options)[2]
+        met |= bit_of[name, case[name]]
         grown[name] = factors[name][case[name]]
     return case

@@ -17,14 +17,14 @@ from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A search for sizes, a model of a machine, the tests on a GPU, and the pages.
-OTHERS = {"tune", "engine-model", "gpu-tests", "table"}
+# A search for sizes, a model of a machine, ten minutes of clients, the tests on a GPU, and the pages.
+OTHERS = {"tune", "engine-model", "crowds", "gpu-tests", "table"}
 
 
 def test_make_bench_runs_every_suite_as_one():
     makefile = (ROOT / "Makefile").read_text()
     ((suites, command),) = re.findall(
-        r"^bench:.*\n\tfor suite in ([a-z ]+); do (.*)$", makefile, re.MULTILINE
+        r"^bench:.*\n\tfor suite in ([a-z0-9 ]+); do (.*)$", makefile, re.MULTILINE
     )
     assert sorted(suites.split()) == sorted(SUITES.keys() - OTHERS)
     assert command == "$(PYTHON) -m benchmarks $$suite || exit 1; done"
@@ -33,14 +33,19 @@ def test_make_bench_runs_every_suite_as_one():
 @pytest.mark.kernels
 def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "PROMPT_IDS", 256)
-    (slow, fast) = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    rows = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    (slow, fast) = rows = list(rows)
     assert (slow["num_prompts"], fast["num_prompts"]) == (2, 8)
     for row in (slow, fast):
         for kind in serve.TIMES:
             assert min(row[f"server_{kind}_p50"], row[f"engine_{kind}_p50"]) > 0
         cost = row["server_time_to_first_token_ms_p50"] - row["engine_time_to_first_token_ms_p50"]
         assert row["time_to_first_token_ms_p50_cost"] == cost
-    serve.draw([slow, fast], str(tmp_path / "rows.svg"))
+        assert row["server_loop_us_per_token"] > 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["benchmarks", "serve", "--draw", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", [*command, "--plot", str(tmp_path / "rows.svg")])
+    main()
     assert (tmp_path / "rows.svg").stat().st_size > 1000
 
 

@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import gpu_tests, recorded, table
+from benchmarks import gpu_tests, gpu_workers, recorded, table
 
 TESTS = """
 import pytest
@@ -32,7 +33,35 @@ def test_skips(): pytest.skip("not today")
 
 def test_is_for_no_gpu(): assert False
 """
-CONFIG = "[pytest]\naddopts = -q -m 'not gpu'\nmarkers =\n    gpu: needs one\n"
+TESTS_OF_TWO = """
+import os, time
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("i", range(40))
+def test_sees_its_worker_s(i):
+    time.sleep(0.05)
+    worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("GPU-a", "GPU-b", "GPU-a")[worker]
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+def test_sees_both(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+"""
+CONFIG = (
+    "[pytest]\naddopts = -q -p xdist -m 'not gpu'\nmarkers =\n    gpu: needs one\n    gpus: needs several\n"
+)
+PART = {"date": "2026-11-23", "commit": "abc", "gpu": "NVIDIA H200", "gpus": 1, "driver": None} | {
+    **{
+        "jax": "0.11.2",
+        "jaxlib": "0.11.2",
+        "passed": 5,
+        "failed": 0,
+        "skipped": 1,
+        "seconds": 7,
+        "part": "1/2",
+    }
+}
 
 
 @pytest.fixture
@@ -43,13 +72,15 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_tests, "RESULTS", tmp_path)
     monkeypatch.setattr(recorded, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu_tests, "NAME_DEVICE", "print('NVIDIA H200')")
+    monkeypatch.setattr(gpu_tests, "NAME_DEVICES", "print('NVIDIA H200')")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis takes a second in each process
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[1]))  # where the plugin is
     return tmp_path
 
 
-def run(commit=None):
+def run(commit=None, jobs=2, part="1/1"):
     with pytest.raises(SystemExit) as exit:
-        gpu_tests.main(argparse.Namespace(jobs=2, commit=commit))
+        gpu_tests.main(argparse.Namespace(jobs=jobs, commit=commit, part=part))
     return exit.value.code
 
 
@@ -71,6 +102,45 @@ def test_a_run_without_tests_leaves_no_row(tree):
     (tree / "test_it.py").write_text("")
     assert run() == 5
     assert not (tree / "gpu-tests.jsonl").exists()
+
+
+@pytest.mark.kernels
+def test_workers_share_the_gpus_and_tests_of_several_see_all(tree, monkeypatch):
+    (tree / "test_it.py").write_text(TESTS_OF_TWO)
+    monkeypatch.setattr(gpu_tests, "NAME_DEVICES", "print('NVIDIA H200\\nNVIDIA H200')")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert run(jobs=3) == 0
+    (row,) = map(json.loads, (tree / "gpu-tests.jsonl").read_text().splitlines())
+    assert (row["gpus"], row["passed"], row["failed"], row["skipped"]) == (2, 41, 0, 0)
+    assert " on 2 NVIDIA H200 (" in table.gpu_tests_line("gpu-tests.jsonl")
+
+
+@pytest.mark.kernels
+def test_parts_make_a_run_when_all_are_there(tree, capfd):
+    assert run(commit="abc", jobs=1, part="2/2") == 1
+    assert table.gpu_tests_line("gpu-tests.jsonl") == "No run of the GPU tests is recorded yet.\n"
+    assert "test_passes" not in capfd.readouterr().out
+    assert run(commit="abc", jobs=1, part="1/2") == 1
+    assert "test_passes[4]" in capfd.readouterr().out
+    assert "\n5 passed, 2 failed, 1 skipped, in " in table.gpu_tests_line("gpu-tests.jsonl")
+
+
+def test_a_part_run_again_counts_as_it_was_then():
+    again, other = PART | {"passed": 6, "seconds": 9}, PART | {"part": "2/2"}
+    of_another_tree = PART | {"commit": "abc+", "part": "2/2"}
+    (run,) = gpu_tests.runs_of([PART, of_another_tree, again, other])
+    assert (run["passed"], run["skipped"], run["seconds"]) == (11, 2, 16)
+    assert "part" not in run
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "1/"])
+def test_a_part_is_one_of_a_whole(part):
+    with pytest.raises(ValueError, match=f"part must be i/n with 1 <= i <= n, got {part}"):
+        gpu_workers.part_of(part)
+
+
+def test_a_part_without_tests_is_no_failure_where_others_had_some():
+    assert [gpu_tests.worst_of(of) for of in ([0, 5], [5, 5], [1, 5], [1, 2])] == [0, 5, 1, 2]
 
 
 def test_a_tree_that_is_no_checkout_has_no_commit(tmp_path):

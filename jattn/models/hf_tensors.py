@@ -49,11 +49,15 @@ class Layout:
         join: The parts, and our shape -> ours. Of a projection parts are [out, *inputs], the shape
             is out's, and the result [*out, *inputs].
         is_whole_array: Parts are the tensors as they are, of no projection's.
+        is_stacked: The parts of a projection stand in one tensor, the rows of one behind those of another.
+        has_views: What split gives of a host's array are views of it.
     """
 
     split: Callable[[Any], Sequence[Any]]
     join: Callable[[Sequence[Array], tuple[int, ...]], Array]
     is_whole_array: bool = False
+    is_stacked: bool = False
+    has_views: bool = True
 
 
 def _split_heads(array: Any) -> tuple[Any, Any, Any]:
@@ -71,12 +75,6 @@ def _cut_heads(whole: Array, out: tuple[int, ...]) -> list[Array]:
     kv_heads, width, head_dim = out
     ends = np.multiply((width - 2, width - 1), kv_heads * head_dim)
     return jnp.split(whole, ends)
-
-
-def _stacked(array: Any) -> Any:
-    parts = _split_heads(array)
-    inputs = array.shape[:-3]
-    return jnp.concatenate([part.reshape(*inputs, -1) for part in parts], axis=-1)
 
 
 def _reshaped(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
@@ -101,7 +99,7 @@ LAYOUTS = {
     # Queries, keys, values: three matrices; one, all queries before all keys before all values.
     "heads_apart": Layout(_split_heads, _join_heads),
     "heads_stacked": Layout(
-        lambda array: (_stacked(array),), lambda parts, out: _join_heads(_cut_heads(parts[0], out), out)
+        _split_heads, lambda parts, out: _join_heads(_cut_heads(parts[0], out), out), is_stacked=True
     ),
     # Gates and the rest [..., 2, inner]: two matrices; one whose rows are of the first and the other in turn.
     "gates_apart": Layout(
@@ -119,7 +117,10 @@ LAYOUTS = {
         is_whole_array=True,
     ),
     "experts_in_turn": Layout(
-        lambda array: (_in_turn(array),), lambda parts, shape: _from_turns(parts[0]), is_whole_array=True
+        lambda array: (_in_turn(array),),
+        lambda parts, shape: _from_turns(parts[0]),
+        is_whole_array=True,
+        has_views=False,
     ),
     "experts_stacked": Layout(
         lambda array: (array.reshape(len(array), -1, array.shape[-1]).swapaxes(1, 2),),
@@ -177,6 +178,7 @@ def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:
         return dict(zip(names, (array,), strict=True))
     inputs = array.shape[:1] if path[-1] == "kernel" else ()
     rows = [part.reshape(*inputs, -1) for part in layout.split(array)]
+    rows = [jnp.concatenate(rows, axis=-1)] if layout.is_stacked else rows
     return {name: part if stored.is_turned else part.T for name, part in zip(names, rows, strict=True)}
 
 
@@ -202,6 +204,31 @@ class Join:
         if LAYOUTS[self.layout].is_whole_array:
             return self.layout == "array"
         return self.leaf not in _OF_PROJECTIONS
+
+    @property
+    def has_views(self) -> bool:
+        """Whether a parameter on the host can be written where it stays (`pairs`)."""
+        return LAYOUTS[self.layout].has_views
+
+    def pairs(self, whole: np.ndarray, tensors: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Views of a parameter on the host, and of the tensors what belongs there, shape by shape.
+
+        Args:
+            whole: The parameter, in C order.
+            tensors: As `__call__`'s parts.
+        """
+        layout = LAYOUTS[self.layout]
+        if layout.is_whole_array:
+            targets: Sequence[Any] = layout.split(whole)
+        elif self.is_nothing:
+            targets = (whole,)
+        else:
+            targets = layout.split(whole)
+            turned = [tensor if self.is_turned else tensor.T for tensor in tensors]  # [inputs, out], or [out]
+            num_inputs = whole.shape[0] if self.leaf == "kernel" else 1
+            ends = np.cumsum([target.size // num_inputs for target in targets])[:-1]
+            tensors = np.split(turned[0], ends, axis=-1) if layout.is_stacked else turned
+        return [(t, tensor.reshape(t.shape)) for t, tensor in zip(targets, tensors, strict=True)]
 
     def __call__(self, parts: Sequence[Array]) -> Array:
         """The parameter.

@@ -3,10 +3,12 @@
 import functools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -24,7 +26,7 @@ from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
-from jattn.models.hf_tensors import hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
@@ -32,6 +34,8 @@ from jattn.models.spreading import gathered, spread, whole_shape
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import CP, TP
+
+_READERS = 2  # parameters at a time; one is sent or written while another is joined or compiled for
 
 
 def load_shapes(
@@ -142,26 +146,43 @@ def load(
     tensors = _tensors(directory, config)
     graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), tensors_in(config.family, tensors)
-    whole = {path: whole_shape(config, path, value.shape) for path, value in flat.items()}
-    parts = {path: hf_shapes(names, path, shape) for path, shape in whole.items()}
-    shapes = {name: shape for part in parts.values() for name, shape in part.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, value in flat.items():
+        shapes |= hf_shapes(names, path, whole_shape(config, path, value.shape))
     kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
     check_tensors(tensors, shapes, may_repeat_head=config.tie_word_embeddings)
-    bar = optional_module("tqdm").tqdm(flat.items(), f"Loading {directory.name}", disable=not progress)
-    for path, value in bar:
-        join = join_of(names, path, whole[path])
-        on = None
-        if mesh is not None:
-            on = OnMesh(sharding_of(mesh, path, len(value.shape)), functools.partial(spread, config, path))
-        array = read_parameter([tensors[name] for name in parts[path]], join, value.dtype, on_mesh=on)
-        flat[path] = value.replace(array)
+    read = _reader(config, names, tensors, mesh)
+    bar = optional_module("tqdm").tqdm(None, f"Loading {directory.name}", len(flat), disable=not progress)
+    with bar, ThreadPoolExecutor(_READERS) as readers:
+        for path, array in zip(flat, readers.map(read, flat, list(flat.values())), strict=True):
+            flat[path] = flat[path].replace(array)
+            bar.update()
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales, model.generation_config = kv_scales, generation_config
     if (directory / "tokenizer.json").exists():
         model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return model
+
+
+def _reader(
+    config: DecoderConfig, names: Mapping[str, Stored], tensors: Mapping[str, Tensor], mesh: Mesh | None
+) -> Callable[[Path, Any], jax.Array]:
+    """Of an nnx path and a variable with its shape and dtype: the parameter, in any thread."""
+    device = next(iter(jnp.zeros(()).devices()))  # the caller's, whose thread may have another than others
+
+    def read(path: Path, variable: Any) -> jax.Array:
+        whole, on = whole_shape(config, path, variable.shape), None
+        if mesh is not None:
+            sharding = sharding_of(mesh, path, len(variable.shape))
+            on = OnMesh(sharding, functools.partial(spread, config, path))
+        stored = [tensors[name] for name in tensor_names(names, path, whole)]
+        how: dict[str, Any] = {"on_mesh": on, "is_on_host": device.platform == "cpu"}
+        with jax.default_device(device):
+            return read_parameter(stored, join_of(names, path, whole), variable.dtype, **how)
+
+    return read
 
 
 def save(model: Decoder, directory: str | pathlib.Path) -> None:

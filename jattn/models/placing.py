@@ -11,9 +11,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jattn.models.hf_tensors import Join
+from jattn.models.host_parameters import write_parameter
+from jattn.models.stored_tensors import StoredTensor
 from jattn.models.weight_formats import Tensor
 
 type Place = Callable[[np.ndarray], Array]
+
+PIECE = 1 << 26  # bytes of a tensor that are sent to the device at once
 
 
 def put(view: np.ndarray) -> Array:
@@ -47,6 +51,7 @@ def read_parameter(
     place: Place = put,
     *,
     on_mesh: "OnMesh | None" = None,
+    is_on_host: bool = False,
 ) -> Array:
     """A parameter, made of tensors of files. The host's memory of their bytes is given back.
 
@@ -58,19 +63,29 @@ def read_parameter(
         dtype: Of the parameter.
         place: Puts one array on the device, where there is one.
         on_mesh: How a mesh holds it; None = there is no mesh.
+        is_on_host: The device is the host: what is written there stays there, and nothing is placed.
     """
-    if on_mesh is None:
+    if on_mesh is None and is_on_host:
+        array = jax.device_put(_on_host(tensors, join, dtype), may_alias=True)
+    elif on_mesh is None:
         array = _read(tensors, join, dtype, place)
     elif _is_stored(tensors, join, dtype):
         array = on_mesh.put(tensors[0].sources[0].view())
     else:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            array = on_mesh.put(np.asarray(_read(tensors, join, dtype, jnp.asarray)))
+        array = on_mesh.put(_on_host(tensors, join, dtype))
     array.block_until_ready()  # what is on its way to the device is in the host's memory, too
     for tensor in tensors:
         for source in tensor.sources:
             source.release()
     return array
+
+
+def _on_host(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> np.ndarray:
+    stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
+    if join.has_views and len(stored) == len(tensors):
+        return write_parameter(stored, join, dtype)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return np.asarray(_read(tensors, join, dtype, jnp.asarray))
 
 
 def _is_stored(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> bool:
@@ -80,19 +95,43 @@ def _is_stored(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> bool:
 
 
 def _read(tensors: Sequence[Tensor], join: Join, dtype: np.dtype, place: Place) -> Array:
-    sources = tuple(tuple(place(source.view()) for source in tensor.sources) for tensor in tensors)
-    if _is_stored(tensors, join, dtype):
-        return sources[0][0]
-    return _made(sources, widen=tuple(tensor.widen for tensor in tensors), join=join, dtype=dtype)
+    sources = tuple(tuple(_sent(source, place) for source in tensor.sources) for tensor in tensors)
+    if _is_stored(tensors, join, dtype) and len(sources[0][0]) == 1:
+        return sources[0][0][0]
+    shapes = tuple(tuple(source.shape for source in tensor.sources) for tensor in tensors)
+    widen = tuple(tensor.widen for tensor in tensors)
+    return _made(sources, shapes=shapes, widen=widen, join=join, dtype=dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("widen", "join", "dtype"))
+def _sent(source: StoredTensor, place: Place) -> tuple[Array, ...]:
+    """A tensor on the device, in pieces of some rows: on its way there are never more than two of them."""
+    view = source.view()
+    if view.nbytes <= PIECE:
+        return (place(view),)
+    rows = view.reshape(-1, view.shape[-1])
+    count = max(1, PIECE // rows[0].nbytes)
+    pieces = [rows[first : first + count] for first in range(0, len(rows), count)]
+    sent: list[Array] = []
+    for number, piece in enumerate(pieces):
+        sent.append(place(piece))
+        if number:
+            sent[number - 1].block_until_ready()
+            source.release(pieces[number - 1])
+    return tuple(sent)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "widen", "join", "dtype"))
 def _made(
-    sources: tuple[tuple[Array, ...], ...],
+    sources: tuple[tuple[tuple[Array, ...], ...], ...],
     *,
+    shapes: tuple[tuple[tuple[int, ...], ...], ...],
     widen: tuple[Callable[..., Array] | None, ...],
     join: Join,
     dtype: np.dtype,
 ) -> Array:
-    parts = [of[0] if how is None else how(*of) for of, how in zip(sources, widen, strict=True)]
+    whole = lambda pieces, shape: pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces).reshape(shape)
+    parts = [
+        whole(of[0], shape[0]) if how is None else how(*map(whole, of, shape))
+        for of, shape, how in zip(sources, shapes, widen, strict=True)
+    ]
     return join(parts).astype(dtype)

@@ -65,10 +65,18 @@ class StoredTensor:
         flat = np.frombuffer(self.memory, dtype, count, self.start)
         return flat.reshape(self.shape)
 
-    def release(self) -> None:
-        """Gives the memory of its bytes back; who looks at them again has them read again."""
-        first = -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = self.stop // mmap.PAGESIZE * mmap.PAGESIZE
+    def release(self, part: np.ndarray | None = None) -> None:
+        """Gives the memory of its bytes back; who looks at them again has them read again.
+
+        Args:
+            part: A view of `view()`: only what lies between its first and its last byte; None = all of it.
+        """
+        start, stop = self.start, self.stop
+        if part is not None:
+            (begin, _), (first, end) = (np.lib.array_utils.byte_bounds(x) for x in (self.view(), part))
+            start, stop = start + first - begin, start + end - begin
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = stop // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 

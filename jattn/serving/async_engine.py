@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
 from jattn.serving.engine import Engine
-from jattn.serving.engine_thread import EngineThread, Reader
-from jattn.serving.outputs import RequestError, RequestOutput
+from jattn.serving.engine_thread import EngineThread
+from jattn.serving.outputs import RequestOutput
 from jattn.serving.prompts import Prompt, token_ids_of
+from jattn.serving.reader import Reader
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.stats import EngineStats
 from pallas_kernels.checks import require_type
@@ -46,7 +47,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: int | str | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Completes a prompt, and yields what each step brings it.
+        """Completes a prompt, and yields what each step brings it; who reads late gets several at once.
 
         Whoever stops reading (a task that is cancelled, `aclose()`) drops the request: its blocks are free
         before the next step.
@@ -73,11 +74,7 @@ class AsyncEngine:
         num_unfinished = params.n
         try:
             while num_unfinished:
-                news = await reader.news.get()
-                if isinstance(news, Exception):
-                    raise news if isinstance(news, ValueError) else _request_error(reader, news) from news
-                if news.error is not None:
-                    raise _request_error(reader, news.error) from news.error
+                news = await reader.get()
                 num_unfinished -= news.finish_reason is not None
                 yield news
         finally:
@@ -126,8 +123,3 @@ class AsyncEngine:
             vocab_size=self.engine.model.config.vocab_size,
         )
         return tokenise() if len(prompt) < LONG_TEXT else await asyncio.to_thread(tokenise)
-
-
-def _request_error(reader: Reader, error: Exception) -> RequestError:
-    told = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-    return RequestError(f"request {reader.request_id!r} could not be finished: {told}")

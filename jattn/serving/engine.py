@@ -108,22 +108,15 @@ class Engine:
         cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
         drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
         more = {"buckets": buckets, "cascade_attention": cascade_attention, "checks_batches": check_batches}
-        self._make_parts(limits, drafter, num_blocks, cache_bytes, cache, implementation, **more)
+        self._make_parts(limits, drafter, (num_blocks, cache_bytes), cache, implementation, **more)
 
     def _make_parts(
-        self,
-        limits: StepLimits,
-        drafter: Drafter,
-        num_blocks: int | None,
-        cache_bytes: int | None,
-        cache: dict[str, Any],
-        implementation: str | Sequence[str] | None,
-        **more: Any,
+        self, limits: StepLimits, drafter: Drafter, memory: Any, cache: Any, implementation: Any, **more: Any
     ) -> None:
         """Who schedules, drafts and runs."""
         self._processes = processes_of(getattr(self.model, "mesh", None), drafter.model)
         limits = limits.on_ranks(num_ranks(self.model))
-        num_blocks = limits.num_blocks_for(self.model, num_blocks, cache_bytes, cache, drafter.model)
+        num_blocks = limits.num_blocks_for(self.model, memory[0], memory[1], cache, drafter.model)
         if self._processes is not None:
             num_blocks = self._processes.agree(num_blocks, f"{limits} {cache} {implementation} {more}")
         self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
@@ -158,7 +151,7 @@ class Engine:
         return self._runner.explain()
 
     def precompile(self, *, progress: bool = True, wait: bool = True) -> None:
-        """Compiles the buckets now, not when a step first needs one.
+        """Compiles the buckets now, not when a step first needs one, and runs each once ready (`warm_up`).
 
         Args:
             progress: Shows a bar.
@@ -167,6 +160,20 @@ class Engine:
         """
         must_lead(self._processes)
         self._runner.precompile(progress, wait)
+        self.warm_up()
+
+    def warm_up(self, most: int | None = None, *, max_tokens: int | None = None) -> int:
+        """Runs executables that are new on no requests: first runs load kernels and make CUDA graphs.
+
+        Args:
+            most: So many, smallest first; None = all. An AsyncEngine does one at a time where it is idle.
+            max_tokens: Those whose steps have no more; None = all.
+
+        Returns:
+            How many of those are left.
+        """
+        must_lead(self._processes)
+        return self._core.warm_up(most, max_tokens)
 
     def follow(self) -> None:
         """Runs what process 0's engine runs until that is closed (docs/scaling.md); raises if one fails."""
@@ -329,17 +336,11 @@ class Engine:
             block_size=self.block_size,
             shares_prefixes=self._shares_prefixes,
         )
-        eos_ids = frozenset(self.model.config.eos_token_ids)
         how = {"tokenizer": self.tokenizer, "limits": limits, "grammars": self.grammars}
-        return {"eos_ids": eos_ids, **how}
+        return {"eos_ids": frozenset(self.model.config.eos_token_ids), **how}
 
     def _checked(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        max_tokens: int | Sequence[int] | None,
-        stop_ids: Sequence[int],
-        ignore_eos: bool,
+        self, prompts: Any, sampling_params: Any, max_tokens: Any, stop_ids: Sequence[int], ignore_eos: bool
     ) -> list[Request]:
         must_lead(self._processes)
         self._runner.weights.refresh()

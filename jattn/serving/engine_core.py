@@ -9,8 +9,9 @@ A step that fails takes its caches with it, which it was given to write into, an
 request: all end with the error, and the next ones find new caches.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jattn.serving.generation import Generation
 from jattn.serving.new_tokens import NewTokens
@@ -74,8 +75,24 @@ class EngineCore:
         Raises:
             Exception: What the step failed with; it has ended all that was under way.
         """
-        try:
+        with self._ends_all_on_error():
             self._run_step()
+
+    def warm_up(self, most: int | None, max_tokens: int | None) -> int:
+        """As `Engine.warm_up`, between two steps.
+
+        Raises:
+            Exception: As `run_step`: the caches are gone with it.
+        """
+        cold = self._runner.cold_buckets(max_tokens)
+        with self._ends_all_on_error():
+            self._runner.warm_up(cold[:most])
+        return len(cold) - len(cold[:most])
+
+    @contextlib.contextmanager
+    def _ends_all_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             cause = self._runner.cause_of(error)
             self._fail_all(cause)

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -11,24 +12,13 @@ from typing import Any
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import RequestError, RequestOutput
 from jattn.serving.prompts import Prompt
+from jattn.serving.reader import Reader
 from jattn.serving.sampling_params import SamplingParams
 from pallas_kernels.checks import require
 
+PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
+
 type News = RequestOutput | Exception
-
-
-class Reader:
-    """Where one task finds what its request brings, in the event loop that it runs in.
-
-    What it has not read waits here: a reader that is slow holds nobody up, and at most its own tokens.
-    """
-
-    def __init__(self, num_completions: int) -> None:
-        """For the task that is running. The set of unfinished completions is the engine thread's."""
-        self.loop = asyncio.get_running_loop()
-        self.request_id: int | str | None = None
-        self.unfinished = set(range(num_completions))
-        self.news: asyncio.Queue[News] = asyncio.Queue()
 
 
 class EngineThread:
@@ -131,14 +121,24 @@ class EngineThread:
             False when the thread has to end.
         """
         count = self._tasks.qsize()
-        if not self._engine.has_unfinished_requests():
-            count = max(count, 1)
-        for _ in range(count):
-            task = self._tasks.get()
+        is_idle = not count and not self._engine.has_unfinished_requests()
+        for _ in range(max(count, is_idle)):
+            task = self._awaited() if is_idle else self._tasks.get()
             if task is None:
                 return False
             task()
         return True
+
+    def _awaited(self) -> Callable[[], object] | None:
+        """The next task. Meanwhile new executables run on nothing: those of decodes, in milliseconds."""
+        engine = self._engine
+        warm_up = functools.partial(engine.warm_up, max_tokens=engine.scheduler.max_num_seqs)
+        while engine.graphs.are_coming or warm_up(0):
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get(timeout=PAUSE_S)
+            with contextlib.suppress(Exception):  # of the device, which ended all that was open: nothing
+                warm_up(1)
+        return self._tasks.get()
 
     def _step(self) -> None:
         try:
@@ -191,4 +191,4 @@ def _tell(news: Iterable[tuple[Reader, News]]) -> list[Reader]:
 
 def _put_all(pieces: list[tuple[Reader, Any]]) -> None:
     for reader, piece in pieces:
-        reader.news.put_nowait(piece)
+        reader.put(piece)

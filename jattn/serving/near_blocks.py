@@ -2,11 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jattn.bucket import Bucket
 from jattn.cache import CacheSpec
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.metadata.check import check_batch
@@ -50,9 +47,3 @@ def near_tables(
     if checks and cache_spec is not None:
         check_batch(near, cache_spec)
     return NearTables(near.block_table, near.slot_mapping)
-
-
-def abstract_tables(bucket: Bucket) -> NearTables:
-    """Their shapes, to compile a step ahead of time."""
-    whole: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    return NearTables(whole(bucket.max_reqs, bucket.max_blocks), whole(bucket.max_tokens))

@@ -54,6 +54,14 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     error: Exception | None = None
 
+    def extend(self, later: "RequestOutput") -> None:
+        """Takes what a later step brought the same completion, as if one had brought both."""
+        self.new_token_ids += later.new_token_ids
+        self.new_text += later.new_text
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        if self.logprobs is not None:
+            self.logprobs += later.logprobs or ()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationMetrics:

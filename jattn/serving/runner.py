@@ -28,7 +28,7 @@ from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
 from jattn.serving.invariance import InvariantBuckets, make_invariant
 from jattn.serving.logprobs import prompt_logprobs
-from jattn.serving.near_blocks import abstract_tables, near_tables
+from jattn.serving.near_blocks import near_tables
 from jattn.serving.new_tokens import Asked, InFlight, NewTokens, new_tokens
 from jattn.serving.processes import ProcessError, Processes
 from jattn.serving.reach import near_layers_of
@@ -49,6 +49,7 @@ from jattn.serving.step import (
 )
 from jattn.serving.step_calls import PromptCall, StepCall, most_wanted
 from jattn.serving.step_inputs import StepSampling, prompt_parts, step_adjustments, step_tokens
+from jattn.serving.warming import Warming
 from jattn.serving.weights import Weights, host_tree
 
 MOST_IN_FLIGHT = 2  # steps
@@ -103,6 +104,8 @@ class Runner:
         )
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         self._sampling = StepSampling()
+        has_near = self._near_spec is not None
+        self._warming = Warming(self.block_size, self._rows_of, self._max_rows, has_near=has_near)
 
     @property
     def _all_graphs(self) -> list[DecodeGraphs]:
@@ -185,21 +188,13 @@ class Runner:
     def precompile(self, progress: bool, wait: bool) -> None:
         """As `Engine.precompile`."""
         self._tell("precompile", False, wait)
-        whole: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-
-        def inputs(prefix: list[Any], bucket: Bucket) -> list[Any]:
-            tokens = whole(bucket.max_tokens)
-            places = self._rows_of(bucket) * bucket.decode_query_len
-            near = None if self._near_spec is None else abstract_tables(bucket)
-            return [StepTokens(tokens, tokens, whole(self._max_rows), whole(places), near), *prefix]
-
         for graphs in self._all_graphs:
-            prefix = [] if graphs is self.graphs else [whole()]
+            prefix: list[Any] = [] if graphs is self.graphs else [np.zeros((), np.int32)]
             graphs.precompile(
                 self.weights.refresh(),
                 self._caches,
                 block_size=self.block_size,
-                inputs=functools.partial(inputs, prefix),
+                inputs=functools.partial(self._warming.inputs, prefix),
                 progress=progress,
                 wait=wait,
                 serves_all=graphs is self.graphs,
@@ -217,6 +212,16 @@ class Runner:
         for done in compiling:
             done.result()
         pool.shutdown(wait=wait)
+
+    def cold_buckets(self, max_tokens: int | None = None) -> list[Bucket]:
+        """Those of no more tokens whose executables are there and have hardly run, smallest first."""
+        return self._warming.cold(self.graphs, max_tokens)
+
+    def warm_up(self, buckets: Sequence[Bucket]) -> None:
+        """Runs their executables on no requests; waits for them."""
+        self._tell("warm_up", buckets)
+        for bucket in buckets:
+            self._caches = self._warming.run(self.graphs, bucket, self._leaves, self._caches)
 
     def _compile_samplers(self, rows: int, query_len: int) -> None:
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
@@ -301,6 +306,7 @@ class Runner:
             array.copy_to_host_async()
         self._in_flight.append(InFlight(asked.step, sampled, asked.num_logprobs, asked.prompt, of_prompts))
         self.num_steps += 1
+        self._warming.num_runs[call.metadata.bucket] += 1
         self.num_cascade_steps += call.prefix_len > 0
         return None
 

@@ -1,6 +1,7 @@
 """Folders in and out: bits kept, and errors that name the tensor or the file before anything is allocated."""
 
 import json
+import mmap
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from jattn.models import Decoder, checkpoint, load, save
+from jattn.models import Decoder, checkpoint, host_parameters, load, loading, placing, save
 from tests.conftest import GOLDEN
 from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
 
@@ -52,6 +53,35 @@ def test_dtype_may_be_chosen(tmp_path):
     assert load(directory, dtype=jnp.bfloat16, progress=False).dtype == jnp.bfloat16
     (tmp_path / "config.json").write_text(json.dumps(TIED | {"torch_dtype": "float16"}))
     assert load(directory, progress=False).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", jnp.bfloat16), ("phi3small", jnp.float32)])
+def test_a_parameter_is_the_same_by_the_host_and_by_the_device(monkeypatch, name, dtype):
+    """A host writes it in pieces where it stays; a device is sent tensors in pieces, and joins them."""
+    read = lambda: jax.tree.leaves(load(GOLDEN / "hf" / name, dtype=dtype, progress=False))
+    whole, sent = read(), []
+    monkeypatch.setattr(host_parameters, "_PIECE", 1000)
+    by_host = read()
+
+    def send(view):
+        sent.append(view.nbytes)
+        return placing.put(view)
+
+    by_device = lambda *of, is_on_host, **how: placing.read_parameter(*of, send, **how)
+    monkeypatch.setattr(placing, "PIECE", 5000)
+    monkeypatch.setattr(loading, "read_parameter", by_device)
+    for a, b, c in zip(whole, by_host, read(), strict=True):
+        assert a.dtype == b.dtype == c.dtype
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+    assert 4000 < max(sent) <= 5000
+
+
+def test_a_parameter_on_the_host_is_written_once(tmp_path):
+    model = load(write_checkpoint(tmp_path, TIED, random_tensors(TIED)), progress=False)
+    kernel = model.layers[0].mlp.down_proj.kernel[...]
+    start = kernel.unsafe_buffer_pointer()
+    assert start % mmap.PAGESIZE == 0  # memory of its own, as it was written
 
 
 @pytest.mark.parametrize("has_index", [True, False])

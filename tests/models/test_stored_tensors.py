@@ -48,6 +48,22 @@ def test_what_is_released_can_be_read_again(tmp_path):
         found[name].release()
 
 
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
+def test_a_part_may_be_released_alone(tmp_path):
+    save_file({"a": np.ones((1 << 10, 1 << 13), np.float32)}, tmp_path / "x.safetensors")  # 32 MiB
+    (tensor,) = read_header(tmp_path / "x.safetensors").values()
+
+    def resident():
+        lines = STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) / 1024
+
+    assert tensor.view().sum() == 1 << 23
+    before = resident()
+    tensor.release(tensor.view()[256:768, 5:9])
+    assert 14 < before - resident() <= 16
+    np.testing.assert_array_equal(tensor.view()[250:260], 1.0)
+
+
 def test_a_dtype_that_nobody_reads_may_stand_in_a_file(tmp_path):
     header = json.dumps({"x": {"dtype": "F4", "shape": [3, 5], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))

@@ -38,6 +38,7 @@ def test_sums_are_the_definition_s_and_the_same_on_all_devices():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 def test_gpus_that_write_into_each_other_s_memory_sum():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")

@@ -4,8 +4,10 @@ import contextlib
 
 import jax
 
+from jattn.graphs import DecodeGraphs
 
-class FailingGraphs:
+
+class FailingGraphs(DecodeGraphs):
     """An engine's executables, of which call number `at` fails with its caches donated: they are gone."""
 
     def __init__(self, graphs, at):

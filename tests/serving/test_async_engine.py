@@ -122,14 +122,33 @@ class TestReaders:
     def test_a_slow_one_holds_nobody_up(self, engine):
         async def main(async_engine):
             slow = async_engine.generate("slow", LONG)
-            await anext(slow)
+            first = await anext(slow)
             for _ in range(3):
                 await completed(async_engine, "quick", short(20))
             await until(lambda: not engine.has_unfinished_requests())  # its steps went on without it
             rest = [i async for output in slow for i in output.new_token_ids]
-            assert len(rest) == 199
+            assert len(first.new_token_ids) + len(rest) == 200
 
         run(engine, main)
+
+    def test_a_late_one_finds_what_each_completion_was_brought_in_one_piece(self, engine):
+        params = SamplingParams(temperature=1.0, seed=0, n=2, logprobs=1, max_tokens=30)
+        (want,) = engine.generate(["late"], params)
+
+        async def main(async_engine):
+            late = async_engine.generate("late", params)
+            early = [await anext(late)]
+            await until(lambda: not engine.has_unfinished_requests())
+            return early, [output async for output in late]
+
+        early, rest = run(engine, main)
+        assert len(rest) <= 3  # the other one's first tokens may have been there before
+        for index, completion in enumerate(want.outputs):
+            pieces = [output for output in early + rest if output.index == index]
+            assert [i for piece in pieces for i in piece.new_token_ids] == completion.token_ids
+            assert "".join(piece.new_text for piece in pieces) == completion.text
+            assert [one for piece in pieces for one in piece.logprobs] == completion.logprobs
+            assert [piece.finish_reason for piece in pieces][-1] == completion.finish_reason
 
     def test_one_that_is_cancelled_frees_its_blocks_within_a_step(self, engine):
         async def main(async_engine):

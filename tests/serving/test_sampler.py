@@ -107,6 +107,36 @@ def test_frequencies_are_the_filtered_softmax(values):
     assert statistic < LIMIT[freedom]
 
 
+NOISE_VOCAB = 60_000
+noise_of = jax.jit(jax.vmap(lambda seed, n: sampler._gumbel(seed, n, NOISE_VOCAB)))
+
+
+@pytest.fixture(scope="module")
+def uniforms():
+    """Noise of four draws, turned back into numbers between 0 and 1: of two seeds, two tokens each."""
+    seeds, counts = np.array([0, 0, 1, 1], np.uint32), np.array([0, 1, 0, 1], np.int32)
+    return np.exp(-np.exp(-np.asarray(noise_of(seeds, counts), np.float64)))
+
+
+def test_noise_is_gumbel_s(uniforms):
+    """Kolmogorov and Smirnov's distance, of whose values 99.9 % are below 1.95 over the root of the count."""
+    steps = np.arange(NOISE_VOCAB + 1) / NOISE_VOCAB
+    for row in np.sort(uniforms, axis=1):
+        distance = np.maximum(row - steps[:-1], steps[1:] - row).max()
+        assert distance < 1.95 / NOISE_VOCAB**0.5
+
+
+def test_noise_of_tokens_near_or_far_of_other_draws_and_other_seeds_is_its_own(uniforms):
+    """Pairs of uniforms fill an 8 x 8 table evenly: chi-square of 63 degrees, 99.99 % below 113."""
+    shifts = (1, 2, 3, 64, 1024, 32768)
+    pairs = [(row[:-shift], row[shift:]) for row in uniforms for shift in shifts]
+    pairs += [(one, other) for i, one in enumerate(uniforms) for other in uniforms[:i]]
+    for one, other in pairs:
+        counts, *_ = np.histogram2d(one, other, bins=8, range=[[0, 1], [0, 1]])
+        want = len(one) / 64
+        assert ((counts - want) ** 2 / want).sum() < 113
+
+
 def test_the_frequency_test_tells_a_wrong_temperature():
     tokens = draws(LOGITS, SamplingParams(temperature=1.2, seed=5), 4000)
     statistic, freedom = chi_square(tokens, kept_by_loop(LOGITS, SamplingParams(temperature=1.0)))

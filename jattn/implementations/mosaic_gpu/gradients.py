@@ -45,9 +45,13 @@ def why_not_gradients(
         return "gradients of keys whose rows are not said to follow each other (PackedKV(is_in_order=True))"
     if wants_slopes:
         return "gradients of ALiBi's slopes have no kernel"
-    if spec.deterministic and mask is not None:
-        return "gradients over lists of tiles are added in any order (spec.deterministic)"
-    return None if mask is None else why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim))
+    if mask is None:
+        return None
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
+    if sizes.of_queries is not None:
+        why = "spec.deterministic" if spec.deterministic else f"head_dim {spec.head_dim}"
+        return f"gradients of queries over lists of tiles are added up by the keys' kernel alone ({why})"
+    return why_not_backward_lists(mask, sizes)
 
 
 def gradients(

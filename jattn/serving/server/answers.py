@@ -10,15 +10,17 @@ from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Send
+from starlette.responses import JSONResponse, Response
 
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.server.errors import ApiError, as_api_error
+from jattn.serving.server.event_stream import EventStream
 from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.service import Service
+
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @runtime_checkable
@@ -69,6 +71,7 @@ class Job:
         self._name = f"{self.shape.prefix}-{self.body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._num_generated = 0
+        self._head = ENCODE(self._envelope(self.shape.chunk))[:-1]  # what all chunks begin with
 
     async def answer(self, request: Request) -> Response:
         """The answer, whole or as a stream; nothing where the client has gone."""
@@ -105,7 +108,7 @@ class Job:
         chosen = self._best([_joined(some) for some in pieces])
         choices = [self.shape.choice(i, output, is_chunk=False) for i, output in enumerate(chosen)]
         added = self.shape.added(chosen[0])
-        return self._envelope(self.shape.whole, choices) | added | {"usage": self._usage()}
+        return {**self._envelope(self.shape.whole), "choices": choices, **added, "usage": self._usage()}
 
     def _best(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Of each prompt's completions as many as are wanted: those whose tokens are likeliest on average."""
@@ -142,23 +145,22 @@ class Job:
     def _event(
         self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, **added: Any
     ) -> bytes:
-        chunk = self._envelope(self.shape.chunk, choices) | added
+        chunk = {"choices": choices, **added}
         if self._wants("continuous_usage_stats"):
             usage = self._usage()
         if usage is not None or self._wants("include_usage"):
             chunk["usage"] = usage
-        return _line(chunk)
+        return f"data: {self._head},{ENCODE(chunk)[1:]}\n\n".encode()
 
     def _wants(self, option: str) -> bool:
         return self.body.stream_options is not None and getattr(self.body.stream_options, option)
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._name,
             "object": kind,
             "created": self._created,
             "model": self.service.model_name,
-            "choices": choices,
         }
 
     def _usage(self) -> dict[str, int]:
@@ -170,35 +172,13 @@ class Job:
         }
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events, which end where the client has gone, or takes none for too long."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], *, seconds: float) -> None:
-        """Each event must be taken within so many seconds: they wait where a client's buffers are full."""
-        super().__init__(events)
-        self._seconds = seconds
-
-    async def stream_response(self, send: Send) -> None:
-        """Sends them; closes their source, whatever happens, so that its request is dropped at once."""
-
-        async def in_time(message: Message) -> None:
-            async with asyncio.timeout(self._seconds):
-                await send(message)
-
-        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
-            with contextlib.suppress(TimeoutError):
-                await super().stream_response(in_time)
-
-
 def _has_news(output: RequestOutput) -> bool:
     """Whether a client has something to see in it; a token may be a part of a character."""
     return bool(output.new_text or output.finish_reason or output.logprobs)
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {ENCODE(data)}\n\n".encode()
 
 
 def _mean_logprob(output: RequestOutput) -> float:
@@ -210,14 +190,10 @@ def _mean_logprob(output: RequestOutput) -> float:
 
 def _joined(outputs: list[RequestOutput]) -> RequestOutput:
     """All of a completion's outputs as one."""
-    logprobs = [one for output in outputs for one in output.logprobs or ()]
-    return dataclasses.replace(
-        outputs[-1],
-        new_token_ids=[i for output in outputs for i in output.new_token_ids],
-        new_text="".join(output.new_text for output in outputs),
-        logprobs=None if outputs[-1].logprobs is None else logprobs,
-        prompt_logprobs=outputs[0].prompt_logprobs,
-    )
+    first, *others = outputs
+    for output in others:
+        first.extend(output)
+    return first
 
 
 async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:

@@ -125,6 +125,11 @@ def texts_of(service: Service, body: GenerationBody) -> TokenTexts:
 
 async def merged[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """What several streams bring, as it comes, with the number of its stream; the first error ends all."""
+    if len(streams) == 1:  # mostly, and for a third less time a token
+        async with contextlib.aclosing(streams[0]) as only:
+            async for piece in only:
+                yield 0, piece
+        return
     news: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[T]) -> None:
@@ -140,13 +145,13 @@ async def merged[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tupl
     try:
         num_open = len(tasks)
         while num_open:
-            piece = await news.get()
-            if isinstance(piece, Exception):
-                raise piece
-            if piece is None:
+            found = await news.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
                 num_open -= 1
             else:
-                yield piece
+                yield found
     finally:
         for task in tasks:
             task.cancel()

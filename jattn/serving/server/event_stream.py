@@ -1,0 +1,61 @@
+"""Server-sent events, sent as long as somebody takes them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any, Self
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, which end where the client has gone, or takes none for too long."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], *, seconds: float) -> None:
+        """Each event must be taken within so many seconds: they wait where a client's buffers are full."""
+        super().__init__(events)
+        self._seconds = seconds
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends them; closes their source, whatever happens, so that its request is dropped at once."""
+        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
+            with contextlib.suppress(TimeoutError):
+                async with Patience(send, self._seconds) as patience:
+                    await super().stream_response(patience.send)
+
+
+class Patience:
+    """Limits how long each message may take to be sent, by one timer for all of them."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        """In the place of `send`; a TimeoutError ends the block."""
+        self._send, self._seconds = send, seconds
+        self._loop = asyncio.get_running_loop()
+        self._begun: float | None = None  # when the message that is being sent was
+        self._limit = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        self._timer = self._loop.call_later(self._seconds, self._look)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(*error)
+
+    async def send(self, message: Message) -> None:
+        """Sends one."""
+        self._begun = self._loop.time()
+        await self._send(message)
+        self._begun = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        end = self._seconds + (now if self._begun is None else self._begun)
+        if end <= now:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(end, self._look)
