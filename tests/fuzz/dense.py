@@ -134,7 +134,7 @@ def _given(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray
     left, right = case["window"] or (None, None)
     seen &= True if left is None else i - j <= left
     seen &= True if right is None else j - i <= right
-    case["_away"] = np.abs(i - j).astype(np.float64)
+    case["_away"] = (i - j).astype(np.float64)
     case["_has_keys"] = np.broadcast_to(
         row < len(case["lens"]) if case["layout"] == "packed" else case["kv_tokens"] > 0, row.shape
     )
