@@ -53,7 +53,7 @@ test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the
 	$(PYTHON) -m benchmarks gpu-tests --jobs $(JOBS) $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
 
 bench:  ## on a machine with an NVIDIA GPU whose python3 has jax: every suite, one after the other, rows to benchmarks/results
-	for suite in decode prefill backward sparse write graphs host engine starts serve drafts cascades quantization experts load phi3small mesh; do $(PYTHON) -m benchmarks $$suite || exit 1; done
+	for suite in decode prefill backward training sparse write graphs host engine starts serve drafts cascades quantization experts load phi3small mesh; do $(PYTHON) -m benchmarks $$suite || exit 1; done
 
 test-latest:  ## `make test test-kernels` on the newest jax that is allowed
 	$(MAKE) test test-kernels VENV=$(LATEST) JAX=latest

@@ -23,6 +23,7 @@ from benchmarks import (
     sparse,
     starts,
     table,
+    training,
     tune,
     write,
 )
@@ -31,6 +32,7 @@ SUITES = {
     "decode": decode,
     "prefill": prefill,
     "backward": backward,
+    "training": training,
     "sparse": sparse,
     "tune": tune,
     "graphs": graphs,

@@ -96,12 +96,14 @@ def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: Atte
     return mask
 
 
-def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask:
-    """Each pair a block of its own; axes of the batch and of heads may be 1, or missing."""
+def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
+    """Each pair a block of its own, or None without pairs; axes of batch and heads may be 1, or missing."""
     require(array.dtype == jnp.bool_, "mask", "be of bool", array.dtype)
     given = (1,) * (4 - array.ndim) + tuple(array.shape)
     fits = array.ndim in (2, 3, 4) and all(a in (1, b) for a, b in zip(given, shape, strict=False))
     require(fits, "mask", f"broadcast to {shape} (batch, q_heads, q_tokens, kv_tokens)", array.shape)
+    if 0 in shape:
+        return None
     blocks = jnp.broadcast_to(jnp.asarray(array).reshape(given), (*given[:2], *shape[2:]))
     return BlockMask(blocks=blocks, block_q=1, block_kv=1)
 

@@ -234,6 +234,9 @@ class TestTransformations:
         assert (out == 0).all()
         assert jnp.isneginf(lse).all()
         assert jattn.attention(*(x[:0] for x in given)).shape == (0, *given[0].shape[1:])
+        masked = jattn.attention(*given, mask=jnp.ones((1, shape[1]), bool))
+        assert masked.shape == given[0].shape
+        assert (masked == 0).all()
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -1,10 +1,13 @@
 """examples.train_sparse: what is trained over whole texts is what decodes token by token; and it runs."""
 
+import dataclasses
 import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -88,6 +91,48 @@ def test_it_writes_losses_and_pictures(tmp_path, capsys):
     for history in losses.values():
         assert history["tokens"] == [64, 128, 192, 256, 320]
         assert history["bits"][-1] < history["bits"][0]
-    for name in ("loss", "masks"):
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["pattern"] for row in rows] == ["window", "NSA"]
+    for row in rows:
+        assert row["largest_difference"] < 1e-3
+        assert 0 < row["held_out_bits_cached"] < 9
+        assert (row["steps"], row["tokens"]) == (5, 320)
+    for name in ("loss", "decode", "masks"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("def main(argv=None)") == 2
+
+
+def curve(implementation, dtype):
+    """Losses of 30 steps of the dense recipe on the same texts, always the same ones."""
+    config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": 2})
+    graph, params = sparse.init(config, 0)
+    texts = jnp.asarray(np.random.default_rng(3).choice(64, (4, 257)), jnp.int32)
+    attend = functools.partial(jattn.attention, causal=True, implementation=implementation)
+    pattern = dataclasses.replace(PATTERNS["dense"], train=lambda q, k, v, gates: attend(q, k, v))
+    optimizer = optax.adam(3e-3)
+
+    def loss_of(params):
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        return sparse.bits(graph, cast, texts, pattern).mean()
+
+    @jax.jit
+    def update(params, moments):
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    moments, losses = optimizer.init(params), []
+    for _ in range(30):
+        params, moments, loss = update(params, moments)
+        losses.append(float(loss))
+    return np.asarray(losses)
+
+
+@pytest.mark.gpu
+def test_kernels_train_as_xla_does_within_what_16_bits_lose():
+    """A curve by kernels is no further from float32's than two of the curve by XLA in 16 bits."""
+    with jax.numpy_dtype_promotion("standard"):
+        exact, plain = curve("xla", jnp.float32), curve("xla", jnp.bfloat16)
+        found = curve("mosaic_gpu", jnp.bfloat16)
+    assert exact[-1] < exact[0] - 1
+    assert np.abs(found - exact).max() <= 2 * np.abs(plain - exact).max() + 0.01

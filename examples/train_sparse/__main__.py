@@ -2,8 +2,9 @@
 
 python -m examples.train_sparse --out DIR
 
-Writes losses.json, loss.png (against tokens and time) and masks.png (of the middle layer, over training).
-Needs optax and jattn[models,plot]; minutes on one GPU. `--steps 4 --layers 1 --tokens 64 --batch 2` tries it.
+Writes rows.jsonl (a row for each pattern), losses.json, loss.png (against tokens and time), decode.png
+(held-out bits by place: whole texts, and through the paged cache) and masks.png (of the middle layer, over
+training). Needs optax and jattn[models,plot]; minutes on one GPU. To try it: `--steps 4 --tokens 64`.
 """
 
 import argparse
@@ -21,12 +22,13 @@ import optax  # type: ignore[import-untyped]
 
 from examples.python_sources import line_starts, read_sources
 from examples.train_sparse import pictures
-from examples.train_sparse.model import Params, bits, generate, hidden_of_texts, init
+from examples.train_sparse.model import Params, bits, cached_bits, generate, hidden_of_texts, init
 from examples.train_sparse.patterns import PATTERNS, Pattern
 from examples.train_tiny import HF_CONFIG, LEARNING_RATE, learning_rate, make_optimizer
 from jattn.models import DecoderConfig
 
 PROMPT = "def main(argv=None):\n    parser ="
+HELD_OUT = 4  # texts
 
 
 def train(
@@ -53,7 +55,12 @@ def train(
         batch = jnp.asarray(windows[nth])
         if nth in drawn:
             masks.append(seen_by_the_middle_layer(graph, state[0], batch[:1, :-1], pattern))
-        rate = jnp.float32(learning_rate(nth / options.steps, LEARNING_RATE))
+        progress = nth / options.steps
+        if options.seconds is not None and begin:
+            progress = max(progress, (time.perf_counter() - begin) / options.seconds)
+        if progress >= 1:
+            break
+        rate = jnp.float32(learning_rate(progress, LEARNING_RATE))
         state, loss = update(state, batch, rate)
         loss.block_until_ready()
         begin = begin or time.perf_counter()  # behind the first step, which compiles
@@ -77,6 +84,29 @@ def seen_by_the_middle_layer(graph: Any, params: Params, tokens: jax.Array, patt
     return pictures.drawn(pattern.mask(q, k), q.shape[1], q.shape[2], k.shape[2])
 
 
+def of_held_out(graph: Any, params: Params, texts: jax.Array, pattern: Pattern) -> dict[str, np.ndarray]:
+    """Bits of each token of held-out texts [texts, tokens]: of whole texts, and through paged caches."""
+    runs = {"whole": bits, "cached": cached_bits}
+    found = {}
+    for name, run in runs.items():
+        of = jax.jit(functools.partial(run, graph, pattern=pattern))
+        found[name] = np.asarray(of(in_16_bits(params), texts), np.float32)
+    return found
+
+
+def row_of(name: str, history: dict[str, list[float]], held: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What a pattern's training came to."""
+    steps = len(history["bits"])
+    ms = 1e3 * history["seconds"][-1] / max(steps - 1, 1)
+    taken = {"steps": steps, "tokens": history["tokens"][-1], "ms_per_step": ms}
+    means = {f"held_out_bits_{kind}": float(x.mean()) for kind, x in held.items()}
+    apart = float(np.abs(held["whole"] - held["cached"]).max())
+    train_bits = float(np.mean(history["bits"][-20:]))
+    numbers = {"train_bits": train_bits, **means, "largest_difference": apart, **taken}
+    rounded = {key: round(x, 4) if isinstance(x, float) else x for key, x in numbers.items()}
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "pattern": name} | rounded
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_sparse", description=__doc__.split("\n")[0]
@@ -84,6 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
     parser.add_argument("--data", default=sysconfig.get_path("stdlib"), help="a folder of Python sources")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument(
+        "--seconds", type=float, help="of a pattern's training at most; the rate falls sooner"
+    )
     parser.add_argument("--batch", type=int, default=32, help="texts of a step [%(default)s]")
     parser.add_argument("--tokens", type=int, default=1024, help="of a text [%(default)s]")
     parser.add_argument("--layers", type=int, default=HF_CONFIG["num_hidden_layers"])
@@ -92,20 +125,27 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": options.layers})
-    stream, _ = read_sources(pathlib.Path(options.data))
+    stream, held_out = read_sources(pathlib.Path(options.data))
     rng = np.random.default_rng(options.seed)
     starts = rng.choice(line_starts(stream), (options.steps, options.batch, 1))
     windows = stream[starts + np.arange(options.tokens + 1)]  # the same for every pattern
     prompt = jnp.asarray([*PROMPT.encode()], jnp.int32)
-    histories, seen = {}, {}
+    texts = jnp.asarray(np.resize(held_out, (HELD_OUT, options.tokens + 1)))
+    histories, seen, held = {}, {}, {}
     for name in options.patterns:
         graph, params, histories[name], seen[name] = train(config, windows, PATTERNS[name], options)
-        said = generate(graph, params, prompt, 40, PATTERNS[name])
+        said = generate(graph, in_16_bits(params), prompt, 40, PATTERNS[name])
         text = bytes(np.minimum(np.asarray(said), 255).tolist()).decode(errors="replace")
         seconds, last = histories[name]["seconds"][-1], np.mean(histories[name]["bits"][-20:])
         print(f"--- {name}: {last:.3f} bits a byte after {seconds:.0f} s\n{text}", flush=True)
+        held[name] = of_held_out(graph, params, texts, PATTERNS[name])
+        row = row_of(name, histories[name], held[name])
+        print(json.dumps(row), flush=True)
+        with (options.out / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
     (options.out / "losses.json").write_text(json.dumps(histories) + "\n")
     pictures.draw_losses(histories).savefig(options.out / "loss.png", dpi=110)
+    pictures.draw_held_out(held).savefig(options.out / "decode.png", dpi=110)
     pictures.draw_masks(seen).savefig(options.out / "masks.png", dpi=110)
 
 

@@ -30,6 +30,22 @@ def draw_losses(histories: dict[str, dict[str, list[float]]]) -> Figure:
     return figure
 
 
+def draw_held_out(held: dict[str, dict[str, np.ndarray]]) -> Figure:
+    """Bits a byte by place in the text: of whole texts as lines, through the paged cache as dots."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, found in held.items():
+        width = -(-found["whole"].shape[1] // 16)
+        cuts = np.arange(0, found["whole"].shape[1], width)
+        means = {kind: [x[:, cut : cut + width].mean() for cut in cuts] for kind, x in found.items()}
+        (line,) = axes.plot(cuts, means["whole"], label=name)
+        axes.plot(cuts, means["cached"], "o", color=line.get_color(), markersize=4)
+    axes.set_xlabel("place in the text; dots: through the paged cache")
+    axes.set_ylabel("held-out bits a byte")
+    axes.legend()
+    return figure
+
+
 def draw_masks(seen: dict[str, list[np.ndarray]]) -> Figure:
     """A row a pattern, a square a stage of training."""
     figure = Figure(figsize=(2.2 * STAGES, 2.3 * len(seen)), layout="constrained")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.fuzz import pool
 
-KINDS = ("mosaic_gpu", "xla", "reference", "gradients", "moves")
+KINDS = ("mosaic_gpu", "xla", "reference", "gradients", "dense", "moves")
 
 
 def parsed() -> argparse.Namespace:

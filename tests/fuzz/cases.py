@@ -6,20 +6,22 @@ import traceback
 
 import jax
 
-from tests.fuzz import attention, gradients, moves
+from tests.fuzz import attention, dense, gradients, moves
 from tests.fuzz.draw import draw as draw_attention
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 ROOT = pathlib.Path(__file__).parents[2]
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")
-KINDS = (*IMPLEMENTATIONS, "gradients", "moves")
+KINDS = (*IMPLEMENTATIONS, "gradients", "dense", "moves")
 
 
 def draw(kind: str, seed: int, *, is_large: bool = False) -> dict:
     """The case of a seed: a dict of literals."""
     if kind == "moves":
         return moves.draw(seed)
+    if kind == "dense":
+        return dense.draw(seed)
     if kind == "gradients":
         return gradients.draw(seed)
     return draw_attention(kind, seed, is_large=is_large)
@@ -27,7 +29,8 @@ def draw(kind: str, seed: int, *, is_large: bool = False) -> dict:
 
 def check(kind: str, case: dict) -> None:
     """Raises AssertionError for a wrong answer, or whatever the library raises."""
-    {"moves": moves.check, "gradients": gradients.check}.get(kind, attention.check)(case)
+    own = {"moves": moves.check, "gradients": gradients.check, "dense": dense.check}
+    own.get(kind, attention.check)(case)
 
 
 def outcome_of(kind: str, seed: int, *, is_large: bool = False) -> dict:

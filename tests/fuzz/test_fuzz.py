@@ -13,6 +13,7 @@ SLICE = {
     "xla": (1, 2, 3),
     "reference": range(4),
     "gradients": (1, 2, 3, 7),
+    "dense": (1, 2),
     "moves": (*range(10), *range(14, 32)),
 }
 
