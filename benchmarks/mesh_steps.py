@@ -17,7 +17,7 @@ from benchmarks.decode import random_table
 from benchmarks.graphs import Call, walls
 from benchmarks.random_decoder import random_decoder
 from jattn.models import use_peer_memory
-from jattn.parallel import TP
+from jattn.parallel import TP, on_all_parts
 from jattn.serving.sampler import build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.step import StepTokens, make_step, next_tokens
@@ -91,8 +91,9 @@ class Steps:
         self._metadata = {size: _metadata(*size) for size in sizes}
         self._most = max(one.bucket.max_tokens for one in self._metadata.values())
         greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
+        place = on_all_parts(model)
         self._last = jnp.zeros(self._most, jnp.int32)
-        self._sampling = {size: greedy(one) for size, one in self._metadata.items()}
+        self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
         self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
         buckets = [one.bucket for one in self._metadata.values()]

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jattn.cache import PagedCache
@@ -54,6 +54,12 @@ def num_ranks(model: Any) -> int:
     """Devices that the keys of a request are spread over; 1 where the model has no mesh."""
     mesh = getattr(model, "mesh", None)
     return 1 if mesh is None else mesh.shape[CP]
+
+
+def on_all_parts(model: Any) -> NamedSharding | None:
+    """Where an array is whole on each of a model's devices; None where it has no mesh."""
+    mesh = getattr(model, "mesh", None)
+    return None if mesh is None else NamedSharding(mesh, P())
 
 
 def cache_partitions(cache: PagedCache) -> PagedCache:

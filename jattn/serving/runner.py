@@ -21,6 +21,7 @@ from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
+from jattn.parallel import on_all_parts
 from jattn.serving.adjustments import Adjustments
 from jattn.serving.block_copies import BlockCopies
 from jattn.serving.cascade_steps import cascade_steps_of
@@ -103,7 +104,8 @@ class Runner:
             self._rows_of(bucket) for graphs in self._all_graphs for bucket in graphs.buckets
         )
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
-        self._sampling = StepSampling()
+        # Processes are told of the parameters in each step; placing them together would take all of them.
+        self._sampling = StepSampling(None if processes is not None else on_all_parts(model))
         has_near = self._near_spec is not None
         self._warming = Warming(self.block_size, self._rows_of, self._max_rows, has_near=has_near)
 

@@ -54,12 +54,15 @@ def step_tokens(
 
 
 class StepSampling:
-    """The sampling parameters of a step, one row a request: made anew where the requests changed.
+    """The sampling parameters of a step, one row a request: made anew where the requests changed."""
 
-    Numpy's arrays, which the compiled functions send sooner than device_put.
-    """
+    def __init__(self, place: jax.sharding.Sharding | None = None) -> None:
+        """Begins with none.
 
-    def __init__(self) -> None:
+        Args:
+            place: Where the sampler has its logits; None = on one device, or known to each process alone.
+        """
+        self._place = place
         self._last: tuple[tuple[Any, ...], SamplingMetadata] | None = None
 
     def of(
@@ -71,7 +74,8 @@ class StepSampling:
         key = (step.request_ids, num_rows)
         if self._last is None or self._last[0] != key:
             params = [generation.sampling_params for generation in generations]
-            self._last = (key, build_sampling_metadata(params, num_rows))
+            made = build_sampling_metadata(params, num_rows)
+            self._last = (key, made if self._place is None else jax.device_put(made, self._place))
         return self._last[1], num_generated
 
 
