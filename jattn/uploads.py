@@ -13,6 +13,9 @@ import numpy as np
 
 from pallas_kernels.checks import require
 
+# Words: XLA hands a kernel a part of the array as it lies there, and Mosaic GPU wants 256 bytes.
+ALIGNMENT = 64
+
 
 class Sent(NamedTuple):
     """An array that is sent with the others.
@@ -67,7 +70,7 @@ class Layout(NamedTuple):
             return None, others
         if any([isinstance(part, jax.Array) for part in parts]):
             return _joined_on_device(parts), others
-        return np.concatenate([_as_ints(part) for part in parts]), others
+        return np.concatenate([_aligned(np, _as_ints(part)) for part in parts]), others
 
     def split(self, joined: Any, others: Sequence[Any]) -> Any:
         """The arguments again. Traced."""
@@ -78,7 +81,7 @@ class Layout(NamedTuple):
                 continue
             end = start + int(np.prod(sent.shape))
             leaves.append(_from_ints(joined[start:end].reshape(sent.shape), sent.dtype))
-            start = end
+            start = end + -end % ALIGNMENT
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -94,9 +97,13 @@ def _as_ints(array: np.ndarray | np.generic) -> np.ndarray:
     return flat.astype(np.int32) if array.dtype == np.bool_ else flat.view(np.int32)
 
 
+def _aligned(numpy: Any, ints: Any) -> Any:
+    return numpy.pad(ints, (0, -ints.size % ALIGNMENT))
+
+
 @jax.jit
 def _joined_on_device(parts: Sequence[Any]) -> jax.Array:
-    return jnp.concatenate([_to_ints(jnp.ravel(part)) for part in parts])
+    return jnp.concatenate([_aligned(jnp, _to_ints(jnp.ravel(part))) for part in parts])
 
 
 def _to_ints(flat: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ class TestLayout:
     def test_arrays_of_the_host_arrive_as_they_were(self):
         layout = Layout.of(ARGUMENTS, from_host=True)
         joined, others = layout.joined(ARGUMENTS)
-        assert (joined.dtype, joined.size) == (np.int32, 7 + 4 + 4 + 3 + 0 + 1)
+        assert (joined.dtype, joined.size) == (np.int32, 64 * 5)  # of one that is empty nothing
         assert [x.dtype for x in others] == [np.float16]
         assert_same_bits(arrived(layout, ARGUMENTS), ARGUMENTS)
 
@@ -53,7 +53,7 @@ class TestLayout:
         before = {"last": jnp.arange(3), "ids": np.arange(3, dtype=np.int32)}
         layout = Layout.of(before, from_host=True)
         joined, others = layout.joined(before)
-        assert joined.tolist() == [0, 1, 2]
+        assert joined[:3].tolist() == [0, 1, 2]
         assert others == [before["last"]]
 
     def test_nothing_is_joined_unasked(self):
@@ -97,7 +97,7 @@ class TestGraphs:
         (executable,) = graphs.executables.values()
         *_, joined, last = jax.tree.leaves(executable.args_info)
         # Lengths, starts, tables, slots, two counts; ids.
-        assert (joined.dtype, joined.shape) == (jnp.int32, (3 + 4 + 3 * 2 + 3 + 1 + 1 + 3,))
+        assert (joined.dtype, joined.shape) == (jnp.int32, (64 * 7,))
         assert last.shape == (1,)
         assert len(jax.tree.leaves(executable.args_info)) == 4
 
