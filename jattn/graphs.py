@@ -14,7 +14,6 @@ from jattn.metadata.batch import BatchMetadata, abstract_metadata
 from jattn.metadata.buckets import default_capture_sizes
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
-from jattn.uploads import Layout
 from pallas_kernels.checks import require, require_positive
 
 WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds
@@ -35,15 +34,13 @@ class DecodeGraphs:
     Source: vLLM `CudagraphDispatcher`; larger batches are an error here, not an eager step.
     """
 
-    def __init__(self, step: GraphStep, buckets: Iterable[Bucket], *, from_host: bool = False) -> None:
+    def __init__(self, step: GraphStep, buckets: Iterable[Bucket]) -> None:
         """Compiles nothing yet.
 
         Args:
             step: `(params, caches, metadata, *inputs) -> (outputs, caches)`, jit-able. The caches, any pytree
                 of PagedCache, are donated.
             buckets: The sizes to run. Each must have max_blocks.
-            from_host: Metadata (`build_batch_metadata(to_device=False)`) and those inputs that are numpy's
-                arrays when a bucket is compiled are sent as one array: each takes 0.2 ms of an H200's host.
 
         Raises:
             ValueError: There is no bucket, one without max_blocks, or what is none; step is no function.
@@ -55,9 +52,7 @@ class DecodeGraphs:
         ordered = sorted(set(buckets), key=_size)
         require(len(ordered) > 0, "buckets", "hold at least one Bucket", ordered)
         self.buckets = tuple(ordered)
-        self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=(0, 1), donate_argnums=3)
-        self._from_host = from_host
-        self._layouts: dict[Bucket, Layout] = {}  # of what is compiled, or being
+        self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=0, donate_argnums=2)
         self._leaves: Leaves | None = None  # of the last step's parameters
         self._executables = Executables()
 
@@ -88,9 +83,10 @@ class DecodeGraphs:
         if executable is None:
             rule = f"be one of the buckets {named(self.buckets)}"
             require(bucket in self.buckets, "metadata.bucket", rule, bucket)
-            lower = lambda _: self._lowered(leaves.structure, leaves.values, caches, metadata, *inputs)
+            arguments = leaves.values, caches, metadata, *inputs
+            lower = lambda _: self._step.lower(leaves.structure, *arguments)
             executable = self._executables.get(bucket, lower)
-        return executable(leaves.values, caches, *self._layouts[bucket].joined((metadata, *inputs)))
+        return executable(leaves.values, caches, metadata, *inputs)
 
     def leaves_of(self, params: Any) -> Leaves:
         """The parameters' leaves as they are now; the object of the step before where nothing has changed.
@@ -131,8 +127,7 @@ class DecodeGraphs:
             params: The step's, or their ShapeDtypeStructs. Nothing is run and nothing donated.
             caches: The step's, or their ShapeDtypeStructs.
             block_size: Tokens of a cache block.
-            inputs: The step's other arguments for a bucket, as ShapeDtypeStructs; as numpy's arrays those
-                that `from_host` is about.
+            inputs: The step's other arguments for a bucket, as ShapeDtypeStructs.
             progress: Show a bar, if tqdm is installed.
             wait: False = return when every batch has some bucket that fits it; the rest are traced and
                 compiled in threads behind (`wait` below waits for them), out of reach of context managers.
@@ -163,19 +158,9 @@ class DecodeGraphs:
         structure, given = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
 
         def lower(bucket: Bucket) -> jax.stages.Lowered:
-            metadata = abstract_metadata(bucket, block_size)
-            if self._from_host:
-                metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
-            return self._lowered(structure, *given, metadata, *inputs(bucket))
+            return self._step.lower(structure, *given, abstract_metadata(bucket, block_size), *inputs(bucket))
 
         return lower
-
-    def _lowered(
-        self, structure: Any, values: Any, caches: Any, metadata: BatchMetadata, *inputs: Any
-    ) -> jax.stages.Lowered:
-        layout = Layout.of((metadata, *inputs), from_host=self._from_host)
-        self._layouts[metadata.bucket] = layout
-        return self._step.lower(structure, layout, values, caches, *layout.joined((metadata, *inputs)))
 
     def choose(
         self,
@@ -276,11 +261,9 @@ def default_buckets(
     return tuple(sorted({bucket(max_decodes=rows) for rows in decodes}.union(mixed), key=_size))
 
 
-def _on_leaves(
-    step: GraphStep, structure: Any, layout: Layout, leaves: Any, caches: Any, joined: Any, others: Any
-) -> tuple[Any, Any]:
-    """The step with its parameters as a flat list, and what is sent together as one array."""
-    return step(jax.tree.unflatten(structure, leaves), caches, *layout.split(joined, others))
+def _on_leaves(step: GraphStep, structure: Any, leaves: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+    """The step with its parameters as a flat list."""
+    return step(jax.tree.unflatten(structure, leaves), *arguments)
 
 
 def _size(bucket: Bucket) -> tuple[int, int, int]:
