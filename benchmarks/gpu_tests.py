@@ -44,10 +44,13 @@ def main(arguments: argparse.Namespace) -> None:
     _, parts = part_of(arguments.part)
     names = lines_of(sys.executable, "-c", NAME_DEVICES)
     passes = passes_on(len(names), arguments.jobs)
+    modules = modules_of_gpus()
+    if not modules:
+        sys.exit(NO_TESTS)
     with tempfile.TemporaryDirectory() as folder:
         reports = [pathlib.Path(folder) / f"{number}.xml" for number in range(len(passes))]
         statuses = [
-            tests_run([*words, "--part", arguments.part, f"--junit-xml={report}"])
+            tests_run([*words, "--part", arguments.part, f"--junit-xml={report}", *modules])
             for words, report in zip(passes, reports, strict=True)
         ]
         status = worst_of(statuses)
@@ -67,6 +70,12 @@ def main(arguments: argparse.Namespace) -> None:
     }
     append(row, RESULTS / GPU_TESTS)
     sys.exit(status)
+
+
+def modules_of_gpus() -> list[str]:
+    """Test modules that name the mark; others may need packages that a machine with a GPU lacks."""
+    modules = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path) for path in modules if "pytest.mark.gpu" in path.read_text()]
 
 
 def passes_on(gpus: int, jobs: int) -> list[list[str]]:

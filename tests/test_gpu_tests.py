@@ -67,7 +67,9 @@ PART = {"date": "2026-11-23", "commit": "abc", "gpu": "NVIDIA H200", "gpus": 1, 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A tree with tests of its own, and its results."""
-    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
+    (tmp_path / "tests" / "test_other.py").write_text("import no_such_package")
     (tmp_path / "pytest.ini").write_text(CONFIG)
     monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_tests, "RESULTS", tmp_path)
@@ -99,14 +101,14 @@ def test_a_row_counts_the_tests_of_all_workers(tree, capsys):
 
 @pytest.mark.kernels
 def test_a_run_without_tests_leaves_no_row(tree):
-    (tree / "test_it.py").write_text("")
+    (tree / "tests" / "test_it.py").write_text("")
     assert run() == 5
     assert not (tree / "gpu-tests.jsonl").exists()
 
 
 @pytest.mark.kernels
 def test_workers_share_the_gpus_and_tests_of_several_see_all(tree, monkeypatch):
-    (tree / "test_it.py").write_text(TESTS_OF_TWO)
+    (tree / "tests" / "test_it.py").write_text(TESTS_OF_TWO)
     monkeypatch.setattr(gpu_tests, "NAME_DEVICES", "print('NVIDIA H200\\nNVIDIA H200')")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     assert run(jobs=3) == 0
