@@ -11,14 +11,14 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, load, serve, step_kernels
+from benchmarks import engine_model, engine_steps, load, scaling_model, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A search for sizes, a model of a machine, ten minutes of clients, the tests on a GPU, and the pages.
-OTHERS = {"tune", "engine-model", "crowds", "gpu-tests", "table"}
+# A search for sizes, models of machines, ten minutes of clients, the tests on a GPU, and the pages.
+OTHERS = {"tune", "engine-model", "scaling-model", "crowds", "gpu-tests", "table"}
 
 
 def test_make_bench_runs_every_suite_as_one():
@@ -152,3 +152,21 @@ def test_idle_time_is_told_by_what_ran_before_and_behind():
     assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
     assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
     assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}
+
+
+@pytest.mark.parametrize(("gpus", "sums"), [(1, "psum"), (2, "all_reduce")])
+def test_the_plan_for_more_gpus_begins_with_what_two_took(gpus, sums):
+    model = scaling_model.Model.measured()
+    rows = map(
+        json.loads, (ROOT / "benchmarks" / "results" / scaling_model.MEASURED).read_text().splitlines()
+    )
+    steps = [row for row in rows if (row.get("tp"), row.get("sums")) == (gpus, sums)]
+    assert len(steps) == 3
+    for row in steps:
+        requests, context = map(int, row["name"].removeprefix("step_").split("x"))
+        assert model.step_us(gpus, requests, context) == pytest.approx(row["step_us"])
+
+
+def test_the_page_has_the_plan():
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    assert scaling_model.table(scaling_model.Model.measured()) in page
