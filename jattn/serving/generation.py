@@ -54,8 +54,8 @@ class Generation:
     def __post_init__(self) -> None:
         params = self.sampling_params
         self._has_text = self.text.has_tokenizer
-        self._filter = StopFilter(params.stop, keeps_it=params.include_stop_str_in_output)
-        self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
+        self._filter = StopFilter(params.stop or (), keeps_it=params.include_stop_str_in_output)
+        self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids or ())
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
         self.is_adjusted = params.is_adjusted or self.mask is not None
         self._ids = TokenBuffer() if params.has_penalties else None
@@ -104,7 +104,7 @@ class Generation:
         may_stop = num_generated >= self.sampling_params.min_tokens
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"
-            self.stop_reason = token_id if token_id in self.sampling_params.stop_token_ids else None
+            self.stop_reason = token_id if token_id in (self.sampling_params.stop_token_ids or ()) else None
             piece = self._ended(self.text.flush())
         else:
             piece = self.text.append(token_id) if self._has_text else ""

@@ -82,7 +82,7 @@ def build_requests(
     samplers = [
         dataclasses.replace(
             params,
-            stop_token_ids=(*params.stop_token_ids, *stop_ids),
+            stop_token_ids=(*(params.stop_token_ids or ()), *stop_ids),
             ignore_eos=params.ignore_eos or ignore_eos,
         )
         for params in samplers

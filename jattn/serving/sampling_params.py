@@ -29,9 +29,9 @@ class SamplingParams:
         min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
         n: Completions of the prompt, each drawn with a seed of its own: seed, seed + 1, ... The prompt is
             computed once; they share its blocks.
-        seed: The same seed draws the same tokens, whoever shares the batch. None = see `with_seed`.
-        stop: Texts that end the completion; it is cut before them. One string or several.
-        stop_token_ids: Tokens that end the completion, besides the model's eos.
+        seed: The same seed draws the same tokens, whoever shares the batch. None or -1 = see `with_seed`.
+        stop: Texts that end the completion; it is cut before them. One string or several; None = ().
+        stop_token_ids: Tokens that end the completion, besides the model's eos. None = ().
         ignore_eos: The model's eos does not end the completion.
         include_stop_str_in_output: The text keeps the stop string that ended it.
         presence_penalty: Taken off the logits of tokens that were generated. In [-2, 2].
@@ -44,7 +44,7 @@ class SamplingParams:
         prompt_logprobs: The same for each token of the prompt but the first.
         skip_special_tokens: Tokens that the tokenizer calls special are not in the text.
         allowed_token_ids: No other tokens may come. None = any may.
-        bad_words: Texts that may not come: the last token of one is banned behind the others.
+        bad_words: Texts that may not come: the last token of one is banned behind the others. None = ().
         structured_outputs: The form that the text has: a JSON schema, a regular expression, a grammar. It
             ends where that does.
 
@@ -59,8 +59,8 @@ class SamplingParams:
     min_p: float | int = 0.0
     n: int = 1
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     presence_penalty: float | int = 0.0
@@ -71,10 +71,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | None = ()
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         self._check_kinds()
         require(0 <= self.temperature < math.inf, "temperature", "be at least 0", self.temperature)
         require(self.top_k is None or self.top_k >= -1, "top_k", "be at least 0 (None = off)", self.top_k)
@@ -107,11 +109,11 @@ class SamplingParams:
         require_int(min_tokens=self.min_tokens, n=self.n, **given)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         are_texts = isinstance(stop, Sequence) and all(isinstance(text, str) for text in stop)
         require(are_texts, "stop", "be a string or a list of strings", repr(self.stop))
         require(all(stop), "stop", "hold no empty string", repr(self.stop))
-        ids = self.stop_token_ids
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         are_ids = isinstance(ids, Sequence) and not isinstance(ids, str) and all(map(_is_int, ids))
         require(are_ids, "stop_token_ids", "be a list of ints", repr(ids))
         bias = self.logit_bias
@@ -129,7 +131,7 @@ class SamplingParams:
 
     def _check_filters(self) -> None:
         """What may not come, by tokens or words."""
-        words, ids = self.bad_words, self.allowed_token_ids
+        words, ids = () if self.bad_words is None else self.bad_words, self.allowed_token_ids
         are_texts = not isinstance(words, str) and all(isinstance(one, str) and one.strip() for one in words)
         require(are_texts, "bad_words", "be a list of words", repr(words))
         object.__setattr__(self, "bad_words", tuple(words))

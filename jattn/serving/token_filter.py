@@ -63,7 +63,7 @@ def token_mask(
         return grammars.mask(params.structured_outputs)
     if params.allowed_token_ids is None and not params.bad_words:
         return None
-    words = [ids for word in params.bad_words for ids in bad_word_ids(word, tokenizer)]
+    words = [ids for word in params.bad_words or () for ids in bad_word_ids(word, tokenizer)]
     ids = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     anywhere = without(_bits(ids, vocab_size), [word[0] for word in words if len(word) == 1])
     require(bool(anywhere.any()), "bad_words", "leave a token that may come", params.bad_words)

@@ -285,6 +285,9 @@ class TestSamplingParams:
     def test_whole_numbers_will_do(self):
         assert SamplingParams(temperature=0, top_p=1, min_p=0) == SamplingParams()
 
+    def test_what_vllm_takes_for_nothing_is_nothing(self):
+        assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, seed=-1) == SamplingParams()
+
     def test_with_seed_keeps_a_seed_and_draws_one_where_there_is_none(self):
         assert SamplingParams(seed=7).with_seed().seed == 7
         drawn = {SamplingParams(temperature=1.0).with_seed().seed for _ in range(4)}
@@ -301,7 +304,7 @@ class TestSamplingParams:
             ({"top_p": 1.5}, r"top_p must be in \(0, 1\] \(1 = off\), got 1.5"),
             ({"min_p": -0.1}, r"min_p must be in \[0, 1\] \(0 = off\), got -0.1"),
             ({"min_p": 1.1}, r"min_p must be in \[0, 1\] \(0 = off\), got 1.1"),
-            ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
+            ({"seed": -2}, r"seed must be in \[0, 2\*\*32\), got -2"),
             ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
         ],
     )
