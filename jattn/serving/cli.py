@@ -1,7 +1,6 @@
 """The command line: `jattn generate`, `jattn serve` and others."""
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from jattn.serving.commands.chat import add_chat
 from jattn.serving.commands.doctor import add_doctor
 from jattn.serving.commands.generate import add_generate
 from jattn.serving.commands.serve import add_serve, with_config
+from jattn.serving.version import version_of
 
 INTERRUPTED = 130  # the status of what Ctrl-C ended, as shells have it
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
     parser = argparse.ArgumentParser(prog="jattn", description="Attention and serving in JAX.")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jattn", "jax")]
+    versions = [f"{name} {version_of(name)}" for name in ("jattn", "jax")]
     parser.add_argument("--version", action="version", version=", ".join(versions))
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (add_generate, add_chat, add_serve, add_bench_serve, add_doctor):

@@ -1,3 +1,4 @@
+import importlib.metadata
 import io
 import os
 import subprocess
@@ -184,6 +185,19 @@ class TestMain:
         with pytest.raises(SystemExit, match="0"):
             main(["--version"])
         assert capsys.readouterr().out == f"jattn 0.1.0, jax {jax.__version__}\n"
+
+    def test_it_is_not_needed(self, capsys, monkeypatch):
+        right = importlib.metadata.version
+
+        def none_of_jattn(name):
+            if name == "jattn":
+                raise importlib.metadata.PackageNotFoundError(name)
+            return right(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", none_of_jattn)
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert capsys.readouterr().out == f"jattn of a checkout, jax {jax.__version__}\n"
 
     def test_dtype_is_the_model_s(self, tmp_path, monkeypatch, recorded):
         dtypes = []

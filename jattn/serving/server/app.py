@@ -1,6 +1,5 @@
 """The application: which path is whose, who may ask, and what becomes of errors."""
 
-import importlib.metadata
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,6 +22,7 @@ from jattn.serving.server.metrics import exposition
 from jattn.serving.server.openapi import openapi
 from jattn.serving.server.service import Service
 from jattn.serving.server.tokens import detokenize, tokenize
+from jattn.serving.version import version_of
 
 type Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -140,7 +140,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """Of this package."""
-    return JSONResponse({"version": importlib.metadata.version("jattn")})
+    return JSONResponse({"version": version_of("jattn")})
 
 
 async def description(request: Request) -> Response:

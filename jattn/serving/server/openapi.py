@@ -1,6 +1,5 @@
 """`GET /openapi.json`: what the server's paths take, for whoever makes a client or tests one."""
 
-import importlib.metadata
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -12,6 +11,7 @@ from jattn.serving.server.protocol import (
     TokenizeChatBody,
     TokenizeCompletionBody,
 )
+from jattn.serving.version import version_of
 
 BODIES: dict[str, tuple[Any, ...]] = {
     "/v1/completions": (CompletionBody,),
@@ -30,7 +30,7 @@ def openapi() -> dict[str, Any]:
     _, shared = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=SCHEMAS + "{model}"
     )
-    own = {"version": importlib.metadata.version("jattn"), "title": "jattn serve"}
+    own = {"version": version_of("jattn"), "title": "jattn serve"}
     paths = {path: {"post": _operation(path, some)} for path, some in BODIES.items()}
     paths |= {path: {"post": _operation(path, ())} for path in BARE}
     paths |= {path: {"get": _operation(path, ())} for path in READ}
