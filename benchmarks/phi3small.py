@@ -185,10 +185,8 @@ def densities(step: Step) -> tuple[float, float]:
     each query head has a list of its own, and the two are one.
     """
     config = DecoderConfig.from_hf(PHI3_SMALL)
-    mask, heads = (
-        config.attention_spec(0).sparsity,
-        (config.num_attention_heads, config.num_key_value_heads),
-    )
+    mask = config.attention_spec(0).sparsity
+    heads = config.num_attention_heads, config.num_key_value_heads
     assert mask is not None
     length = step.seq_lens[0]
     if step.query_lens[0] > 1:

@@ -18,9 +18,8 @@ from jattn import masks
 from pallas_kernels.cases import LLAMA_8B, log_uniform
 from pallas_kernels.checks import require
 
-TOLERANCE = (
-    5e-2  # of the largest number of the output, or of a gradient: two of 16 bits in a row of three products
-)
+# Of the largest number of the output, or of a gradient: two of 16 bits in a row of three products.
+TOLERANCE = 5e-2
 BLOCK = 128  # queries, and keys, of a block of a mask
 type Attend = Callable[..., jax.Array]  # (q, k, v, mask=) [..., tokens, heads, head_dim]
 

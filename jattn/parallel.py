@@ -46,19 +46,19 @@ def check_mesh(mesh: Any) -> None:
 
 def num_parts(model: Any) -> int:
     """Devices that a model, and its caches, are spread over; 1 where it has no mesh."""
-    mesh = getattr(model, "mesh", None)
+    mesh = _mesh_of(model)
     return 1 if mesh is None else mesh.size
 
 
 def num_ranks(model: Any) -> int:
     """Devices that the keys of a request are spread over; 1 where the model has no mesh."""
-    mesh = getattr(model, "mesh", None)
+    mesh = _mesh_of(model)
     return 1 if mesh is None else mesh.shape[CP]
 
 
 def on_all_parts(model: Any) -> NamedSharding | None:
     """Where an array is whole on each of a model's devices; None where it has no mesh."""
-    mesh = getattr(model, "mesh", None)
+    mesh = _mesh_of(model)
     return None if mesh is None else NamedSharding(mesh, P())
 
 
@@ -76,3 +76,8 @@ def cache_partitions(cache: PagedCache) -> PagedCache:
 
     partitions: PagedCache = jax.tree_util.tree_map_with_path(of, cache)
     return partitions
+
+
+def _mesh_of(model: Any) -> Mesh | None:
+    mesh: Mesh | None = getattr(model, "mesh", None)
+    return mesh

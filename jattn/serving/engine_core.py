@@ -85,9 +85,10 @@ class EngineCore:
             Exception: As `run_step`: the caches are gone with it.
         """
         cold = self._runner.cold_buckets(max_tokens)
-        with self._ends_all_on_error():
-            self._runner.warm_up(cold[:most])
-        return len(cold) - len(cold[:most])
+        if chosen := cold[:most]:  # else other processes would be told of nothing at every look
+            with self._ends_all_on_error():
+                self._runner.warm_up(chosen)
+        return len(cold) - len(chosen)
 
     @contextlib.contextmanager
     def _ends_all_on_error(self) -> Iterator[None]:
