@@ -43,7 +43,7 @@ class CascadeSteps:
             block_size: Tokens of a block.
             num_sms: Multiprocessors of the GPU, by which it is told what pays; None = any prefix does.
         """
-        self.graphs, self._spec = DecodeGraphs(step, buckets), spec
+        self.graphs, self._spec = DecodeGraphs(step, buckets, from_host=True), spec
         self._block_size = block_size
         self._most_rows = max(bucket.max_decodes for bucket in buckets)
         self._num_sms = num_sms

@@ -68,9 +68,9 @@ class DraftModel(Proposer):
         self._caches: Any = self._new_caches()
         self._copies = BlockCopies(max(bucket.max_decodes for bucket in buckets))
         self._largest = prompt_buckets[-1]
-        self._readers = DecodeGraphs(make_reading_step(graphdef), prompt_buckets)
+        self._readers = DecodeGraphs(make_reading_step(graphdef), prompt_buckets, from_host=True)
         rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
-        self._drafters = DecodeGraphs(make_draft_step(graphdef, num_tokens), rows)
+        self._drafters = DecodeGraphs(make_draft_step(graphdef, num_tokens), rows, from_host=True)
 
     @property
     def num_compiles(self) -> int:
@@ -116,7 +116,7 @@ class DraftModel(Proposer):
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Proposer.precompile`."""
         drawn = SamplingParams(temperature=1.0, seed=0)
-        ints = lambda count: jax.ShapeDtypeStruct((count,), jnp.int32)
+        ints = lambda count: np.zeros(count, np.int32)
 
         def inputs(bucket: Bucket) -> list[Any]:
             sampling = jax.eval_shape(lambda: build_sampling_metadata([drawn], num_rows=bucket.max_reqs))

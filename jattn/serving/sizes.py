@@ -272,7 +272,7 @@ class StepLimits(NamedTuple):
         max_blocks = self.max_blocks(model, num_blocks)
         if self.batch_invariant:
             sizes = self.max_num_seqs, self.max_num_batched_tokens, max_blocks
-            return DecodeGraphs(step, invariant_buckets(*sizes))
+            return DecodeGraphs(step, invariant_buckets(*sizes), from_host=True)
         if buckets is None:
             chunks = prefill_sizes(self.max_num_batched_tokens)
             # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
@@ -288,7 +288,7 @@ class StepLimits(NamedTuple):
                 buckets = few_of(buckets)
         if num_draft_tokens:
             buckets = [*buckets, *self.draft_buckets(model, num_blocks, num_draft_tokens)]
-        graphs = DecodeGraphs(step, buckets)
+        graphs = DecodeGraphs(step, buckets, from_host=True)
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,
             num_prefills=min(self.max_num_seqs, self.max_num_batched_tokens),

@@ -30,6 +30,8 @@ class StepTokens(NamedTuple):
         ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
             the sampler. The rest of these rows are padding. In a step with drafts all tokens, place by place.
         near: The blocks of layers that have their own; None = all layers have the metadata's.
+        num_generated: Of each row of the sampler, as in `sample`: it goes through the step, to be sent with
+            the rest. None = the sampler has it from elsewhere.
     """
 
     ids: Int32[Array, " tokens"]
@@ -37,6 +39,7 @@ class StepTokens(NamedTuple):
     last: Int32[Array, " max_rows"]
     ends: Int32[Array, " places"]
     near: NearTables | None = None
+    num_generated: Int32[Array, " reqs"] | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -45,10 +48,12 @@ class StepOutputs(NamedTuple):
     Attributes:
         logits: Of the tokens that StepTokens.ends names.
         hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
+        num_generated: StepTokens'.
     """
 
     logits: Float32[Array, "places vocab"]
     hidden: Float[Array, "tokens hidden"]
+    num_generated: Int32[Array, " reqs"] | None
 
 
 class Sampled(NamedTuple):
@@ -81,7 +86,7 @@ def make_step(graphdef: Any) -> GraphStep:
         shared = model.plan(metadata, caches, **prefix)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[tokens.ends]), hidden), caches
+        return StepOutputs(model.logits(hidden[tokens.ends]), hidden, tokens.num_generated), caches
 
     return step
 
