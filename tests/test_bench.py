@@ -49,6 +49,16 @@ def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     assert (tmp_path / "rows.svg").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_a_server_is_measured_small_before_a_gpu_is_asked_for(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "serve", "--small", "--out", str(tmp_path)]
+    subprocess.run([*command, "--plot", str(tmp_path / "rows.svg")], cwd=ROOT, check=True)
+    (file,) = tmp_path.glob("serve-small-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["num_prompts"] for row in rows] == [4, 16, 32]
+    assert (tmp_path / "rows.svg").stat().st_size > 1000
+
+
 def two_requests():
     return [[1] * 5, [2] * 3], [3, 2]
 
