@@ -306,7 +306,8 @@ def _is_covered(one: Bucket, by: Iterable[Bucket]) -> bool:
 
 def _usefulness(bucket: Bucket) -> tuple[bool, int]:
     """What to compile first: powers of two, from above: they are near to everything."""
-    return bucket.max_decodes & (bucket.max_decodes - 1) != 0, -bucket.max_tokens
+    is_between = any(size & (size - 1) for size in (bucket.max_decodes, bucket.max_prefill_tokens))
+    return is_between, -bucket.max_tokens
 
 
 def _abstract(leaf: Any) -> Any:

@@ -40,6 +40,14 @@ class TestDefaultBuckets:
         sizes = [2, 4, *range(8, 257, 8)]
         assert of_width(8192) == of_width(1024) == sizes
 
+    def test_a_prompt_is_padded_by_at_most_half_as_many_tokens_again(self):
+        graphs = self.graphs()
+        for length in range(256, 8193, 64):
+            bucket = graphs.choose([length], num_blocks=512)
+            assert length <= bucket.max_tokens <= 1.5 * length
+            beside = graphs.choose([1] * 200 + [length], num_blocks=512)
+            assert beside.max_prefill_tokens <= 1.5 * length
+
     def test_a_short_step_has_a_narrow_table(self):
         graphs = self.graphs()
         assert graphs.choose([1] * 256, num_blocks=1024).max_blocks == 1024
