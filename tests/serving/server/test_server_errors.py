@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -373,6 +374,13 @@ def prepared_by(engine, precompile):
         yield
     finally:
         del engine.precompile
+
+
+def test_threads_take_turns_soon_while_a_server_runs(engine):
+    before = sys.getswitchinterval()
+    with running(engine):
+        assert sys.getswitchinterval() < 0.001
+    assert sys.getswitchinterval() == before
 
 
 class TestEnd:
