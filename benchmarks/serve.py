@@ -31,6 +31,7 @@ from jattn.serving.sizes import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests a second
 LENS = {"input_len": 1024, "output_len": 256}
+AT_ONCE = 10_000.0  # as many requests as a step holds, whose streams all bring a token a step
 SECONDS = 8.0  # in which requests arrive, for each rate
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2} | {
     **{"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 16384, "max_position_embeddings": 1024}
@@ -38,6 +39,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "n
 SMALL_LENS = {"input_len": 128, "output_len": 32}
 PROMPT_IDS = 9999  # prompts' ids are below it
 TIMES = ("time_to_first_token_ms", "inter_token_latency_ms", "end_to_end_ms")
+type Run = tuple[float, dict[str, int]]  # requests a second; how many in all, and tokens of each
 CLIENT = "import sys; from jattn.serving.cli import main; sys.exit(main())"
 
 
@@ -66,11 +68,14 @@ def main(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
     model.tokenizer = engine.tokenizer = word_tokenizer(config["vocab_size"])
     made = []
-    for row in compared(engine, RATES, seconds=1.0 if small else SECONDS, **lens):
+    for row in compared(engine, runs_of(RATES, 1.0 if small else SECONDS, **lens)):
         rows.add(name=f"rate_{row['request_rate']:g}", logprob_error=error, **row)
         made.append(row)
     if arguments.plot is not None:
         draw(made, arguments.plot)
+    crowd = {"num_prompts": engine.scheduler.max_num_seqs, "input_len": 16, "output_len": lens["output_len"]}
+    for row in compared(engine, [(AT_ONCE, crowd)]):
+        rows.add(name="at_once", logprob_error=error, **row)
 
 
 def engine_of(model: Any, cache_dir: str | None, *, few: bool = False) -> Engine:
@@ -93,15 +98,16 @@ def engine_of(model: Any, cache_dir: str | None, *, few: bool = False) -> Engine
     )
 
 
-def compared(
-    engine: Engine, rates: Sequence[float], *, seconds: float, **lens: int
-) -> Iterator[dict[str, Any]]:
-    """A row for each rate; the engine's numbers, the server's, and what lies between them."""
-    sizes = [{"num_prompts": max(round(rate * seconds), 1), **lens} for rate in rates]
-    runs = list(zip(rates, sizes, strict=True))
+def runs_of(rates: Sequence[float], seconds: float, **lens: int) -> list[Run]:
+    """What comes in so many seconds at each rate."""
+    return [(rate, {"num_prompts": max(round(rate * seconds), 1), **lens}) for rate in rates]
+
+
+def compared(engine: Engine, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """A row for each run; the engine's numbers, the server's, and what lies between them."""
     busiest = max(runs, key=lambda run: run[0])
     asyncio.run(at_the_engine(engine, *busiest))  # what an executable's first runs make is not measured
-    (prompt,) = drawn_prompts(1, lens["input_len"], PROMPT_IDS, random.Random(2))
+    (prompt,) = drawn_prompts(1, busiest[1]["input_len"], PROMPT_IDS, random.Random(2))
     want = engine.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0].text
     for rate, size in runs:
         alone = asyncio.run(at_the_engine(engine, rate, size))
@@ -110,7 +116,7 @@ def compared(
             require_same_text(url, prompt, want)
             served = at_the_server(url, rate, size)
         for told in (alone, served):
-            if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * lens["output_len"]:
+            if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * size["output_len"]:
                 raise SystemExit(f"not all requests came to their end: {told}: no rows")
         host = {"server_loop_us_per_token": 1e6 * times[0] / served["num_tokens"]}
         yield {"request_rate": rate, **size, **beside(alone, served), **host}
@@ -216,6 +222,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
     """Times to the first token and between two, over the rates: the engine dashed, the server solid."""
+    rows = [row for row in rows if row["request_rate"] < AT_ONCE]
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     rates = [row["request_rate"] for row in rows]
