@@ -1,7 +1,7 @@
 """What the engine compiles: a batch through the model to logits, and logits to the next token of each row."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.bucket import Bucket
-from jattn.graphs import GraphStep
+from jattn.graphs import DecodeGraphs, GraphStep
 from jattn.implementations.choice import asked_for, first_able
 from jattn.module import PagedAttention
 from jattn.serving.adjustments import Adjustments, adjusted
@@ -18,6 +18,13 @@ from jattn.serving.logprobs import TokenLogprobs, logprobs_of
 from jattn.serving.near_blocks import NearTables
 from jattn.serving.sampler import SamplingMetadata, sample
 from pallas_kernels import support
+
+# From so many tokens a step's products are cuBLAS's alone. XLA tunes Triton's beside them, which takes
+# compiling from 3 to 15 CPU-seconds, and chooses by one timed run some that split columns into parts, whose
+# sums are kernels of their own. 36 layers of 8B width without attention on an H200, cuBLAS alone and what XLA
+# chose: 4.52 and 4.16 ms for 2 tokens, 4.39 and 4.23 for 8, 4.46 and 4.36 for 16, 4.55 and 4.59 for 32, 4.46
+# and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58 for 256, 20.0 and 20.2 for 1024.
+CUBLAS_TOKENS = 32
 
 
 class StepTokens(NamedTuple):
@@ -89,6 +96,16 @@ def make_step(graphdef: Any) -> GraphStep:
         return StepOutputs(model.logits(hidden[tokens.ends]), hidden, tokens.num_generated), caches
 
     return step
+
+
+def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:
+    """An engine's executables of a step."""
+    return DecodeGraphs(step, buckets, from_host=True, compiler_options=_compiler_options)
+
+
+def _compiler_options(bucket: Bucket) -> dict[str, Any]:
+    is_gpus = jax.default_backend() == "gpu" and bucket.max_tokens >= CUBLAS_TOKENS
+    return {"xla_gpu_enable_triton_gemm": False} if is_gpus else {}
 
 
 @functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))

@@ -151,7 +151,7 @@ WRONG = [
     ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
     ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24: .*Supported: 32"),
     ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(2\), got 1"),
-    ("bloom", {"layer_norm_epsilon": None}, "rms_norm_eps must be a number, got None"),
+    ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]
 
 
