@@ -27,6 +27,7 @@ from benchmarks.random_decoder import random_decoder
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.commands.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
 from jattn.serving.commands.events import events
+from jattn.serving.sizes import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests a second
 LENS = {"input_len": 1024, "output_len": 256}
@@ -82,9 +83,9 @@ def engine_of(model: Any, cache_dir: str | None, *, few: bool = False) -> Engine
     rows = 32 if few else 256
     decodes = (rows,) if few else (8, 16, 32, 64, 96, 128, 192, 256)
     sizes: list[dict[str, int]] = [{"max_decodes": count} for count in decodes]
-    for tokens in (512,) if few else (2048, 8192):
+    for tokens in (512,) if few else prefill_sizes(8192)[:7]:  # down to a prompt's 1,024
         prompts = {"max_prefills": rows, "max_prefill_tokens": tokens}
-        sizes += [prompts, {"max_decodes": rows, **prompts}]
+        sizes += [{"max_decodes": beside, **prompts} for beside in (0, rows // 4, rows)]
     return Engine(
         model,
         num_blocks=400 if few else 24_000,
