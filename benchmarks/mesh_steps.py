@@ -20,7 +20,7 @@ from jattn.models import use_peer_memory
 from jattn.parallel import TP, on_all_parts
 from jattn.serving.sampler import build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.step import StepTokens, make_step, next_tokens
+from jattn.serving.step import StepTokens, make_step, next_tokens, step_graphs
 
 BLOCK_SIZE = 16
 # In standard deviations of a request's logits. Between one device's and several's: in the mean 0.04 where
@@ -97,7 +97,7 @@ class Steps:
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
         self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
         buckets = [one.bucket for one in self._metadata.values()]
-        self._graphs = jattn.DecodeGraphs(make_step(graphdef), buckets, from_host=True)
+        self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
         inputs = lambda bucket: [self._inputs(bucket.max_tokens)]
         of = {"block_size": BLOCK_SIZE, "inputs": inputs, "progress": False}

@@ -122,7 +122,7 @@ def measured(cases: list[Case]) -> Iterator[dict[str, Any]]:
     plain: dict[str, dict[str, Any]] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compile_ = lambda run: pool.submit(lambda: run.compile())
-        made = [{name: compile_(run) for name, run in lowered(case).items()} for case in cases]
+        made = [{name: compile_(run) for name, run in _lowered(case).items()} for case in cases]
     for case, runs in zip(cases, made, strict=True):
         try:
             plain[case.name] = row = measure(case, runs)
@@ -133,6 +133,14 @@ def measured(cases: list[Case]) -> Iterator[dict[str, Any]]:
         yield row | {f"plain_{key}": of_plain[key] for key in ("us", "attention_us") if of_plain}
 
 
+def _lowered(case: Case) -> dict[str, Any]:
+    """What `lowered` makes, or its error in the place of each that a row needs."""
+    try:
+        return lowered(case)
+    except Exception as error:  # the other rows still count
+        return dict.fromkeys(("ours", "xla", "exact"), Refusal(error))
+
+
 def lowered(case: Case) -> dict[str, Any]:
     """Ways to attend, as `(state, x, weights, mask) -> (output, gradients)`; "exact" is XLA's in float32."""
     arrays = jax.eval_shape(functools.partial(inputs, case))
@@ -141,10 +149,28 @@ def lowered(case: Case) -> dict[str, Any]:
     if jax.default_backend() != "gpu":
         del ways["cudnn"]
     run = lambda attend: jax.jit(functools.partial(passes, graph, attend))
-    made = {name: run(attend).lower(*arrays) for name, attend in ways.items() if attend is not None}
+    made: dict[str, Any] = {}
+    for name, attend in ways.items():
+        try:
+            made |= {name: run(attend).lower(*arrays)} if attend is not None else {}
+        except Exception as error:  # a peer may refuse
+            if name != "cudnn":
+                raise
+            made[name] = Refusal(error)
     exact = lambda *arrays: run(ours(case, "xla"))(*jax.tree.map(_wide, arrays))
     with jax.default_matmul_precision("highest"):
         return made | {"exact": jax.jit(exact).lower(*arrays)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """In a way's place: why it cannot be compiled."""
+
+    error: Exception
+
+    def compile(self) -> None:
+        """Raises it."""
+        raise self.error
 
 
 def _wide(array: jax.Array) -> jax.Array:
@@ -194,7 +220,7 @@ def cudnn(case: Case) -> Attend | None:
     )
     if case.is_batch:
         return lambda q, k, v, mask: attend(q, k, v)
-    lens, longest = np.asarray(case.lens), max(case.lens)
+    lens, longest = np.asarray(case.lens), -(-max(case.lens) // 128) * 128  # odd lengths are refused
     starts = np.cumsum(lens) - lens
 
     def padded(q: jax.Array, k: jax.Array, v: jax.Array, mask: None) -> jax.Array:

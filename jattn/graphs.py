@@ -11,11 +11,10 @@ import numpy as np
 from jattn.bucket import Bucket
 from jattn.executables import Executables, Lower, bar
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
-from jattn.metadata.buckets import default_capture_sizes
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
 from jattn.uploads import Layout
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require
 
 WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds
 # A decode among the prefills is a query tile of its own, over all its keys. 36 layers of 8B width on an H200:
@@ -35,7 +34,14 @@ class DecodeGraphs:
     Source: vLLM `CudagraphDispatcher`; larger batches are an error here, not an eager step.
     """
 
-    def __init__(self, step: GraphStep, buckets: Iterable[Bucket], *, from_host: bool = False) -> None:
+    def __init__(
+        self,
+        step: GraphStep,
+        buckets: Iterable[Bucket],
+        *,
+        from_host: bool = False,
+        compiler_options: Callable[[Bucket], dict[str, Any]] = lambda bucket: {},
+    ) -> None:
         """Compiles nothing yet.
 
         Args:
@@ -44,6 +50,7 @@ class DecodeGraphs:
             buckets: The sizes to run. Each must have max_blocks.
             from_host: Metadata (`build_batch_metadata(to_device=False)`) and those inputs that are numpy's
                 arrays when a bucket is compiled are sent as one array: each takes 0.2 ms of an H200's host.
+            compiler_options: What XLA is told for a bucket, as in `jax.jit`.
 
         Raises:
             ValueError: There is no bucket, one without max_blocks, or what is none; step is no function.
@@ -59,7 +66,7 @@ class DecodeGraphs:
         self._from_host = from_host
         self._layouts: dict[Bucket, Layout] = {}  # of what is compiled, or being
         self._leaves: Leaves | None = None  # of the last step's parameters
-        self._executables = Executables()
+        self._executables = Executables(compiler_options)
 
     @property
     def num_compiles(self) -> int:
@@ -233,44 +240,6 @@ class DecodeGraphs:
         most = float("inf") if self._executables.are_coming else WASTE * best.max_tokens
         alike = (one for one in fitting if _is_mixed(one) == _is_mixed(best) and one.max_tokens <= most)
         return next((one for one in alike if one in ready), best)
-
-
-def default_buckets(
-    max_num_seqs: int,
-    *,
-    max_blocks: int,
-    decode_query_len: int = 1,
-    prefill_tokens: Sequence[int] = (),
-) -> tuple[Bucket, ...]:
-    """Buckets at vLLM's capture sizes, so that every batch of a scheduler with these limits fits one.
-
-    Decode-only buckets hold 1, 2, 4, 8, 16, 24, ... tokens (rounded up to whole rows), the last one
-    max_num_seqs rows. Each size in `prefill_tokens` adds a bucket without decode rows and one with
-    max_num_seqs of them.
-
-    Args:
-        max_num_seqs: Most requests of a step.
-        max_blocks: Block-table columns: blocks of the longest request.
-        decode_query_len: Tokens of a decode row.
-        prefill_tokens: Sizes of the prefill region; the largest is the step's token budget for prompts.
-
-    Raises:
-        ValueError: A size is not positive.
-
-    Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
-    """
-    require_positive(max_num_seqs=max_num_seqs, max_blocks=max_blocks, decode_query_len=decode_query_len)
-    for tokens in prefill_tokens:
-        require_positive(prefill_tokens=tokens)
-    sizes = default_capture_sizes(max_num_seqs)
-    decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}
-    bucket = functools.partial(Bucket, decode_query_len=decode_query_len, max_blocks=max_blocks)
-    mixed = [
-        bucket(max_decodes=rows, max_prefills=min(max_num_seqs, tokens), max_prefill_tokens=tokens)
-        for tokens in prefill_tokens
-        for rows in (0, max_num_seqs)
-    ]
-    return tuple(sorted({bucket(max_decodes=rows) for rows in decodes}.union(mixed), key=_size))
 
 
 def _on_leaves(

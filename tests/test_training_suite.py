@@ -38,6 +38,35 @@ def test_a_wrong_gradient_has_no_row(rows, monkeypatch, capsys):
     assert "the largest error of ours must be at most 2.0 times" in capsys.readouterr().out
 
 
+@pytest.mark.kernels  # five seconds
+def test_what_a_peer_refuses_costs_its_own_columns(rows, monkeypatch):
+    def refuses(q, k, v, mask):
+        raise NotImplementedError("Unsupported sequence length")
+
+    monkeypatch.setattr(training, "cudnn", lambda case: refuses)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    (row,) = rows(CASE)
+    assert row["cudnn"] == "NotImplementedError: Unsupported sequence length"
+    assert row["us"] == 3.0
+
+
+def test_a_case_that_cannot_be_lowered_costs_its_own_row(rows, monkeypatch, capsys):
+    def fails(case):
+        raise NotImplementedError("no such case")
+
+    monkeypatch.setattr(training, "lowered", fails)
+    assert rows(CASE) == []
+    assert "tiny: NotImplementedError: no such case" in capsys.readouterr().out
+
+
+def test_documents_are_padded_to_what_cudnn_takes(monkeypatch):
+    seen = []
+    monkeypatch.setattr("jax.nn.dot_product_attention", lambda q, *_, **__: seen.append(q.shape) or q)
+    q = jnp.zeros((150, 1, 8))
+    out = training.cudnn(training.Case(name="documents", lens=(20, 130)))(q, q, q, None)
+    assert (seen, out.shape) == ([(2, 256, 1, 8)], q.shape)
+
+
 def test_attention_is_all_but_the_projections():
     attention = {
         "varlen_prefill_mosaic_gpu_kernel": 1.0,

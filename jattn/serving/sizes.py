@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jattn.bucket import Bucket
-from jattn.graphs import WASTE, DecodeGraphs, GraphStep, default_buckets
+from jattn.graphs import WASTE, DecodeGraphs, GraphStep
+from jattn.metadata.buckets import default_buckets
 from jattn.parallel import num_parts
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
@@ -15,6 +16,7 @@ from jattn.serving.reach import near_layers_of, near_reach_of, reach_of, turning
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel
 from jattn.serving.speculation import draft_buckets
+from jattn.serving.step import step_graphs
 from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 
 HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
@@ -284,7 +286,7 @@ class StepLimits(NamedTuple):
         max_blocks = self.max_blocks(model, num_blocks)
         if self.batch_invariant:
             sizes = self.max_num_seqs, self.max_num_batched_tokens, max_blocks
-            return DecodeGraphs(step, invariant_buckets(*sizes), from_host=True)
+            return step_graphs(step, invariant_buckets(*sizes))
         if buckets is None:
             is_cpu = jax.default_backend() == "cpu"
             chunks = (few_prefill_sizes if is_cpu else prefill_sizes)(self.max_num_batched_tokens)
@@ -301,7 +303,7 @@ class StepLimits(NamedTuple):
                 buckets = few_of(buckets)
         if num_draft_tokens:
             buckets = [*buckets, *self.draft_buckets(model, num_blocks, num_draft_tokens)]
-        graphs = DecodeGraphs(step, buckets, from_host=True)
+        graphs = step_graphs(step, buckets)
         graphs.choose(  # raises where a step could be too large
             num_decodes=self.max_num_seqs,
             num_prefills=min(self.max_num_seqs, self.max_num_batched_tokens),

@@ -5,9 +5,10 @@ import math
 import jax
 import pytest
 
+from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths
-from jattn.serving.step import sampler_rows
+from jattn.serving.step import sampler_rows, step_graphs
 from tests.serving.tiny import one_layer_model
 
 
@@ -55,6 +56,12 @@ class TestDefaultBuckets:
 
     def test_a_single_row_is_two(self):
         assert self.graphs().choose([1], num_blocks=1).max_decodes == 2
+
+    def test_products_are_cublas_alone_where_triton_is_slower(self):
+        buckets = [Bucket(max_decodes=count, max_blocks=1) for count in (2, 31, 32, 256)]
+        told = step_graphs(lambda *_: None, buckets)._executables._options
+        alone = {"xla_gpu_enable_triton_gemm": False}
+        assert [told(bucket) for bucket in buckets] == [{}, {}, alone, alone]
 
     def test_samplers_are_few_and_nobody_pays_for_half_as_many_rows_again(self):
         rows = {bucket: sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
