@@ -5,7 +5,9 @@ from jattn.models.families.bloom import BLOOM
 from jattn.models.families.cohere import COHERE
 from jattn.models.families.cohere2 import COHERE2
 from jattn.models.families.cwm import CWM
+from jattn.models.families.dots1 import DOTS1
 from jattn.models.families.ernie4_5 import ERNIE4_5
+from jattn.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from jattn.models.families.exaone4 import EXAONE4
 from jattn.models.families.falcon import FALCON
 from jattn.models.families.family import Family, Keys
@@ -13,6 +15,7 @@ from jattn.models.families.gemma import GEMMA
 from jattn.models.families.gemma2 import GEMMA2
 from jattn.models.families.gemma3 import GEMMA3
 from jattn.models.families.glm4 import GLM, GLM4
+from jattn.models.families.glm4_moe import GLM4_MOE
 from jattn.models.families.gpt2 import GPT2
 from jattn.models.families.gpt_bigcode import GPT_BIGCODE
 from jattn.models.families.gpt_neo import GPT_NEO
@@ -25,6 +28,7 @@ from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
+from jattn.models.families.minimax_m2 import MINIMAX_M2
 from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
 from jattn.models.families.mistral import MISTRAL
 from jattn.models.families.mixtral import MIXTRAL
@@ -92,6 +96,10 @@ FAMILIES = {
         SMOLLM3,
         STABLELM,
         STARCODER2,
+        DOTS1,
+        ERNIE4_5_MOE,
+        GLM4_MOE,
+        MINIMAX_M2,
         ARCEE,
         CWM,
         ERNIE4_5,
