@@ -12,15 +12,16 @@ from jattn.dense_attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
 from jattn.masks.integers import quotient
 from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
-from pallas_kernels.checks import require, require_shape
+from jattn.sparsity.texts import as_texts
+from pallas_kernels.checks import require, require_positive, require_shape
 
 type Compress = Callable[[Array], Array]
 
 
 def nsa(
-    q: Float[Array, "batch tokens q_heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
-    v: Float[Array, "batch tokens kv_heads head_dim"],
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
+    v: Float[Array, "..."],
     gates: Float[Array, "..."],
     *,
     block_size: int,
@@ -29,15 +30,15 @@ def nsa(
     block_q: int = 1,
     compress: Compress | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "batch tokens q_heads head_dim"]:
+) -> Float[Array, "..."]:
     """Three causal attentions, each times its gate: to blocks as one key each, to the best of them, nearby.
 
     Gradients reach `compress` and the gates; through these, choices are trained.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
+        q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
+        k: Keys, likewise.
+        v: Values, likewise.
         gates: [batch, tokens, q_heads, 3]: of compressed, selected and window, as a sigmoid makes them.
         block_size: Static: keys of a block.
         num_selected: Static: blocks that a query sees whole, its own and the first among them. All query
@@ -53,11 +54,14 @@ def nsa(
 
     Source: Native Sparse Attention (DeepSeek).
     """
+    has_batch = q.ndim == 4
+    q, k, v = as_texts(q, k, v)
+    gates = gates if has_batch else gates[None]
     require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, one of each")
+    require_positive(block_size=block_size, block_q=block_q)
     require(window >= 1, "window", "be at least 1", window)
     require(q.shape[1] >= 1, "q", "have at least one token", q.shape)
-    by_mean = lambda x: x.mean(axis=2)
-    short = lambda x: (compress or by_mean)(in_blocks(x, block_size)).astype(x.dtype)
+    short = lambda x: (compress or (lambda x: x.mean(axis=2)))(in_blocks(x, block_size)).astype(x.dtype)
     keys, values = short(k), short(v)
     how: dict[str, Any] = {"implementation": implementation}
     compressed = attention(q, keys, values, mask=EndedBlocks(block_size), **how)
@@ -66,7 +70,8 @@ def nsa(
     nearby = attention(q, k, v, causal=True, window=(window - 1, 0), **how)
     parts = (compressed, selected, nearby)
     gated = (gates[..., n, None].astype(jnp.float32) * x.astype(jnp.float32) for n, x in enumerate(parts))
-    return sum(gated, jnp.float32(0)).astype(q.dtype)
+    out = sum(gated, jnp.float32(0)).astype(q.dtype)
+    return out if has_batch else out[0]
 
 
 def selected_blocks(

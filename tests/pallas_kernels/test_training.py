@@ -116,6 +116,15 @@ class TestWhatTheKernelDeclines:
             self.run(functools.partial(run, implementation="mosaic_gpu"), SLOPES)
         self.run(functools.partial(run, implementation=("mosaic_gpu", "xla")), SLOPES)
 
+    def test_slopes_that_are_trained_under_segment_ids(self):
+        """The kernels that the mask was made for serve the forward pass; nobody asked for them by name."""
+        ids = jnp.arange(240) // 90
+        run = lambda slopes: loss_of(
+            functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, segment_ids=ids)
+        )(arrays())
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"fall to xla .*: gradients of ALiBi's slopes"):
+            self.run(run, SLOPES)
+
     def test_keys_whose_order_nobody_knows(self):
         q, k, v = arrays()
         spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)

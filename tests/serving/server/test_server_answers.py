@@ -1,10 +1,13 @@
 """Completions and chats as the OpenAI API has them, and equal to what the engine says."""
 
+import contextlib
+import http.client
 import json
+import socket
 
 import pytest
 
-from tests.serving.server.running import running
+from tests.serving.server.running import parsed, running
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -239,6 +242,30 @@ def samples(server):
             reason = rest.partition('finished_reason="')[2].partition('"')[0]
             found[f'{name}{{finished_reason="{reason}"}}' if reason else name] = float(value)
     return found
+
+
+def test_a_stream_is_in_chunks_and_its_connection_serves_again(server):
+    asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 6}
+    want = server.post("/v1/completions", **asked)["choices"][0]["text"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        for _ in range(2):
+            connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}))
+            answer = connection.getresponse()
+            assert answer.headers["Transfer-Encoding"] == "chunked"
+            events = parsed(answer.read().decode())
+            assert "".join(event["choices"][0]["text"] for event in events) == want
+
+
+def test_a_stream_of_http_1_0_ends_with_its_connection(server):
+    asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 6}
+    want = server.post("/v1/completions", **asked)["choices"][0]["text"]
+    body = json.dumps(asked | {"stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head, _, text = b"".join(iter(lambda: client.recv(4096), b"")).decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head.lower()
+    assert "".join(event["choices"][0]["text"] for event in parsed(text)) == want
 
 
 def test_json_of_a_stream_is_one_line_an_event(server):
