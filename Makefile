@@ -15,6 +15,9 @@ PLUGIN_WHEELS = $(foreach wheel,jax-cuda13-plugin jax-cuda13-pjrt,$(if $(filter 
 # Each worker takes half of the tests in their order, so that what a module makes is made once; then it helps the other.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# What Python compiles is kept, whatever the caller's environment says: many processes import jax and the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-kernels test-all test-wheel test-gpu bench test-latest lint clean help
 .DEFAULT_GOAL := help
 

@@ -155,12 +155,34 @@ def test_null_is_a_value_or_an_error_that_names_its_key(model_type):
         ("llama", {"hidden_size": None}, r"config must have the keys .*got none of \['hidden_size'\]"),
         ("qwen2_moe", {"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an int, got 1.5"),
         ("llama", {"max_position_embeddings": None}, "max_position_embeddings must be an int, got None"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global"], 3]]},
+            "attention_types must have one entry per layer .2.*got 3",
+        ),
+        (
+            "gpt_neo",
+            {"attention_types": [[["near"], 2]]},
+            "attention_types must be one of 'global', 'local', got 'near'",
+        ),
         ("gemma3_text", {"hidden_activation": None}, "hidden_activation must be a name, got None"),
     ],
 )
 def test_a_value_is_of_the_kind_of_its_default(model_type, changes, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(GOLDEN_CONFIGS[model_type] | changes)
+
+
+def test_layers_with_states_of_their_own_are_refused():
+    hf = GOLDEN_CONFIGS["granitemoehybrid"] | {"layer_types": ["attention", "mamba"]}
+    with pytest.raises(NotImplementedError, match=r"layers_block_type 'mamba'.*Supported: attention"):
+        DecoderConfig.from_hf(hf)
+    layers = DecoderConfig.from_hf(hf | {"layer_types": None, "layers_block_type": ["attention"] * 2}).layers
+    assert [layer.mlp.intermediate_size for layer in layers] == [40, 40]
+    without = DecoderConfig.from_hf(
+        hf | {"layer_types": ["attention"] * 2, "position_embedding_type": "nope"}
+    )
+    assert without.ropes == (None, None)
 
 
 def test_null_bases_of_ropes_are_those_of_the_family():

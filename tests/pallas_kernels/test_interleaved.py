@@ -1,5 +1,7 @@
 """varlen_prefill over the keys of one of several ranks, beside the reference over all keys of a request."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.metadata.ranks import get_dcp_local_seq_lens
 from jattn.pytree import replace
+from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests.regions import attend_region
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 2, 1, 64, 16
@@ -43,6 +46,15 @@ def cache_of(keys, metadata, positions):
     return jattn.write_kv(cache, *taken, jnp.asarray(slots))
 
 
+@pytest.fixture
+def _few_thread_blocks(monkeypatch):
+    """Interpreted, those without work take time too."""
+    for name in ("TABLE", "LIST_TABLE"):
+        few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in getattr(sizes_module, name).items()}
+        monkeypatch.setattr(sizes_module, name, few)
+
+
+@pytest.mark.usefixtures("_few_thread_blocks")
 @pytest.mark.parametrize(
     ("name", "size", "interleave"),
     [("causal", 2, 1), ("window", 3, 4), ("both sides", 2, 4), ("chunks", 3, 1)],

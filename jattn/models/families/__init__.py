@@ -1,8 +1,11 @@
 """The families of decoders: a file and a line each."""
 
+from jattn.models.families.arcee import ARCEE
 from jattn.models.families.bloom import BLOOM
 from jattn.models.families.cohere import COHERE
 from jattn.models.families.cohere2 import COHERE2
+from jattn.models.families.cwm import CWM
+from jattn.models.families.ernie4_5 import ERNIE4_5
 from jattn.models.families.exaone4 import EXAONE4
 from jattn.models.families.falcon import FALCON
 from jattn.models.families.family import Family, Keys
@@ -11,10 +14,14 @@ from jattn.models.families.gemma2 import GEMMA2
 from jattn.models.families.gemma3 import GEMMA3
 from jattn.models.families.glm4 import GLM, GLM4
 from jattn.models.families.gpt2 import GPT2
+from jattn.models.families.gpt_bigcode import GPT_BIGCODE
+from jattn.models.families.gpt_neo import GPT_NEO
 from jattn.models.families.gpt_neox import GPT_NEOX
 from jattn.models.families.gpt_oss import GPT_OSS
+from jattn.models.families.gptj import GPTJ
 from jattn.models.families.granite import GRANITE
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
@@ -22,11 +29,13 @@ from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
 from jattn.models.families.mistral import MISTRAL
 from jattn.models.families.mixtral import MIXTRAL
 from jattn.models.families.mpt import MPT
+from jattn.models.families.nemotron import NEMOTRON
 from jattn.models.families.olmo import OLMO
 from jattn.models.families.olmo2 import OLMO2
 from jattn.models.families.olmo3 import OLMO3
 from jattn.models.families.olmoe import OLMOE
 from jattn.models.families.opt import OPT
+from jattn.models.families.persimmon import PERSIMMON
 from jattn.models.families.phi import PHI
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.phi3small import PHI3SMALL
@@ -34,9 +43,11 @@ from jattn.models.families.qwen2 import QWEN2
 from jattn.models.families.qwen2_moe import QWEN2_MOE
 from jattn.models.families.qwen3 import QWEN3
 from jattn.models.families.qwen3_moe import QWEN3_MOE
+from jattn.models.families.seed_oss import SEED_OSS
 from jattn.models.families.smollm3 import SMOLLM3
 from jattn.models.families.stablelm import STABLELM
 from jattn.models.families.starcoder2 import STARCODER2
+from jattn.models.families.vaultgemma import VAULTGEMMA
 from jattn.models.families.wrappers import text_part
 from pallas_kernels.checks import unsupported
 
@@ -81,6 +92,17 @@ FAMILIES = {
         SMOLLM3,
         STABLELM,
         STARCODER2,
+        ARCEE,
+        CWM,
+        ERNIE4_5,
+        GPT_BIGCODE,
+        GPT_NEO,
+        GPTJ,
+        GRANITEMOEHYBRID,
+        NEMOTRON,
+        PERSIMMON,
+        SEED_OSS,
+        VAULTGEMMA,
     )
 }
 
@@ -90,9 +112,7 @@ _STATES = "layers have states of their own"
 ELSEWHERE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT),
     **dict.fromkeys(("qwen3_next", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba"), _STATES),
-    **dict.fromkeys(
-        ("bamba", "granitemoehybrid", "recurrent_gemma", "lfm2", "nemotron_h", "zamba2", "rwkv"), _STATES
-    ),
+    **dict.fromkeys(("bamba", "recurrent_gemma", "lfm2", "nemotron_h", "zamba2", "rwkv"), _STATES),
 }
 
 __all__ = ["FAMILIES", "Family", "Keys", "family_of", "filled", "normalised", "text_part", "token_ids"]

@@ -33,6 +33,8 @@ NORMS_AFTER_TENSORS = {
     **{name: stored for name, stored in LLAMA_TENSORS.items() if name != "layers.*.input_layernorm"},
     "layers.*.post_feedforward_layernorm": Stored(("model.layers.*.post_feedforward_layernorm",)),
 }
+# Of an MLP without gates.
+PLAIN_MLP_TENSORS = {"layers.*.mlp.up_proj": Stored(("model.layers.*.mlp.up_proj",))}
 _MLP, _EXPERT = "model.layers.*.mlp", "model.layers.*.mlp.experts.#"
 # Experts, a matrix each.
 EXPERT_TENSORS = {

@@ -125,6 +125,29 @@ CHECKPOINTS = {
         "Ministral3",
         {**SMALL, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0}},
     ),
+    "nemotron": ("Nemotron", {**SMALL}),
+    "arcee": ("Arcee", {**SMALL, "mlp_bias": True}),
+    "seed_oss": ("SeedOss", {**SMALL}),
+    "ernie4_5": ("Ernie4_5", {**SMALL, "use_bias": True}),
+    "cwm": ("Cwm", {**SMALL, "sliding_window": 20, "layer_types": [F, S]}),
+    "vaultgemma": ("VaultGemma", {**SMALL, "sliding_window": 20, "query_pre_attn_scalar": 20}),
+    "gptj": ("GPTJ", {**SMALL, "rotary_dim": 4}),
+    "gpt_neo": ("GPTNeo", {**SMALL, "window_size": 20, "attention_types": [[["global", "local"], 1]]}),
+    "gpt_bigcode": ("GPTBigCode", {**SMALL, "vocab_size": 64, "max_position_embeddings": 160}),
+    "persimmon": ("Persimmon", {**SMALL}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **SMALL,
+            **MULTIPLIERS,
+            "head_dim": 8,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 2,
+            "mamba_n_heads": 4,
+        },
+    ),
 }
 GQA = ("num_key_value_heads", "head_dim")
 LACKS = {  # that it has by other names, or does not have
@@ -138,6 +161,10 @@ LACKS = {  # that it has by other names, or does not have
     "GPTNeoX": GQA,
     "GPT2": (*GQA, "intermediate_size"),
     "OPT": (*GQA, "intermediate_size"),
+    "GPTJ": (*GQA, "intermediate_size"),
+    "GPTNeo": GQA,
+    "GPTBigCode": (*GQA, "intermediate_size"),
+    "Persimmon": GQA,
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
