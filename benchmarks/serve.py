@@ -85,7 +85,7 @@ def engine_of(model: Any, cache_dir: str | None, *, few: bool = False) -> Engine
     sizes: list[dict[str, int]] = [{"max_decodes": count} for count in decodes]
     for tokens in (512,) if few else prefill_sizes(8192)[:7]:  # down to a prompt's 1,024
         prompts = {"max_prefills": rows, "max_prefill_tokens": tokens}
-        sizes += [prompts, {"max_decodes": rows, **prompts}]
+        sizes += [{"max_decodes": beside, **prompts} for beside in (0, rows // 4, rows)]
     return Engine(
         model,
         num_blocks=400 if few else 24_000,
