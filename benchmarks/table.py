@@ -9,6 +9,7 @@ from benchmarks import bars
 from benchmarks.gpu_tests import runs_of
 from benchmarks.recorded import rows_of
 from benchmarks.serving_tables import cascades_table, drafts_table, engine_table, gradients_table
+from benchmarks.training_tables import training_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "benchmarks.md")
@@ -50,6 +51,7 @@ def filled(text: str) -> str:
         "drafts": drafts_table,
         "cascades": cascades_table,
         "gradients": gradients_table,
+        "training": training_table,
         "quantization": quantization_table,
         "GPU tests": gpu_tests_line,
     }
