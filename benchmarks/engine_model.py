@@ -13,7 +13,8 @@ import numpy as np
 
 from benchmarks.nano_workload import nano_workload
 from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs, default_buckets
+from jattn.graphs import DecodeGraphs
+from jattn.metadata.buckets import default_buckets
 from jattn.requests import exact_bucket
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduled_step import Step

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks import experts_beside
 from benchmarks.device_time import Rows, kernel_times, read_ceiling
 from jattn.models.expert_parts import How
 from jattn.models.expert_products import all_experts, each_row, way
@@ -58,11 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks experts` takes."""
     parser.add_argument("case", nargs="*", choices=[*SHAPES, []], help="all of them if none is named")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument(
+        "--beside-transformers", action="store_true", help="models of two layers, and no other rows"
+    )
     parser.add_argument("--out", help="folder of the rows")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Every shape, number of tokens and way: as a random router chooses, and all tokens alike."""
+    if arguments.beside_transformers:
+        experts_beside.main(arguments.case or [*SHAPES], arguments.out)
+        return
     rows = Rows("experts", arguments.out)
     ceiling = read_ceiling()
     rows.add(name="read_ceiling", gb_per_s=ceiling)
@@ -87,8 +94,8 @@ def measure(layer: Experts, shape: Shape, tokens: int, choice: str, way_of: Any)
     @jax.jit
     def run(state: Any, x: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, state)
-        choices = layer.routing.choose(layer.router_logits(x), layer.experts_per_token)
-        return way_of(x, choices, layer.weights(), How(layer.activation, layer.precision)).astype(x.dtype)
+        how = How(layer.activation, layer.precision)
+        return way_of(x, layer.choices(x), layer.weights(), how).astype(x.dtype)
 
     memory = run.lower(state, x).compile().memory_analysis()
     out, time = kernel_times(run, state, x)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -19,7 +20,7 @@ from jattn.models import use_peer_memory
 from jattn.parallel import TP, on_all_parts
 from jattn.serving.sampler import build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.step import StepTokens, make_step, next_tokens
+from jattn.serving.step import StepTokens, make_step, next_tokens, step_graphs
 
 BLOCK_SIZE = 16
 # In standard deviations of a request's logits. Between one device's and several's: in the mean 0.04 where
@@ -91,14 +92,15 @@ class Steps:
         self._most = max(one.bucket.max_tokens for one in self._metadata.values())
         greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
         place = on_all_parts(model)
+        self._last = jnp.zeros(self._most, jnp.int32)
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
         self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
         buckets = [one.bucket for one in self._metadata.values()]
-        self._graphs = jattn.DecodeGraphs(make_step(graphdef), buckets)
+        self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
-        abstract = lambda bucket: [jax.eval_shape(lambda: self._inputs(bucket.max_tokens))]
-        of = {"block_size": BLOCK_SIZE, "inputs": abstract, "progress": False}
+        inputs = lambda bucket: [self._inputs(bucket.max_tokens)]
+        of = {"block_size": BLOCK_SIZE, "inputs": inputs, "progress": False}
         self._graphs.precompile(self.params, self._caches, **of)
         self.taken = {"compile_s": time.perf_counter() - start, "executables": self._graphs.num_compiles}
 
@@ -119,14 +121,14 @@ class Steps:
         metadata, sampling = self._metadata[size], self._sampling[size]
         rows = metadata.bucket.max_tokens
         outputs, caches = self._graphs(self.params, caches, metadata, self._inputs(rows))
-        counts = np.zeros(rows, np.int32)
-        tokens = next_tokens(outputs.logits, sampling, counts, max_rows=self._most).tokens
+        tokens = next_tokens(outputs.logits, sampling, outputs.num_generated, max_rows=self._most).tokens
         return (outputs.logits, tokens), caches
 
     def _inputs(self, rows: int) -> StepTokens:
         ids: Any = np.arange(1, rows + 1, dtype=np.int32)
         places: Any = np.arange(rows, dtype=np.int32)
-        return StepTokens(ids, np.full_like(ids, -1), np.zeros(self._most, np.int32), places)
+        counts: Any = np.zeros(rows, np.int32)
+        return StepTokens(ids, np.full_like(ids, -1), self._last, places, num_generated=counts)
 
 
 def _metadata(reqs: int, context: int) -> jattn.BatchMetadata:

@@ -2,6 +2,7 @@
 
 import argparse
 import concurrent.futures
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
 import jattn
-from benchmarks.device_time import Rows
+from benchmarks.device_time import Rows, kernel_times
 from benchmarks.graphs import Call, kind, walls
 from benchmarks.random_decoder import random_decoder
 from jattn import masks
@@ -43,7 +44,7 @@ ATTENTION = ("paged_decode", "varlen_prefill")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks phi3small` takes."""
-    parser.add_argument("cases", nargs="*", help="of decode, prefill; default both")
+    parser.add_argument("cases", nargs="*", help="of decode, prefill, alone; default the first two")
     parser.add_argument("--layers", type=int, default=PHI3_SMALL["num_hidden_layers"])
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--batch", type=int, default=BATCH, help="of decode; a prompt is one request")
@@ -53,14 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """The check, then a row for each model and case, and one that compares the two models."""
     rows = Rows("phi3small", arguments.out)
-    rows.add(name="check", layers=CHECKED_LAYERS, tokens=CHECKED_TOKENS, **agreement(CHECKED_TOKENS))
-    sparse = random_decoder(PHI3_SMALL | {"num_hidden_layers": arguments.layers})
-    models = {"dense": made_dense(sparse), "sparse": sparse}
     steps = {
         "decode": Step([1] * arguments.batch, [arguments.context] * arguments.batch),
         "prefill": Step([arguments.context], [arguments.context]),
     }
-    chosen = {name: steps[name] for name in arguments.cases or steps}
+    if "alone" in arguments.cases:
+        alone(rows, steps["prefill"])
+    chosen = {name: steps[name] for name in arguments.cases or steps if name in steps}
+    if not chosen:
+        return
+    rows.add(name="check", layers=CHECKED_LAYERS, tokens=CHECKED_TOKENS, **agreement(CHECKED_TOKENS))
+    sparse = random_decoder(PHI3_SMALL | {"num_hidden_layers": arguments.layers})
+    models = {"dense": made_dense(sparse), "sparse": sparse}
     caches = sparse.create_caches(1 + max(one.num_blocks for one in chosen.values()), block_size=BLOCK_SIZE)
     runs = compiled(models, chosen, caches)
     for name, step in chosen.items():
@@ -105,6 +110,47 @@ def made_dense(model: Decoder) -> Decoder:
     config = DecoderConfig.from_hf(model.config.to_hf() | DENSE)
     graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=model.dtype)))
     return nnx.merge(graph, nnx.state(model))
+
+
+def alone(rows: Rows, step: Step) -> None:
+    """A prompt's attention without the model: one call after the other, and each behind so many products.
+
+    Those take what the model's MLPs take: the device's clock sinks while they run, and has not risen again
+    when the attention behind them begins.
+    """
+    config = DecoderConfig.from_hf(PHI3_SMALL)
+    metadata = step.metadata()
+    width, inner = config.hidden_size, 2 * PHI3_SMALL["ff_intermediate_size"]
+    draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+    x, up, down = (
+        draw(0, step.query_lens[0], width),
+        0.01 * draw(1, width, inner),
+        0.01 * draw(2, inner, width),
+    )
+    query = draw(3, step.query_lens[0], config.num_attention_heads, config.head_dim)
+    shape = (1 + step.num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+    cache = jattn.PagedCache(k=draw(4, *shape), v=draw(5, *shape))
+    medians: dict[tuple[str, int], float] = {}
+    for (which, layer), products in itertools.product((("sparse", 0), ("dense", 1)), (0, 1, 4)):
+        spec = config.attention_spec(layer)
+        plan = jattn.plan(metadata, spec, cache)
+
+        @jax.jit
+        def run(x: Any, query: Any, cache: Any, plan: Any, spec: Any = spec, products: int = products) -> Any:
+            for _ in range(products):
+                x = (x @ up) @ down
+            query, x = jax.lax.optimization_barrier((query, x))
+            return jattn.attend(query, cache, metadata, spec, plan=plan, implementation="mosaic_gpu"), x
+
+        _, taken = kernel_times(run, x, query, cache, plan, iterations=9)
+        us = sum(us for name, us in taken["kernels_us"].items() if name.startswith(ATTENTION))
+        medians[which, products] = us
+        row = {"attention_us": us, "all_us": taken["us"], "products": 2 * products}
+        rows.add(name=f"alone_{which}", **step.sizes, **row)
+    density, _ = densities(step)
+    for products in (0, 1, 4):
+        cost = medians["sparse", products] / medians["dense", products]
+        rows.add(name="alone_compared", products=2 * products, density=density, cost=cost, of=cost / density)
 
 
 def step_of(graph: Any) -> Callable[..., Any]:

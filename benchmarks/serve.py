@@ -27,12 +27,19 @@ from benchmarks.random_decoder import random_decoder
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.commands.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
 from jattn.serving.commands.events import events
+from jattn.serving.sizes import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests a second
-INPUT_LEN, OUTPUT_LEN = 1024, 256
+LENS = {"input_len": 1024, "output_len": 256}
+AT_ONCE = 10_000.0  # as many requests as a step holds, whose streams all bring a token a step
 SECONDS = 8.0  # in which requests arrive, for each rate
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    **{"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 16384, "max_position_embeddings": 1024}
+}
+SMALL_LENS = {"input_len": 128, "output_len": 32}
 PROMPT_IDS = 9999  # prompts' ids are below it
 TIMES = ("time_to_first_token_ms", "inter_token_latency_ms", "end_to_end_ms")
+type Run = tuple[float, dict[str, int]]  # requests a second; how many in all, and tokens of each
 CLIENT = "import sys; from jattn.serving.cli import main; sys.exit(main())"
 
 
@@ -40,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks serve` takes."""
     parser.add_argument("--cache-dir", help="where executables are kept from one run to the next")
     parser.add_argument("--out", help="folder of the rows")
+    parser.add_argument("--small", action="store_true", help="a tiny model and short runs: whether it works")
     parser.add_argument("--draw", metavar="ROWS", help="measures nothing: a file of rows to draw")
     parser.add_argument("--plot", help="where to draw them (the extra jattn[plot])")
 
@@ -50,48 +58,56 @@ def main(arguments: argparse.Namespace) -> None:
         lines = pathlib.Path(arguments.draw).read_text().splitlines()
         draw([json.loads(line) for line in lines], arguments.plot)
         return
-    rows, model = Rows("serve", arguments.out), random_decoder(QWEN3_8B)
-    engine = engine_of(model, arguments.cache_dir)
+    small = arguments.small
+    config, lens = (QWEN3_8B | SMALL, SMALL_LENS) if small else (QWEN3_8B, LENS)
+    rows, model = Rows("serve-small" if small else "serve", arguments.out), random_decoder(config)
+    engine = engine_of(model, arguments.cache_dir, few=small)
     engine.precompile(progress=False)
     error = logprob_error(engine, model)
     if error > TOLERANCE:
         raise SystemExit(f"the engine's log-probabilities are {error} off: no rows")
-    model.tokenizer = engine.tokenizer = word_tokenizer(QWEN3_8B["vocab_size"])
+    model.tokenizer = engine.tokenizer = word_tokenizer(config["vocab_size"])
     made = []
-    for row in compared(engine, RATES, seconds=SECONDS, input_len=INPUT_LEN, output_len=OUTPUT_LEN):
+    for row in compared(engine, runs_of(RATES, 1.0 if small else SECONDS, **lens)):
         rows.add(name=f"rate_{row['request_rate']:g}", logprob_error=error, **row)
         made.append(row)
     if arguments.plot is not None:
         draw(made, arguments.plot)
+    crowd = {"num_prompts": engine.scheduler.max_num_seqs, "input_len": 16, "output_len": lens["output_len"]}
+    for row in compared(engine, [(AT_ONCE, crowd)]):
+        rows.add(name="at_once", logprob_error=error, **row)
 
 
-def engine_of(model: Any, cache_dir: str | None) -> Engine:
-    """Of 256 requests, with what these rates need of the usual buckets."""
-    sizes: list[dict[str, int]] = [{"max_decodes": rows} for rows in (8, 16, 32, 64, 96, 128, 192, 256)]
-    for tokens in (2048, 8192):
-        prompts = {"max_prefills": 256, "max_prefill_tokens": tokens}
-        sizes += [prompts, {"max_decodes": 256, **prompts}]
+def engine_of(model: Any, cache_dir: str | None, *, few: bool = False) -> Engine:
+    """Of 256 requests, with what these rates need of the usual buckets; or of few, which compile soon."""
+    rows = 32 if few else 256
+    decodes = (rows,) if few else (8, 16, 32, 64, 96, 128, 192, 256)
+    sizes: list[dict[str, int]] = [{"max_decodes": count} for count in decodes]
+    for tokens in (512,) if few else prefill_sizes(8192)[:7]:  # down to a prompt's 1,024
+        prompts = {"max_prefills": rows, "max_prefill_tokens": tokens}
+        sizes += [{"max_decodes": beside, **prompts} for beside in (0, rows // 4, rows)]
     return Engine(
         model,
-        num_blocks=24_000,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        buckets=[jattn.Bucket(max_blocks=512, **size) for size in sizes],
+        num_blocks=400 if few else 24_000,
+        max_num_seqs=rows,
+        max_num_batched_tokens=512 if few else 8192,
+        buckets=[jattn.Bucket(max_blocks=64 if few else 512, **size) for size in sizes],
         enable_prefix_caching=False,  # each rate has the same prompts
         cascade_attention=False,
         cache_dir=cache_dir,
     )
 
 
-def compared(
-    engine: Engine, rates: Sequence[float], *, seconds: float, **lens: int
-) -> Iterator[dict[str, Any]]:
-    """A row for each rate; the engine's numbers, the server's, and what lies between them."""
-    sizes = [{"num_prompts": max(round(rate * seconds), 1), **lens} for rate in rates]
-    runs = list(zip(rates, sizes, strict=True))
-    for rate, size in runs:  # what an executable's first runs make is not measured
-        asyncio.run(at_the_engine(engine, rate, size))
-    (prompt,) = drawn_prompts(1, lens["input_len"], PROMPT_IDS, random.Random(2))
+def runs_of(rates: Sequence[float], seconds: float, **lens: int) -> list[Run]:
+    """What comes in so many seconds at each rate."""
+    return [(rate, {"num_prompts": max(round(rate * seconds), 1), **lens}) for rate in rates]
+
+
+def compared(engine: Engine, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """A row for each run; the engine's numbers, the server's, and what lies between them."""
+    busiest = max(runs, key=lambda run: run[0])
+    asyncio.run(at_the_engine(engine, *busiest))  # what an executable's first runs make is not measured
+    (prompt,) = drawn_prompts(1, busiest[1]["input_len"], PROMPT_IDS, random.Random(2))
     want = engine.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0].text
     for rate, size in runs:
         alone = asyncio.run(at_the_engine(engine, rate, size))
@@ -100,7 +116,7 @@ def compared(
             require_same_text(url, prompt, want)
             served = at_the_server(url, rate, size)
         for told in (alone, served):
-            if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * lens["output_len"]:
+            if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * size["output_len"]:
                 raise SystemExit(f"not all requests came to their end: {told}: no rows")
         host = {"server_loop_us_per_token": 1e6 * times[0] / served["num_tokens"]}
         yield {"request_rate": rate, **size, **beside(alone, served), **host}
@@ -152,15 +168,21 @@ def at_the_server(url: str, rate: float, sizes: dict[str, int]) -> dict[str, Any
 
 @contextlib.contextmanager
 def serving(engine: Engine, times: list[float]) -> Iterator[str]:
-    """A server in a thread; where it listens. Seconds of a processor that its thread took go to `times`."""
+    """A server in a thread; where it listens. Seconds of a processor that its thread served go to `times`."""
     server_of: Any = importlib.import_module("jattn.serving.server")
     options = server_of.ServerOptions(port=0)
     sock = server_of.listening(options)
     server = server_of.Server(engine, options, log_level="warning")
+    start_up, starts = server.startup, []
+
+    async def startup(sockets: Any = None) -> None:
+        await start_up(sockets=sockets)
+        starts.append(time.thread_time())
 
     def run() -> None:
+        server.startup = startup
         server.run(sockets=[sock])
-        times.append(time.thread_time())
+        times.append(time.thread_time() - starts[0])
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -200,6 +222,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
     """Times to the first token and between two, over the rates: the engine dashed, the server solid."""
+    rows = [row for row in rows if row["request_rate"] < AT_ONCE]
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     rates = [row["request_rate"] for row in rows]

@@ -18,8 +18,8 @@ from jattn import masks
 from pallas_kernels.cases import LLAMA_8B, log_uniform
 from pallas_kernels.checks import require
 
-# Of the largest number of the output, or of a gradient: two of 16 bits in a row of three products.
-TOLERANCE = 5e-2
+# What a way to attend may lose, by what XLA loses in 16 bits: FlashAttention's rule. Both against float32.
+TOLERANCE = 2.0
 BLOCK = 128  # queries, and keys, of a block of a mask
 type Attend = Callable[..., jax.Array]  # (q, k, v, mask=) [..., tokens, heads, head_dim]
 
@@ -92,8 +92,8 @@ class Layer(nnx.Module):
 
     def __init__(self, heads: tuple[int, int, int], *, rngs: nnx.Rngs):
         q_heads, kv_heads, head_dim = heads
-        hidden, dtypes = q_heads * head_dim, {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-        make = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs, **dtypes)
+        hidden = q_heads * head_dim
+        make = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs, param_dtype=jnp.bfloat16)
         self.q_proj = make(hidden, (q_heads, head_dim))
         self.k_proj = make(hidden, (kv_heads, head_dim))
         self.v_proj = make(hidden, (kv_heads, head_dim))
@@ -122,7 +122,7 @@ def measured(cases: list[Case]) -> Iterator[dict[str, Any]]:
     plain: dict[str, dict[str, Any]] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compile_ = lambda run: pool.submit(lambda: run.compile())
-        made = [{name: compile_(run) for name, run in lowered(case).items()} for case in cases]
+        made = [{name: compile_(run) for name, run in _lowered(case).items()} for case in cases]
     for case, runs in zip(cases, made, strict=True):
         try:
             plain[case.name] = row = measure(case, runs)
@@ -133,15 +133,48 @@ def measured(cases: list[Case]) -> Iterator[dict[str, Any]]:
         yield row | {f"plain_{key}": of_plain[key] for key in ("us", "attention_us") if of_plain}
 
 
+def _lowered(case: Case) -> dict[str, Any]:
+    """What `lowered` makes, or its error in the place of each that a row needs."""
+    try:
+        return lowered(case)
+    except Exception as error:  # the other rows still count
+        return dict.fromkeys(("ours", "xla", "exact"), Refusal(error))
+
+
 def lowered(case: Case) -> dict[str, Any]:
-    """Ways to attend, as `(state, x, weights, mask) -> (output, gradients)`."""
+    """Ways to attend, as `(state, x, weights, mask) -> (output, gradients)`; "exact" is XLA's in float32."""
     arrays = jax.eval_shape(functools.partial(inputs, case))
     graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(case.heads, rngs=nnx.Rngs(0))))
     ways = {"ours": ours(case), "xla": ours(case, "xla"), "cudnn": cudnn(case)}
     if jax.default_backend() != "gpu":
         del ways["cudnn"]
-    run = lambda attend: jax.jit(functools.partial(passes, graph, attend)).lower(*arrays)
-    return {name: run(attend) for name, attend in ways.items() if attend is not None}
+    run = lambda attend: jax.jit(functools.partial(passes, graph, attend))
+    made: dict[str, Any] = {}
+    for name, attend in ways.items():
+        try:
+            made |= {name: run(attend).lower(*arrays)} if attend is not None else {}
+        except Exception as error:  # a peer may refuse
+            if name != "cudnn":
+                raise
+            made[name] = Refusal(error)
+    exact = lambda *arrays: run(ours(case, "xla"))(*jax.tree.map(_wide, arrays))
+    with jax.default_matmul_precision("highest"):
+        return made | {"exact": jax.jit(exact).lower(*arrays)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """In a way's place: why it cannot be compiled."""
+
+    error: Exception
+
+    def compile(self) -> None:
+        """Raises it."""
+        raise self.error
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    return array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def inputs(case: Case) -> tuple[Any, jax.Array, jax.Array, masks.BlockMask | None]:
@@ -187,7 +220,7 @@ def cudnn(case: Case) -> Attend | None:
     )
     if case.is_batch:
         return lambda q, k, v, mask: attend(q, k, v)
-    lens, longest = np.asarray(case.lens), max(case.lens)
+    lens, longest = np.asarray(case.lens), -(-max(case.lens) // 128) * 128  # odd lengths are refused
     starts = np.cumsum(lens) - lens
 
     def padded(q: jax.Array, k: jax.Array, v: jax.Array, mask: None) -> jax.Array:
@@ -203,13 +236,16 @@ def cudnn(case: Case) -> Attend | None:
 def measure(case: Case, runs: dict[str, concurrent.futures.Future[Any]]) -> dict[str, Any]:
     """Device time of the layer's two passes."""
     arrays = jax.jit(functools.partial(inputs, case))()
-    want, found = runs["xla"].result()(*arrays), {"name": case.name}
+    want = runs["exact"].result()(*arrays)
+    lost = largest_error(runs["xla"].result()(*arrays), want)
+    found: dict[str, Any] = {"name": case.name, "xla_error": round(lost, 5)}
     for name in runs.keys() & {"ours", "cudnn"}:
         before = "" if name == "ours" else f"{name}_"
         try:
             run = runs[name].result()
             error = largest_error(run(*arrays), want)
-            require(error < TOLERANCE, f"the largest error of {name}", f"be less than {TOLERANCE}", error)
+            rule = f"be at most {TOLERANCE} times {lost:.2g}, as XLA's"
+            require(error <= TOLERANCE * lost, f"the largest error of {name}", rule, error)
             _, time = kernel_times(run, *arrays, iterations=9)
         except Exception as error:  # a peer may fail
             if name == "ours":
@@ -226,8 +262,9 @@ def measure(case: Case, runs: dict[str, concurrent.futures.Future[Any]]) -> dict
 
 
 def attention_us(kernels: dict[str, float]) -> float:
-    """What is not the projections' products."""
-    is_product = lambda name: any(part in name for part in ("nvjet", "gemm", "cutlass", "cublas"))
+    """What is not the projections' products; cuDNN's kernels may name pieces of cutlass."""
+    is_of_products = lambda name: any(part in name for part in ("nvjet", "gemm", "cutlass", "cublas"))
+    is_product = lambda name: is_of_products(name) and "cudnn" not in name
     return sum(us for name, us in kernels.items() if not is_product(name))
 
 

@@ -15,10 +15,11 @@ from jattn.cascade import cascade_attend
 from jattn.decoding import DecodeLoopOutput, decode_loop
 from jattn.dense_attention import attention
 from jattn.flax_attention import attention_fn
-from jattn.graphs import DecodeGraphs, default_buckets
+from jattn.graphs import DecodeGraphs
 from jattn.masks.local_strided import LocalStrided
 from jattn.merge import merge_attn_states
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
+from jattn.metadata.buckets import default_buckets
 from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata
 from jattn.metadata.check import check_batch
 from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table

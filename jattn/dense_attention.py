@@ -132,6 +132,6 @@ def _laid_batch(
     laid = lay(both(segments(rows.segment_ids, as_runs=True)))
     layer = layer_of(spec, None, laid.query.dtype)
     chosen = choose_layers(laid.metadata, (layer,), laid.mask, implementation=implementation)[0].prefill
-    if chosen is not None and chosen.implementation != "mosaic_gpu":
-        laid = lay(both(segments(rows.segment_ids, as_runs=False)))
-    return laid, implementation if chosen is None else chosen.implementation
+    if chosen is None or chosen.implementation == "mosaic_gpu":
+        return laid, implementation
+    return lay(both(segments(rows.segment_ids, as_runs=False))), chosen.implementation

@@ -19,8 +19,9 @@ type Lower = Callable[[Bucket], jax.stages.Lowered]
 class Executables:
     """What is compiled, and what is being compiled: nothing is compiled twice."""
 
-    def __init__(self) -> None:
-        """Begins with none."""
+    def __init__(self, options: Callable[[Bucket], dict[str, Any]]) -> None:
+        """Begins with none; `options` says what XLA is told for a bucket."""
+        self._options = options
         self.ready: dict[Bucket, jax.stages.Compiled] = {}
         self._begun: dict[Bucket, concurrent.futures.Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
@@ -110,7 +111,7 @@ class Executables:
 
     def _compile(self, bucket: Bucket, future: Any, lower: Callable[[], jax.stages.Lowered]) -> None:
         with self._given_up_on_error(bucket, future):
-            self.ready[bucket] = executable = lower().compile()
+            self.ready[bucket] = executable = lower().compile(self._options(bucket))
             future.set_result(executable)
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ def test_make_bench_runs_every_suite_as_one():
 @pytest.mark.kernels
 def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "PROMPT_IDS", 256)
-    rows = serve.compared(small_engine(), (2.0, 8.0), seconds=1.0, input_len=9, output_len=5)
+    rows = serve.compared(small_engine(), serve.runs_of((2.0, 8.0), 1.0, input_len=9, output_len=5))
     (slow, fast) = rows = list(rows)
     assert (slow["num_prompts"], fast["num_prompts"]) == (2, 8)
     for row in (slow, fast):
@@ -46,6 +46,16 @@ def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     command = ["benchmarks", "serve", "--draw", str(tmp_path / "rows.jsonl")]
     monkeypatch.setattr(sys, "argv", [*command, "--plot", str(tmp_path / "rows.svg")])
     main()
+    assert (tmp_path / "rows.svg").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_server_is_measured_small_before_a_gpu_is_asked_for(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "serve", "--small", "--out", str(tmp_path)]
+    subprocess.run([*command, "--plot", str(tmp_path / "rows.svg")], cwd=ROOT, check=True)
+    (file,) = tmp_path.glob("serve-small-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["num_prompts"] for row in rows] == [4, 16, 32, 32]
     assert (tmp_path / "rows.svg").stat().st_size > 1000
 
 

@@ -21,8 +21,9 @@ from jax.experimental.compilation_cache import compilation_cache
 import jattn
 from jattn import graphs as graphs_module
 from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs, default_buckets
+from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import abstract_metadata
+from jattn.metadata.buckets import default_buckets
 from jattn.requests import row_indices
 from tests.tiny_step import (
     BLOCK_SIZE,
@@ -96,7 +97,8 @@ ENDS_EARLY = """
         print("lowered", flush=True)
         raise SystemExit
 
-    Executables().compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
+    executables = Executables(lambda bucket: {})
+    executables.compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
     has_begun.wait()
     print("over", flush=True)
 """
@@ -204,6 +206,15 @@ class TestCompiles:
         other = [jattn.PagedCache(k=c.k[:-1], v=c.v[:-1]) for c in new_caches()]
         with pytest.raises(TypeError, match=r"float32\[23,4,1,8\]"):
             compiled_graphs(PARAMS, other, metadata, tokens)
+
+    def test_xla_is_told_what_is_said_of_a_bucket(self):
+        told = lambda bucket: {} if bucket.max_decodes == 1 else {"xla_of_no_such_name": True}
+        graphs = DecodeGraphs(
+            first_element, [Bucket(max_decodes=n, max_blocks=1) for n in (1, 2)], compiler_options=told
+        )
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_no_such_name"):
+            graphs.precompile(jnp.int32(0), jnp.zeros(1), block_size=16, progress=False)
+        assert [bucket.max_decodes for bucket in graphs.executables] == [1]
 
 
 class TestChoosing:

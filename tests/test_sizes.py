@@ -31,6 +31,13 @@ def test_files_are_short(folder):
     assert statistics.median(lengths.values()) <= MEDIAN_FILE
 
 
+def test_a_family_is_a_short_record():
+    folder = ROOT / "jattn" / "models" / "families"
+    records = [path for path in folder.glob("*.py") if "= Family(\n" in path.read_text()]
+    assert len(records) >= 30
+    assert {path.name: n for path in records if (n := len(path.read_text().splitlines())) > 80} == {}
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_functions_are_short(folder):
     long = {

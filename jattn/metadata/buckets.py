@@ -1,5 +1,9 @@
 """Sizes that graphs are made for."""
 
+import functools
+from collections.abc import Sequence
+
+from jattn.bucket import Bucket
 from pallas_kernels.checks import require_positive
 
 # vLLM captures no larger graph unless asked to.
@@ -23,3 +27,42 @@ def default_capture_sizes(
     require_positive(max_capture_size=max_capture_size)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_capture_size + 1, 16)]
     return tuple(size for size in sizes if size <= max_capture_size)
+
+
+def default_buckets(
+    max_num_seqs: int,
+    *,
+    max_blocks: int,
+    decode_query_len: int = 1,
+    prefill_tokens: Sequence[int] = (),
+) -> tuple[Bucket, ...]:
+    """Buckets at vLLM's capture sizes, so that every batch of a scheduler with these limits fits one.
+
+    Decode-only buckets hold 1, 2, 4, 8, 16, 24, ... tokens (rounded up to whole rows), the last one
+    max_num_seqs rows. Each size in `prefill_tokens` adds a bucket without decode rows and one with
+    max_num_seqs of them.
+
+    Args:
+        max_num_seqs: Most requests of a step.
+        max_blocks: Block-table columns: blocks of the longest request.
+        decode_query_len: Tokens of a decode row.
+        prefill_tokens: Sizes of the prefill region; the largest is the step's token budget for prompts.
+
+    Raises:
+        ValueError: A size is not positive.
+
+    Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
+    """
+    require_positive(max_num_seqs=max_num_seqs, max_blocks=max_blocks, decode_query_len=decode_query_len)
+    for tokens in prefill_tokens:
+        require_positive(prefill_tokens=tokens)
+    sizes = default_capture_sizes(max_num_seqs)
+    decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}
+    bucket = functools.partial(Bucket, decode_query_len=decode_query_len, max_blocks=max_blocks)
+    mixed = [
+        bucket(max_decodes=rows, max_prefills=min(max_num_seqs, tokens), max_prefill_tokens=tokens)
+        for tokens in prefill_tokens
+        for rows in (0, max_num_seqs)
+    ]
+    made = {bucket(max_decodes=rows) for rows in decodes}.union(mixed)
+    return tuple(sorted(made, key=lambda one: (one.max_tokens, one.max_reqs)))

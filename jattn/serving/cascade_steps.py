@@ -8,13 +8,14 @@ import numpy as np
 from flax import nnx
 
 from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs, GraphStep
+from jattn.graphs import GraphStep
 from jattn.module import PagedAttention
 from jattn.parallel import num_ranks
 from jattn.planning.cascading import why_no_cascade
 from jattn.planning.use_cascade import MIN_REQS, use_cascade_attention
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
+from jattn.serving.step import step_graphs
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 
@@ -43,7 +44,7 @@ class CascadeSteps:
             block_size: Tokens of a block.
             num_sms: Multiprocessors of the GPU, by which it is told what pays; None = any prefix does.
         """
-        self.graphs, self._spec = DecodeGraphs(step, buckets), spec
+        self.graphs, self._spec = step_graphs(step, buckets), spec
         self._block_size = block_size
         self._most_rows = max(bucket.max_decodes for bucket in buckets)
         self._num_sms = num_sms

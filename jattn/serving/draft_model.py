@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs, GraphStep
+from jattn.graphs import GraphStep
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.metadata.transitions import advance, slot_mapping_of
 from jattn.pytree import replace
@@ -24,7 +24,7 @@ from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata, sam
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
-from jattn.serving.step import with_implementation
+from jattn.serving.step import step_graphs, with_implementation
 from jattn.serving.weights import Weights
 
 # Tokens that it begins a round with: after a round whose drafts all stay the last of them was never read, and
@@ -68,9 +68,9 @@ class DraftModel(Proposer):
         self._caches: Any = self._new_caches()
         self._copies = BlockCopies(max(bucket.max_decodes for bucket in buckets))
         self._largest = prompt_buckets[-1]
-        self._readers = DecodeGraphs(make_reading_step(graphdef), prompt_buckets)
+        self._readers = step_graphs(make_reading_step(graphdef), prompt_buckets)
         rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
-        self._drafters = DecodeGraphs(make_draft_step(graphdef, num_tokens), rows)
+        self._drafters = step_graphs(make_draft_step(graphdef, num_tokens), rows)
 
     @property
     def num_compiles(self) -> int:
@@ -116,7 +116,7 @@ class DraftModel(Proposer):
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Proposer.precompile`."""
         drawn = SamplingParams(temperature=1.0, seed=0)
-        ints = lambda count: jax.ShapeDtypeStruct((count,), jnp.int32)
+        ints = lambda count: np.zeros(count, np.int32)
 
         def inputs(bucket: Bucket) -> list[Any]:
             sampling = jax.eval_shape(lambda: build_sampling_metadata([drawn], num_rows=bucket.max_reqs))

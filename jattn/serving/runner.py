@@ -231,7 +231,7 @@ class Runner:
         drafts = (ids, np.zeros(rows, np.int32)) if query_len > 1 else None
         for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
             sampling = build_sampling_metadata([params], rows)
-            self._sampled(logits, drafts, sampling, np.zeros(rows, np.int32))
+            self._sampled(logits, drafts, jnp.zeros(rows, jnp.int32), sampling)
 
     def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, Asked]:
         """What `start` is given for a step of these generations, one a row."""
@@ -264,11 +264,11 @@ class Runner:
         if step.num_draft_tokens and self._proposer is not None:
             drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
             places: Any = np.arange(bucket.max_tokens, dtype=np.int32)
-            tokens = StepTokens(drafted, np.full_like(places, -1), last, places, near)
+            tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
             num_drafts = [one.drafting.num_drafted for one in generations]
             drafts = drafted, np.pad(np.asarray(num_drafts, np.int32), (0, rows - len(num_drafts)))
         else:
-            tokens = step_tokens(step, generations, bucket, before, last, rows)._replace(near=near)
+            tokens = step_tokens(step, generations, bucket, before, last, rows)
         wanted = [generation.sampling_params.logprobs for generation in generations]
         parts = prompt_parts(step, generations, bucket)
         call = StepCall(
@@ -276,9 +276,9 @@ class Runner:
             near_copies=step.near_copies,
             metadata=metadata,
             prefix_len=prefix_len,
-            tokens=tokens,
+            tokens=tokens._replace(near=near, num_generated=num_generated),
             drafts=drafts,
-            drawn_by=(sampling, num_generated, adjustments),
+            drawn_by=(sampling, adjustments),
             num_logprobs=most_wanted(wanted),
             prompt=PromptCall.of(parts, bucket),
         )
@@ -294,7 +294,8 @@ class Runner:
         graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
         prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
         outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, call.tokens, *prefix)
-        sampled = self._sampled(outputs.logits, call.drafts, *call.drawn_by, call.num_logprobs)
+        drawn_by = outputs.num_generated, *call.drawn_by
+        sampled = self._sampled(outputs.logits, call.drafts, *drawn_by, call.num_logprobs)
         if isinstance(sampled, Sampled):
             self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
         of_prompts = None
@@ -336,8 +337,8 @@ class Runner:
         self,
         logits: jax.Array,
         drafts: tuple[Any, Any] | None,
-        sampling: SamplingMetadata,
         num_generated: Any,
+        sampling: SamplingMetadata,
         adjustments: Adjustments | None = None,
         num_logprobs: int | None = None,
     ) -> Sampled | Verified:

@@ -1,7 +1,7 @@
 """What the engine compiles: a batch through the model to logits, and logits to the next token of each row."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.bucket import Bucket
-from jattn.graphs import GraphStep
+from jattn.graphs import DecodeGraphs, GraphStep
 from jattn.implementations.choice import asked_for, first_able
 from jattn.module import PagedAttention
 from jattn.serving.adjustments import Adjustments, adjusted
@@ -18,6 +18,13 @@ from jattn.serving.logprobs import TokenLogprobs, logprobs_of
 from jattn.serving.near_blocks import NearTables
 from jattn.serving.sampler import SamplingMetadata, sample
 from pallas_kernels import support
+
+# From so many tokens a step's products are cuBLAS's alone. XLA tunes Triton's beside them, which takes
+# compiling from 3 to 15 CPU-seconds, and chooses by one timed run some that split columns into parts, whose
+# sums are kernels of their own. 36 layers of 8B width without attention on an H200, cuBLAS alone and what XLA
+# chose: 4.52 and 4.16 ms for 2 tokens, 4.39 and 4.23 for 8, 4.46 and 4.36 for 16, 4.55 and 4.59 for 32, 4.46
+# and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58 for 256, 20.0 and 20.2 for 1024.
+CUBLAS_TOKENS = 32
 
 
 class StepTokens(NamedTuple):
@@ -30,6 +37,8 @@ class StepTokens(NamedTuple):
         ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
             the sampler. The rest of these rows are padding. In a step with drafts all tokens, place by place.
         near: The blocks of layers that have their own; None = all layers have the metadata's.
+        num_generated: Of each row of the sampler, as in `sample`: it goes through the step, to be sent with
+            the rest. None = the sampler has it from elsewhere.
     """
 
     ids: Int32[Array, " tokens"]
@@ -37,6 +46,7 @@ class StepTokens(NamedTuple):
     last: Int32[Array, " max_rows"]
     ends: Int32[Array, " places"]
     near: NearTables | None = None
+    num_generated: Int32[Array, " reqs"] | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -45,10 +55,12 @@ class StepOutputs(NamedTuple):
     Attributes:
         logits: Of the tokens that StepTokens.ends names.
         hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
+        num_generated: StepTokens'.
     """
 
     logits: Float32[Array, "places vocab"]
     hidden: Float[Array, "tokens hidden"]
+    num_generated: Int32[Array, " reqs"] | None
 
 
 class Sampled(NamedTuple):
@@ -81,9 +93,19 @@ def make_step(graphdef: Any) -> GraphStep:
         shared = model.plan(metadata, caches, **prefix)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[tokens.ends]), hidden), caches
+        return StepOutputs(model.logits(hidden[tokens.ends]), hidden, tokens.num_generated), caches
 
     return step
+
+
+def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:
+    """An engine's executables of a step."""
+    return DecodeGraphs(step, buckets, from_host=True, compiler_options=_compiler_options)
+
+
+def _compiler_options(bucket: Bucket) -> dict[str, Any]:
+    is_gpus = jax.default_backend() == "gpu" and bucket.max_tokens >= CUBLAS_TOKENS
+    return {"xla_gpu_enable_triton_gemm": False} if is_gpus else {}
 
 
 @functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))
@@ -118,9 +140,10 @@ def next_tokens(
 def sampler_rows(bucket: Bucket, max_num_seqs: int) -> int:
     """Rows of the sampler behind a bucket: all requests of it; a power of two or one and a half of one.
 
-    So few sizes that the samplers of all buckets compile in seconds.
+    So few sizes that the samplers of all buckets compile in seconds. Two at least: for one row of logits XLA
+    and cuBLAS widen the whole matrix to f32 first, 0.9 ms and 2.5 GB for 152k tokens of an 8B model.
     """
-    rows = min(bucket.max_reqs, max_num_seqs)
+    rows = max(min(bucket.max_reqs, max_num_seqs), 2)
     power = 1 << (rows - 1).bit_length()
     return 3 * power // 4 if power > 2 and 3 * power // 4 >= rows else power
 

@@ -42,7 +42,7 @@ class StepCall(NamedTuple):
         prefix_len: Tokens of a prefix that is attended to once; 0 = none.
         tokens: Their `last` is whatever the device has.
         drafts: Tokens, and how many of them a row has; None = no drafts.
-        drawn_by: Sampling parameters, counts of tokens, and what requests ask of the logits.
+        drawn_by: Sampling parameters, and what requests ask of the logits.
         num_logprobs: Of each new token; None = nobody asked.
         prompt: Log-probabilities of prompts; None = nobody asked.
     """
@@ -53,7 +53,7 @@ class StepCall(NamedTuple):
     prefix_len: int
     tokens: StepTokens
     drafts: tuple[Any, Any] | None
-    drawn_by: tuple[SamplingMetadata, Any, Adjustments | None]
+    drawn_by: tuple[SamplingMetadata, Adjustments | None]
     num_logprobs: int | None
     prompt: PromptCall | None
 
@@ -64,10 +64,10 @@ class StepCall(NamedTuple):
 
     def after(self, last: Any) -> "StepCall":
         """The same behind a step whose tokens are these."""
-        sampling, num_generated, adjustments = self.drawn_by
+        sampling, adjustments = self.drawn_by
         adjustments = None if adjustments is None else adjustments._replace(last=last)
         tokens = self.tokens._replace(last=last)
-        return self._replace(tokens=tokens, drawn_by=(sampling, num_generated, adjustments))
+        return self._replace(tokens=tokens, drawn_by=(sampling, adjustments))
 
 
 def most_wanted(wanted: Sequence[int | None]) -> int | None:

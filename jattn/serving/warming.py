@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.bucket import Bucket
@@ -70,10 +71,13 @@ class Warming:
         return [self.tokens(bucket), *prefix]
 
     def tokens(self, bucket: Bucket) -> StepTokens:
-        """All of them padding; numpy's arrays."""
+        """All of them padding; numpy's arrays, but for what a device may have made."""
         zeros: Any = lambda count: np.zeros(count, np.int32)
         places = self._rows_of(bucket) * bucket.decode_query_len
         metadata = self.metadata(bucket) if self._has_near else None
         near = None if metadata is None else NearTables(metadata.block_table, metadata.slot_mapping)
-        ids = zeros(bucket.max_tokens)
-        return StepTokens(ids, ids - 1, zeros(self._max_rows), zeros(places), near)
+        rows = zeros(bucket.max_tokens) - 1
+        # Rows of several tokens have drafts, which a device may have made.
+        ids: Any = (jnp.zeros if bucket.decode_query_len > 1 else np.zeros)(bucket.max_tokens, np.int32)
+        last, num_generated = jnp.zeros(self._max_rows, jnp.int32), zeros(self._rows_of(bucket))
+        return StepTokens(ids, rows, last, zeros(places), near, num_generated)

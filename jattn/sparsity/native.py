@@ -11,16 +11,17 @@ from jaxtyping import Array, Float
 from jattn.dense_attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
 from jattn.masks.integers import quotient
-from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
-from pallas_kernels.checks import require, require_shape
+from jattn.sparsity.own_scores import choosable, in_blocks, top_k_blocks
+from jattn.sparsity.texts import as_texts
+from pallas_kernels.checks import require, require_positive, require_shape
 
 type Compress = Callable[[Array], Array]
 
 
 def nsa(
-    q: Float[Array, "batch tokens q_heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
-    v: Float[Array, "batch tokens kv_heads head_dim"],
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
+    v: Float[Array, "..."],
     gates: Float[Array, "..."],
     *,
     block_size: int,
@@ -29,21 +30,22 @@ def nsa(
     block_q: int = 1,
     compress: Compress | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "batch tokens q_heads head_dim"]:
+) -> Float[Array, "..."]:
     """Three causal attentions, each times its gate: to blocks as one key each, to the best of them, nearby.
 
     Gradients reach `compress` and the gates; through these, choices are trained.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
+        q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
+        k: Keys, likewise.
+        v: Values, likewise.
         gates: [batch, tokens, q_heads, 3]: of compressed, selected and window, as a sigmoid makes them.
         block_size: Static: keys of a block.
         num_selected: Static: blocks that a query sees whole, its own and the first among them. All query
             heads of a kv head choose together, by the attention that they pay to the compressed ones.
         window: Static: keys that the window has, the query's own among them.
-        block_q: Static: so many neighbours choose together; the kernels take 8 and more.
+        block_q: Static: so many neighbours see what the first of them selects; the kernels take 8 and more,
+            in training 16.
         compress: What makes one key, or value, of a block [batch, blocks, block_size, kv_heads, head_dim];
             None = the mean.
         implementation: As in `attend`.
@@ -53,11 +55,14 @@ def nsa(
 
     Source: Native Sparse Attention (DeepSeek).
     """
+    has_batch = q.ndim == 4
+    q, k, v = as_texts(q, k, v)
+    gates = gates if has_batch else gates[None]
     require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, one of each")
+    require_positive(block_size=block_size, block_q=block_q)
     require(window >= 1, "window", "be at least 1", window)
     require(q.shape[1] >= 1, "q", "have at least one token", q.shape)
-    by_mean = lambda x: x.mean(axis=2)
-    short = lambda x: (compress or by_mean)(in_blocks(x, block_size)).astype(x.dtype)
+    short = lambda x: (compress or (lambda x: x.mean(axis=2)))(in_blocks(x, block_size)).astype(x.dtype)
     keys, values = short(k), short(v)
     how: dict[str, Any] = {"implementation": implementation}
     compressed = attention(q, keys, values, mask=EndedBlocks(block_size), **how)
@@ -66,7 +71,8 @@ def nsa(
     nearby = attention(q, k, v, causal=True, window=(window - 1, 0), **how)
     parts = (compressed, selected, nearby)
     gated = (gates[..., n, None].astype(jnp.float32) * x.astype(jnp.float32) for n, x in enumerate(parts))
-    return sum(gated, jnp.float32(0)).astype(q.dtype)
+    out = sum(gated, jnp.float32(0)).astype(q.dtype)
+    return out if has_batch else out[0]
 
 
 def selected_blocks(
@@ -78,14 +84,14 @@ def selected_blocks(
     block_q: int = 1,
 ) -> BlockMask:
     """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's."""
-    (batch, tokens, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
-    grouped = q.reshape(batch, tokens, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
+    places = jnp.arange(0, q.shape[1], block_q)
+    q = q[:, ::block_q]
+    (batch, choosers, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
+    grouped = q.reshape(batch, choosers, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, keys.astype(jnp.float32)) * head_dim**-0.5
-    has_ended = jnp.arange(tokens)[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
+    has_ended = places[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
     shares = jnp.where(has_ended, jax.nn.softmax(jnp.where(has_ended, scores, -1e30), axis=-1), 0.0)
-    by_query = jnp.moveaxis(shares.sum(axis=2), 1, 2)  # [batch, tokens, kv_heads, blocks]
-    chosen = jnp.swapaxes(block_means(by_query, block_q), 1, 2)
-    chosen = choosable(chosen, block_q=block_q, block_kv=block_size, num_first=1)
+    chosen = choosable(shares.sum(axis=2), block_q=block_q, block_kv=block_size, num_first=1)
     return BlockMask(blocks=top_k_blocks(chosen, num_selected), block_q=block_q, block_kv=block_size)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_positive
 
 
 def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*rows blocks"]:
@@ -40,6 +40,7 @@ def in_blocks(
     x: Float[Array, "batch tokens heads head_dim"], block_size: int
 ) -> Float[Array, "batch blocks block_size heads head_dim"]:
     """Tokens by block, the last one filled up with zeros."""
+    require_positive(block_size=block_size)
     missing = -x.shape[1] % block_size
     x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
     return x.reshape(x.shape[0], -1, block_size, *x.shape[2:])

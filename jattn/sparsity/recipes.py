@@ -7,7 +7,8 @@ from jaxtyping import Array, Float
 from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
 from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
 from jattn.sparsity.pooled import largest
-from pallas_kernels.checks import require
+from jattn.sparsity.texts import as_texts
+from pallas_kernels.checks import require, require_positive
 
 
 def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
@@ -22,8 +23,8 @@ def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
 
 
 def moba(
-    q: Float[Array, "batch tokens q_heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
     *,
     block_size: int,
     top_k: int,
@@ -32,24 +33,28 @@ def moba(
     """Each query sees its own block and those before whose mean key it likes best.
 
     Args:
-        q: Queries.
-        k: Keys.
+        q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
+        k: Keys, likewise.
         block_size: Static: keys of a block.
         top_k: Static: blocks of a query, its own among them.
-        block_q: Static: so many neighbours choose together, by their mean query. 1 is MoBA's; the kernels
-            take 8 and more.
+        block_q: Static: so many neighbours see what the first of them chooses, so that nothing depends on
+            later ones, and decode can do the same. 1 is MoBA's; the kernels take 8 and more, in training 16.
+
+    Raises:
+        ValueError: Arrays do not belong together, or a size is out of range.
 
     Source: MoBA.
     """
-    q_means = block_means(q, block_q)
-    scores = _products(q_means, block_means(k, block_size))
+    require_positive(block_size=block_size, block_q=block_q)
+    q, k = as_texts(q, k)
+    scores = _products(q[:, ::block_q].astype(jnp.float32), block_means(k, block_size))
     scores = choosable(scores, block_q=block_q, block_kv=block_size)
     return BlockMask(blocks=top_k_blocks(scores, top_k), block_q=block_q, block_kv=block_size)
 
 
 def x_attention(
-    q: Float[Array, "batch tokens q_heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
     *,
     mass: float,
     block_size: int = 128,
@@ -61,16 +66,21 @@ def x_attention(
     first one are always seen.
 
     Args:
-        q: Queries.
-        k: Keys.
+        q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
+        k: Keys, likewise.
         mass: Static: share of the estimated attention to keep, in (0, 1].
         block_size: Static: queries and keys of a block.
         stride: Static: divides block_size.
 
+    Raises:
+        ValueError: Arrays do not belong together, or a number is out of range.
+
     Source: XAttention.
     """
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
+    require_positive(block_size=block_size, stride=stride)
     require(block_size % stride == 0, "stride", f"divide block_size ({block_size})", stride)
+    q, k = as_texts(q, k)
     # Query s - 1 - r of a square's rows meets key r of its columns: side by side they are one long product.
     queries = _side_by_side(q, block_size, stride, is_backward=True)
     keys = _side_by_side(k, block_size, stride, is_backward=False)
@@ -78,6 +88,8 @@ def x_attention(
     squares = jnp.arange(scores.shape[-1])
     seen = (squares[None, :] <= squares[:, None])[None, None]
     shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    has_queries = squares * stride < q.shape[1]  # what fills up the last block attends to nothing
+    shares = jnp.where(has_queries[None, None, :, None], shares, 0.0)
     blocks, size = scores.shape[-1] * stride // block_size, block_size // stride
     weights = shares.reshape(*shares.shape[:2], blocks, size, blocks, size).sum(axis=(3, 5))
     kept = largest(jax.lax.stop_gradient(weights), mass)
@@ -87,8 +99,8 @@ def x_attention(
 
 
 def vertical_slash(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
     *,
     num_columns: int,
     num_slashes: int,
@@ -97,14 +109,22 @@ def vertical_slash(
     """The keys and the distances in which a text's last queries have most of their attention.
 
     Args:
-        q: Queries of one text.
+        q: Queries of one text [tokens, q_heads, head_dim]; jax.vmap, with the attention, takes several.
         k: Its keys.
         num_columns: Static: keys of each head that all queries see.
         num_slashes: Static: distances at which they see.
         last: Static: how many queries are looked at.
 
+    Raises:
+        ValueError: Arrays do not belong together, or a number is out of range.
+
     Source: MInference.
     """
+    require(q.ndim == 3, "q", "be of one text (jax.vmap takes several)", tuple(q.shape))
+    require(last >= 1, "last", "be at least 1", last)
+    for name, count in (("num_columns", num_columns), ("num_slashes", num_slashes)):
+        require(count >= 0, name, "be at least 0", count)
+    q, k = (x[0] for x in as_texts(q, k))
     tokens, last = q.shape[0], min(last, q.shape[0])
     scores = _products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
     distance = jnp.arange(tokens - last, tokens)[:, None] - jnp.arange(tokens)[None, :]

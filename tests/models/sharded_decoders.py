@@ -3,6 +3,7 @@
 Run by tests/models/test_sharded_decoders.py, with what to check: see `main`.
 """
 
+import functools
 import pathlib
 import re
 import sys
@@ -103,15 +104,32 @@ def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
     engine.precompile(progress=False)
     num_compiles = engine.stats.num_compiles
     assert engine.graphs.num_compiles == len(engine.graphs.buckets)
+    uploads = watch_uploads(engine)
     assert tokens_of(engine) == alone.tokens
     assert forks_of(engine) == alone.forks
+    assert set(uploads) == {1}, uploads  # array of the host's a step
     check_new_weights(engine, alone.tokens)
     assert engine.stats.num_compiles == num_compiles
     params = sum(array.nbytes for array in jax.tree.leaves(jax.device_get(engine._runner.weights.state)))
     caches = sum(array.nbytes for array in jax.tree.leaves(jax.device_get(engine._runner._caches)))
-    for bucket, executable in engine.graphs.executables.items():
+    for bucket, watched in engine.graphs.executables.items():
+        executable = watched.args[0]
         check_executable(executable, bucket, model.config, (params, caches), tp, alone.memory[bucket])
     print(f"tp {tp}: {num_compiles} executables, {params} and {caches} bytes")
+
+
+def watch_uploads(engine: Engine) -> list[int]:
+    """How many of the host's arrays each step's executable is given from now on."""
+    uploads: list[int] = []
+
+    def watched(executable: Any, *arguments: Any) -> Any:
+        uploads.append(sum(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(arguments)))
+        return executable(*arguments)
+
+    ready = engine.graphs._executables.ready
+    for bucket, executable in engine.graphs.executables.items():
+        ready[bucket] = functools.partial(watched, executable)
+    return uploads
 
 
 def check_new_weights(engine: Engine, want: list[list[int]]) -> None:

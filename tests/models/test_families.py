@@ -1,6 +1,7 @@
 """Every family and every way to write its config, against numpy in float64."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,10 @@ from flax import nnx
 
 import jattn
 from jattn.models import DecoderConfig, load
+from jattn.models.families import FAMILIES
+from jattn.models.families.keys import COMMON
+from jattn.models.families.keys import SIZES as SIZES_OF_ALL
+from tests.conftest import GOLDEN
 from tests.models import numpy_decoder
 from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
 
@@ -101,6 +106,12 @@ REFUSED = {
         "model_type": "qwen3_next",
         "architectures": ["Qwen3NextForCausalLM"],
     },
+    r"\['T5ForConditionalGeneration'\]: layers attend to what another model has read": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+    },
+    "architecture bert: it is no decoder": {"model_type": "bert"},
+    "architecture gemma3n: layers share keys and values": {"model_type": "gemma3n"},
     "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},
@@ -118,6 +129,73 @@ REFUSED = {
 def test_refuses_by_name_what_is_not_here(message):
     with pytest.raises(NotImplementedError, match=message):
         DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | REFUSED[message])
+
+
+GOLDEN_CONFIGS = {
+    hf["model_type"]: hf
+    for hf in (json.loads(path.read_text()) for path in sorted((GOLDEN / "hf").glob("*/config.json")))
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_null_is_a_value_or_an_error_that_names_its_key(model_type):
+    family, hf = FAMILIES[model_type], GOLDEN_CONFIGS[model_type]
+    theirs = {ours: name for name, ours in family.aliases.items()}
+    messages = {}
+    for key in {**COMMON, **family.defaults}:
+        name = theirs.get(key, key)
+        outer, _, inner = name.partition(".")
+        try:
+            DecoderConfig.from_hf(hf | ({outer: {**hf[outer], inner: None}} if inner else {name: None}))
+        except (ValueError, NotImplementedError) as error:
+            messages[name] = str(error)
+    assert len(messages) >= len(SIZES_OF_ALL) - 1
+    assert [name for name, message in messages.items() if name not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("granite", {"logits_scaling": None}, "logits_scaling must be a number, got None"),
+        ("bloom", {"n_layer": None}, "n_layer must be an int, got None"),
+        ("llama", {"hidden_size": None}, r"config must have the keys .*got none of \['hidden_size'\]"),
+        ("qwen2_moe", {"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an int, got 1.5"),
+        ("llama", {"max_position_embeddings": None}, "max_position_embeddings must be an int, got None"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global"], 3]]},
+            "attention_types must have one entry per layer .2.*got 3",
+        ),
+        (
+            "gpt_neo",
+            {"attention_types": [[["near"], 2]]},
+            "attention_types must be one of 'global', 'local', got 'near'",
+        ),
+        ("gemma3_text", {"hidden_activation": None}, "hidden_activation must be a name, got None"),
+    ],
+)
+def test_a_value_is_of_the_kind_of_its_default(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(GOLDEN_CONFIGS[model_type] | changes)
+
+
+def test_layers_with_states_of_their_own_are_refused():
+    hf = GOLDEN_CONFIGS["granitemoehybrid"] | {"layer_types": ["attention", "mamba"]}
+    with pytest.raises(NotImplementedError, match=r"layers_block_type 'mamba'.*Supported: attention"):
+        DecoderConfig.from_hf(hf)
+    layers = DecoderConfig.from_hf(hf | {"layer_types": None, "layers_block_type": ["attention"] * 2}).layers
+    assert [layer.mlp.intermediate_size for layer in layers] == [40, 40]
+    without = DecoderConfig.from_hf(
+        hf | {"layer_types": ["attention"] * 2, "position_embedding_type": "nope"}
+    )
+    assert without.ropes == (None, None)
+
+
+def test_null_bases_of_ropes_are_those_of_the_family():
+    hf = {key: value for key, value in GOLDEN_CONFIGS["mixtral"].items() if key != "rope_parameters"}
+    silent, null = DecoderConfig.from_hf(hf), DecoderConfig.from_hf(hf | {"rope_theta": None})
+    assert null.ropes == silent.ropes
+    assert null.ropes[0].rope_theta == 1e6
 
 
 WRONG = {

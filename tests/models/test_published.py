@@ -17,19 +17,8 @@ from jattn.models.loading import read_config
 from tests.conftest import GOLDEN
 from tests.models import published_configs as published
 
-GOLDEN_OF = {  # a folder of each family
-    **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "bloom", "mpt")},
-    **{name: name for name in ("phi3small", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")},
-    **{name: name for name in ("olmo", "olmo2", "olmo3", "olmoe", "smollm3", "phi", "stablelm", "cohere")},
-    **{name: name for name in ("cohere2", "granite", "granitemoe", "granitemoeshared", "glm", "glm4", "opt")},
-    **{
-        name: name
-        for name in ("starcoder2", "falcon", "gpt_neox", "gpt2", "exaone4", "ministral", "ministral3")
-    },
-    "gemma3_text": "gemma3",
-    "phi3": "phi3_longrope",
-    "llama4_text": "llama4",
-}
+GOLDEN_OF = {name: name for name in FAMILIES}  # a folder of each family
+GOLDEN_OF |= {"gemma3_text": "gemma3", "phi3": "phi3_longrope", "llama4_text": "llama4"}
 
 
 def hf_of(model_type):
@@ -117,7 +106,6 @@ def test_slopes_of_heads_that_are_no_power_of_two():
     assert alibi_slopes(2, 16.0) == (2**-8, 2**-16)
 
 
-assert set(GOLDEN_OF) == set(FAMILIES)
 ONLY = [(name, key) for name, family in FAMILIES.items() for key in family.only]
 
 
@@ -151,7 +139,7 @@ WRONG = [
     ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
     ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24: .*Supported: 32"),
     ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(2\), got 1"),
-    ("bloom", {"layer_norm_epsilon": None}, "rms_norm_eps must be a number, got None"),
+    ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]
 
 
@@ -204,6 +192,22 @@ def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, wrapper
     save_file(tensors | {"audio.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"hold only what its config.json asks for, got audio.x"):
         load(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "theta"), [("qwen2_vl", "qwen2", 1e6), ("qwen3_vl", "qwen3", 5e5)]
+)
+def test_sections_of_images_turn_text_as_ever(model_type, family, theta):
+    plain = {key: value for key, value in hf_of(family).items() if key != "rope_parameters"}
+    want = DecoderConfig.from_hf(plain | {"rope_theta": theta})
+    sections = {"type": "mrope", "rope_type": "mrope", "mrope_section": [2, 3, 3]}
+    text = {**plain, "model_type": f"{model_type}_text"}
+    for rope in ({"rope_scaling": sections}, {"rope_parameters": {**sections, "mrope_interleaved": True}}):
+        nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
+        assert (nested.model_type, nested.layers) == (family, want.layers)
+        flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
+        flat["architectures"] = [architecture for name, architecture in WRAPPERS if name == model_type]
+        assert DecoderConfig.from_hf(flat).layers == want.layers
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama"])

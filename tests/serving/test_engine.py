@@ -267,6 +267,15 @@ class TestSteps:
         for executable in engine.graphs.executables.values():
             assert " conditional(" not in executable.as_text()
 
+    def test_a_step_is_sent_one_array(self, engine, golden):
+        """Besides it there are the weights, the caches and the tokens of the step before."""
+        engine.generate(golden.prompts[:1], max_tokens=1)
+        weights = len(jax.tree.leaves(nnx.state(engine.model)))
+        for executable in engine.graphs.executables.values():
+            *before, joined, last = jax.tree.leaves(executable.args_info)
+            assert (joined.dtype, last.shape) == (jnp.int32, (engine._runner._max_rows,))
+            assert len(before) == weights + len(jax.tree.leaves(engine._runner._caches))
+
     @pytest.mark.parametrize("max_num_seqs", [1, 3])
     def test_no_step_has_a_single_row(self, golden, max_num_seqs):
         engine = Engine(golden.model, num_blocks=8, max_num_seqs=max_num_seqs)

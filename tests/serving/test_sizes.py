@@ -5,9 +5,10 @@ import math
 import jax
 import pytest
 
+from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths
-from jattn.serving.step import sampler_rows
+from jattn.serving.step import sampler_rows, step_graphs
 from tests.serving.tiny import one_layer_model
 
 
@@ -40,6 +41,20 @@ class TestDefaultBuckets:
         sizes = [2, 4, *range(8, 257, 8)]
         assert of_width(8192) == of_width(1024) == sizes
 
+    def test_a_prompt_is_padded_by_at_most_half_as_many_tokens_again(self):
+        graphs = self.graphs()
+        for length in range(256, 8193, 64):
+            bucket = graphs.choose([length], num_blocks=512)
+            assert length <= bucket.max_tokens <= 1.5 * length
+            beside = graphs.choose([1] * 200 + [length], num_blocks=512)
+            assert beside.max_prefill_tokens <= 1.5 * length
+
+    def test_prompts_beside_some_decodes_do_not_pay_for_all(self):
+        graphs = self.graphs()
+        assert graphs.choose([1] * 60 + [1024], num_blocks=512).max_tokens == 64 + 1024
+        assert graphs.choose([1] * 65 + [1024], num_blocks=512).max_tokens == 256 + 1024
+        assert graphs.choose([1024], num_blocks=512).max_tokens == 1024
+
     def test_a_short_step_has_a_narrow_table(self):
         graphs = self.graphs()
         assert graphs.choose([1] * 256, num_blocks=1024).max_blocks == 1024
@@ -47,6 +62,12 @@ class TestDefaultBuckets:
 
     def test_a_single_row_is_two(self):
         assert self.graphs().choose([1], num_blocks=1).max_decodes == 2
+
+    def test_products_are_cublas_alone_where_triton_is_slower(self):
+        buckets = [Bucket(max_decodes=count, max_blocks=1) for count in (2, 31, 32, 256)]
+        told = step_graphs(lambda *_: None, buckets)._executables._options
+        alone = {"xla_gpu_enable_triton_gemm": False}
+        assert [told(bucket) for bucket in buckets] == [{}, {}, alone, alone]
 
     def test_samplers_are_few_and_nobody_pays_for_half_as_many_rows_again(self):
         rows = {bucket: sampler_rows(bucket, 256) for bucket in self.graphs().buckets}

@@ -40,6 +40,85 @@ def drawn(mask, row, tokens=TOKENS):
     return np.asarray(seen)
 
 
+SIZES = {"block_size": 8, "num_selected": 3, "window": 6}  # NSA's
+RECIPES = {
+    "moba": lambda q, k, v: sparsity.moba(q, k, block_size=8, top_k=2),
+    "x_attention": lambda q, k, v: sparsity.x_attention(q, k, mass=0.5, block_size=8, stride=4),
+    "nsa": lambda q, k, v: sparsity.nsa(q, k, v, jnp.full((*q.shape[:-1], 3), 0.5), **SIZES),
+    "vertical_slash": lambda q, k, v: sparsity.vertical_slash(q, k, num_columns=2, num_slashes=2),
+}
+
+
+class TestArrays:
+    """What all recipes take, and what they say of the rest."""
+
+    @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
+    def test_one_text_needs_no_batch(self, name):
+        given = tuple(x[1] for x in arrays(20))
+        one, batch = (RECIPES[name](*x) for x in (given, tuple(x[None] for x in given)))
+        if name == "nsa":
+            np.testing.assert_array_equal(one, batch[0])
+        else:
+            out = [jattn.attention(*x, causal=True, mask=m) for x, m in ((given, one), (given, batch))]
+            np.testing.assert_array_equal(*out)
+
+    @pytest.mark.parametrize("name", RECIPES)
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"k": 19},
+                r"k must have shape \((2, )?20, 2, 8\) \(as q, of its own heads\), got \((2, )?19, 2, 8\)",
+            ),
+            ({"q_heads": 3}, r"q's heads must be a multiple of k's \(2\), got 3"),
+        ],
+    )
+    def test_they_must_belong_together(self, name, change, message):
+        q, k, v = (x[0] for x in arrays(20)) if name == "vertical_slash" else arrays(20)
+        k = k[..., : change.get("k", 20), :, :]
+        q = q[..., : change.get("q_heads", 4), :]
+        with pytest.raises(ValueError, match=message):
+            RECIPES[name](q, k, v)
+
+    @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
+    def test_texts_have_axes(self, name):
+        with pytest.raises(ValueError, match=r"q must have shape \[batch, tokens, .*, got \(20, 8\)"):
+            RECIPES[name](*(x[0, :, 0] for x in arrays(20)))
+
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_vertical_slash_takes_one_text(self):
+        with pytest.raises(ValueError, match=r"q must be of one text \(jax.vmap .*, got \(2, 20, 4, 8\)"):
+            RECIPES["vertical_slash"](*arrays(20))
+
+    @pytest.mark.parametrize(
+        ("run", "message"),
+        [
+            (lambda q, k: sparsity.moba(q, k, block_size=0, top_k=1), "block_size must be positive, got 0"),
+            (lambda q, k: sparsity.block_means(q, 0), "block_size must be positive, got 0"),
+            (
+                lambda q, k: sparsity.x_attention(q, k, mass=0.5, block_size=8, stride=0),
+                "stride must be positive, got 0",
+            ),
+            (
+                lambda q, k: sparsity.vertical_slash(q[0], k[0], num_columns=-1, num_slashes=1),
+                "num_columns must be at least 0, got -1",
+            ),
+            (
+                lambda q, k: sparsity.vertical_slash(q[0], k[0], num_columns=1, num_slashes=1, last=0),
+                "last must be at least 1, got 0",
+            ),
+            (
+                lambda q, k: sparsity.moba(q, k, block_size=8, top_k=1, block_q=0),
+                "block_q must be positive, got 0",
+            ),
+        ],
+    )
+    def test_sizes_are_named(self, run, message):
+        q, k, _ = arrays(20)
+        with pytest.raises(ValueError, match=message):
+            run(q, k)
+
+
 class TestTopKBlocks:
     def test_literal(self):
         scores = jnp.asarray([[0.1, 3.0, 2.0, -jnp.inf], [1.0, 1.0, 0.0, jnp.inf], [-jnp.inf] * 4])
@@ -85,15 +164,16 @@ class TestTopKBlocks:
 
 class TestMoBA:
     @pytest.mark.parametrize("block_q", [1, 4])
-    def test_queries_see_their_own_block_and_those_whose_means_they_like(self, block_q):
+    def test_queries_see_their_own_block_and_those_whose_means_the_first_of_them_likes(self, block_q):
         q, k, _ = arrays()
         size, top_k = 8, 3
         seen = sparsity.moba(q, k, block_size=size, top_k=top_k, block_q=block_q)
         queries, keys = in_numpy(q, k)
         for b, h, i in np.ndindex(2, Q_HEADS, TOKENS):
             first, own = i // block_q * block_q, i // size
-            mean = queries[b, h, first : first + block_q].mean(axis=0)
-            likes = [mean @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)]
+            likes = [
+                queries[b, h, first] @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)
+            ]
             chosen = {own, *np.argsort(likes)[::-1][: top_k - 1]}
             want = [j // size in chosen and j <= i for j in range(TOKENS)]
             np.testing.assert_array_equal(drawn(seen, b)[h, i], want) if h == i % Q_HEADS else None
@@ -113,10 +193,13 @@ def test_streaming_llm_sees_first_and_recent_keys():
 
 
 class TestXAttention:
-    def test_blocks_hold_the_mass_of_antidiagonals(self):
-        q, k, _ = arrays(48)
-        size, stride, mass = 16, 4, 0.7
-        seen = sparsity.x_attention(q, k, mass=mass, block_size=size, stride=stride)
+    @pytest.mark.parametrize("tokens", [48, 41])
+    def test_blocks_hold_the_mass_of_antidiagonals(self, tokens):
+        """What fills up the last block counts for nothing."""
+        q, k, _ = (jnp.pad(x, ((0, 0), (0, 48 - tokens), (0, 0), (0, 0))) for x in arrays(tokens))
+        size, stride, mass, blocks = 8, 2, 0.7, 6
+        given = q[:, :tokens], k[:, :tokens]
+        seen = sparsity.x_attention(*given, mass=mass, block_size=size, stride=stride)
         queries, keys = in_numpy(q, k)
         squares, each = 48 // stride, size // stride
         for b, h in np.ndindex(2, Q_HEADS):
@@ -124,9 +207,10 @@ class TestXAttention:
             for a, c, r in np.ndindex(squares, squares, stride):
                 s[a, c] += queries[b, h, a * stride + stride - 1 - r] @ keys[b, h, c * stride + r]
             s *= DIM**-0.5 / stride
-            p = np.array([softmax(s[a], np.arange(squares) <= a) for a in range(squares)])
-            weights = p.reshape(3, each, 3, each).sum(axis=(1, 3))
-            for a in range(3):
+            real = np.arange(squares) * stride < tokens
+            p = np.array([softmax(s[a], (np.arange(squares) <= a) & real[a]) for a in range(squares)])
+            weights = p.reshape(blocks, each, blocks, each).sum(axis=(1, 3))
+            for a in range(blocks):
                 order = np.argsort(weights[a])[::-1]
                 count = 1 + np.searchsorted(np.cumsum(weights[a][order]), mass * weights[a].sum())
                 want = {0, a, *order[:count]}
@@ -158,29 +242,28 @@ def test_vertical_slash_marks_what_the_last_queries_attend_to():
         assert set(np.flatnonzero(np.asarray(seen.slashes)[h])) == set(np.argsort(slashes)[-6:])
 
 
-SIZES = {"block_size": 8, "num_selected": 3, "window": 6}  # NSA's
-
-
 class TestNSA:
     def gates(self):
         return jax.nn.sigmoid(jax.random.normal(jax.random.key(7), (2, TOKENS, Q_HEADS, 3)))
 
-    def test_is_the_gated_sum_of_compressed_selected_and_window(self):
+    @pytest.mark.parametrize("block_q", [1, 4])
+    def test_is_the_gated_sum_of_compressed_selected_and_window(self, block_q):
         q, k, v = arrays()
         size, window = 8, 6
-        out = sparsity.nsa(q, k, v, self.gates(), **SIZES)
+        out = sparsity.nsa(q, k, v, self.gates(), **SIZES, block_q=block_q)
         queries, keys, values = in_numpy(q, k, v)
         gates, blocks = np.asarray(self.gates(), np.float64), -(-TOKENS // size)
         padded = [np.pad(x, ((0, 0), (0, 0), (0, blocks * size - TOKENS), (0, 0))) for x in (keys, values)]
         short = [x.reshape(2, Q_HEADS, blocks, size, DIM).mean(axis=3) for x in padded]
         j = np.arange(TOKENS)
         for b, i in [(0, 0), (0, 7), (0, 8), (1, 30), (1, 49)]:
-            ended = (np.arange(blocks) + 1) * size - 1 <= i
+            ended = lambda i: (np.arange(blocks) + 1) * size - 1 <= i
             of = lambda h, i=i, b=b, ended=ended: softmax(
-                short[0][b, h] @ queries[b, h, i] * DIM**-0.5, ended
+                short[0][b, h] @ queries[b, h, i] * DIM**-0.5, ended(i)
             )
+            first = i // block_q * block_q
             for h in range(Q_HEADS):
-                group = of(h // 2 * 2) + of(h // 2 * 2 + 1)
+                group = of(h // 2 * 2, first) + of(h // 2 * 2 + 1, first)
                 own = i // size
                 group[0] = group[own] = np.inf
                 group[own + 1 :] = -np.inf

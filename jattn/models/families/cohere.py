@@ -2,7 +2,8 @@
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, QK_NORM_TENSORS, llama_layer, rope
+from jattn.models.families.reading import llama_layer, rope
+from jattn.models.families.tensors import LLAMA_TENSORS, QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import NormSpec, QKNorm
 

@@ -2,15 +2,8 @@
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import (
-    FULL,
-    NORMS_AFTER_TENSORS,
-    QK_NORM_TENSORS,
-    SLIDING,
-    layer_type,
-    llama_layer,
-    rope,
-)
+from jattn.models.families.reading import FULL, SLIDING, layer_type, llama_layer, rope
+from jattn.models.families.tensors import NORMS_AFTER_TENSORS, QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import NormSpec, QKNorm
 

@@ -3,7 +3,8 @@
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma2 import CAUSAL_ONLY
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, attention, rope
+from jattn.models.families.reading import attention, rope
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec
 

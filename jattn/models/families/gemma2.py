@@ -5,16 +5,8 @@ from typing import Any
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import (
-    FULL,
-    GEMMA_NORM_TENSORS,
-    LLAMA_TENSORS,
-    SLIDING,
-    attention,
-    layer_type,
-    rope,
-    window_of,
-)
+from jattn.models.families.reading import FULL, SLIDING, attention, layer_type, rope, window_of
+from jattn.models.families.tensors import GEMMA_NORM_TENSORS, LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec
 

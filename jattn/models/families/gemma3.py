@@ -3,15 +3,8 @@
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma2 import CAUSAL_ONLY, GEMMA2
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import (
-    FULL,
-    QK_NORM_TENSORS,
-    SLIDING,
-    attention,
-    layer_type,
-    rope_by_type,
-    window_of,
-)
+from jattn.models.families.reading import FULL, SLIDING, attention, layer_type, rope_by_type, window_of
+from jattn.models.families.tensors import QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm
 

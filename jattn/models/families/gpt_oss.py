@@ -3,16 +3,8 @@
 from jattn.models.experts import ClampedSwiGLU, Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import (
-    FULL,
-    LLAMA_TENSORS,
-    SLIDING,
-    attention,
-    experts,
-    layer_type,
-    rope,
-    window_of,
-)
+from jattn.models.families.reading import FULL, SLIDING, attention, experts, layer_type, rope, window_of
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, attention, gated_mlp, llama_layer
+from jattn.models.families.reading import attention, gated_mlp, llama_layer
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
 
 

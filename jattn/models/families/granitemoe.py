@@ -5,7 +5,8 @@ import dataclasses
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.granite import GRANITE, multipliers
-from jattn.models.families.reading import LLAMA_TENSORS, attention, experts, llama_layer
+from jattn.models.families.reading import attention, experts, llama_layer
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec

@@ -65,6 +65,13 @@ SWITCHES = (
     *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias"),
     *("use_qk_norm", "qk_layernorm", "use_sliding_window"),
 )
+# Where null is a value: nothing of the kind.
+NULLABLE = (
+    *("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "gegelu_limit"),
+    *("mup_width_multiplier", "mup_embedding_multiplier", "dense_attention_every_n_layers"),
+)
+NULL_IS_SILENCE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 # What would change the result, and why it is not here.
 REFUSED = {
     "dual_chunk_attention_config": "positions of far chunks are folded, and no kernel here does that",
@@ -78,16 +85,17 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
         ValueError: A size is missing or impossible, or a value is of another kind than it should be.
         NotImplementedError: A key is not known, or has a value that is not served.
     """
+    names = {family.aliases.get(key, key): key for key in hf}
     hf = _renamed(hf, family)
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
     said = {key: value for key, value in hf.items() if key in known}
     said = {key: value for key, value in said.items() if value is not None or not callable(known[key])}
-    keys = known | {key: _as(known[key], key, value) for key, value in said.items()}
-    keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
-    missing = [key for key in SIZES if keys[key] is None]
+    keys = known | {key: _as(known[key], key, names.get(key, key), said[key]) for key in said}
+    missing = [names.get(key, key) for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
+    keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     require_positive(**{key: keys[key] for key in SIZES})
     require_number(rms_norm_eps=keys["rms_norm_eps"])
     heads = keys["num_attention_heads"]
@@ -99,16 +107,32 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     return keys
 
 
-def _as(default: Any, key: str, value: Any) -> Any:
-    """The value; a float, where the default is one.
+def _as(default: Any, key: str, name: str, value: Any) -> Any:
+    """The value, as the default is: a float where that is one.
+
+    Args:
+        default: What silence means; None = the value may be anything that its kind is.
+        key: Its name among all families.
+        name: What the config calls it.
+        value: What it says. null is a value of its own where it can be one (`NULLABLE`), the default of a
+            rope's numbers, and false of a switch.
 
     Raises:
-        ValueError: The default is a float, and the value no number.
+        ValueError: The default is a number or a name, and the value none.
     """
-    if value is None or not isinstance(default, float):
+    if value is None and key in NULL_IS_SILENCE:
+        return default
+    if isinstance(default, bool) or default is None or (value is None and key in NULLABLE):
         return value
-    require(_is_number(value), key, "be a number", repr(value))
-    return float(value)
+    if isinstance(default, float):
+        require(_is_number(value), name, "be a number", repr(value))
+        return float(value)
+    if isinstance(default, int):
+        is_ids = key == "eos_token_id" and _are_ints(value)
+        require(_is_int(value) or is_ids, name, "be an int", repr(value))
+    if isinstance(default, str):
+        require(isinstance(value, str), name, "be a name", repr(value))
+    return value
 
 
 def _renamed(hf: Keys, family: Family) -> dict[str, Any]:

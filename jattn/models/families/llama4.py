@@ -3,16 +3,8 @@
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import (
-    FULL,
-    LLAMA_TENSORS,
-    attention,
-    experts,
-    gated_tensors,
-    is_rotated,
-    layer_type,
-    rope,
-)
+from jattn.models.families.reading import FULL, attention, experts, is_rotated, layer_type, rope
+from jattn.models.families.tensors import LLAMA_TENSORS, gated_tensors
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm, Temperature

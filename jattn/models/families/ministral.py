@@ -5,7 +5,8 @@ from typing import Any
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.mistral import MISTRAL
-from jattn.models.families.reading import FULL, LLAMA_TENSORS, SLIDING, layer_type, llama_layer, rope
+from jattn.models.families.reading import FULL, SLIDING, layer_type, llama_layer, rope
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import Temperature
 

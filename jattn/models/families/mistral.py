@@ -2,7 +2,8 @@
 
 from jattn.models.families.family import Family
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, llama_layer
+from jattn.models.families.reading import llama_layer
+from jattn.models.families.tensors import LLAMA_TENSORS
 
 MISTRAL = Family(
     model_type="mistral",

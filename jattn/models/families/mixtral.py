@@ -3,7 +3,8 @@
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FUSED_EXPERT_TENSORS, LLAMA_TENSORS, experts, llama_layer
+from jattn.models.families.reading import experts, llama_layer
+from jattn.models.families.tensors import FUSED_EXPERT_TENSORS, LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec
 

@@ -29,7 +29,7 @@ MPT = Family(
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
         "intermediate_size": lambda keys: int(keys["expansion_ratio"] * keys["hidden_size"]),
-        "expansion_ratio": 4,
+        "expansion_ratio": 4.0,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,

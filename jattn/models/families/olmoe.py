@@ -4,13 +4,12 @@ from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.olmo2 import all_heads
-from jattn.models.families.reading import (
+from jattn.models.families.reading import experts, llama_layer
+from jattn.models.families.tensors import (
     ALL_HEADS_TENSORS,
     EXPERT_TENSORS,
     FUSED_EXPERT_TENSORS,
     LLAMA_TENSORS,
-    experts,
-    llama_layer,
 )
 from jattn.models.layer_spec import LayerSpec
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import LOCAL_STRIDED, ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, attention, local_strided, rope
+from jattn.models.families.reading import attention, local_strided, rope
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec
@@ -72,8 +73,7 @@ PHI3SMALL = Family(
         "layer_norm_epsilon": "rms_norm_eps",
         "rope_embedding_base": "rope_theta",
     },
-    # Projections have biases, whatever attention_bias says.
-    harmless=(
+    harmless=(  # projections have biases, whatever attention_bias says
         *("attention_bias", "embedding_dropout_prob", "gegelu_pad_to_256"),
         *("pad_sequence_to_multiple_of_64", "reorder_and_upcast_attn"),
     ),

@@ -4,18 +4,8 @@ from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
-from jattn.models.families.reading import (
-    EXPERT_TENSORS,
-    FULL,
-    FUSED_EXPERT_TENSORS,
-    LLAMA_TENSORS,
-    SLIDING,
-    experts,
-    gated_tensors,
-    layer_type,
-    llama_layer,
-    rope,
-)
+from jattn.models.families.reading import FULL, SLIDING, experts, layer_type, llama_layer, rope
+from jattn.models.families.tensors import EXPERT_TENSORS, FUSED_EXPERT_TENSORS, LLAMA_TENSORS, gated_tensors
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.specs import MLPSpec

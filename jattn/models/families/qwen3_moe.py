@@ -4,13 +4,8 @@ from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
 from jattn.models.families.qwen2_moe import EXPERTS, qwen_mlp
-from jattn.models.families.reading import (
-    EXPERT_TENSORS,
-    FUSED_EXPERT_TENSORS,
-    LLAMA_TENSORS,
-    QK_NORM_TENSORS,
-    llama_layer,
-)
+from jattn.models.families.reading import llama_layer
+from jattn.models.families.tensors import EXPERT_TENSORS, FUSED_EXPERT_TENSORS, LLAMA_TENSORS, QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import NormSpec, QKNorm
 

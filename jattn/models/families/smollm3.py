@@ -2,16 +2,8 @@
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import (
-    FULL,
-    LLAMA_TENSORS,
-    SLIDING,
-    gated_mlp,
-    is_rotated,
-    layer_type,
-    llama_layer,
-    rope,
-)
+from jattn.models.families.reading import FULL, SLIDING, gated_mlp, is_rotated, layer_type, llama_layer, rope
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
 
 

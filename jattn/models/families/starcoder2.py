@@ -2,7 +2,8 @@
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import LLAMA_TENSORS, llama_layer, plain_mlp
+from jattn.models.families.reading import llama_layer, plain_mlp
+from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec
 

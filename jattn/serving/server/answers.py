@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -19,8 +19,6 @@ from jattn.serving.server.event_stream import EventStream
 from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
 from jattn.serving.server.service import Service
-
-ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @runtime_checkable
@@ -71,7 +69,7 @@ class Job:
         self._name = f"{self.shape.prefix}-{self.body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._num_generated = 0
-        self._head = ENCODE(self._envelope(self.shape.chunk))[:-1]  # what all chunks begin with
+        self._head = to_json(self._envelope(self.shape.chunk))[:-1]  # what all chunks begin with
 
     async def answer(self, request: Request) -> Response:
         """The answer, whole or as a stream; nothing where the client has gone."""
@@ -152,7 +150,7 @@ class Job:
             usage = self._usage()
         if usage is not None or self._wants("include_usage"):
             chunk["usage"] = usage
-        return f"data: {self._head},{ENCODE(chunk)[1:]}\n\n".encode()
+        return b"data: %b,%b\n\n" % (self._head, to_json(chunk)[1:])
 
     def _wants(self, option: str) -> bool:
         return self.body.stream_options is not None and getattr(self.body.stream_options, option)
@@ -183,7 +181,7 @@ def _says_something(choice: dict[str, Any]) -> bool:
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return f"data: {ENCODE(data)}\n\n".encode()
+    return b"data: %b\n\n" % to_json(data)
 
 
 def _mean_logprob(output: RequestOutput) -> float:

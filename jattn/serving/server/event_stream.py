@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
+
+from jattn.serving.server.connections import WRITE
 
 
 class EventStream(StreamingResponse):
@@ -17,14 +19,29 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncGenerator[bytes], *, seconds: float) -> None:
         """Each event must be taken within so many seconds: they wait where a client's buffers are full."""
         super().__init__(events)
-        self._seconds = seconds
+        self._events, self._seconds = events, seconds
+        self._write: Callable[[bytes], bool] = lambda event: False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of ASGI; events take the connection's short way where it has one."""
+        self._write = scope.get("extensions", {}).get(WRITE, self._write)
+        await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         """Sends them; closes their source, whatever happens, so that its request is dropped at once."""
-        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        async with contextlib.aclosing(self._events):
             with contextlib.suppress(TimeoutError):
                 async with Patience(send, self._seconds) as patience:
-                    await super().stream_response(patience.send)
+                    await patience.send(start)
+                    async for event in self._events:
+                        if not self._write(event):
+                            await patience.send(_body(event, has_more=True))
+                    await patience.send(_body(b"", has_more=False))
+
+
+def _body(part: bytes, *, has_more: bool) -> Message:
+    return {"type": "http.response.body", "body": part, "more_body": has_more}
 
 
 class Patience:

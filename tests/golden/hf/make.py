@@ -35,6 +35,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CORRECTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 SMALL = {"vocab_size": 96, "head_dim": 16}
 F, S = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -125,6 +133,52 @@ CHECKPOINTS = {
         "Ministral3",
         {**SMALL, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0}},
     ),
+    "nemotron": ("Nemotron", {**SMALL}),
+    "arcee": ("Arcee", {**SMALL, "mlp_bias": True}),
+    "seed_oss": ("SeedOss", {**SMALL}),
+    "ernie4_5": ("Ernie4_5", {**SMALL, "use_bias": True}),
+    "cwm": ("Cwm", {**SMALL, "sliding_window": 20, "layer_types": [F, S]}),
+    "vaultgemma": ("VaultGemma", {**SMALL, "sliding_window": 20, "query_pre_attn_scalar": 20}),
+    "gptj": ("GPTJ", {**SMALL, "rotary_dim": 4}),
+    "gpt_neo": ("GPTNeo", {**SMALL, "window_size": 20, "attention_types": [[["global", "local"], 1]]}),
+    "gpt_bigcode": ("GPTBigCode", {**SMALL, "vocab_size": 64, "max_position_embeddings": 160}),
+    "persimmon": ("Persimmon", {**SMALL}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **SMALL,
+            **MULTIPLIERS,
+            "head_dim": 8,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 2,
+            "mamba_n_heads": 4,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**SMALL, **CORRECTED, "use_qk_norm": True, "attention_bias": True, "rope_parameters": PART},
+    ),
+    "dots1": (
+        "Dots1",
+        {**SMALL, **CORRECTED, "sliding_window": 20, "max_window_layers": 1, "n_shared_experts": 2},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "intermediate_size": 24},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            **SMALL,
+            "head_dim": 8,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 GQA = ("num_key_value_heads", "head_dim")
 LACKS = {  # that it has by other names, or does not have
@@ -138,6 +192,10 @@ LACKS = {  # that it has by other names, or does not have
     "GPTNeoX": GQA,
     "GPT2": (*GQA, "intermediate_size"),
     "OPT": (*GQA, "intermediate_size"),
+    "GPTJ": (*GQA, "intermediate_size"),
+    "GPTNeo": GQA,
+    "GPTBigCode": (*GQA, "intermediate_size"),
+    "Persimmon": GQA,
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
@@ -158,6 +216,9 @@ def make(name: str, directory: pathlib.Path) -> None:
             else:
                 inputs = parameter.shape[1 if parameter.ndim == 2 else 2]  # experts: [experts, out, in]
                 parameter.normal_(0.0, 1.0 if "embed" in key or "wte" in key else 1.5 * inputs**-0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.3)
     if family != "Mpt":  # which has no other
         model.set_attn_implementation("eager")
     expected: dict[str, np.ndarray] = {}

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from jattn.serving.server.connections import WRITE
 from jattn.serving.server.event_stream import EventStream
 
 SECONDS = 0.1
@@ -48,3 +49,29 @@ def test_an_event_that_is_not_taken_in_time_ends_the_stream(pauses):
     bodies, seconds = asyncio.run(sent(3, pauses=pauses, sends=60.0))
     assert bodies == [None]
     assert SECONDS <= seconds - pauses < 20 * SECONDS
+
+
+def test_events_go_a_short_way_as_long_as_it_takes_them():
+    taken, sent = [], []
+
+    async def events():
+        for number in range(4):
+            yield b"%d" % number
+
+    def write(event):
+        if event in (b"1", b"2"):  # the client is slow: these wait for it
+            return False
+        taken.append(event)
+        return True
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            sent.append((message["body"], message["more_body"]))
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "extensions": {WRITE: write}}
+    asyncio.run(EventStream(events(), seconds=SECONDS)(scope, receive, send))
+    assert taken == [b"0", b"3"]
+    assert sent == [(b"1", True), (b"2", True), (b"", False)]

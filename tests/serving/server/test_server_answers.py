@@ -1,10 +1,13 @@
 """Completions and chats as the OpenAI API has them, and equal to what the engine says."""
 
+import contextlib
+import http.client
 import json
+import socket
 
 import pytest
 
-from tests.serving.server.running import running
+from tests.serving.server.running import parsed, running
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -208,6 +211,9 @@ class TestOthers:
         assert grown("inter_token_latency_seconds_count") == 2
         assert grown("e2e_request_latency_seconds_count") == 1
         assert grown("request_generation_tokens_sum") == 3
+        assert (grown("request_params_max_tokens_sum"), grown("request_params_n_sum")) == (3, 1)
+        assert grown("request_decode_time_seconds_count") == 1
+        assert 0 < grown("request_decode_time_seconds_sum") < grown("e2e_request_latency_seconds_sum")
         assert grown('request_success_total{finished_reason="length"}') == 1
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert after[f"vllm:{name}"] == 0
@@ -223,6 +229,14 @@ class TestOthers:
             assert after[f"vllm:spec_decode_{name}"] == 0
         for name in ("failed_steps_total",):
             assert f"vllm:{name}" in after
+        assert after["process_resident_memory_bytes"] > 2**20
+
+    def test_metrics_tell_the_cache_s_sizes(self, server):
+        (line,) = [
+            line for line in server.ask("GET", "/metrics")[2].splitlines() if "cache_config_info{" in line
+        ]
+        assert line.startswith("vllm:cache_config_info{")
+        assert ('block_size="8"' in line, 'num_gpu_blocks="128"' in line, line[-4:]) == (True, True, " 1.0")
 
 
 def samples(server):
@@ -235,10 +249,36 @@ def samples(server):
         if not line.startswith("#"):
             labels, value = line.rsplit(" ", 1)
             name, _, rest = labels.partition("{")
-            assert 'model_name="tiny"' in rest
+            if "cache_config_info" in name:
+                continue
+            assert 'model_name="tiny"' in rest or name.startswith("process_")
             reason = rest.partition('finished_reason="')[2].partition('"')[0]
             found[f'{name}{{finished_reason="{reason}"}}' if reason else name] = float(value)
     return found
+
+
+def test_a_stream_is_in_chunks_and_its_connection_serves_again(server):
+    asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 6}
+    want = server.post("/v1/completions", **asked)["choices"][0]["text"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        for _ in range(2):
+            connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}))
+            answer = connection.getresponse()
+            assert answer.headers["Transfer-Encoding"] == "chunked"
+            events = parsed(answer.read().decode())
+            assert "".join(event["choices"][0]["text"] for event in events) == want
+
+
+def test_a_stream_of_http_1_0_ends_with_its_connection(server):
+    asked = {"prompt": "abc", "max_tokens": 12, "temperature": 0.9, "seed": 6}
+    want = server.post("/v1/completions", **asked)["choices"][0]["text"]
+    body = json.dumps(asked | {"stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head, _, text = b"".join(iter(lambda: client.recv(4096), b"")).decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head.lower()
+    assert "".join(event["choices"][0]["text"] for event in parsed(text)) == want
 
 
 def test_json_of_a_stream_is_one_line_an_event(server):

@@ -1,10 +1,12 @@
 """Whatever a client does wrong is told in OpenAI's shape, and harms nobody else."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -248,6 +250,22 @@ def hang_up(server, body, after_bytes=1):
     return client
 
 
+@contextlib.contextmanager
+def slow_steps(engine, seconds):
+    """Steps that take as long as a large model's."""
+    step = engine.step
+
+    def slow():
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow
+    try:
+        yield
+    finally:
+        del engine.step
+
+
 def is_closed(client):
     """Whether the other side has said that it is done."""
     client.settimeout(0.01)
@@ -266,6 +284,45 @@ class TestClients:
         client.close()
         server.until(lambda: server.is_idle)
         assert engine.stats.num_steps < steps + 40
+
+    @pytest.mark.parametrize("streams", [True, False])
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_who_hangs_up_while_the_prompt_is_read_frees_the_blocks_within_a_step(
+        self, server, engine, streams, count
+    ):
+        """A prompt of 480 tokens, 64 of them a step."""
+        before = engine.stats
+        with slow_steps(engine, seconds=0.04):
+            body = {
+                "prompt": [(7 * i + 2 * count + streams) % 250 for i in range(480)],
+                "max_tokens": 9,
+                "n": count,
+            }
+            client = hang_up(server, body | {"stream": streams}, after_bytes=0)
+            server.until(lambda: engine.stats.num_used_blocks >= 64 // 8)
+            steps = engine.stats.num_steps
+            client.close()
+            server.until(lambda: server.is_idle)
+        assert engine.stats.num_steps <= steps + 2  # that which was under way when it closed, and the next
+        assert engine.stats.num_generated_tokens == before.num_generated_tokens
+
+    def test_who_hangs_up_on_several_completions_frees_the_blocks_of_all(self, server, engine):
+        with slow_steps(engine, seconds=0.01):
+            client = hang_up(server, LONG | {"stream": True, "n": 4, "prompt": "abc" * 20}, after_bytes=2000)
+            server.until(lambda: engine.stats.num_running == 4)
+            steps = engine.stats.num_steps
+            client.close()
+            server.until(lambda: server.is_idle)
+        assert engine.stats.num_steps <= steps + 3
+
+    def test_two_requests_may_have_one_name(self, server):
+        """The engine has numbers of its own: nobody is refused, or told what another asked for."""
+        asked = [{"prompt": text, "max_tokens": 30, "request_id": "mine", "temperature": 0} for text in "ab"]
+        want = [server.post(TEXT, **body)["choices"][0]["text"] for body in asked]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda body: server.post(TEXT, **body), asked))
+        assert [answer["id"] for answer in answers] == ["cmpl-mine"] * 2
+        assert [answer["choices"][0]["text"] for answer in answers] == want
 
     def test_who_reads_nothing_holds_nobody_up(self, server, engine):
         client = hang_up(server, LONG | {"stream": True, "n": 3}, after_bytes=0)
@@ -373,6 +430,13 @@ def prepared_by(engine, precompile):
         yield
     finally:
         del engine.precompile
+
+
+def test_threads_take_turns_soon_while_a_server_runs(engine):
+    before = sys.getswitchinterval()
+    with running(engine):
+        assert sys.getswitchinterval() < 0.001
+    assert sys.getswitchinterval() == before
 
 
 class TestEnd:

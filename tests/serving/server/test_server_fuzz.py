@@ -61,6 +61,8 @@ def server(engine, tmp_path_factory):
 NEXT = {"prompt": "abc", "max_tokens": 2, "temperature": 0}
 
 
+# Beartype's checks, in the server's threads, look at random places of lists while the next request is drawn.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.kernels
 @settings(max_examples=400)
 @given(requests())

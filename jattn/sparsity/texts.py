@@ -1,0 +1,30 @@
+"""Arrays as recipes take them: a batch of texts, or one text without a batch."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.checks import require, require_shape
+
+
+def as_texts(
+    q: Float[Array, "..."], *keys: Float[Array, "..."], names: Sequence[str] = ("k", "v")
+) -> tuple[Float[Array, "batch tokens heads head_dim"], ...]:
+    """The same with a batch, of one where there is none.
+
+    Args:
+        q: [batch, tokens, q_heads, head_dim], or without the batch.
+        *keys: As q, of kv heads.
+        names: Of the keys.
+
+    Raises:
+        ValueError: They do not belong together.
+    """
+    rule = "have shape [batch, tokens, q_heads, head_dim], or no batch"
+    require(q.ndim in (3, 4), "q", rule, tuple(q.shape))
+    for name, array in zip(names, keys, strict=False):
+        heads = array.shape[-2] if array.ndim == q.ndim else "kv_heads"
+        require_shape(name, array.shape, (*q.shape[:-2], heads, q.shape[-1]), "as q, of its own heads")
+        rule = f"be a multiple of {name}'s ({heads})"
+        require(bool(heads) and q.shape[-2] % heads == 0, "q's heads", rule, q.shape[-2])
+    return tuple(x if x.ndim == 4 else x[None] for x in (q, *keys))

@@ -1,0 +1,112 @@
+"""What a step brings from the host travels as one array, and is what it was when it arrives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import Bucket, DecodeGraphs
+from jattn.uploads import Layout
+
+ARGUMENTS = {
+    "ids": np.arange(-3, 4, dtype=np.int32),
+    "seeds": np.array([[0, 2**32 - 1], [2**31, 5]], np.uint32),
+    "scales": np.array([np.nan, -0.0, np.inf, 1e-45], np.float32),
+    "is_last": np.array([True, False, True]),
+    "none": np.zeros((0, 4), np.int32),
+    "count": np.zeros((), np.int32) + 7,
+    "half": np.ones(3, np.float16),
+    "nothing": None,
+}
+
+
+def arrived(layout, arguments):
+    joined, others = layout.joined(arguments)
+    return jax.jit(layout.split)(joined, others)
+
+
+def assert_same_bits(got, want):
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        if array is not None:
+            assert (got[name].shape, got[name].dtype) == (array.shape, array.dtype)
+            assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes()
+
+
+class TestLayout:
+    def test_arrays_of_the_host_arrive_as_they_were(self):
+        layout = Layout.of(ARGUMENTS, from_host=True)
+        joined, others = layout.joined(ARGUMENTS)
+        assert (joined.dtype, joined.size) == (np.int32, 64 * 5)  # of one that is empty nothing
+        assert [x.dtype for x in others] == [np.float16]
+        assert_same_bits(arrived(layout, ARGUMENTS), ARGUMENTS)
+
+    @pytest.mark.parametrize("name", ["ids", "seeds", "scales", "is_last", "count"])
+    def test_what_the_device_has_by_now_is_not_fetched(self, name):
+        layout = Layout.of(ARGUMENTS, from_host=True)
+        with jax.transfer_guard_device_to_host("disallow"):
+            got = arrived(layout, ARGUMENTS | {name: jnp.asarray(ARGUMENTS[name])})
+        assert_same_bits(got, ARGUMENTS)
+
+    def test_what_the_device_had_before_goes_by_itself(self):
+        before = {"last": jnp.arange(3), "ids": np.arange(3, dtype=np.int32)}
+        layout = Layout.of(before, from_host=True)
+        joined, others = layout.joined(before)
+        assert joined[:3].tolist() == [0, 1, 2]
+        assert others == [before["last"]]
+
+    def test_nothing_is_joined_unasked(self):
+        layout = Layout.of(ARGUMENTS, from_host=False)
+        joined, others = layout.joined(ARGUMENTS)
+        assert joined is None
+        assert len(others) == len(ARGUMENTS) - 1
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"ids": np.zeros(8, np.int32)}, r"must be int32\[7\], as compiled, got int32\[8\]"),
+            ({"ids": np.zeros(7, np.float32)}, r"must be int32\[7\], as compiled, got float32\[7\]"),
+            ({"nothing": np.zeros(1, np.int32)}, "a step's arguments must be PyTreeDef"),
+        ],
+    )
+    def test_another_shape_than_was_compiled_is_an_error(self, changed, message):
+        with pytest.raises(ValueError, match=message):
+            Layout.of(ARGUMENTS, from_host=True).joined(ARGUMENTS | changed)
+
+
+class TestGraphs:
+    BUCKET = Bucket(max_decodes=3, max_blocks=2)
+
+    def graphs(self):
+        def step(params, caches, metadata, ids, last):
+            return (params + metadata.seq_lens * ids, metadata.block_table, last), caches
+
+        return DecodeGraphs(step, [self.BUCKET], from_host=True)
+
+    def arguments(self, **how):
+        metadata = jattn.build_batch_metadata(
+            [1, 1], [5, 17], [[3], [1, 2]], block_size=16, bucket=self.BUCKET, **how
+        )
+        return metadata, np.array([2, 3, 4], np.int32), jnp.array([9])
+
+    def test_a_step_is_given_one_array_of_the_host(self):
+        graphs = self.graphs()
+        of = {"block_size": 16, "inputs": lambda bucket: self.arguments()[1:], "progress": False}
+        graphs.precompile(jnp.int32(1), jnp.zeros(4), **of)
+        (executable,) = graphs.executables.values()
+        *_, joined, last = jax.tree.leaves(executable.args_info)
+        # Lengths, starts, tables, slots, two counts; ids.
+        assert (joined.dtype, joined.shape) == (jnp.int32, (64 * 7,))
+        assert last.shape == (1,)
+        assert len(jax.tree.leaves(executable.args_info)) == 4
+
+    @pytest.mark.parametrize("to_device", [False, True])
+    def test_it_computes_what_it_would(self, to_device):
+        graphs = self.graphs()
+        for _ in range(2):
+            (sums, table, last), _ = graphs(jnp.int32(1), jnp.zeros(4), *self.arguments(to_device=to_device))
+            assert sums.tolist() == [1 + 5 * 2, 1 + 17 * 3, 1]
+            assert table.tolist() == [[3, 0], [1, 2], [0, 0]]
+            assert last.tolist() == [9]
+        assert graphs.num_compiles == 1
