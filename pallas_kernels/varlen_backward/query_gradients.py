@@ -9,17 +9,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.query_products import (
-    InterpretedQueryProducts,
-    QueryProducts,
     Rows,
     State,
     Work,
+    products_of,
 )
 from pallas_kernels.varlen_backward.query_refs import QueryInputs, QuerySmem
+from pallas_kernels.varlen_backward.query_ring import KeyRing
 from pallas_kernels.varlen_backward.query_scores import QueryScores, Stats
 from pallas_kernels.varlen_prefill.items import Worklist
 from pallas_kernels.varlen_prefill.masking import Masking
-from pallas_kernels.varlen_prefill.pipeline import Queries, Ring
+from pallas_kernels.varlen_prefill.pipeline import Queries
 from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile, QueryRows
 from pallas_kernels.varlen_prefill.refs import Pipeline
 from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
@@ -36,13 +36,14 @@ class QueryGradients:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.grad_query, self.smem, self.spec = inputs, grad_query, smem, spec
         self.queries = Queries(smem.attention, pipeline, spec.sizes, wg)
-        self.ring, of_keys = (Ring(smem.attention, pipeline, spec.sizes, 0) for _ in range(2))
+        self.ring, of_keys = (KeyRing(smem.attention, pipeline, spec) for _ in range(2))
         # Here it is keys that a gradient of 0 is multiplied by.
         of_keys.values = of_keys.keys
         self.clear = Values(of_keys, spec)
         self.scores = QueryScores(inputs.stats, Masking((), self.columns, spec), spec)
-        of = InterpretedQueryProducts if spec.is_interpreted else QueryProducts
-        self.products = of(self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec)
+        self.products = products_of(spec)(
+            self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec
+        )
 
     def columns(self) -> Tile:
         """Number of each key in its tile, f32. Read, or the compiler keeps them all in registers."""
