@@ -106,6 +106,12 @@ REFUSED = {
         "model_type": "qwen3_next",
         "architectures": ["Qwen3NextForCausalLM"],
     },
+    r"\['T5ForConditionalGeneration'\]: layers attend to what another model has read": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+    },
+    "architecture bert: it is no decoder": {"model_type": "bert"},
+    "architecture gemma3n: layers share keys and values": {"model_type": "gemma3n"},
     "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},
@@ -175,7 +181,7 @@ def test_a_value_is_of_the_kind_of_its_default(model_type, changes, message):
 
 def test_layers_with_states_of_their_own_are_refused():
     hf = GOLDEN_CONFIGS["granitemoehybrid"] | {"layer_types": ["attention", "mamba"]}
-    with pytest.raises(NotImplementedError, match="layers_block_type 'mamba'.*Supported: attention"):
+    with pytest.raises(NotImplementedError, match=r"layers_block_type 'mamba'.*Supported: attention"):
         DecoderConfig.from_hf(hf)
     layers = DecoderConfig.from_hf(hf | {"layer_types": None, "layers_block_type": ["attention"] * 2}).layers
     assert [layer.mlp.intermediate_size for layer in layers] == [40, 40]
