@@ -16,7 +16,7 @@ from jattn.models.expert_products import run_experts
 from jattn.models.layers import ACTIVATIONS, matmul_precision
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 
-SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "one_by_one")
 SCALED = ("output", "input")
 
 
@@ -34,16 +34,19 @@ class Routing:
     | gpt-oss | softmax_of_chosen | no | output | yes |
     | Llama 4 | sigmoid | no | input | no |
     | GLM-4.5, dots1, MiniMax-M2 | sigmoid, corrected | yes | output | no |
+    | Phi-3.5-MoE | one_by_one | no | output | no |
     | ERNIE 4.5 | softmax, corrected | yes | output | no |
 
     Attributes:
         scores: "softmax": over all experts, before the choice; "softmax_of_chosen": over the chosen;
-            "sigmoid": of each logit alone.
+            "sigmoid": of each logit alone; "one_by_one": the first among all that are near it, the next among
+            the rest likewise.
         normalizes: The scores of the chosen are divided by their sum.
         scaled: What a score multiplies: an expert's "output", or its "input".
         has_bias: The router has a bias.
         is_corrected: There is a learned number an expert that counts for the choice alone.
         factor: What the scores are multiplied by in the end.
+        margin: one_by_one: how far below the best, as a share of the larger magnitude, a logit is near it.
 
     Source: transformers' routers of these families.
     """
@@ -54,6 +57,7 @@ class Routing:
     has_bias: bool = False
     is_corrected: bool = False
     factor: float = 1.0
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         require_one_of("scores", self.scores, SCORES)
@@ -78,12 +82,28 @@ class Routing:
             scores = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         elif self.scores == "softmax_of_chosen":
             scores = jax.nn.softmax(chosen, axis=-1)
+        elif self.scores == "one_by_one":
+            scores = _one_by_one(logits, chosen, experts, self.margin)
         else:
             scores = jax.nn.sigmoid(chosen)
         if self.normalizes:
             scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
         scores = scores if self.factor == 1.0 else scores * self.factor
         return Choices(experts=experts, scores=scores, scales_input=self.scaled == "input")
+
+
+def _one_by_one(logits: Array, chosen: Array, experts: Array, margin: float) -> Float32[Array, "tokens k"]:
+    """The share of each of the chosen among itself and what is near it, those before it left out.
+
+    Source: transformers `phimoe.sparsemixer`, as it computes what is not trained.
+    """
+    ids, rest, scores = jnp.arange(logits.shape[1])[None, :], logits, []
+    for n in range(chosen.shape[1]):
+        best = chosen[:, n : n + 1]
+        is_near = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= margin
+        scores.append(1.0 / jnp.sum(jnp.where(is_near, jnp.exp(rest - best), 0.0), axis=1))
+        rest = jnp.where(ids == experts[:, n : n + 1], -jnp.inf, rest)
+    return jnp.stack(scores, axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -275,7 +275,10 @@ def test_impossible_sizes_are_refused(change, error, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": "tanh"}, "scores must be one of 'softmax', 'softmax_of_chosen', 'sigmoid', got 'tanh'"),
+        (
+            {"scores": "tanh"},
+            "scores must be one of 'softmax', 'softmax_of_chosen', 'sigmoid', 'one_by_one', got 'tanh'",
+        ),
         ({"scaled": "both"}, "scaled must be one of 'output', 'input', got 'both'"),
     ],
 )
@@ -300,6 +303,17 @@ def test_a_correction_counts_for_the_choice_alone(scores):
     np.testing.assert_array_equal(choices.experts, [[0, 1], [0, 3]])  # by logits the first would have 1 and 2
     chosen = np.take_along_axis(of_all, np.asarray(choices.experts), axis=1)
     np.testing.assert_allclose(choices.scores, 1.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
+
+
+def test_experts_weighed_one_by_one():
+    routing = Routing(scores="one_by_one", margin=0.4)
+    logits = np.float32([[2.0, 1.5, 1.3, -3.0]])
+    choices = routing.choose(jnp.asarray(logits), 2)
+    np.testing.assert_array_equal(choices.experts, [[0, 1]])
+    share = lambda *near: np.exp(near[0]) / np.exp(near).sum()  # beside 2.0: 1.5 and 1.3
+    np.testing.assert_allclose(choices.scores, [[share(2.0, 1.5, 1.3), share(1.5, 1.3)]], rtol=1e-6)
+    alone = Routing(scores="one_by_one", margin=0.1).choose(jnp.asarray(logits), 2)
+    np.testing.assert_allclose(alone.scores, [[1.0, 1.0]], rtol=1e-6)
 
 
 def test_scores_of_the_chosen_cannot_be_corrected():

@@ -25,6 +25,7 @@ from jattn.models.families.gptj import GPTJ
 from jattn.models.families.granite import GRANITE
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
+from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
@@ -43,6 +44,7 @@ from jattn.models.families.persimmon import PERSIMMON
 from jattn.models.families.phi import PHI
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.phi3small import PHI3SMALL
+from jattn.models.families.phimoe import PHIMOE
 from jattn.models.families.qwen2 import QWEN2
 from jattn.models.families.qwen2_moe import QWEN2_MOE
 from jattn.models.families.qwen3 import QWEN3
@@ -96,6 +98,8 @@ FAMILIES = {
         SMOLLM3,
         STABLELM,
         STARCODER2,
+        HUNYUAN_V1_DENSE,
+        PHIMOE,
         DOTS1,
         ERNIE4_5_MOE,
         GLM4_MOE,

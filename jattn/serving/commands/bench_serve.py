@@ -157,6 +157,7 @@ def summary(samples: Sequence[Sample], rate: float, seconds: float) -> dict[str,
     for name, values in times.items():
         told = (np.percentile(values, PERCENTILES) * 1e3).tolist() if values else [None] * len(PERCENTILES)
         row[f"{name}_ms"] = {f"p{p}": value for p, value in zip(PERCENTILES, told, strict=True)}
+        row[f"{name}_ms"]["mean"] = float(np.mean(values)) * 1e3 if values else None
     return row
 
 
@@ -170,7 +171,7 @@ HEADER = (
 def as_line(row: dict[str, Any]) -> str:
     """A run as a row of the table."""
     counts = f"{row['request_rate']:>10g} {row['num_ok']:>6} {row['num_failed']:>6}"
-    times = [value for name in TIMES for value in row[f"{name}_ms"].values()]
+    times = [row[f"{name}_ms"][f"p{p}"] for name in TIMES for p in PERCENTILES]
     line = f"{counts} {row['tokens_per_second']:>9.1f}  " + " ".join(_cell(value) for value in times)
     return "\n".join([line, *(f"  {error}" for error in row["errors"])])
 

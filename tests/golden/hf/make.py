@@ -168,6 +168,27 @@ CHECKPOINTS = {
         "MiniMaxM2",
         {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "intermediate_size": 24},
     ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {
+            **SMALL,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 4.0, "factor": 1.0},
+        },
+    ),
+    "phimoe": (
+        "Phimoe",
+        {
+            **SMALL,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size": 24,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 30,
+        },
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {

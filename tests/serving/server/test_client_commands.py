@@ -132,7 +132,7 @@ class TestBench:
         assert "401: a request must have one" in out
         assert err == "jattn: no request was answered.\n"
         (row,) = json.loads(file.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
-        assert row["end_to_end_ms"] == {"p50": None, "p90": None, "p99": None}
+        assert row["end_to_end_ms"] == {"p50": None, "p90": None, "p99": None, "mean": None}
 
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -154,6 +154,7 @@ class TestBench:
         row = summary(samples, 1.0, 10.0)
         assert (row["num_ok"], row["num_failed"], row["tokens_per_second"]) == (2, 1, 0.5)
         assert row["time_to_first_token_ms"]["p50"] == 1500
+        assert row["time_to_first_token_ms"]["mean"] == 1500
         assert row["inter_token_latency_ms"]["p50"] == 750
         assert as_line(row).endswith("\n  gone")
 
