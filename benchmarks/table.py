@@ -15,6 +15,7 @@ from benchmarks.serving_tables import (
     gradients_table,
     server_table,
 )
+from benchmarks.training_tables import training_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "benchmarks.md")
@@ -57,6 +58,7 @@ def filled(text: str) -> str:
         "drafts": drafts_table,
         "cascades": cascades_table,
         "gradients": gradients_table,
+        "training": training_table,
         "quantization": quantization_table,
         "GPU tests": gpu_tests_line,
     }
