@@ -68,6 +68,8 @@ CASES = {
         _case("t_8x2k", (2048,) * 8),
         _case("t_32x512", (512,) * 32),
         _case("t_d64_8x2k", (2048,) * 8, (64, 8, 64)),
+        _case("t_d256_1x8k", (8192,), (16, 8, 256)),
+        _case("t_d256_8x2k", (2048,) * 8, (16, 8, 256)),
         _case("t_mha_8x2k", (2048,) * 8, (16, 16, 128)),
         dataclasses.replace(PREFILL["p_ragged"], name="t_ragged"),
         _documents("t_documents_16k", 16384, 2),

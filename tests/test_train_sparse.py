@@ -37,20 +37,20 @@ def test_a_paged_cache_decodes_what_was_trained(name):
         return model.logits(hidden)
 
     @jax.jit
-    def stepped(params, caches, metadata):
+    def stepped(params, kept, metadata):
         def one(carry, token):
-            caches, metadata = carry
-            scores, caches = sparse.step(graph, params, caches, metadata, token[None], pattern)
-            return (caches, jattn.advance(metadata)), scores[0]
+            kept, metadata = carry
+            scores, kept = sparse.step(graph, params, kept, metadata, token[None], pattern)
+            return (kept, jattn.advance(metadata)), scores[0]
 
-        return jax.lax.scan(one, (caches, metadata), tokens[0])[1]
+        return jax.lax.scan(one, (kept, metadata), tokens[0])[1]
 
     with jax.numpy_dtype_promotion("standard"):
         blocks = -(-TOKENS // BLOCK)
         model = nnx.merge(graph, params.model)
-        caches = model.create_caches(1 + blocks, block_size=BLOCK)
+        kept = sparse.create_kept(model, 1, 1 + blocks)
         metadata = jattn.build_batch_metadata([1], [1], [range(1, 1 + blocks)], block_size=BLOCK)
-        want, got = whole(params), stepped(params, caches, metadata)
+        want, got = whole(params), stepped(params, kept, metadata)
     np.testing.assert_allclose(got, want, atol=2e-4)
 
 

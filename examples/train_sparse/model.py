@@ -20,6 +20,13 @@ class Params(NamedTuple):
     gates: Float[Array, "layers hidden gates"]
 
 
+class Kept(NamedTuple):
+    """What a layer keeps between steps: its cache, and of each request the query that chooses last."""
+
+    cache: jattn.PagedCache
+    chooser: Float[Array, "reqs q_heads head_dim"]
+
+
 def init(config: DecoderConfig, seed: int) -> tuple[Any, Params]:
     """The graph of the decoder, and parameters in f32; gates begin at one half."""
     graph, model = nnx.split(Decoder(config, rngs=nnx.Rngs(seed), dtype=jnp.float32))
@@ -32,7 +39,7 @@ def hidden_of_texts(
 ) -> tuple[Decoder, Float[Array, "n hidden"], list[tuple[Array, Array]]]:
     """The model, its last hidden states, and each layer's queries and keys."""
     model: Decoder = nnx.merge(graph, params.model)
-    x, seen = jnp.take(model.embed_tokens.embedding[...], tokens.reshape(-1), axis=0), []
+    x, seen = embedded(model, tokens.reshape(-1)), []
     positions = jnp.tile(jnp.arange(tokens.shape[1], dtype=jnp.int32), len(tokens))
     for layer, gates in zip(model.layers, params.gates, strict=True):
         y = layer.input_layernorm(x)
@@ -43,6 +50,12 @@ def hidden_of_texts(
         x = x + layer.self_attn.o_proj(out.reshape(len(x), -1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model, model.norm(x), seen
+
+
+def embedded(model: Decoder, tokens: Int[Array, " n"]) -> Float[Array, "n hidden"]:
+    """By a product: rows of a small table that are looked up have a gradient by atomics, which queue up."""
+    table = model.embed_tokens.embedding[...]
+    return jax.nn.one_hot(tokens, len(table), dtype=table.dtype) @ table
 
 
 def bits(
@@ -62,40 +75,49 @@ def cached_bits(
     num_texts, tokens = windows.shape[0], windows.shape[1] - 1
     blocks = -(-tokens // BLOCK)
     model: Decoder = nnx.merge(graph, params.model)
-    caches = model.create_caches(1 + num_texts * blocks, block_size=BLOCK)
+    kept = create_kept(model, num_texts, 1 + num_texts * blocks)
     tables = 1 + np.arange(num_texts * blocks).reshape(num_texts, blocks)
     metadata = jattn.build_batch_metadata([1] * num_texts, [1] * num_texts, tables, block_size=BLOCK)
 
     def one(carry: Any, given: tuple[Array, Array]) -> tuple[Any, Array]:
-        caches, metadata = carry
+        kept, metadata = carry
         token, wanted = given
-        scores, caches = step(graph, params, caches, metadata, token, pattern)
+        scores, kept = step(graph, params, kept, metadata, token, pattern)
         found = jnp.take_along_axis(jax.nn.log_softmax(scores), wanted[:, None], axis=1)
-        return (caches, jattn.advance(metadata)), -found[:, 0] / jnp.log(2)
+        return (kept, jattn.advance(metadata)), -found[:, 0] / jnp.log(2)
 
-    return jax.lax.scan(one, (caches, metadata), (windows[:, :-1].T, windows[:, 1:].T))[1].T
+    return jax.lax.scan(one, (kept, metadata), (windows[:, :-1].T, windows[:, 1:].T))[1].T
 
 
 def step(
     graph: Any,
     params: Params,
-    caches: tuple[jattn.PagedCache, ...],
+    kept: tuple[Kept, ...],
     metadata: jattn.BatchMetadata,
     tokens: Int[Array, " reqs"],
     pattern: Pattern,
-) -> tuple[Float[Array, "reqs vocab"], tuple[jattn.PagedCache, ...]]:
-    """Scores behind one token of each request, over paged caches."""
+) -> tuple[Float[Array, "reqs vocab"], tuple[Kept, ...]]:
+    """Scores behind one token of each request, over what layers kept of those before."""
     model: Decoder = nnx.merge(graph, params.model)
-    x, written = jnp.take(model.embed_tokens.embedding[...], tokens, axis=0), []
-    for layer, gates, cache in zip(model.layers, params.gates, caches, strict=True):
+    x, written = embedded(model, tokens), []
+    is_first = (metadata.positions % BLOCK == 0)[:, None, None]
+    for layer, gates, (cache, chooser) in zip(model.layers, params.gates, kept, strict=True):
         y = layer.input_layernorm(x)
         q, k, v = projected(layer.self_attn, y, metadata.positions)
         cache = jattn.write_kv(cache, k, v, metadata.slot_mapping)
-        out = pattern.decode(q, cache, metadata, layer.self_attn.spec, gates_of(y, gates))
+        chooser = jnp.where(is_first, q, chooser)
+        out = pattern.decode(q, chooser, cache, metadata, layer.self_attn.spec, gates_of(y, gates))
         x = x + layer.self_attn.o_proj(out.reshape(len(x), -1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-        written.append(cache)
+        written.append(Kept(cache, chooser))
     return model.logits(model.norm(x)), tuple(written)
+
+
+def create_kept(model: Decoder, num_reqs: int, num_blocks: int) -> tuple[Kept, ...]:
+    """What layers keep before the first token."""
+    caches, spec = model.create_caches(num_blocks, block_size=BLOCK), model.layers[0].self_attn.spec
+    chooser = jnp.zeros((num_reqs, spec.num_q_heads, spec.head_dim), caches[0].k.dtype)
+    return tuple(Kept(cache, chooser) for cache in caches)
 
 
 def projected(layer: jattn.PagedAttention, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -119,21 +141,21 @@ def generate(
     """A prompt and the likeliest tokens behind it, through a paged cache token by token."""
     model: Decoder = nnx.merge(graph, params.model)
     num_blocks = -(-(len(prompt) + count) // BLOCK)
-    caches = model.create_caches(1 + num_blocks, block_size=BLOCK)
+    kept = create_kept(model, 1, 1 + num_blocks)
     table = [list(range(1, 1 + num_blocks))]
     metadata = jattn.build_batch_metadata([1], [1], table, block_size=BLOCK)
 
     @jax.jit
-    def run(params: Params, caches: Any, metadata: Any) -> Array:
+    def run(params: Params, kept: Any, metadata: Any) -> Array:
         def one(carry: Any, nth: Array) -> tuple[Any, Array]:
-            token, caches, metadata = carry
-            scores, caches = step(graph, params, caches, metadata, token[None], pattern)
+            token, kept, metadata = carry
+            scores, kept = step(graph, params, kept, metadata, token[None], pattern)
             is_given = nth + 1 < len(prompt)
             follows = jnp.where(is_given, prompt[jnp.minimum(nth + 1, len(prompt) - 1)], scores[0].argmax())
             follows = follows.astype(token.dtype)
-            return (follows, caches, jattn.advance(metadata)), follows
+            return (follows, kept, jattn.advance(metadata)), follows
 
         steps = jnp.arange(len(prompt) + count - 1)
-        return jax.lax.scan(one, (prompt[0], caches, metadata), steps)[1]
+        return jax.lax.scan(one, (prompt[0], kept, metadata), steps)[1]
 
-    return jnp.concatenate([prompt[:1], run(params, caches, metadata)])
+    return jnp.concatenate([prompt[:1], run(params, kept, metadata)])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import jattn
 from jattn import masks, sparsity
@@ -15,13 +15,18 @@ BLOCK, TOP_K, WINDOW = 16, 4, 64  # keys of a block, blocks that a query sees, k
 
 # (q, k, v [batch, tokens, heads, head_dim], gates [batch, tokens, q_heads, 3]) -> out
 type Train = Callable[[Array, Array, Array, Array], Array]
-# (query [reqs, q_heads, head_dim], cache, metadata, spec, gates [reqs, q_heads, 3]) -> out
-type Decode = Callable[[Array, jattn.PagedCache, jattn.BatchMetadata, jattn.AttentionSpec, Array], Array]
+# (query and chooser [reqs, q_heads, head_dim], cache, metadata, spec, gates [reqs, q_heads, 3]) -> out
+type Decode = Callable[
+    [Array, Array, jattn.PagedCache, jattn.BatchMetadata, jattn.AttentionSpec, Array], Array
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """How a layer attends; `mask` is what is drawn of it, None where queries and keys decide."""
+    """How a layer attends; `mask` is what is drawn of it.
+
+    BLOCK queries see what the first of them chooses, in decode, too: there it is the `chooser`.
+    """
 
     train: Train
     decode: Decode
@@ -34,21 +39,21 @@ def windowed(window: tuple[int, int] | None) -> Pattern:
     left = None if window is None else window[0]
     return Pattern(
         train=lambda q, k, v, gates: jattn.attention(q, k, v, causal=True, window=window),
-        decode=lambda q, cache, metadata, spec, gates: jattn.attend(q, cache, metadata, of(spec)),
+        decode=lambda q, chooser, cache, metadata, spec, gates: jattn.attend(q, cache, metadata, of(spec)),
         mask=lambda q, k: masks.Causal() & masks.Window(left=left),
     )
 
 
 def moba() -> Pattern:
     """The query's own block, and those whose mean key it likes best."""
-    choose = lambda q, k: sparsity.moba(q, k, block_size=BLOCK, top_k=TOP_K)
+    choose = lambda q, k: sparsity.moba(q, k, block_size=BLOCK, top_k=TOP_K, block_q=BLOCK)
 
     def decode(
-        query: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
+        query: Array, chooser: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
         spec: jattn.AttentionSpec, gates: Array,
     ) -> Array:  # fmt: skip
         keys, _ = cached_means(cache, metadata)
-        scores = products(query, keys)  # [reqs, q_heads, blocks]
+        scores = products(chooser, keys)  # [reqs, q_heads, blocks]
         return jattn.attend(query, cache, metadata, spec, mask=best_blocks(scores, metadata))
 
     return Pattern(
@@ -62,16 +67,16 @@ def nsa() -> Pattern:
     """Blocks as one key each, the best of them whole, and a window, mixed by gates that are trained."""
 
     def decode(
-        query: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
+        query: Array, chooser: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
         spec: jattn.AttentionSpec, gates: Array,
     ) -> Array:  # fmt: skip
         keys, values = cached_means(cache, metadata)
-        has_ended = (jnp.arange(keys.shape[1]) + 1)[None] * BLOCK <= metadata.seq_lens[:, None]
-        scores = jnp.where(has_ended[:, None], products(query, keys) * spec.softmax_scale, -1e30)
-        shares = jnp.where(has_ended[:, None], jax.nn.softmax(scores, axis=-1), 0.0)
-        group = spec.q_heads_per_kv_head
+        group, place = spec.q_heads_per_kv_head, metadata.seq_lens - 1
+        scale = spec.softmax_scale
+        shares = shares_of_ended(products(query, keys) * scale, place)
         compressed = jnp.einsum("rhb,rbhd->rhd", shares, jnp.repeat(values, group, axis=2))
-        by_kv_head = shares.reshape(len(shares), -1, group, keys.shape[1]).sum(axis=2)
+        first = shares_of_ended(products(chooser, keys) * scale, place // BLOCK * BLOCK)
+        by_kv_head = first.reshape(len(first), -1, group, keys.shape[1]).sum(axis=2)
         mask = best_blocks(by_kv_head, metadata, num_first=1)
         selected = jattn.attend(query, cache, metadata, spec, mask=mask)
         near = dataclasses.replace(spec, window=(WINDOW - 1, 0))
@@ -81,12 +86,12 @@ def nsa() -> Pattern:
 
     def selected_blocks(q: Array, k: Array) -> masks.Mask:
         return sparsity.selected_blocks(
-            q, sparsity.block_means(k, BLOCK), block_size=BLOCK, num_selected=TOP_K
+            q, sparsity.block_means(k, BLOCK), block_size=BLOCK, num_selected=TOP_K, block_q=BLOCK
         )
 
     return Pattern(
         train=lambda q, k, v, gates: sparsity.nsa(
-            q, k, v, gates, block_size=BLOCK, num_selected=TOP_K, window=WINDOW
+            q, k, v, gates, block_size=BLOCK, num_selected=TOP_K, window=WINDOW, block_q=BLOCK
         ),
         decode=decode,
         mask=lambda q, k: masks.Causal() & (selected_blocks(q, k) | masks.Window(left=WINDOW - 1)),
@@ -107,6 +112,14 @@ def products(
     """q.k of each query head with its kv head's keys."""
     keys = jnp.repeat(keys, query.shape[1] // keys.shape[2], axis=2)
     return jnp.einsum("rhd,rbhd->rhb", query.astype(jnp.float32), keys)
+
+
+def shares_of_ended(
+    scores: Float[Array, "reqs q_heads blocks"], place: Int[Array, " reqs"]
+) -> Float[Array, "reqs q_heads blocks"]:
+    """Softmax over the blocks that end up to a query's place."""
+    has_ended = ((jnp.arange(scores.shape[2]) + 1)[None] * BLOCK <= place[:, None] + 1)[:, None]
+    return jnp.where(has_ended, jax.nn.softmax(jnp.where(has_ended, scores, -1e30), axis=-1), 0.0)
 
 
 def best_blocks(

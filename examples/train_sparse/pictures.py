@@ -1,6 +1,7 @@
 """Loss against tokens and time, and what a head sees as it is trained."""
 
 import numpy as np
+from jaxtyping import Array, Bool
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
@@ -10,9 +11,9 @@ from jattn.sparsity.pictures import COLORS
 STAGES = 4  # of training, of which masks are drawn
 
 
-def drawn(mask: Mask, tokens: int, q_heads: int, kv_heads: int) -> np.ndarray:
-    """What the first head sees of a text: [queries, keys]."""
-    return np.asarray(dense(mask, tokens, tokens, num_q_heads=q_heads, num_kv_heads=kv_heads))[0]
+def drawn(mask: Mask, tokens: int, q_heads: int, kv_heads: int) -> Bool[Array, "queries keys"]:
+    """What the first head sees of a text."""
+    return dense(mask, tokens, tokens, num_q_heads=q_heads, num_kv_heads=kv_heads)[0]
 
 
 def draw_losses(histories: dict[str, dict[str, list[float]]]) -> Figure:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jattn.dense_attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
 from jattn.masks.integers import quotient
-from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
+from jattn.sparsity.own_scores import choosable, in_blocks, top_k_blocks
 from jattn.sparsity.texts import as_texts
 from pallas_kernels.checks import require, require_positive, require_shape
 
@@ -44,7 +44,8 @@ def nsa(
         num_selected: Static: blocks that a query sees whole, its own and the first among them. All query
             heads of a kv head choose together, by the attention that they pay to the compressed ones.
         window: Static: keys that the window has, the query's own among them.
-        block_q: Static: so many neighbours choose together; the kernels take 8 and more.
+        block_q: Static: so many neighbours see what the first of them selects; the kernels take 8 and more,
+            in training 16.
         compress: What makes one key, or value, of a block [batch, blocks, block_size, kv_heads, head_dim];
             None = the mean.
         implementation: As in `attend`.
@@ -83,14 +84,14 @@ def selected_blocks(
     block_q: int = 1,
 ) -> BlockMask:
     """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's."""
-    (batch, tokens, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
-    grouped = q.reshape(batch, tokens, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
+    places = jnp.arange(0, q.shape[1], block_q)
+    q = q[:, ::block_q]
+    (batch, choosers, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
+    grouped = q.reshape(batch, choosers, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, keys.astype(jnp.float32)) * head_dim**-0.5
-    has_ended = jnp.arange(tokens)[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
+    has_ended = places[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
     shares = jnp.where(has_ended, jax.nn.softmax(jnp.where(has_ended, scores, -1e30), axis=-1), 0.0)
-    by_query = jnp.moveaxis(shares.sum(axis=2), 1, 2)  # [batch, tokens, kv_heads, blocks]
-    chosen = jnp.swapaxes(block_means(by_query, block_q), 1, 2)
-    chosen = choosable(chosen, block_q=block_q, block_kv=block_size, num_first=1)
+    chosen = choosable(shares.sum(axis=2), block_q=block_q, block_kv=block_size, num_first=1)
     return BlockMask(blocks=top_k_blocks(chosen, num_selected), block_q=block_q, block_kv=block_size)
 
 

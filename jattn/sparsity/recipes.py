@@ -37,8 +37,8 @@ def moba(
         k: Keys, likewise.
         block_size: Static: keys of a block.
         top_k: Static: blocks of a query, its own among them.
-        block_q: Static: so many neighbours choose together, by their mean query. 1 is MoBA's; the kernels
-            take 8 and more.
+        block_q: Static: so many neighbours see what the first of them chooses, so that nothing depends on
+            later ones, and decode can do the same. 1 is MoBA's; the kernels take 8 and more, in training 16.
 
     Raises:
         ValueError: Arrays do not belong together, or a size is out of range.
@@ -47,8 +47,7 @@ def moba(
     """
     require_positive(block_size=block_size, block_q=block_q)
     q, k = as_texts(q, k)
-    q_means = block_means(q, block_q)
-    scores = _products(q_means, block_means(k, block_size))
+    scores = _products(q[:, ::block_q].astype(jnp.float32), block_means(k, block_size))
     scores = choosable(scores, block_q=block_q, block_kv=block_size)
     return BlockMask(blocks=top_k_blocks(scores, top_k), block_q=block_q, block_kv=block_size)
 

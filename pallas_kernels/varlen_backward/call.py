@@ -102,8 +102,8 @@ class Call:
         has_kernel = sizes.of_queries is not None
         require(has_kernel or not deterministic, "sizes.of_queries", "be given with deterministic", None)
         if has_kernel and self.lists is not None:
-            way_out = "Use another implementation, or leave deterministic=False"
-            reason = "gradients over lists of tiles are added in any order"
+            way_out = "Use another implementation, or heads up to 128 without deterministic=True"
+            reason = "gradients of queries over lists of tiles have no kernel of their own"
             raise unsupported("varlen_backward", reason, way_out)
 
     @property

@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_backward.call import Call
-from pallas_kernels.varlen_backward.kernel import backward
+from pallas_kernels.varlen_backward.kernel import backward_of_keys
 from pallas_kernels.varlen_backward.lists import TileLists
 from pallas_kernels.varlen_backward.query_kernel import backward_queries
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes
-from pallas_kernels.varlen_backward.spec import BackwardSpec, units_of
+from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes, units_of
 from pallas_kernels.varlen_prefill import KernelMask
 
 
@@ -102,10 +102,11 @@ def grads_of_call(
     spec = BackwardSpec(
         kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
         sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
-        has_lists=call.lists is not None, mask=call.mask, interpret=interpret,
+        has_lists=call.lists is not None, mask=call.mask, makes=Makes(key=True, value=True),
+        interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
-    outputs = backward(inputs, spec)
+    outputs = backward_of_keys(inputs, spec)
     live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
     if spec.adds_grad_query:
         grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)

@@ -17,14 +17,13 @@ from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.items import Item, Worklist
 from pallas_kernels.varlen_backward.memory import BUFFERS
 from pallas_kernels.varlen_backward.products import (
-    InterpretedProducts,
     Place,
-    Products,
     Sums,
     Units,
     Work,
     store_units,
 )
+from pallas_kernels.varlen_backward.products_apart import products_of
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.varlen_backward.scores import QueryTile, Scores
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
@@ -39,10 +38,10 @@ class Gradients:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
-        self.scores = Scores(
-            inputs.mask, smem.columns.at[wg], None if smem.staged is None else smem.staged.at[wg], wg, spec
-        )
-        self.products = (InterpretedProducts if spec.is_interpreted else Products)(smem, wg, spec)
+        columns_s = smem.stats_and_columns.at[wg * 0 + spec.grad_out_stages, wg]
+        staged_s = None if smem.staged is None else smem.staged.at[wg]
+        self.scores = Scores(inputs.mask, columns_s, staged_s, wg, spec)
+        self.products = products_of(spec)(smem, wg, spec)
 
     def work_share(self, work: Worklist) -> None:
         """All items of the thread block."""
@@ -86,13 +85,13 @@ class Gradients:
 
     def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
         """A tile of queries."""
-        stage = lax.rem(step, jnp.int32(self.spec.sizes.stages))
+        stages = self.spec.stages_of(step)
         buffer = lax.rem(step, jnp.int32(BUFFERS))
         smem, pipeline = self.smem, self.pipeline
-        stats_s, stored = smem.stats.at[stage], self.scores.stored(tile)
+        stats_s, stored = smem.stats_and_columns.at[stages.grad_out], self.scores.stored(tile)
         place = Place(tile.head, tile.item.query_row(tile.nth))
 
-        def arrived(full: Ref, tile_s: Ref) -> None:
+        def arrived(full: Ref, tile_s: Ref, stage: Scalar) -> None:
             plgpu.barrier_wait(full.at[stage])
             if tile.is_masked:
                 self.clear_queries(tile, tile_s.at[stage])
@@ -107,16 +106,16 @@ class Gradients:
 
         work = Work(
             zero=tile.item["zero"],
-            await_queries=lambda: arrived(pipeline.q_full, smem.query),
-            await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out),
+            await_queries=lambda: arrived(pipeline.q_full, smem.query, stages.query),
+            await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out, stages.grad_out),
             probabilities=lambda s: self.scores.probabilities(s, stats_s, tile, stored),
             grad_scores=lambda of, dp: self.scores.gradients(of, dp, stats_s),
             exchange=exchange,
-            release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stage]),
+            release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out]),
             add_grad_query=lambda dq: self.add_grad_query(place, dq),
         )
-        sums = self.products.step(sums, stage, buffer, work)
-        plgpu.barrier_arrive(pipeline.q_free.at[stage])
+        sums = self.products.step(sums, stages, buffer, work)
+        plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
         return sums
 
     def add_grad_query(self, place: Place, dq: Units) -> None:
@@ -136,7 +135,7 @@ class Gradients:
                 plgpu.copy_smem_to_gmem(self.smem.grad_query.at[self.wg, nth], to, reduction_op="add")
 
     def store(self, item: Item, sums: Sums) -> None:
-        """Gradients of the keys and values, in the place of these."""
+        """Gradients of the keys and values, in the place of these; one alone in the place of the keys."""
         scale, dtype = self.spec.score.scale, self.spec.dtype
         of_key = tuple((acc * scale).astype(dtype) for acc in sums.key)
         of_value = tuple(acc.astype(dtype) for acc in sums.value)
@@ -145,11 +144,14 @@ class Gradients:
             (swizzled,), (plain,) = both
             store_rows(grad_g, item, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec)
 
-        store(self.outputs.grad_value, self.smem.value_and_grad, of_value)
+        makes, outputs = self.spec.makes, self.outputs
+        if makes.key and makes.value:
+            store(outputs.grad_value, self.smem.value_and_grad, of_value)
         # The other warpgroup multiplies these keys, too.
         plgpu.barrier_arrive(self.pipeline.kv_read)
         plgpu.barrier_wait(self.pipeline.kv_read)
-        store(self.outputs.grad_key, self.smem.key_and_grad, of_key)
+        last = (outputs.grad_key, of_key) if makes.key else (outputs.grad_value, of_value)
+        store(last[0], self.smem.key_and_grad, last[1])
 
     def _clear_keys(self, item: Item) -> None:
         """Zeros for rows that are not the request's: a gradient of 0 hides no NaN."""

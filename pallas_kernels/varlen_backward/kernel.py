@@ -12,9 +12,9 @@ half of the keys; the third loads, by one warp. Both sides go through the same i
       TMA: keys, values, the item -----> K, V                 wait kv_full
       for each step:                                          for each step:
         wait q_free[s]                                          wait q_full[s]
-        TMA: queries, stats -----------> Q [stages] ----------> issue S^T = K Q^T
+        TMA: queries ------------------> Q [stages] ----------> issue S^T = K Q^T
         wait do_free[s]                                         wait do_full[s]
-        TMA: grad_out -----------------> dO [stages] ---------> issue dP^T = V dO^T
+        TMA: grad_out, stats ----------> dO [stages] ---------> issue dP^T = V dO^T
                                                                 P^T = 2^(S^T - stats), beside dP^T
                                                                 issue dV += P^T dO
                                                                 dS^T = P^T (dP^T - stats), beside dV
@@ -38,11 +38,13 @@ Beginning a step's S before the last products of the step before are done leaves
 slower at 1 x 16k and 10 % at 8 x 2k (backward-variants in benchmarks/results).
 
 With a kernel of their own for queries (query_kernel.py) there is no dQ here, no dS in shared memory, and the
-warpgroups wait for each other at an item's end only.
+warpgroups wait for each other at an item's end only. Heads wider than 128 leave no registers for dK and dV
+together: then one kernel makes S, dP and dK, a second one S and dV (products_apart.py).
 
 The rooms: loader (left), gradients (right), which calls products, scores and store; items says what is whose.
 """
 
+import dataclasses
 import functools
 
 from jax import lax
@@ -62,22 +64,31 @@ from pallas_kernels.varlen_backward.memory import (
 )
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import BackwardSpec
+from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes
+
+
+def backward_of_keys(inputs: Inputs, spec: BackwardSpec) -> Outputs:
+    """Gradients of keys and values, by one kernel or by two; those of queries as `backward` has them."""
+    if not spec.sizes.is_apart:
+        return backward(inputs, spec)
+    of = lambda **makes: backward(inputs, dataclasses.replace(spec, makes=Makes(**makes)))
+    of_key, of_value = of(key=True, value=False), of(key=False, value=True)
+    return Outputs(of_key.grad_key, of_value.grad_value)
 
 
 def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
-    """Gradients of keys and values; those of queries are added to `inputs.grad_query`."""
+    """The gradients that `spec.makes` names; those of queries are added to `inputs.grad_query`."""
     ctas = spec.sizes.ctas or len(inputs.schedule.order)
     kernel = plgpu.kernel(
         functools.partial(backward_body, ctas=ctas, spec=spec),
-        out_type=(output_types(inputs),),
+        out_type=(output_types(inputs, spec),),
         scratch_types=(smem_types(spec), pipeline_types(spec)),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="varlen_backward",
+        kernel_name=f"varlen_backward{spec.makes.suffix}",
         interpret=spec.interpret,
     )
     (outputs,) = kernel(inputs)

@@ -38,22 +38,22 @@ class Loader:
 
             @pl.loop(jnp.maximum(steps - self.spec.sizes.stages, 0), steps)
             def _(step: Scalar) -> None:
-                for free in (self.pipeline.q_free, self.pipeline.do_free):
-                    plgpu.barrier_wait(free.at[self.stage(step)])
+                plgpu.barrier_wait(self.pipeline.q_free.at[self.spec.stages_of(step).query])
 
-    def stage(self, step: Scalar) -> Scalar:
-        """Where a step's queries are."""
-        return lax.rem(step, jnp.int32(self.spec.sizes.stages))
+            @pl.loop(jnp.maximum(steps - self.spec.grad_out_stages, 0), steps)
+            def _(step: Scalar) -> None:
+                plgpu.barrier_wait(self.pipeline.do_free.at[self.spec.stages_of(step).grad_out])
 
     def load_keys(self, item: Item) -> None:
-        """An item's keys, values and columns."""
+        """An item's keys, columns and, where keys have a gradient, values."""
         full = self.pipeline.kv_full
         for wg in range(WARPGROUPS):
             rows = pl.ds(aligned(item["first_key_row"] + wg * UNIT), UNIT)
             for unit in range(self.spec.units):
                 at = (rows, item.kv_head, *self.spec.at_unit(unit, item.row * 0))
                 plgpu.copy_gmem_to_smem(self.inputs.key.at[at], self.smem.key.at[wg, unit], full)
-                plgpu.copy_gmem_to_smem(self.inputs.value.at[at], self.smem.value.at[wg, unit], full)
+                if self.spec.makes.key:
+                    plgpu.copy_gmem_to_smem(self.inputs.value.at[at], self.smem.value.at[wg, unit], full)
         plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[item.row], self.smem.item, full)
 
     def load_head(self, item: Item, nth: Scalar, step: Scalar) -> Scalar:
@@ -72,22 +72,24 @@ class Loader:
         return step + steps.num
 
     def load_tile(self, item: Item, head: Scalar, tile: Scalar, step: Scalar) -> None:
-        """A tile of queries with its stats, and the gradients of its outputs."""
-        stage, stages, pipeline, smem = self.stage(step), self.spec.sizes.stages, self.pipeline, self.smem
+        """A tile of queries, and the gradients of its outputs with its stats."""
+        stages, pipeline, smem = self.spec.stages_of(step), self.pipeline, self.smem
         rows = pl.ds(item.query_row(tile), self.spec.sizes.tile_q)
 
         def copy_units(source_g: Ref, to_s: Ref, full: Barriers) -> None:
             for unit in range(self.spec.units):
-                source = source_g.at[(rows, head, *self.spec.at_unit(unit, stage * 0))]
-                plgpu.copy_gmem_to_smem(source, to_s.at[stage, unit], full)
+                source = source_g.at[(rows, head, *self.spec.at_unit(unit, step * 0))]
+                plgpu.copy_gmem_to_smem(source, to_s.at[unit], full)
 
-        for free in (pipeline.q_free, pipeline.do_free):
-            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
-            if free is pipeline.q_free:
-                full = pipeline.q_full.at[stage]
-                copy_units(self.inputs.query, smem.query, full)
-                plgpu.copy_gmem_to_smem(
-                    self.inputs.stats.at[head, pl.ds(0, 2), rows], smem.stats.at[stage], full
-                )
-            else:
-                copy_units(self.inputs.grad_out, smem.grad_out, pipeline.do_full.at[stage])
+        def await_free(free: Barriers, num: int, stage: Scalar) -> None:
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, free.at[stage]))
+
+        stage, full = stages.query, pipeline.q_full.at[stages.query]
+        await_free(pipeline.q_free, self.spec.sizes.stages, stage)
+        copy_units(self.inputs.query, smem.query.at[stage], full)
+        stage, full = stages.grad_out, pipeline.do_full.at[stages.grad_out]
+        await_free(pipeline.do_free, self.spec.grad_out_stages, stage)
+        copy_units(self.inputs.grad_out, smem.grad_out.at[stage], full)
+        plgpu.copy_gmem_to_smem(
+            self.inputs.stats.at[head, pl.ds(0, 2), rows], smem.stats_and_columns.at[stage], full
+        )

@@ -13,7 +13,7 @@ from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.refs import Smem
 from pallas_kernels.varlen_backward.scores import Probabilities
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import BackwardSpec, W, f32
+from pallas_kernels.varlen_backward.spec import BackwardSpec, Stages, W, f32
 
 type Units = tuple[Tile, ...]
 
@@ -44,7 +44,7 @@ class Work(NamedTuple):
         zero: A 0 that the compiler does not know, anew each step: else it keeps 24 addresses of keys and
             values for the tensor core in registers, which there are none for.
         await_queries: Before S.
-        await_grad_out: Before dP.
+        await_grad_out: Before dP and `probabilities`: what scores are less comes with it.
         probabilities: Of S.
         grad_scores: Of P and dP.
         exchange: Makes gradients of scores, in 16 bits, known to the other warpgroup, and awaits its own.
@@ -93,20 +93,21 @@ class Products:
         units = jnp.int32(self.spec.units)
         return (number, 0) if self.spec.units == 1 else (lax.div(number, units), lax.rem(number, units))
 
-    def step(self, sums: Sums, stage: Scalar, buffer: Scalar, work: Work) -> Sums:
-        """All five of a step, whose queries are in `stage`; gradients of scores go through `buffer`.
+    def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
+        """All five of a step, whose tiles are in `stages`; gradients of scores go through `buffer`.
 
         P is made while dP is in flight, dS while dV is, dQ leaves while dK is.
         """
         wg = self.wg + work.zero
-        units, queries, grads = self.spec.units, self.smem.query.at[stage], self.smem.grad_out.at[stage]
+        units = self.spec.units
+        queries, grads = self.smem.query.at[stages.query], self.smem.grad_out.at[stages.grad_out]
 
         def products(sum_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
                 work.await_queries()
-                self.begin_scores(s_ref, stage, wg)
+                self.begin_scores(s_ref, stages.query, wg)
                 work.await_grad_out()
-                self.begin_grad_p(dp_ref, stage, wg)
+                self.begin_grad_p(dp_ref, stages.grad_out, wg)
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
                 of = work.probabilities(s)
                 for unit, ref in enumerate(sum_refs.value):
@@ -138,26 +139,31 @@ class Products:
     def zeros(self) -> Sums:
         """No gradients yet."""
         zero = lambda: plgpu.layout_cast(jnp.zeros((UNIT, UNIT), f32), W)
-        return Sums(*(tuple(zero() for _ in range(self.spec.units)) for _ in range(2)))
+        zeros = lambda is_made: tuple(zero() for _ in range(self.spec.units if is_made else 0))
+        return Sums(*map(zeros, self.spec.makes))
 
 
 class InterpretedProducts(Products):
     """For interpret mode, which has neither accumulators with a past nor operands in registers."""
 
-    def step(self, sums: Sums, stage: Scalar, buffer: Scalar, work: Work) -> Sums:
+    def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
         """See Products; one after the other."""
         spec, smem, wg = self.spec, self.smem, self.wg
-        queries, grads = smem.query.at[stage], smem.grad_out.at[stage]
+        queries, grads = smem.query.at[stages.query], smem.grad_out.at[stages.grad_out]
         work.await_queries()
-        s = product(spec.s_shape, lambda ref: self.begin_scores(ref, stage, wg))
-        of = work.probabilities(s)
+        s = product(spec.s_shape, lambda ref: self.begin_scores(ref, stages.query, wg))
         work.await_grad_out()
-        dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stage, wg))
-        store_units(smem.p.at[wg], of.p, spec)
-        plgpu.commit_smem()
+        of = work.probabilities(s)
+        if spec.makes.value:
+            store_units(smem.p.at[wg], of.p, spec)
+            plgpu.commit_smem()
         values = tuple(
             acc + self.of_queries(smem.p.at[wg], grads, unit) for unit, acc in enumerate(sums.value)
         )
+        if not spec.makes.key:
+            work.release_grad_out()
+            return Sums((), values)
+        dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
         ds = work.grad_scores(of, dp).astype(spec.dtype)
         work.exchange(ds)
         piece_of = lambda n: product(

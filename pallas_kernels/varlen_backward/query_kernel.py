@@ -6,7 +6,7 @@ tile of keys (i; s = i % stages) each of the two warpgroups that compute does:
 
     wait k_full[s]
     issue S = Q K(i)^T
-    wait v_full[s]
+    wait v_full[s] (of heads of 256 there is one tile of values at a time: v_full[0])
     issue dP = dO V(i)^T
     issue dQ += dS(i-1) K(i-1)
     await S; P = 2^(S - stats), beside dP and dQ
@@ -16,6 +16,7 @@ tile of keys (i; s = i % stages) each of the two warpgroups that compute does:
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.query_gradients import QueryGradients
 from pallas_kernels.varlen_backward.query_refs import QueryInputs, QuerySmem
+from pallas_kernels.varlen_backward.query_ring import KeyRing, value_stages
 from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned
 from pallas_kernels.varlen_prefill.loader import Loader
 from pallas_kernels.varlen_prefill.memory import pipeline_types, registers, smem_types
@@ -37,9 +39,13 @@ from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
 def backward_queries(inputs: QueryInputs, spec: PrefillSpec) -> jax.Array:
     """The gradient of queries, as these."""
     chunks = spec.shape.cut.chunks
-    in_smem = smem_types(spec)._replace(alibi=None)
-    rows = (spec.sizes.warpgroups, spec.sizes.query_buffers, chunks, M, spec.shape.cut.width)
-    barriers = pipeline_types(spec)
+    cut, num_values = spec.shape.cut, value_stages(spec)
+    values = swizzled_smem((num_values, chunks, spec.sizes.tile_kv, cut.width), spec.dtype)
+    in_smem = smem_types(spec)._replace(alibi=None, v=values)
+    rows = (spec.sizes.warpgroups, spec.sizes.query_buffers, chunks, M, cut.width)
+    v_full = plgpu.Barrier(num_arrivals=spec.copies, num_barriers=num_values)
+    v_free = plgpu.Barrier(num_arrivals=spec.sizes.team_size, num_barriers=num_values)
+    barriers = pipeline_types(spec)._replace(v_full=v_full, v_free=v_free)
     both = plgpu.Barrier(
         num_arrivals=2 * chunks + 1, num_barriers=spec.sizes.warpgroups * spec.sizes.query_buffers
     )
@@ -85,9 +91,25 @@ def queries_body(
 class QueryLoader(Loader):
     """Loads what the warpgroups compute with."""
 
+    ring: KeyRing
+
     def __init__(self, inputs: QueryInputs, smem: QuerySmem, pipeline: Pipeline, spec: PrefillSpec):
         super().__init__(inputs.attention, smem.attention, pipeline, spec, 0)
+        self.ring = KeyRing(smem.attention, pipeline, spec)
+        self.arrays = inputs.attention.cache.k, inputs.attention.cache.v
         self.grad_out_g, self.grad_out_s = inputs.grad_out, smem.grad_out
+
+    def load_tile(
+        self, item: Item, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
+    ) -> None:
+        """A tile's keys, then what is to be done between, then its values: see Loader."""
+        kv_head = lax.div(item.head, jnp.int32(self.spec.shape.group))
+        windows = self.windows.of(item, tile, kv_head, 0, 1)
+        for nth, (stream, stage, num) in enumerate(self.ring.stages(step)):
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            self.copy(self.arrays[nth], stream, stage, windows)
+            if between is not None and nth == 0:
+                between()
 
     def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
         """Each warpgroup's queries, the item's columns, and the gradients of the queries' outputs."""

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.products import product
-from pallas_kernels.varlen_prefill.pipeline import Ring
+from pallas_kernels.varlen_backward.query_ring import KeyRing
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 
 
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 class QueryProducts:
     """Of one warpgroup."""
 
-    def __init__(self, ring: Ring, ds_s: Ref, spec: PrefillSpec):
+    def __init__(self, ring: KeyRing, ds_s: Ref, spec: PrefillSpec):
         """With [64, tile_kv] of shared memory for gradients of scores where nothing multiplies registers."""
         self.ring, self.ds_s, self.spec = ring, ds_s, spec
 
@@ -108,21 +108,38 @@ class QueryProducts:
         self, rows: Rows, step: Scalar, work: Work, *, in_flight: int, between: Callable[[], None]
     ) -> Tile:
         """DS of a tile; `between` issues `in_flight` products that nobody waits for."""
-        stage, values = self.ring.stage(step), self.ring.values
+        stage, values, of_values = self.ring.stage(step), self.ring.values, self.ring.value_stage(step)
         work.await_keys()
 
         def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
             self.begin_scores(s_ref, rows, stage)
-            plgpu.barrier_wait(values.full.at[stage])
-            self.begin_grad_p(dp_ref, rows, stage)
+            plgpu.barrier_wait(values.full.at[of_values])
+            self.begin_grad_p(dp_ref, rows, of_values)
             between()
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.chunks + in_flight)
             weights = work.weights(lax.optimization_barrier(s))
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=in_flight))
-            plgpu.barrier_arrive(values.free.at[stage])
+            plgpu.barrier_arrive(values.free.at[of_values])
             return work.grad_scores(weights, dp)
 
         return pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
+
+
+class WideQueryProducts(QueryProducts):
+    """For heads of 256, whose sums leave no registers for a tile's dS beside the next one's S and dP."""
+
+    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+        """See QueryProducts; dQ of the tile before is done before S begins."""
+        sums = self.finish(step - 1, state)
+        ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
+        return State(sums, ds.astype(self.spec.dtype))
+
+
+def products_of(spec: PrefillSpec) -> type[QueryProducts]:
+    """What the kernel multiplies with."""
+    if spec.is_interpreted:
+        return InterpretedQueryProducts
+    return WideQueryProducts if spec.shape.cut.padded_dim > 192 else QueryProducts
 
 
 class InterpretedQueryProducts(QueryProducts):
@@ -151,9 +168,10 @@ class InterpretedQueryProducts(QueryProducts):
 
     def _one_by_one(self, rows: Rows, step: Scalar, work: Work, sums: tuple[Tile, ...]) -> State:
         stage, values, shape = self.ring.stage(step), self.ring.values, self.spec.s_shape
+        of_values = self.ring.value_stage(step)
         work.await_keys()
         weights = work.weights(product(shape, lambda ref: self.begin_scores(ref, rows, stage)))
-        plgpu.barrier_wait(values.full.at[stage])
-        grad_p = product(shape, lambda ref: self.begin_grad_p(ref, rows, stage))
-        plgpu.barrier_arrive(values.free.at[stage])
+        plgpu.barrier_wait(values.full.at[of_values])
+        grad_p = product(shape, lambda ref: self.begin_grad_p(ref, rows, of_values))
+        plgpu.barrier_arrive(values.free.at[of_values])
         return State(sums, work.grad_scores(weights, grad_p).astype(self.spec.dtype))

@@ -64,8 +64,8 @@ class Outputs(NamedTuple):
     """What it writes.
 
     Attributes:
-        grad_key: As key.
-        grad_value: As key.
+        grad_key: As key; or None.
+        grad_value: As key; or None.
     """
 
     grad_key: Ref
@@ -78,15 +78,15 @@ class Smem(NamedTuple):
     Attributes:
         key_and_grad: The keys of an item, [warpgroups, units, 64, 64], swizzled, then their gradient in the
             same place; as a second name the same, not swizzled.
-        value_and_grad: As key_and_grad.
+        value_and_grad: As key_and_grad; None where only values have a gradient: that leaves as keys' would.
         query: [stages, units, tile_q, 64], swizzled.
-        grad_out: As query.
-        stats: [stages, 2, tile_q] f32.
+        grad_out: As query; grad_out_stages.
+        stats_and_columns: [grad_out_stages + 1, 2, tile_q] f32: stats, and behind the last for each warpgroup
+            the columns 0, 1, 2... In one, for the compiler gives each 1 kB, which heads of 256 have not left.
         grad_scores: [2, warpgroups, query units, 64, 64], swizzled: a row a key, two steps' of them; None
             where nobody adds up dQ and registers are multiplied.
         grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out; or None.
         item: [columns]: the item's row of the schedule's table.
-        columns: [warpgroups, tile_q] f32: 0, 1, 2...
         staged: [warpgroups, tile_q] int32: a mask's numbers of the queries on their way into registers; None
             where a mask has no arrays.
         p: [warpgroups, query units, 64, 64]: probabilities where nothing multiplies registers; or None.
@@ -96,11 +96,10 @@ class Smem(NamedTuple):
     value_and_grad: Ref
     query: Ref
     grad_out: Ref
-    stats: Ref
+    stats_and_columns: Ref
     grad_scores: Ref
     grad_query: Ref
     item: Ref
-    columns: Ref
     staged: Ref
     p: Ref
 
@@ -124,10 +123,10 @@ class Pipeline(NamedTuple):
         kv_full: Keys, values and the item's columns have come.
         kv_free: They have been read, and the gradients in their place have left.
         kv_read: Both warpgroups have multiplied an item's keys for the last time.
-        q_full: [stages]: queries and stats have come.
+        q_full: [stages]: queries have come.
         q_free: [stages]: they have been read.
-        do_full: [stages]: the gradient of the output has come.
-        do_free: [stages]: it has been read.
+        do_full: [grad_out_stages]: the gradient of the output and stats have come.
+        do_free: [grad_out_stages]: it has been read.
         ds_full: [2]: both warpgroups' gradients of scores are there.
     """
 

@@ -21,6 +21,8 @@ class KernelSizes:
             whatever they read. 16 MB beat 32 MB by 3 % at 8 x 2k and 1 % at 1 x 16k (backward-variants).
         of_queries: Sizes of a kernel of its own for the gradient of queries: then it has the same bits twice,
             for seven products in all instead of five. None = it is added up on the way, in any order.
+        is_apart: The gradients of keys and of values have a kernel each, for eight products in all; only with
+            `of_queries`. Heads wider than 128 leave no registers for both sums.
         ctas: Thread blocks of the grid, each with its share of the items; None = one an item, so that an SM
             takes the next item when it is done with one: a grid of as many as there are SMs, which take
             turns, was 11 % slower at 8 x 2k and 10 % at 1 x 16k (backward-variants).
@@ -30,6 +32,7 @@ class KernelSizes:
     stages: int = 2
     l2_bytes: int = 16 * 10**6
     of_queries: PrefillSizes | None = None
+    is_apart: bool = False
     ctas: int | None = None
 
     def __post_init__(self) -> None:
@@ -37,6 +40,8 @@ class KernelSizes:
         require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
+        has_queries = self.of_queries is not None
+        require(has_queries or not self.is_apart, "sizes.of_queries", "be given with is_apart", None)
         if self.of_queries is not None:
             require(self.of_queries.teams == 1, "of_queries.teams", "be 1", self.of_queries.teams)
 
@@ -48,6 +53,8 @@ TABLE = {1: KernelSizes(tile_q=128), 2: KernelSizes(tile_q=64)}
 TWO_KERNELS = {
     1: KernelSizes(tile_q=128, stages=3, of_queries=PrefillSizes(tile_kv=128, stages=3)),
     2: KernelSizes(tile_q=64, stages=3, of_queries=PrefillSizes(tile_kv=64, stages=3)),
+    3: KernelSizes(is_apart=True, of_queries=PrefillSizes(tile_kv=64, query_buffers=1)),
+    4: KernelSizes(is_apart=True, of_queries=PrefillSizes(tile_kv=64, query_buffers=1)),
 }
 
 
@@ -67,4 +74,4 @@ def default_sizes(head_dim: int, *, deterministic: bool = False, mean_len: int |
     """
     units = -(-head_dim // UNIT)
     is_short = mean_len is not None and mean_len <= SHORT and units == 2
-    return (TWO_KERNELS if deterministic or is_short else TABLE)[units]
+    return (TWO_KERNELS if deterministic or is_short or units not in TABLE else TABLE)[units]

@@ -1,9 +1,11 @@
 """What is static about one backward kernel: what it is compiled for."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,6 +26,25 @@ def units_of(head_dim: int) -> HeadCut:
     return HeadCut(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_cut(head_dim)
 
 
+class Makes(NamedTuple):
+    """Which gradients a kernel makes, beside that of queries."""
+
+    key: bool
+    value: bool
+
+    @property
+    def suffix(self) -> str:
+        """Of the kernel's name."""
+        return "" if self.key and self.value else "_keys" if self.key else "_values"
+
+
+class Stages(NamedTuple):
+    """Where a step's queries and the gradients of their outputs are; traced."""
+
+    query: Scalar
+    grad_out: Scalar
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardSpec:
     """One kernel.
@@ -35,6 +56,7 @@ class BackwardSpec:
         score: The layer.
         sizes: The kernel's sizes.
         dtype: Of queries, keys, values and the gradient of the output.
+        makes: Which sums the kernel makes, of keys and of values.
         has_alibi: Scores have a bias.
         has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
         mask: Which keys a query sees besides, in tiles that are listed as seen in part; here its functions.
@@ -47,6 +69,7 @@ class BackwardSpec:
     score: Score
     sizes: KernelSizes
     dtype: np.dtype
+    makes: Makes
     has_alibi: bool
     has_lists: bool
     mask: KernelMask | None
@@ -61,6 +84,20 @@ class BackwardSpec:
     def adds_grad_query(self) -> bool:
         """The gradient of queries is added up on the way; else another kernel makes it."""
         return self.sizes.of_queries is None
+
+    @property
+    def grad_out_stages(self) -> int:
+        """Steps whose gradient of the output is in shared memory.
+
+        Heads of 256 fill it with keys, values and two tiles of queries but for one such tile, which without
+        a gradient of values is read once, early in a step.
+        """
+        return 1 if self.units > 3 and self.makes == Makes(key=True, value=False) else self.sizes.stages
+
+    def stages_of(self, step: Scalar) -> Stages:
+        """Where a step's tiles are."""
+        of = lambda num: lax.rem(step, jnp.int32(num))
+        return Stages(of(self.sizes.stages), of(self.grad_out_stages))
 
     @property
     def units(self) -> int:

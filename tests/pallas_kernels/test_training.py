@@ -140,10 +140,16 @@ class TestWhatTheKernelDeclines:
         with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
             self.run(functools.partial(loss, is_in_order=False), (q, k, v))
 
-    def test_heads_too_wide(self):
+    def test_heads_of_a_width_without_a_kernel(self):
         run = functools.partial(jattn.attention, return_lse=True)
-        with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 256"):
-            self.run(loss_of(run), arrays(head_dim=256))
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 120"):
+            self.run(loss_of(run), arrays(head_dim=120))
+
+    @pytest.mark.parametrize("head_dim", [192, 256])
+    def test_heads_of_a_width_whose_kernels_no_gpu_has_run(self, head_dim):
+        run = functools.partial(jattn.attention, return_lse=True)
+        with pytest.warns(jattn.KernelFallbackWarning, match=f"gradients of head_dim {head_dim}, whose"):
+            self.run(loss_of(run), arrays(head_dim=head_dim))
 
     def test_the_same_bits_twice(self):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)

@@ -93,14 +93,18 @@ def grads_of(problem, interpret=None, sizes=None, **options):
 
 
 def few_blocks(head_dim):
-    """Two thread blocks, so that each has several items."""
-    return KernelSizes(tile_q=default_sizes(head_dim).tile_q, ctas=2)
+    """Two thread blocks of each kernel, so that each has several items."""
+    return two_blocks(default_sizes(head_dim))
 
 
 def two_kernels(head_dim):
-    """Two thread blocks of each."""
-    sizes = default_sizes(head_dim, deterministic=True)
-    return dataclasses.replace(sizes, ctas=2, of_queries=dataclasses.replace(sizes.of_queries, ctas=2))
+    """The same where queries have a kernel."""
+    return two_blocks(default_sizes(head_dim, deterministic=True))
+
+
+def two_blocks(sizes):
+    of_queries = None if sizes.of_queries is None else dataclasses.replace(sizes.of_queries, ctas=2)
+    return dataclasses.replace(sizes, ctas=2, of_queries=of_queries)
 
 
 class TestContract:
@@ -115,6 +119,15 @@ class TestContract:
         interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
         problem.check(grads_of(problem, interpret, sizes, deterministic=True))
 
+    @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
+    def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
+        """Several tiles of keys an item of queries, a window, a cut tile at either end."""
+        score = Score(scale=head_dim**-0.5, window=(80, 0))
+        lens, heads = (3, 135), (1, 1)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, head_dim=head_dim, heads=heads)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(head_dim)))
+
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
     def test_equals_float64_with_every_head_dim(self, case):
@@ -123,15 +136,19 @@ class TestContract:
 
 
 class TestRaces:
-    @pytest.mark.parametrize("deterministic", [False, True])
-    def test_barriers_order_all_that_is_read_and_written(self, deterministic):
+    @pytest.mark.parametrize(
+        ("head_dim", "deterministic"),
+        [(128, False), (128, True), pytest.param(256, True, marks=pytest.mark.slow)],
+    )
+    def test_barriers_order_all_that_is_read_and_written(self, head_dim, deterministic):
         """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
+        score = Score(scale=0.1)
         setting = Setting(
-            query_lens=(256,), seq_lens=(256,), score=Score(scale=0.1), heads=(2, 2), head_dim=128, gap=0
+            query_lens=(256,), seq_lens=(256,), score=score, heads=(2, 2), head_dim=head_dim, gap=0
         )
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        sizes = two_kernels(128) if deterministic else KernelSizes(tile_q=64, ctas=1)
+        sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
         problem.check(grads_of(problem, interpret, sizes))
         races.check_none_were_found()
 
@@ -154,8 +171,9 @@ class TestReference:
             return jnp.einsum("hqk,khd->qhd", p, jnp.repeat(v, 2, 1), precision="highest"), lse
 
         want = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
-        options = {"scale": 0.3, "sees": sees, "soft_cap": soft_cap, "bias": bias, "sinks": sinks}
-        got = reference.grads_of_request(q, k, v, grad_out, grad_lse, **options)
+        options = {"sees": sees, "bias": bias, "sinks": sinks}
+        arrays, options = jax.tree.map(np.asarray, ((q, k, v, grad_out, grad_lse), options))
+        got = reference.grads_of_request(*arrays, scale=0.3, soft_cap=soft_cap, **options)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -307,8 +325,8 @@ class TestRefusals:
         of = lambda dim, dtype: {name: jnp.zeros((*s[:2], dim), dtype) for name, s in ARGUMENTS.items()}
         with pytest.raises(NotImplementedError, match="queries of float32"):
             varlen_backward(**plain_arguments(**of(64, jnp.float32)))
-        with pytest.raises(NotImplementedError, match="gradients of head_dim 256"):
-            varlen_backward(**plain_arguments(**of(256, jnp.bfloat16)))
+        with pytest.raises(NotImplementedError, match="gradients of head_dim 120"):
+            varlen_backward(**plain_arguments(**of(120, jnp.bfloat16)))
 
     def test_a_schedule_of_other_keys(self):
         arguments = plain_arguments()
@@ -356,6 +374,7 @@ class TestRefusals:
             ({"ctas": 0}, "ctas must be positive, got 0"),
             ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
             ({"of_queries": PrefillSizes(teams=2)}, "of_queries.teams must be 1, got 2"),
+            ({"is_apart": True}, r"sizes\.of_queries must be given with is_apart, got None"),
         ],
     )
     def test_sizes(self, changes, message):
@@ -374,13 +393,19 @@ def compiled():
     return aot.compile_all("tests.pallas_kernels.backward_aot_cases", list(aot_cases()))
 
 
+def kernel_names(name):
+    if name.startswith(("d192", "d256")):
+        return [f"varlen_backward_{of}" for of in ("keys", "queries", "values")]
+    return ["varlen_backward", "varlen_backward_queries"][: 1 + ("two_kernels" in name)]
+
+
 class TestAheadOfTime:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(aot_cases()))
     def test_what_ships_compiles_and_hardly_spills(self, name):
         kernels = [kernel for kernel in compiled()[name] if kernel.name.startswith("varlen_backward")]
         names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in kernels]
-        assert names == ["varlen_backward", "varlen_backward_queries"][: 1 + ("two_kernels" in name)]
+        assert sorted(names) == kernel_names(name)
         assert all(kernel.spilled_bytes <= 1800 for kernel in kernels)
 
     def test_products_wait_for_each_other_nowhere_and_plain_attention_spills_addresses_only(self):
@@ -421,6 +446,15 @@ class TestOnGpu:
     def test_equals_float64_where_queries_have_a_kernel(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
+
+    @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
+    @pytest.mark.parametrize("window", [(None, None), (300, 0)])
+    @pytest.mark.parametrize("head_dim", [192, 256])
+    def test_wide_heads(self, lens, window, head_dim):
+        score = Score(scale=head_dim**-0.5, window=window)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=(4, 2), head_dim=head_dim)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem))
 
     def test_deterministic_gradients_have_the_same_bits_twenty_times(self):
         lens = (1500, 3, 700, 64)

@@ -49,6 +49,12 @@ class TestDefaultBuckets:
             beside = graphs.choose([1] * 200 + [length], num_blocks=512)
             assert beside.max_prefill_tokens <= 1.5 * length
 
+    def test_prompts_beside_some_decodes_do_not_pay_for_all(self):
+        graphs = self.graphs()
+        assert graphs.choose([1] * 60 + [1024], num_blocks=512).max_tokens == 64 + 1024
+        assert graphs.choose([1] * 65 + [1024], num_blocks=512).max_tokens == 256 + 1024
+        assert graphs.choose([1024], num_blocks=512).max_tokens == 1024
+
     def test_a_short_step_has_a_narrow_table(self):
         graphs = self.graphs()
         assert graphs.choose([1] * 256, num_blocks=1024).max_blocks == 1024

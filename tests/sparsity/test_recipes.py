@@ -164,15 +164,16 @@ class TestTopKBlocks:
 
 class TestMoBA:
     @pytest.mark.parametrize("block_q", [1, 4])
-    def test_queries_see_their_own_block_and_those_whose_means_they_like(self, block_q):
+    def test_queries_see_their_own_block_and_those_whose_means_the_first_of_them_likes(self, block_q):
         q, k, _ = arrays()
         size, top_k = 8, 3
         seen = sparsity.moba(q, k, block_size=size, top_k=top_k, block_q=block_q)
         queries, keys = in_numpy(q, k)
         for b, h, i in np.ndindex(2, Q_HEADS, TOKENS):
             first, own = i // block_q * block_q, i // size
-            mean = queries[b, h, first : first + block_q].mean(axis=0)
-            likes = [mean @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)]
+            likes = [
+                queries[b, h, first] @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)
+            ]
             chosen = {own, *np.argsort(likes)[::-1][: top_k - 1]}
             want = [j // size in chosen and j <= i for j in range(TOKENS)]
             np.testing.assert_array_equal(drawn(seen, b)[h, i], want) if h == i % Q_HEADS else None
@@ -245,22 +246,24 @@ class TestNSA:
     def gates(self):
         return jax.nn.sigmoid(jax.random.normal(jax.random.key(7), (2, TOKENS, Q_HEADS, 3)))
 
-    def test_is_the_gated_sum_of_compressed_selected_and_window(self):
+    @pytest.mark.parametrize("block_q", [1, 4])
+    def test_is_the_gated_sum_of_compressed_selected_and_window(self, block_q):
         q, k, v = arrays()
         size, window = 8, 6
-        out = sparsity.nsa(q, k, v, self.gates(), **SIZES)
+        out = sparsity.nsa(q, k, v, self.gates(), **SIZES, block_q=block_q)
         queries, keys, values = in_numpy(q, k, v)
         gates, blocks = np.asarray(self.gates(), np.float64), -(-TOKENS // size)
         padded = [np.pad(x, ((0, 0), (0, 0), (0, blocks * size - TOKENS), (0, 0))) for x in (keys, values)]
         short = [x.reshape(2, Q_HEADS, blocks, size, DIM).mean(axis=3) for x in padded]
         j = np.arange(TOKENS)
         for b, i in [(0, 0), (0, 7), (0, 8), (1, 30), (1, 49)]:
-            ended = (np.arange(blocks) + 1) * size - 1 <= i
+            ended = lambda i: (np.arange(blocks) + 1) * size - 1 <= i
             of = lambda h, i=i, b=b, ended=ended: softmax(
-                short[0][b, h] @ queries[b, h, i] * DIM**-0.5, ended
+                short[0][b, h] @ queries[b, h, i] * DIM**-0.5, ended(i)
             )
+            first = i // block_q * block_q
             for h in range(Q_HEADS):
-                group = of(h // 2 * 2) + of(h // 2 * 2 + 1)
+                group = of(h // 2 * 2, first) + of(h // 2 * 2 + 1, first)
                 own = i // size
                 group[0] = group[own] = np.inf
                 group[own + 1 :] = -np.inf

@@ -20,6 +20,8 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
 
+UNTRIED = (192, 256)  # widths whose kernels have run interpreted alone
+
 
 def why_not_gradients(
     spec: AttentionSpec,
@@ -41,13 +43,19 @@ def why_not_gradients(
     reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
     if reason is not None:
         return reason
+    if spec.head_dim in UNTRIED:
+        return f"gradients of head_dim {spec.head_dim}, whose kernels no GPU has run yet"
     if not is_in_order:
         return "gradients of keys whose rows are not said to follow each other (PackedKV(is_in_order=True))"
     if wants_slopes:
         return "gradients of ALiBi's slopes have no kernel"
-    if spec.deterministic and mask is not None:
-        return "gradients over lists of tiles are added in any order (spec.deterministic)"
-    return None if mask is None else why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim))
+    if mask is None:
+        return None
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
+    if sizes.of_queries is not None:
+        why = "spec.deterministic" if spec.deterministic else f"head_dim {spec.head_dim}"
+        return f"gradients of queries over lists of tiles have no kernel of their own ({why})"
+    return why_not_backward_lists(mask, sizes)
 
 
 def gradients(
