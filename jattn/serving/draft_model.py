@@ -35,7 +35,7 @@ FIRST_TOKENS = 2
 class DraftModel(Proposer):
     """Drafts k tokens of each row in one call: a step of two tokens a row, then k - 1 steps of one.
 
-    It draws with the noise that the model will verify with, without top_k, top_p and penalties. A request's
+    It draws with the noise that the model will verify with, without min_p, top_k, top_p and penalties. A request's
     tokens are read when it is first drafted for, and what came while it slept when it wakes.
     """
 
@@ -95,7 +95,10 @@ class DraftModel(Proposer):
         bucket = dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS)
         metadata = self._metadata([FIRST_TOKENS] * len(lens), lens, step.block_tables, bucket)
         ids: Any = pack_tokens([one.token_ids[-FIRST_TOKENS:] for one in generations], bucket)
-        drawn_by = replace(sampling, draws=True, cuts=False), np.asarray(num_generated, np.int32)
+        drawn_by = (
+            replace(sampling, draws=True, floors=False, cuts=False),
+            np.asarray(num_generated, np.int32),
+        )
         weights = self._weights.state
         token_ids: Array
         token_ids, self._caches = self._drafters(weights, self._caches, metadata, ids, *drawn_by)

@@ -12,7 +12,14 @@ from jattn.serving.scheduled_step import Step
 
 
 class Proposer:
-    """Drafts tokens of requests; what it keeps of one is in its `Generation.drafting`."""
+    """Drafts tokens of requests; what it keeps of one is in its `Generation.drafting`.
+
+    Attributes:
+        is_lookup: `look` leaves the drafts in `Drafting.drafts`, and the device has no part in them: they can
+            be compared with the tokens that come without ever being run.
+    """
+
+    is_lookup = False
 
     @property
     def num_compiles(self) -> int:

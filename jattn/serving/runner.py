@@ -229,7 +229,8 @@ class Runner:
         greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
         logits, ids = jnp.zeros((rows * query_len, self._vocab_size)), jnp.zeros(rows * query_len, jnp.int32)
         drafts = (ids, np.zeros(rows, np.int32)) if query_len > 1 else None
-        for params in (greedy, drawn, dataclasses.replace(drawn, top_k=1)):
+        filtered = (dataclasses.replace(drawn, min_p=0.5), dataclasses.replace(drawn, top_k=1))
+        for params in (greedy, drawn, *filtered):
             sampling = build_sampling_metadata([params], rows)
             self._sampled(logits, drafts, jnp.zeros(rows, jnp.int32), sampling)
 
