@@ -145,11 +145,10 @@ class TestWhatTheKernelDeclines:
         with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 120"):
             self.run(loss_of(run), arrays(head_dim=120))
 
-    @pytest.mark.parametrize("head_dim", [192, 256])
-    def test_heads_of_a_width_whose_kernels_no_gpu_has_run(self, head_dim):
+    def test_heads_of_a_width_whose_kernels_no_gpu_has_run(self):
         run = functools.partial(jattn.attention, return_lse=True)
-        with pytest.warns(jattn.KernelFallbackWarning, match=f"gradients of head_dim {head_dim}, whose"):
-            self.run(loss_of(run), arrays(head_dim=head_dim))
+        with pytest.warns(jattn.KernelFallbackWarning, match="gradients of head_dim 192, whose"):
+            self.run(loss_of(run), arrays(head_dim=192))
 
     def test_the_same_bits_twice(self):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)

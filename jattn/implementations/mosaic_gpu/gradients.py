@@ -20,7 +20,7 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
 
-UNTRIED = (192, 256)  # widths whose kernels have run interpreted alone
+UNTRIED = (192,)  # widths whose kernels have no rows of a GPU
 
 
 def why_not_gradients(
