@@ -40,7 +40,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "larger_sets": {"l2_bytes": 32 * 10**6},
     "one_kernel": {"mean_len": None},
     "two_kernels": {"deterministic": True},
-    "sums_outputs": {"deterministic": True, "sums_outputs": True},
 }
 
 

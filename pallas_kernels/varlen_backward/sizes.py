@@ -23,9 +23,6 @@ class KernelSizes:
             for seven products in all instead of five. None = it is added up on the way, in any order.
         is_apart: The gradients of keys and of values have a kernel each, for eight products in all; only with
             `of_queries`. Heads wider than 128 leave no registers for both sums.
-        sums_outputs: The kernel of queries sums a token's outputs times their gradients, instead of XLA, and
-            is the first then: outputs take the place of a tile of keys and one of values, so of 64. No GPU
-            has run it yet.
         ctas: Thread blocks of the grid, each with its share of the items; None = one an item, so that an SM
             takes the next item when it is done with one: a grid of as many as there are SMs, which take
             turns, was 11 % slower at 8 x 2k and 10 % at 1 x 16k (backward-variants).
@@ -36,7 +33,6 @@ class KernelSizes:
     l2_bytes: int = 16 * 10**6
     of_queries: PrefillSizes | None = None
     is_apart: bool = False
-    sums_outputs: bool = False
     ctas: int | None = None
 
     def __post_init__(self) -> None:
@@ -46,11 +42,7 @@ class KernelSizes:
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
         has_queries = self.of_queries is not None
         require(has_queries or not self.is_apart, "sizes.of_queries", "be given with is_apart", None)
-        require(has_queries or not self.sums_outputs, "sizes.of_queries", "be given with sums_outputs", None)
         if self.of_queries is not None:
-            keys = self.of_queries.tile_kv, self.of_queries.warpgroups
-            fits = not self.sums_outputs or keys == (UNIT, WARPGROUPS)
-            require(fits, "of_queries' keys and warpgroups", "be 64 and 2 with sums_outputs", keys)
             require(self.of_queries.teams == 1, "of_queries.teams", "be 1", self.of_queries.teams)
 
 

@@ -1,6 +1,5 @@
 """The backward kernels that ship, to compile ahead of time: every head_dim, dtype and feature."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -76,6 +75,4 @@ def aot_cases():
         found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
     found |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
     two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=default_sizes(dim, deterministic=True))
-    sums = dataclasses.replace(default_sizes(128, deterministic=True), sums_outputs=True)
-    found["d128-two_kernels-sums_outputs"] = case(128, jnp.dtype("bfloat16"), sizes=sums)
     return found | {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}

@@ -119,16 +119,6 @@ class TestContract:
         interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
         problem.check(grads_of(problem, interpret, sizes, deterministic=True))
 
-    @pytest.mark.parametrize("has_grad_lse", [True, False])
-    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, has_grad_lse):
-        """A request of several items, one without queries, items whose second half nobody has."""
-        score = Score(scale=0.1, window=(80, 0))
-        lens = (150, 0, 3, 70)
-        layer = {"score": score, "heads": (2, 1), "head_dim": 128, "has_grad_lse": has_grad_lse}
-        problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, **layer))
-        sizes = dataclasses.replace(two_kernels(128), sums_outputs=True)
-        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
-
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
     def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
         """Several tiles of keys an item of queries, a window, a cut tile at either end."""
@@ -147,15 +137,10 @@ class TestContract:
 
 class TestRaces:
     @pytest.mark.parametrize(
-        ("head_dim", "changes"),
-        [
-            (128, None),
-            (128, {}),
-            pytest.param(128, {"sums_outputs": True}, marks=pytest.mark.slow),
-            pytest.param(256, {}, marks=pytest.mark.slow),
-        ],
+        ("head_dim", "deterministic"),
+        [(128, False), (128, True), pytest.param(256, True, marks=pytest.mark.slow)],
     )
-    def test_barriers_order_all_that_is_read_and_written(self, head_dim, changes):
+    def test_barriers_order_all_that_is_read_and_written(self, head_dim, deterministic):
         """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
         score = Score(scale=0.1)
         setting = Setting(
@@ -163,9 +148,7 @@ class TestRaces:
         )
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        sizes = KernelSizes(tile_q=64, ctas=1)
-        if changes is not None:
-            sizes = dataclasses.replace(two_kernels(head_dim), **changes)
+        sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
         problem.check(grads_of(problem, interpret, sizes))
         races.check_none_were_found()
 
@@ -391,11 +374,6 @@ class TestRefusals:
             ({"ctas": 0}, "ctas must be positive, got 0"),
             ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
             ({"of_queries": PrefillSizes(teams=2)}, "of_queries.teams must be 1, got 2"),
-            ({"sums_outputs": True}, r"sizes\.of_queries must be given with sums_outputs, got None"),
-            (
-                {"sums_outputs": True, "of_queries": PrefillSizes(tile_kv=128)},
-                r"of_queries' keys and warpgroups must be 64 and 2 with sums_outputs, got \(128, 2\)",
-            ),
             ({"is_apart": True}, r"sizes\.of_queries must be given with is_apart, got None"),
         ],
     )
@@ -468,14 +446,6 @@ class TestOnGpu:
     def test_equals_float64_where_queries_have_a_kernel(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
-
-    @pytest.mark.parametrize(
-        "case", [case for case in cases(FACTORS) if case["head_dim"] == 128], ids=case_id
-    )
-    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, case):
-        problem = problem_of(case)
-        sizes = dataclasses.replace(default_sizes(128, deterministic=True), sums_outputs=True)
-        problem.check(grads_of(problem, sizes=sizes))
 
     @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
     @pytest.mark.parametrize("window", [(None, None), (300, 0)])
