@@ -94,8 +94,8 @@ def measure(layer: Experts, shape: Shape, tokens: int, choice: str, way_of: Any)
     @jax.jit
     def run(state: Any, x: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, state)
-        choices = layer.routing.choose(layer.router_logits(x), layer.experts_per_token)
-        return way_of(x, choices, layer.weights(), How(layer.activation, layer.precision)).astype(x.dtype)
+        how = How(layer.activation, layer.precision)
+        return way_of(x, layer.choices(x), layer.weights(), how).astype(x.dtype)
 
     memory = run.lower(state, x).compile().memory_analysis()
     out, time = kernel_times(run, state, x)

@@ -12,6 +12,7 @@ import importlib
 import json
 import pathlib
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -112,14 +113,27 @@ def compared(engine: Engine, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     for rate, size in runs:
         alone = asyncio.run(at_the_engine(engine, rate, size))
         times: list[float] = []
-        with serving(engine, times) as url:
+        firsts: list[float] = []
+        with serving(engine, times, firsts) as url:
             require_same_text(url, prompt, want)
+            firsts.clear()
             served = at_the_server(url, rate, size)
-        for told in (alone, served):
+        again = asyncio.run(at_the_engine(engine, rate, size))
+        for told in (alone, served, again):
             if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * size["output_len"]:
                 raise SystemExit(f"not all requests came to their end: {told}: no rows")
-        host = {"server_loop_us_per_token": 1e6 * times[0] / served["num_tokens"]}
-        yield {"request_rate": rate, **size, **beside(alone, served), **host}
+        row = (
+            beside(alone, served)
+            | {
+                f"engine_again_{kind}_p50": again[kind]["p50"]  # what two runs differ by, without a server
+                for kind in TIMES[:2]
+            }
+        )
+        row["engine_again_tokens_per_s"] = again["tokens_per_second"]
+        whole = served["time_to_first_token_ms"]["mean"]
+        row["http_time_to_first_token_ms_mean"] = whole - 1e3 * statistics.mean(firsts)
+        row["server_loop_us_per_token"] = 1e6 * times[0] / served["num_tokens"]
+        yield {"request_rate": rate, **size, **row}
 
 
 def beside(engine: dict[str, Any], server: dict[str, Any]) -> dict[str, Any]:
@@ -167,13 +181,19 @@ def at_the_server(url: str, rate: float, sizes: dict[str, int]) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, times: list[float]) -> Iterator[str]:
-    """A server in a thread; where it listens. Seconds of a processor that its thread served go to `times`."""
+def serving(engine: Engine, times: list[float], firsts: list[float] | None = None) -> Iterator[str]:
+    """A server in a thread; where it listens.
+
+    Seconds of a processor that its thread served go to `times`; to `firsts`, those from when a request came
+    to the engine until its first token was read there.
+    """
     server_of: Any = importlib.import_module("jattn.serving.server")
     options = server_of.ServerOptions(port=0)
     sock = server_of.listening(options)
     server = server_of.Server(engine, options, log_level="warning")
     start_up, starts = server.startup, []
+    if firsts is not None:
+        server.service.engine.generate = timed(server.service.engine.generate, firsts)
 
     async def startup(sockets: Any = None) -> None:
         await start_up(sockets=sockets)
@@ -195,6 +215,21 @@ def serving(engine: Engine, times: list[float]) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def timed(generate: Any, firsts: list[float]) -> Any:
+    """`AsyncEngine.generate`, which notes how long each request waits for its first output."""
+
+    async def noting(*args: Any) -> Any:
+        start, is_first = time.perf_counter(), True
+        async with contextlib.aclosing(generate(*args)) as outputs:
+            async for output in outputs:
+                if is_first:
+                    firsts.append(time.perf_counter() - start)
+                is_first = False
+                yield output
+
+    return noting
 
 
 def require_same_text(url: str, prompt: list[int], want: str) -> None:

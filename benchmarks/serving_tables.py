@@ -83,6 +83,23 @@ def drafts_table(file: str) -> str:
     return _table(rows, "", columns, lines)
 
 
+def server_table(file: str) -> str:
+    """The engine alone and behind HTTP: what the server costs; rows of 1,024 tokens in, 256 out."""
+    rows, lines = rows_of(file), []
+    for row in rows:
+        rates = [f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("engine", "server")]
+        cells = [row["name"].replace("_", " "), *rates, f"{100 * row['throughput_cost']:.1f} %"]
+        for kind in ("time_to_first_token_ms", "inter_token_latency_ms"):
+            for who in ("engine", "engine_again", "server"):
+                value = row.get(f"{who}_{kind}_p50")
+                cells.append("-" if value is None else f"{value:.1f}")
+        share = row.get("http_time_to_first_token_ms_mean")
+        lines.append([*cells, "-" if share is None else f"{share:.1f}"])
+    columns = ("requests a second", "tokens/s", "served", "cost", "first token, ms", "again", "served")
+    columns += ("between two, ms", "again", "served", "HTTP's share of the first, ms")
+    return _table(rows, "", columns, lines)
+
+
 def _table(
     rows: Sequence[dict[str, Any]], beside: str, columns: Sequence[str], lines: Sequence[Sequence[str]]
 ) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 from benchmarks import bars
 from benchmarks.gpu_tests import runs_of
 from benchmarks.recorded import rows_of
-from benchmarks.serving_tables import cascades_table, drafts_table, engine_table, gradients_table
+from benchmarks.serving_tables import (
+    cascades_table,
+    drafts_table,
+    engine_table,
+    gradients_table,
+    server_table,
+)
+from benchmarks.training_tables import training_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "benchmarks.md")
@@ -47,9 +54,11 @@ def filled(text: str) -> str:
         "graphs": graphs_table,
         "write": write_table,
         "engine": engine_table,
+        "server": server_table,
         "drafts": drafts_table,
         "cascades": cascades_table,
         "gradients": gradients_table,
+        "training": training_table,
         "quantization": quantization_table,
         "GPU tests": gpu_tests_line,
     }

@@ -16,7 +16,7 @@ from jattn.implementations.derivatives import underivable_cache
 from jattn.implementations.layers import Layer, layer_of
 from jattn.implementations.mosaic_gpu import Work
 from jattn.masks import Mask
-from jattn.merge import merge_attn_states
+from jattn.merge import merge_parts
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.cascade import CascadeMetadata
 from jattn.metadata.regions import Part, part_of
@@ -134,14 +134,15 @@ def attend_cascade(
         metadata: From build_cascade_metadata.
         spec: As in `attend`; one that `why_no_cascade` has nothing against.
         plans: Of the prefix, where causal is False, and of the suffix; None = made here.
-        sinks: As in `attend`; they join the prefix, once.
+        sinks: As in `attend`; they join the suffix, which is not cut.
         implementation: As in `attend`.
     """
-    run = lambda part, spec, plan, sinks: attend(
+    run = lambda query, part, spec, plan, sinks: attend(
         query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True
     )
-    prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], sinks)
-    suffix = run(metadata.suffix, spec, plans[1], None)
+    of_all = jnp.tile(query, (metadata.prefix.bucket.max_prefills, 1, 1))
+    prefix = run(of_all, metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
+    suffix = run(query, metadata.suffix, spec, plans[1], sinks)
     return _merge_once(*prefix, *suffix, metadata.suffix.is_live_token)
 
 
@@ -149,8 +150,12 @@ def attend_cascade(
 def _merge_once(
     prefix_out: Array, prefix_lse: Array, suffix_out: Array, suffix_lse: Array, is_live: Array
 ) -> tuple[Array, Array]:
-    """Both sides' tokens as one; padding without keys."""
-    out, lse = merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse)
+    """The prefix's pieces and the suffix as one; padding without keys."""
+    tokens = suffix_out.shape[0]
+    starts = range(0, prefix_out.shape[0], tokens)
+    outs = [*(prefix_out[i : i + tokens] for i in starts), suffix_out]
+    lses = [*(prefix_lse[:, i : i + tokens] for i in starts), suffix_lse]
+    out, lse = merge_parts(outs, lses)
     out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
     return out, jnp.where(is_live[None, :], lse, -jnp.inf)
 

@@ -52,7 +52,7 @@ def cascade_attend(
         cache: As in `attend`.
         metadata: From build_cascade_metadata.
         spec: As in `attend`; causal, without what depends on the distance of query and key.
-        sinks: As in `attend`; they join the prefix, once.
+        sinks: As in `attend`; they join the suffix, once.
         implementation: As in `attend`.
         return_lse: As in `attend`.
 

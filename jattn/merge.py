@@ -1,5 +1,8 @@
 """Two partial attentions over disjoint keys become one."""
 
+import functools
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -36,14 +39,23 @@ def merge_attn_states(
     tokens, q_heads, _ = prefix_out.shape
     for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
         require_shape(name, lse.shape, (q_heads, tokens), "q_heads, tokens")
-    p_lse, s_lse = (jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in (prefix_lse, suffix_lse))
-    top = jnp.maximum(p_lse, s_lse)
+    return merge_parts([prefix_out, suffix_out], [prefix_lse, suffix_lse])
+
+
+def merge_parts(
+    outs: Sequence[Float[Array, "tokens q_heads head_dim"]], lses: Sequence[Float[Array, "q_heads tokens"]]
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
+    """`merge_attn_states` of any number of parts; without keys the output is the first one's."""
+    lses = [jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in lses]
+    top = functools.reduce(jnp.maximum, lses)
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    p_weight, s_weight = jnp.exp(p_lse - finite_top), jnp.exp(s_lse - finite_top)
-    total = p_weight + s_weight
+    weights = [jnp.exp(lse - finite_top) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
     safe_total = jnp.where(total == 0, 1.0, total)
     per_token = lambda weight: (weight / safe_total).T[..., None]
     part = lambda weight, out: jnp.where(weight > 0, weight * out.astype(weight.dtype), 0.0)
-    merged = part(per_token(p_weight), prefix_out) + part(per_token(s_weight), suffix_out)
-    out = jnp.where((total == 0).T[..., None], prefix_out, merged.astype(prefix_out.dtype))
+    merged = functools.reduce(
+        jnp.add, [part(per_token(weight), out) for weight, out in zip(weights, outs, strict=True)]
+    )
+    out = jnp.where((total == 0).T[..., None], outs[0], merged.astype(outs[0].dtype))
     return out, finite_top + jnp.log(total)

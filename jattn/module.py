@@ -81,8 +81,8 @@ class PagedAttention(nnx.Module):
             rngs: For the initial parameters.
             rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys. One
                 with a true `needs_lengths` takes the lengths of the tokens' requests [tokens] behind them.
-            q_norm: Applied to queries [tokens, q_heads, head_dim] before rope.
-            k_norm: Applied to keys before rope.
+            q_norm: Of queries [tokens, q_heads, head_dim], before rope; behind it where it `follows_rope`.
+            k_norm: Applied to keys likewise.
             use_bias: Query, key and value projections have a bias.
             use_out_bias: The output projection has one.
             has_sinks: A learned sink per query head (parameter `sinks`, f32).
@@ -243,11 +243,12 @@ class PagedAttention(nnx.Module):
     def _turned(
         self, x: Array, norm: Callable[[Array], Array] | None, positions: Array, metadata: BatchMetadata
     ) -> Array:
-        x = x if norm is None else norm(x)
-        if self.rope is None:
-            return x
-        lengths = self._lengths(metadata)
-        return self.rope(x, positions) if lengths is None else self.rope(x, positions, lengths)
+        is_last = getattr(norm, "follows_rope", False)
+        x = x if norm is None or is_last else norm(x)
+        if self.rope is not None:
+            lengths = self._lengths(metadata)
+            x = self.rope(x, positions) if lengths is None else self.rope(x, positions, lengths)
+        return norm(x) if norm is not None and is_last else x
 
     def _lengths(self, metadata: BatchMetadata) -> Array | None:
         """Each token's request's, where the rope asks for them."""

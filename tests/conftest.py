@@ -1,5 +1,6 @@
 """Shapes and dtypes are checked as the code runs; promotion is strict; a warning is an error."""
 
+import gc
 import json
 import os
 import pathlib
@@ -49,6 +50,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(KERNELS):
             item.add_marker("kernels")
+
+
+def pytest_collection():
+    """What is imported and collected stays: nothing of it is looked through for garbage, now or later."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """From here on there is garbage."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,9 @@ def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
         cost = row["server_time_to_first_token_ms_p50"] - row["engine_time_to_first_token_ms_p50"]
         assert row["time_to_first_token_ms_p50_cost"] == cost
         assert row["server_loop_us_per_token"] > 0
+        share = row["http_time_to_first_token_ms_mean"]  # of the requests' own time to the first token
+        assert 0 < share < row["server_time_to_first_token_ms_mean"]
+        assert row["engine_again_time_to_first_token_ms_p50"] > 0
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["benchmarks", "serve", "--draw", str(tmp_path / "rows.jsonl")]
     monkeypatch.setattr(sys, "argv", [*command, "--plot", str(tmp_path / "rows.svg")])

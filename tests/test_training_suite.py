@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import training
+from benchmarks import training, training_tables
 
 CASE = training.Case(name="tiny", lens=(33,), heads=(2, 1, 16), per_head="sinks")
 
@@ -19,7 +19,7 @@ def rows(monkeypatch):
 @pytest.mark.kernels  # five seconds
 def test_a_row_says_what_16_bits_lose(rows):
     (row,) = rows(CASE)
-    assert 1e-4 < row["error"] <= training.TOLERANCE * row["xla_error"] < 0.03
+    assert 1e-4 < float(row["error"]) <= training.TOLERANCE * float(row["xla_error"]) < 0.03
     assert (row["us"], row["attention_us"]) == (3.0, 2.0)
 
 
@@ -67,6 +67,19 @@ def test_documents_are_padded_to_what_cudnn_takes(monkeypatch):
     assert (seen, out.shape) == ([(2, 256, 1, 8)], q.shape)
 
 
+def test_a_row_is_of_the_median_round():
+    times = [
+        {"us": us, "spread_us": [us - 1, us + 1], "kernels_us": {"varlen_prefill": us - 1, "nvjet": 1.0}}
+        for us in (7.0, 3.0, 5.0)
+    ]
+    assert training.middle(times) == {
+        "us": 5.0,
+        "spread_us": [2.0, 8.0],
+        "attention_us": 4.0,
+        "kernels_us": {"varlen_prefill": 4.0, "nvjet": 1.0},
+    }
+
+
 def test_attention_is_all_but_the_projections():
     attention = {
         "varlen_prefill_mosaic_gpu_kernel": 1.0,
@@ -83,3 +96,27 @@ def test_attention_is_all_but_the_projections():
         "gemm_fusion_dot_general_1": 512.0,
     }
     assert training.attention_us(attention | products) == sum(attention.values())
+
+
+class TestTables:
+    """What pages say of rows."""
+
+    def table(self, monkeypatch, maker, *rows):
+        monkeypatch.setattr(training_tables, "rows_of", lambda file: rows)
+        return [line.strip("| ").split(" | ") for line in maker("rows").splitlines()[4:]]
+
+    def test_a_layer_stands_beside_cudnn_and_the_plain_case(self, monkeypatch):
+        row = {
+            "gpu": "H",
+            "jax": "1",
+            "us": 400.0,
+            "attention_us": 200.0,
+            "error": "0.006",
+            "xla_error": "0.005",
+        }
+        plain = row | {"name": "plain", "cudnn_us": 440.0, "cudnn_attention_us": 250.0}
+        half = row | {"name": "half", "attention_us": 110.0, "plain_attention_us": 200.0}
+        assert self.table(monkeypatch, training_tables.training_table, plain, half) == [
+            ["plain", "400", "440", "1.10", "200", "250", "1.25", "-", "0.006", "0.005"],
+            ["half", "400", "-", "-", "110", "-", "-", "0.55", "0.006", "0.005"],
+        ]

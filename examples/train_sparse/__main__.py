@@ -51,7 +51,8 @@ def train(
 
     history: dict[str, list[float]] = {"tokens": [], "seconds": [], "bits": []}
     look = jax.jit(lambda params, text: seen_by_the_middle_layer(graph, params, text, pattern))
-    masks, seconds = [], 0.0
+    masks: list[np.ndarray] = []
+    seconds = 0.0
     for nth in range(options.steps):
         batch = jnp.asarray(windows[nth])
         progress = max(nth / options.steps, seconds / (options.seconds or np.inf))

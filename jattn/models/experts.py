@@ -16,7 +16,7 @@ from jattn.models.expert_products import run_experts
 from jattn.models.layers import ACTIVATIONS, matmul_precision
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 
-SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "one_by_one")
 SCALED = ("output", "input")
 
 
@@ -24,7 +24,8 @@ SCALED = ("output", "input")
 class Routing:
     """How a router's logits become weights of the chosen experts, in f32. Hashable: static for jit.
 
-    The chosen are those of the highest logits, whatever the scores: both orders agree.
+    The chosen are those of the highest logits, whatever the scores: both orders agree. Where a learned number
+    an expert corrects the scores, those are chosen whose sum is highest, and weighed without it.
 
     | | scores | normalizes | scaled | has_bias |
     |---|---|---|---|---|
@@ -32,13 +33,20 @@ class Routing:
     | Qwen2-MoE, Qwen3-MoE | softmax | norm_topk_prob | output | no |
     | gpt-oss | softmax_of_chosen | no | output | yes |
     | Llama 4 | sigmoid | no | input | no |
+    | GLM-4.5, dots1, MiniMax-M2 | sigmoid, corrected | yes | output | no |
+    | Phi-3.5-MoE | one_by_one | no | output | no |
+    | ERNIE 4.5 | softmax, corrected | yes | output | no |
 
     Attributes:
         scores: "softmax": over all experts, before the choice; "softmax_of_chosen": over the chosen;
-            "sigmoid": of each logit alone.
+            "sigmoid": of each logit alone; "one_by_one": the first among all that are near it, the next among
+            the rest likewise.
         normalizes: The scores of the chosen are divided by their sum.
         scaled: What a score multiplies: an expert's "output", or its "input".
         has_bias: The router has a bias.
+        is_corrected: There is a learned number an expert that counts for the choice alone.
+        factor: What the scores are multiplied by in the end.
+        margin: one_by_one: how far below the best, as a share of the larger magnitude, a logit is near it.
 
     Source: transformers' routers of these families.
     """
@@ -47,23 +55,55 @@ class Routing:
     normalizes: bool = False
     scaled: str = "output"
     has_bias: bool = False
+    is_corrected: bool = False
+    factor: float = 1.0
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         require_one_of("scores", self.scores, SCORES)
         require_one_of("scaled", self.scaled, SCALED)
+        known = ("softmax", "sigmoid") if self.is_corrected else SCORES
+        require_one_of("scores that are corrected", self.scores, known)
 
-    def choose(self, logits: Float32[Array, "tokens experts"], experts_per_token: int) -> Choices:
+    def choose(
+        self,
+        logits: Float32[Array, "tokens experts"],
+        experts_per_token: int,
+        correction: Float32[Array, " experts"] | None = None,
+    ) -> Choices:
         """The experts of each token, and what multiplies their inputs and outputs."""
-        chosen, experts = jax.lax.top_k(logits, experts_per_token)
+        if correction is None:
+            chosen, experts = jax.lax.top_k(logits, experts_per_token)
+        else:
+            of_all = jax.nn.sigmoid if self.scores == "sigmoid" else jax.nn.softmax
+            _, experts = jax.lax.top_k(of_all(logits) + correction[None, :], experts_per_token)
+            chosen = jnp.take_along_axis(logits, experts, axis=-1)
         if self.scores == "softmax":
             scores = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         elif self.scores == "softmax_of_chosen":
             scores = jax.nn.softmax(chosen, axis=-1)
+        elif self.scores == "one_by_one":
+            scores = _one_by_one(logits, chosen, experts, self.margin)
         else:
             scores = jax.nn.sigmoid(chosen)
         if self.normalizes:
             scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        scores = scores if self.factor == 1.0 else scores * self.factor
         return Choices(experts=experts, scores=scores, scales_input=self.scaled == "input")
+
+
+def _one_by_one(logits: Array, chosen: Array, experts: Array, margin: float) -> Float32[Array, "tokens k"]:
+    """The share of each of the chosen among itself and what is near it, those before it left out.
+
+    Source: transformers `phimoe.sparsemixer`, as it computes what is not trained.
+    """
+    ids, rest, scores = jnp.arange(logits.shape[1])[None, :], logits, []
+    for n in range(chosen.shape[1]):
+        best = chosen[:, n : n + 1]
+        is_near = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= margin
+        scores.append(1.0 / jnp.sum(jnp.where(is_near, jnp.exp(rest - best), 0.0), axis=1))
+        rest = jnp.where(ids == experts[:, n : n + 1], -jnp.inf, rest)
+    return jnp.stack(scores, axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,10 +170,10 @@ class ExpertLinear(nnx.Module):
 class Experts(nnx.Module):
     """A router, the experts that it chooses from, and perhaps one that all tokens share.
 
-    Parameters, with E experts: `router.kernel` [hidden, E] and `.bias` [E]; `gate_up_proj.weight`
-    [E, 2, intermediate, hidden], the gate first, and `.bias` [E, 2, intermediate]; `down_proj.weight`
-    [E, intermediate, hidden] and `.bias` [E, hidden]; `shared_expert`; `shared_expert_gate.kernel`
-    [hidden, 1]. Biases and what is shared: only where asked for, else None.
+    Parameters, with E experts: `router.kernel` [hidden, E] and `.bias` [E]; `router_correction` [E], in f32;
+    `gate_up_proj.weight` [E, 2, intermediate, hidden], the gate first, and `.bias` [E, 2, intermediate];
+    `down_proj.weight` [E, intermediate, hidden] and `.bias` [E, hidden]; `shared_expert`;
+    `shared_expert_gate.kernel` [hidden, 1]. Biases and what is shared: only where asked for, else None.
     """
 
     def __init__(
@@ -181,6 +221,8 @@ class Experts(nnx.Module):
         self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
         linear: Any = {"param_dtype": dtype, "precision": self.precision, "rngs": rngs}
         self.router = nnx.Linear(hidden_size, num_experts, use_bias=routing.has_bias, **linear)
+        correction = jnp.zeros(num_experts, jnp.float32) if routing.is_corrected else None
+        self.router_correction = None if correction is None else nnx.Param(correction)
         of_experts: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
         gate_up = (num_experts, 2, intermediate_size, hidden_size)
         self.gate_up_proj = ExpertLinear(gate_up, in_axis=3, **of_experts)
@@ -192,7 +234,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """The layer's output, in x.dtype. No token sees another: padding may hold anything, NaN too."""
-        choices = self.routing.choose(self.router_logits(x), self.experts_per_token)
+        choices = self.choices(x)
         how = How(self.activation, self.precision)
         out = run_experts(x, choices, self.weights(), how, may_take_kernel=self.may_take_kernel)
         if self.shared_expert is not None:
@@ -201,6 +243,11 @@ class Experts(nnx.Module):
                 shared = shared * jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
             out = out + shared
         return out.astype(x.dtype)
+
+    def choices(self, x: Float[Array, "tokens hidden"]) -> Choices:
+        """What the router chooses for each token."""
+        correction = None if self.router_correction is None else self.router_correction[...]
+        return self.routing.choose(self.router_logits(x), self.experts_per_token, correction)
 
     def router_logits(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens experts"]:
         """What the router says of each expert, in f32."""

@@ -145,6 +145,9 @@ LAYOUTS = {
         lambda parts, shape: parts[0].reshape(shape),
         is_whole_array=True,
     ),
+    "one_row": Layout(
+        lambda array: (array[None],), lambda parts, shape: parts[0].reshape(shape), is_whole_array=True
+    ),
     "array": Layout(lambda array: (array,), lambda parts, shape: parts[0], is_whole_array=True),
 }
 

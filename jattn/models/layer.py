@@ -146,7 +146,7 @@ def _attention(
 ) -> PagedAttention:
     norm: Callable[[int], nnx.Module | None] = lambda heads: (
         None
-        if spec.qk_norm is None or spec.qk_norm.comes_after_rope
+        if spec.qk_norm is None or not spec.qk_norm.has_weight
         else make_qk_norm(spec.qk_norm, heads, config.head_dim, dtype=dtype)
     )
     return PagedAttention(
@@ -171,7 +171,7 @@ def _attention(
 
 def _rope(spec: LayerSpec) -> Rope | NormedRope | None:
     """What is done to queries and keys by their positions; None = nothing."""
-    if spec.rope is None or spec.qk_norm is None or not spec.qk_norm.comes_after_rope:
+    if spec.rope is None or spec.qk_norm is None or spec.qk_norm.has_weight:
         return spec.rope
     return NormedRope(spec.rope, spec.qk_norm.norm.eps)
 

@@ -115,8 +115,24 @@ class AllHeadsNorm(nnx.Module):
         return self.norm(x.reshape(len(x), -1)).reshape(x.shape)
 
 
+class NormBehindRope(nnx.Module):
+    """A norm of each head that stands behind the rope (`follows_rope`), with the same weights for all."""
+
+    follows_rope = True
+
+    def __init__(self, head_dim: int, spec: NormSpec, *, dtype: DTypeLike) -> None:
+        """Makes the norm."""
+        self.norm = make_norm(spec, head_dim, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
+        """The normalised x, in x.dtype."""
+        return self.norm(x)
+
+
 def make_qk_norm(spec: QKNorm, num_heads: int, head_dim: int, *, dtype: DTypeLike) -> nnx.Module:
-    """The norm of queries or keys that a spec says, of what stands before the rope."""
+    """The norm of queries or keys that a spec says, with weights."""
+    if spec.comes_after_rope:
+        return NormBehindRope(head_dim, spec.norm, dtype=dtype)
     if spec.over == "all_heads":
         return AllHeadsNorm(num_heads, head_dim, spec.norm, dtype=dtype)
     if spec.over == "own_head":

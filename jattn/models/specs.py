@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from pallas_kernels.checks import require_one_of, require_positive, unsupported
+from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
 
 ACTIVATIONS = (
     *("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python", "quick_gelu"),
@@ -79,17 +79,22 @@ class QKNorm:
 
     Attributes:
         norm: Its kind and epsilon.
-        comes_after_rope: Llama 4's: behind the rotation, without weights. Else before it, with weights.
+        comes_after_rope: It stands behind the rotation, not before it.
+        has_weight: It has a weight; Llama 4's, behind the rotation, has none.
         over: "head": each head by itself, all with the same weights; "own_head": likewise, each with its own,
             of a LayerNorm (Cohere's); "all_heads": all as one, with a weight a number (OLMo 2's).
     """
 
     norm: NormSpec
     comes_after_rope: bool = False
+    has_weight: bool = True
     over: str = "head"
 
     def __post_init__(self) -> None:
         require_one_of("over", self.over, ("head", "own_head", "all_heads"))
+        if self.comes_after_rope or not self.has_weight:
+            require_one_of("over of a norm behind the rope", self.over, ("head",))
+            require(self.comes_after_rope, "has_weight", "be True before the rope", self.has_weight)
         if self.over == "own_head":
             require_one_of("a norm with weights by head", self.norm.kind, ("layer", "layer_no_bias"))
 

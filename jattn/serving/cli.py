@@ -9,6 +9,7 @@ from jattn.serving.commands.bench_serve import add_bench_serve
 from jattn.serving.commands.chat import add_chat
 from jattn.serving.commands.doctor import add_doctor
 from jattn.serving.commands.generate import add_generate
+from jattn.serving.commands.options import OneLineParser
 from jattn.serving.commands.serve import add_serve, with_config
 from jattn.serving.version import version_of
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    parser = argparse.ArgumentParser(prog="jattn", description="Attention and serving in JAX.")
+    parser: argparse.ArgumentParser = OneLineParser(prog="jattn", description="Attention and serving in JAX.")
     versions = [f"{name} {version_of(name)}" for name in ("jattn", "jax")]
     parser.add_argument("--version", action="version", version=", ".join(versions))
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,7 +1,6 @@
 """The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
 
 import contextlib
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,26 +10,14 @@ from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
-from jattn.parallel import num_ranks
-from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.default_params import default_params
-from jattn.serving.engine_core import EngineCore
+from jattn.serving.engine_parts import CacheOptions, DraftOptions, StepOptions, make_parts
 from jattn.serving.engine_stats import stats_of
 from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
-from jattn.serving.processes import must_follow, must_lead, processes_of
-from jattn.serving.prompts import (
-    Prompt,
-    PromptLimits,
-    Request,
-    build_request,
-    build_requests,
-    require_one_each,
-)
-from jattn.serving.runner import Runner
+from jattn.serving.processes import must_follow, must_lead
+from jattn.serving.prompts import Prompt, Request, require_one_each
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.served_model import as_served
 from jattn.serving.sizes import StepLimits
-from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.stats import EngineStats
 from jattn.serving.streaming import stream_of
 from jattn.serving.structured_outputs import Grammars
@@ -101,45 +88,34 @@ class Engine:
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
         limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, batch_invariant)
-        limits.check(skip_layers, num_blocks=num_blocks, cache_bytes=cache_bytes)
-        limits.check_features(enable_prefix_caching, speculative, cascade_attention, buckets)
-        keep_executables_in(cache_dir)
-        self.model, self._shares_prefixes = as_served(model), enable_prefix_caching
-        cache = {"dtype": cache_dtype, "quantization": quantization, "skip_layers": skip_layers}
-        drafter = as_drafter(speculative, num_speculative_tokens, self.model, limits)
-        more = {"buckets": buckets, "cascade_attention": cascade_attention, "checks_batches": check_batches}
-        self._make_parts(limits, drafter, (num_blocks, cache_bytes), cache, implementation, **more)
-
-    def _make_parts(
-        self, limits: StepLimits, drafter: Drafter, memory: Any, cache: Any, implementation: Any, **more: Any
-    ) -> None:
-        """Who schedules, drafts and runs."""
-        self._processes = processes_of(getattr(self.model, "mesh", None), drafter.model)
-        limits = limits.on_ranks(num_ranks(self.model))
-        num_blocks = limits.num_blocks_for(self.model, memory[0], memory[1], cache, drafter.model)
-        if self._processes is not None:
-            num_blocks = self._processes.agree(num_blocks, f"{limits} {cache} {implementation} {more}")
-        self.tokenizer, self.block_size = self.model.tokenizer, limits.block_size
-        self.max_model_len = limits.longest(self.model)
-        self.default_sampling_params = default_params(self.model)
-        self.scheduler = limits.scheduler(self.model, num_blocks)
-        how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": implementation}
-        self._speculation = speculation_of(drafter, self.model, limits, **how)
-        how |= {"processes": self._processes}
-        self._runner = Runner(self.model, limits, speculation=self._speculation, cache=cache, **how, **more)
-        self._core = EngineCore(self.scheduler, self._runner, self._speculation)
+        cache = CacheOptions(num_blocks, cache_bytes, cache_dtype, quantization, skip_layers)
+        drafts = DraftOptions(speculative, num_speculative_tokens)
+        steps = StepOptions(buckets, implementation, cascade_attention, check_batches)
+        parts = make_parts(model, limits, cache, drafts, steps, enable_prefix_caching, cache_dir)
+        self.model, self.scheduler, self._runner, self._core, self._intake, *_ = parts
+        self._processes, self._speculation = parts.processes, parts.speculation
+        self.tokenizer, self.default_sampling_params = self.model.tokenizer, default_params(self.model)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, of all devices together."""
+        return self._intake.limits.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context, in tokens."""
+        return self._intake.limits.max_model_len
 
     @property
     def graphs(self) -> DecodeGraphs:
         """The executables."""
         return self._runner.graphs
 
-    @functools.cached_property
+    @property
     def grammars(self) -> Grammars:
         """The forms that texts have been given, compiled for the model's vocabulary."""
-        config = self.model.config
-        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
+        return self._intake.grammars
 
     @property
     def stats(self) -> EngineStats:
@@ -220,11 +196,8 @@ class Engine:
         """
         require_type("request_id", request_id, (int, str, type(None)), "or None, for a free number")
         require(request_id not in self._open, "request_id", "be new", repr(request_id))
-        self._runner.weights.refresh()
         params = self.default_sampling_params if params is None else params
-        require_type("params", params, SamplingParams, "how many tokens is its max_tokens")
-        must_lead(self._processes)
-        request = build_request("prompt", prompt, params, **self._served())
+        request = self._intake.request(prompt, params)
         ids = self._core.admit([request])
         if request_id is None:
             request_id = next(i for i in itertools.count(ids[0]) if i not in self._open)
@@ -300,7 +273,7 @@ class Engine:
             RequestError: A prompt could not be finished; a step's own error where that failed.
         """
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
-        requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
+        requests = self._requests(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         if on_token is not None:
             require_one_each(requests, "with on_token")
         with contextlib.closing(stream_of(self._core, requests)) as tokens:
@@ -322,28 +295,20 @@ class Engine:
 
         Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
         """
-        requests = self._checked(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
+        requests = self._requests(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         require_one_each(requests, "in a stream")
         return stream_of(self._core, requests)
 
     # --------------------------------------------------------------------------------------- inside
-    def _served(self) -> dict[str, Any]:
-        """What build_request has to know of the engine."""
-        limits = PromptLimits(
-            vocab_size=self.model.config.vocab_size,
-            max_model_len=self.max_model_len,
-            capacity_tokens=self.scheduler.capacity_tokens,
-            block_size=self.block_size,
-            shares_prefixes=self._shares_prefixes,
-        )
-        how = {"tokenizer": self.tokenizer, "limits": limits, "grammars": self.grammars}
-        return {"eos_ids": frozenset(self.model.config.eos_token_ids), **how}
-
-    def _checked(
-        self, prompts: Any, sampling_params: Any, max_tokens: Any, stop_ids: Sequence[int], ignore_eos: bool
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        max_tokens: int | Sequence[int] | None,
+        stop_ids: Sequence[int],
+        ignore_eos: bool,
     ) -> list[Request]:
-        must_lead(self._processes)
-        self._runner.weights.refresh()
-        ends: dict[str, Any] = {"stop_ids": stop_ids, "ignore_eos": ignore_eos}
         sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
-        return build_requests(prompts, max_tokens, sampling_params, **ends, **self._served())
+        return self._intake.requests(
+            prompts, sampling_params, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos
+        )

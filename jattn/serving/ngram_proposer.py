@@ -21,6 +21,8 @@ class NgramProposer(Proposer):
     Source: vLLM V1 `NgramProposer`.
     """
 
+    is_lookup = True
+
     def __init__(self, *, prompt_lookup_min: int = 3, prompt_lookup_max: int = 5) -> None:
         """Holds no state of requests.
 

@@ -10,6 +10,7 @@ from jattn.serving.proposer import Proposer
 # Tokens of a step from which its matrix products take longer than reading the weights: 16-bit operations over
 # bytes a second of an H200, 990e12 / 4.8e12, and less than all of the former.
 BALANCE_TOKENS = 256
+WAKING_HITS = 3  # drafts: a first step with some takes as long as so many without (MAX_SLEEP's rows)
 OVERHEAD = 1.1  # of a step with drafts over one without: the next is not prepared while it runs
 
 
@@ -43,7 +44,7 @@ class Speculation:
             return False
         # What may follow a draft in a text of a given form, nobody has told the sampler.
         free = [one for one in generations if one.mask is None]
-        awake = [one for one in free if one.drafting.sleeps_until <= self._length(one)]
+        awake = [one for one in free if self._is_awake(one)]
         best = math.fsum(one.drafting.expected(self._most(one)) for one in awake)
         if not self._pays(len(generations), best):
             return False  # not even if all of them had as many drafts as can be
@@ -54,6 +55,27 @@ class Speculation:
             one.drafting.num_drafted = self.proposer.look(one, self._most(one))
             expected += one.drafting.expected(one.drafting.num_drafted)
         return self._pays(len(generations), expected)
+
+    def _is_awake(self, generation: Generation) -> bool:
+        """Whether to draft for a request. Of lookups that were wrong the next ones are watched, not run.
+
+        A draft stays where the model picks it, and what it picks no draft changes: the tokens that come say
+        what would have been accepted.
+
+        Source: after the ghost entries of ARC (Megiddo and Modha, 2003), which tell what a cache would have
+        hit; the sleep that grows is exponential back-off.
+        """
+        drafting = generation.drafting
+        if not (drafting.num_misses and self.proposer.is_lookup):
+            return drafting.sleeps_until <= self._length(generation)
+        hits, is_over = drafting.watched(generation.token_ids)
+        if hits >= min(WAKING_HITS, self.num_tokens):
+            drafting.wake(hits)
+            return True
+        if is_over:
+            drafting.watched_from = len(generation.token_ids)
+            self.proposer.look(generation, self.num_tokens)
+        return False
 
     def can_pay(self, num_rows: int) -> bool:
         """Whether so many rows could gain, were all drafts accepted."""

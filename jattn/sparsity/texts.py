@@ -23,8 +23,8 @@ def as_texts(
     rule = "have shape [batch, tokens, q_heads, head_dim], or no batch"
     require(q.ndim in (3, 4), "q", rule, tuple(q.shape))
     for name, array in zip(names, keys, strict=False):
-        heads = array.shape[-2] if array.ndim == q.ndim else "kv_heads"
+        q_heads, heads = q.shape[-2], array.shape[-2] if array.ndim == q.ndim else 1
         require_shape(name, array.shape, (*q.shape[:-2], heads, q.shape[-1]), "as q, of its own heads")
         rule = f"be a multiple of {name}'s ({heads})"
-        require(bool(heads) and q.shape[-2] % heads == 0, "q's heads", rule, q.shape[-2])
+        require(heads > 0 and q_heads % heads == 0, "q's heads", rule, q_heads)
     return tuple(x if x.ndim == 4 else x[None] for x in (q, *keys))

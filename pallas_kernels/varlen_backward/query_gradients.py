@@ -15,7 +15,7 @@ from pallas_kernels.varlen_backward.query_products import (
     products_of,
 )
 from pallas_kernels.varlen_backward.query_refs import QueryInputs, QuerySmem
-from pallas_kernels.varlen_backward.query_ring import KeyRing
+from pallas_kernels.varlen_backward.query_ring import KeyRing, is_wide
 from pallas_kernels.varlen_backward.query_scores import QueryScores, Stats
 from pallas_kernels.varlen_prefill.items import Worklist
 from pallas_kernels.varlen_prefill.masking import Masking
@@ -76,8 +76,7 @@ class QueryGradients:
             pl.when(nth >= 1)(lambda: queries.release(nth - 1))
 
         def work() -> tuple[Tile, ...]:
-            here = Rows(queries.query.at[buffer], self.smem.grad_out.at[self.wg, buffer])
-            return self.grads_of(rows, here, step)
+            return self.grads_of(rows, buffer, step)
 
         def rest() -> tuple[Tile, ...]:
             self.ring.skip(step, jnp.int32(0), rows.item.num)
@@ -90,22 +89,32 @@ class QueryGradients:
         if queries.num == 1:
             queries.release(nth)
 
-    def grads_of(self, rows: QueryRows, here: Rows, step: Scalar) -> tuple[Tile, ...]:
-        """All keys of rows, whose item's first are those of `step`."""
+    def here(self, rows: QueryRows, buffer: Scalar) -> Rows:
+        """Rows in shared memory.
+
+        Wide heads have more addresses for the tensor core than registers: these are made anew each step, of
+        a 0 that the compiler does not know.
+        """
+        if is_wide(self.spec):
+            buffer = buffer + lax.shift_right_logical(rows.item["seq_len"], jnp.int32(31))
+        return Rows(self.queries.query.at[buffer], self.smem.grad_out.at[self.wg, buffer])
+
+    def grads_of(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
+        """All keys of rows, which are in a buffer, and whose item's first are those of `step`."""
         begin, low_edge, high_edge, end = rows.share()
         stats = self.scores.stats_of(rows)
         if self.spec.has_window:
             self.ring.skip(step, jnp.int32(0), begin)
         first = rows.first_tile(begin)
         await_first = lambda: self.clear.await_first(first, step + begin)
-        state = self.products.start(here, step + begin, self.work(first, stats, await_first))
+        state = self.products.start(self.here(rows, buffer), step + begin, self.work(first, stats, await_first))
 
         def take(edges: Edges) -> Callable[[Scalar, State], State]:
             def take(i: Scalar, state: State) -> State:
                 tile = rows.tile(i, edges)
                 full = self.ring.keys.full.at[self.ring.stage(step + i)]
                 work = self.work(tile, stats, lambda: plgpu.barrier_wait(full))
-                return self.products.take(here, step + i, work, state)
+                return self.products.take(self.here(rows, buffer), step + i, work, state)
 
             return take
 

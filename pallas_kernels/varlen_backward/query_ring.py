@@ -11,6 +11,11 @@ from pallas_kernels.varlen_prefill.refs import Pipeline, Smem
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 
 
+def is_wide(spec: PrefillSpec) -> bool:
+    """Heads of 192 and 256."""
+    return spec.shape.cut.padded_dim > 128
+
+
 def value_stages(spec: PrefillSpec) -> int:
     """Tiles of values in shared memory: one beside two of keys where heads are of 256.
 

@@ -2,24 +2,23 @@
 
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
 
 def grads_of_request(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    grad_out: jax.Array,
-    grad_lse: jax.Array | None = None,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    grad_out: np.ndarray,
+    grad_lse: np.ndarray | None = None,
     *,
     scale: float,
-    sees: jax.Array,
+    sees: np.ndarray,
     soft_cap: float | None = None,
-    bias: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    rounded: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    bias: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    rounded: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of one request's queries, keys and values, in the precision of its arrays.
 
     Args:
@@ -38,28 +37,26 @@ def grads_of_request(
     """
     keys, kv_heads, _ = key.shape
     group = query.shape[1] // kv_heads
-    k, v = (jnp.repeat(x, group, axis=1) for x in (key, value))
-    scores = jnp.einsum("qhd,khd->hqk", query, k, precision="highest") * scale
-    slope = jnp.full_like(scores, scale)
+    q, grad = (x.swapaxes(0, 1) for x in (query, grad_out))
+    k, v = (np.repeat(x.swapaxes(0, 1), group, axis=0) for x in (key, value))
+    transposed = lambda x: x.swapaxes(1, 2)
+    scores = q @ transposed(k) * scale
+    slope = np.full_like(scores, scale)
     if soft_cap is not None:
-        bent = jnp.tanh(scores / soft_cap)
+        bent = np.tanh(scores / soft_cap)
         scores, slope = bent * soft_cap, (1 - bent * bent) * scale
-    scores = scores if bias is None else scores + bias
-    scores = jnp.where(sees, scores, -jnp.inf)
-    columns = scores if sinks is None else jnp.pad(scores, ((0, 0), (0, 0), (0, 1)))
+    scores = np.where(sees, scores if bias is None else scores + bias, -np.inf)
+    columns = scores
     if sinks is not None:
-        columns = columns.at[:, :, keys].set(sinks[:, None])
-    top = jnp.max(columns, axis=2, keepdims=True, initial=jnp.finfo(scores.dtype).min)
-    total = jnp.exp(columns - top).sum(axis=2, keepdims=True)
-    p = jnp.exp(scores - top) / jnp.where(total == 0, 1, total)
-    grad_p = jnp.einsum("qhd,khd->hqk", grad_out, v, precision="highest")
-    out = rounded(jnp.einsum("hqk,khd->qhd", p, v, precision="highest"))
-    expected = (out * grad_out).sum(axis=2).T[:, :, None]
+        columns = np.pad(scores, ((0, 0), (0, 0), (0, 1)))
+        columns[:, :, keys] = sinks[:, None]
+    top = np.max(columns, axis=2, keepdims=True, initial=np.finfo(scores.dtype).min)
+    total = np.exp(columns - top).sum(axis=2, keepdims=True)
+    p = np.exp(scores - top) / np.where(total == 0, 1, total)
+    expected = (rounded(p @ v) * grad).sum(axis=2, keepdims=True)
     if grad_lse is not None:
         expected = expected - grad_lse[:, :, None]
-    grad_s = rounded(p * (grad_p - expected) * slope)
-    grad_q = jnp.einsum("hqk,khd->qhd", grad_s, k, precision="highest")
-    grad_k = jnp.einsum("hqk,qhd->khd", grad_s, query, precision="highest")
-    grad_v = jnp.einsum("hqk,qhd->khd", rounded(p), grad_out, precision="highest")
-    of_kv_heads = lambda x: x.reshape(*key.shape[:2], group, key.shape[2]).sum(axis=2)
-    return grad_q, of_kv_heads(grad_k), of_kv_heads(grad_v)
+    grad_s = rounded(p * (grad @ transposed(v) - expected) * slope)
+    of_kv_heads = lambda x: x.reshape(kv_heads, group, *x.shape[1:]).sum(axis=1)
+    grad_k, grad_v = of_kv_heads(transposed(grad_s) @ q), of_kv_heads(transposed(rounded(p)) @ grad)
+    return (grad_s @ k).swapaxes(0, 1), grad_k.swapaxes(0, 1), grad_v.swapaxes(0, 1)

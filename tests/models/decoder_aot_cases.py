@@ -17,7 +17,7 @@ BUCKETS = {
     "decode": Bucket(max_decodes=8, max_prefills=0, max_prefill_tokens=0, max_blocks=64),
     "mixed": Bucket(max_decodes=8, max_prefills=4, max_prefill_tokens=256, max_blocks=64),
 }
-NUM_LAYERS = (4, 12)
+NUM_LAYERS = (2, 6)
 BLOCK_SIZE = 16
 
 

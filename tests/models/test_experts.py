@@ -275,7 +275,10 @@ def test_impossible_sizes_are_refused(change, error, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": "tanh"}, "scores must be one of 'softmax', 'softmax_of_chosen', 'sigmoid', got 'tanh'"),
+        (
+            {"scores": "tanh"},
+            "scores must be one of 'softmax', 'softmax_of_chosen', 'sigmoid', 'one_by_one', got 'tanh'",
+        ),
         ({"scaled": "both"}, "scaled must be one of 'output', 'input', got 'both'"),
     ],
 )
@@ -289,13 +292,42 @@ def test_a_limit_of_swiglu_is_positive():
         ClampedSwiGLU(limit=0.0)
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_a_correction_counts_for_the_choice_alone(scores):
+    routing = Routing(scores=scores, normalizes=True, is_corrected=True, factor=1.5)
+    logits = np.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 2.9]])
+    correction = np.float32([0.9, 0.0, 0.0, 0.0])
+    plain = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    of_all = plain if scores == "softmax" else 1 / (1 + np.exp(-logits))
+    choices = routing.choose(jnp.asarray(logits), 2, jnp.asarray(correction))
+    np.testing.assert_array_equal(choices.experts, [[0, 1], [0, 3]])  # by logits the first would have 1 and 2
+    chosen = np.take_along_axis(of_all, np.asarray(choices.experts), axis=1)
+    np.testing.assert_allclose(choices.scores, 1.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
+
+
+def test_experts_weighed_one_by_one():
+    routing = Routing(scores="one_by_one", margin=0.4)
+    logits = np.float32([[2.0, 1.5, 1.3, -3.0]])
+    choices = routing.choose(jnp.asarray(logits), 2)
+    np.testing.assert_array_equal(choices.experts, [[0, 1]])
+    share = lambda *near: np.exp(near[0]) / np.exp(near).sum()  # beside 2.0: 1.5 and 1.3
+    np.testing.assert_allclose(choices.scores, [[share(2.0, 1.5, 1.3), share(1.5, 1.3)]], rtol=1e-6)
+    alone = Routing(scores="one_by_one", margin=0.1).choose(jnp.asarray(logits), 2)
+    np.testing.assert_allclose(alone.scores, [[1.0, 1.0]], rtol=1e-6)
+
+
+def test_scores_of_the_chosen_cannot_be_corrected():
+    with pytest.raises(ValueError, match=r"scores that are corrected must be .* got 'softmax_of_chosen'"):
+        Routing(scores="softmax_of_chosen", is_corrected=True)
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
 def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 64)
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 64)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(90, dtype=jnp.bfloat16)
-    choices = layer.routing.choose(layer.router_logits(x), layer.experts_per_token)
+    choices = layer.choices(x)
     weights, how = layer.weights(), How(layer.activation, layer.precision)
     out = tiles_by_kernel(x, choices, weights, how, interpret=plgpu.InterpretGPUParams())
     wide = Weights(*(None if array is None else array.astype(jnp.float32) for array in weights))

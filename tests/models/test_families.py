@@ -106,6 +106,12 @@ REFUSED = {
         "model_type": "qwen3_next",
         "architectures": ["Qwen3NextForCausalLM"],
     },
+    r"\['T5ForConditionalGeneration'\]: layers attend to what another model has read": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+    },
+    "architecture bert: it is no decoder": {"model_type": "bert"},
+    "architecture gemma3n: layers share keys and values": {"model_type": "gemma3n"},
     "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},

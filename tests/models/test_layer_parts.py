@@ -42,6 +42,15 @@ def test_weights_by_head_are_a_layer_norm_s():
         QKNorm(norm=NormSpec("rms", 1e-5), over="heads")
 
 
+def test_a_norm_behind_the_rope_is_of_each_head():
+    behind = QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True)
+    assert make_qk_norm(behind, 4, 6, dtype=jnp.float32).follows_rope
+    with pytest.raises(ValueError, match=r"over of a norm behind the rope must be .* got 'all_heads'"):
+        QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True, over="all_heads")
+    with pytest.raises(ValueError, match=r"has_weight must be True before the rope, got False"):
+        QKNorm(norm=NormSpec("rms", 1e-5), has_weight=False)
+
+
 def test_layer_norms_with_an_offset_and_without_weights():
     x = jnp.asarray(X[0])
     offset = make_norm(NormSpec("layer_offset", 1e-5), 6, dtype=jnp.float32)

@@ -194,6 +194,22 @@ def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, wrapper
         load(tmp_path, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "family", "theta"), [("qwen2_vl", "qwen2", 1e6), ("qwen3_vl", "qwen3", 5e5)]
+)
+def test_sections_of_images_turn_text_as_ever(model_type, family, theta):
+    plain = {key: value for key, value in hf_of(family).items() if key != "rope_parameters"}
+    want = DecoderConfig.from_hf(plain | {"rope_theta": theta})
+    sections = {"type": "mrope", "rope_type": "mrope", "mrope_section": [2, 3, 3]}
+    text = {**plain, "model_type": f"{model_type}_text"}
+    for rope in ({"rope_scaling": sections}, {"rope_parameters": {**sections, "mrope_interleaved": True}}):
+        nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
+        assert (nested.model_type, nested.layers) == (family, want.layers)
+        flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
+        flat["architectures"] = [architecture for name, architecture in WRAPPERS if name == model_type]
+        assert DecoderConfig.from_hf(flat).layers == want.layers
+
+
 @pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_a_checkpoint_of_the_body_alone_lacks_the_prefix(tmp_path, name):
     folder = GOLDEN / "hf" / name

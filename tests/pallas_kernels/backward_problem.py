@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -129,17 +128,16 @@ class BackwardProblem:
         for name, x in named.items():
             self.arrays[name][mine if name in ("key", "value") else tokens] = x
         self.lse[:, tokens], self.grad_lse[:, tokens] = lse, grad_lse
-        in_64 = lambda x: None if x is None else jnp.asarray(x, jnp.float64)
-        round_to = lambda x: x.astype(dtype).astype(jnp.float64)
-        with jax.enable_x64(True):
-            arrays = [in_64(x) for x in (q, k, v, grad, grad_lse if setting.has_grad_lse else None)]
-            options = {"scale": score.scale, "soft_cap": score.soft_cap, "sees": jnp.asarray(sees)}
-            options |= {"bias": in_64(bias), "sinks": in_64(self.sinks)}
-            exact = reference.grads_of_request(*arrays, **options)
-            rounded = reference.grads_of_request(*arrays, **options, rounded=round_to)
-            for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
-                here = tokens if name == "query" else mine
-                self.want[name][here], self.in_16_bits[name][here] = x, round_to(y)
+        in_64 = lambda x: None if x is None else np.asarray(x, np.float64)
+        round_to = lambda x: x.astype(dtype).astype(np.float64)
+        arrays = [in_64(x) for x in (q, k, v, grad, grad_lse if setting.has_grad_lse else None)]
+        options = {"scale": score.scale, "soft_cap": score.soft_cap, "sees": sees}
+        options |= {"bias": in_64(bias), "sinks": in_64(self.sinks)}
+        exact = reference.grads_of_request(*arrays, **options)
+        rounded = reference.grads_of_request(*arrays, **options, rounded=round_to)
+        for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
+            here = tokens if name == "query" else mine
+            self.want[name][here], self.in_16_bits[name][here] = x, round_to(y)
 
 
 def sees_of(score, position, keys):

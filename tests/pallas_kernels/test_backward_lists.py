@@ -162,7 +162,7 @@ class TestAheadOfTime:
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.mark.parametrize("name", MASKS)
-    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("head_dim", [64, 96, 128])
     def test_equals_float64(self, name, head_dim):
         problem = problem_of(name, head_dim=head_dim, lens=(150, 0, 3, 270))
         problem.check(grads_of(problem))

@@ -171,8 +171,9 @@ class TestReference:
             return jnp.einsum("hqk,khd->qhd", p, jnp.repeat(v, 2, 1), precision="highest"), lse
 
         want = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
-        options = {"scale": 0.3, "sees": sees, "soft_cap": soft_cap, "bias": bias, "sinks": sinks}
-        got = reference.grads_of_request(q, k, v, grad_out, grad_lse, **options)
+        options = {"sees": sees, "bias": bias, "sinks": sinks}
+        arrays, options = jax.tree.map(np.asarray, ((q, k, v, grad_out, grad_lse), options))
+        got = reference.grads_of_request(*arrays, scale=0.3, soft_cap=soft_cap, **options)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 

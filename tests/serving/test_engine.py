@@ -296,7 +296,7 @@ class TestSteps:
         num_samplers = next_tokens._cache_size()
         engine.generate([[3, 1, 4], [1] * 33], max_tokens=8)
         assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
-        for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}):
+        for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"min_p": 0.1}):
             params = [SamplingParams(temperature=0.7, **hot), SamplingParams()]
             engine.generate([[3, 1, 4], [5]], max_tokens=3, sampling_params=params)
         assert next_tokens._cache_size() == num_samplers

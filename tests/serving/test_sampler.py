@@ -218,14 +218,17 @@ def test_other_values_trace_again_only_where_rows_need_more_of_the_sampler():
 
     @jax.jit
     def counted(logits, params, num_generated):
-        traces.append((params.draws, params.cuts))
+        traces.append((params.draws, params.floors, params.cuts))
         return sample(logits, params, num_generated)
 
     greedy = [SamplingParams(), SamplingParams(top_k=3, top_p=0.5)]
     logits, counts = jnp.zeros((2, VOCAB)), jnp.zeros(2, jnp.int32)
-    for one in (*greedy, DRAWN, dataclasses.replace(DRAWN, temperature=2.0, seed=1), *CUT):
+    drawn = [dataclasses.replace(DRAWN, min_p=0.0, temperature=value) for value in (1.0, 2.0)]
+    floors = (dataclasses.replace(DRAWN, min_p=value) for value in (0.1, 0.2))
+    for one in (*greedy, *drawn, *floors, *CUT, dataclasses.replace(CUT[0], min_p=0.1)):
         counted(logits, build_sampling_metadata([one, SamplingParams()]), counts)
-    assert traces == [(False, False), (True, False), (True, True)]
+    off, on = False, True
+    assert traces == [(off, off, off), (on, off, off), (on, on, off), (on, on, on)]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,14 @@ def test_what_is_compiled_does_what_its_rows_need_and_never_asks_the_data_for_a_
     assert " conditional(" not in compiled
     assert bool(re.search(r"\bsort\(", compiled)) == sorts
     assert ("threefry" in compiled) == draws
+
+
+@pytest.mark.parametrize(("min_p", "passes"), [(0.0, 1), (0.1, 2)])
+def test_logits_are_read_once_more_only_where_somebody_has_a_min_p(min_p, passes):
+    """Each pass ends in a reduction over the vocabulary; the last one picks the token."""
+    rows = build_sampling_metadata([dataclasses.replace(DRAWN, min_p=min_p), SamplingParams(min_p=0.5)])
+    lowered = sample_jit.lower(jnp.zeros((2, VOCAB)), rows, jnp.zeros(2, jnp.int32)).as_text()
+    assert len(re.findall(r"stablehlo\.reduce\(", lowered)) == passes
 
 
 def test_a_row_draws_the_same_bits_whatever_the_others_need():

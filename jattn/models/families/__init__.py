@@ -5,7 +5,9 @@ from jattn.models.families.bloom import BLOOM
 from jattn.models.families.cohere import COHERE
 from jattn.models.families.cohere2 import COHERE2
 from jattn.models.families.cwm import CWM
+from jattn.models.families.dots1 import DOTS1
 from jattn.models.families.ernie4_5 import ERNIE4_5
+from jattn.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from jattn.models.families.exaone4 import EXAONE4
 from jattn.models.families.falcon import FALCON
 from jattn.models.families.family import Family, Keys
@@ -13,6 +15,7 @@ from jattn.models.families.gemma import GEMMA
 from jattn.models.families.gemma2 import GEMMA2
 from jattn.models.families.gemma3 import GEMMA3
 from jattn.models.families.glm4 import GLM, GLM4
+from jattn.models.families.glm4_moe import GLM4_MOE
 from jattn.models.families.gpt2 import GPT2
 from jattn.models.families.gpt_bigcode import GPT_BIGCODE
 from jattn.models.families.gpt_neo import GPT_NEO
@@ -22,9 +25,11 @@ from jattn.models.families.gptj import GPTJ
 from jattn.models.families.granite import GRANITE
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
+from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
+from jattn.models.families.minimax_m2 import MINIMAX_M2
 from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
 from jattn.models.families.mistral import MISTRAL
 from jattn.models.families.mixtral import MIXTRAL
@@ -39,6 +44,7 @@ from jattn.models.families.persimmon import PERSIMMON
 from jattn.models.families.phi import PHI
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.phi3small import PHI3SMALL
+from jattn.models.families.phimoe import PHIMOE
 from jattn.models.families.qwen2 import QWEN2
 from jattn.models.families.qwen2_moe import QWEN2_MOE
 from jattn.models.families.qwen3 import QWEN3
@@ -92,6 +98,12 @@ FAMILIES = {
         SMOLLM3,
         STABLELM,
         STARCODER2,
+        HUNYUAN_V1_DENSE,
+        PHIMOE,
+        DOTS1,
+        ERNIE4_5_MOE,
+        GLM4_MOE,
+        MINIMAX_M2,
         ARCEE,
         CWM,
         ERNIE4_5,
@@ -108,12 +120,21 @@ FAMILIES = {
 
 _LATENT = "keys and values are latent, and no cache here holds those"
 _STATES = "layers have states of their own"
-# Decoders of another kind than this one, and why.
-ELSEWHERE = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT),
-    **dict.fromkeys(("qwen3_next", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba"), _STATES),
-    **dict.fromkeys(("bamba", "recurrent_gemma", "lfm2", "nemotron_h", "zamba2", "rwkv"), _STATES),
+_CROSS = "layers attend to what another model has read"
+_BOTH = "it is no decoder: tokens see those behind them"
+_WHY = {
+    _LATENT: """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 minicpm3 glm4_moe_lite
+        glm_moe_dsa longcat_flash youtu mistral4 axk1""",
+    _STATES: """qwen3_next qwen3_5 qwen3_5_moe mamba mamba2 falcon_mamba falcon_h1 jamba bamba recurrent_gemma
+        lfm2 lfm2_moe nemotron_h zamba zamba2 rwkv xlstm minimax kimi_linear olmo_hybrid bailing_hybrid
+        granite4_vision""",
+    _CROSS: """t5 mt5 umt5 t5gemma bart mbart pegasus marian whisper blenderbot m2m_100 nllb_moe prophetnet
+        encoder_decoder vision_encoder_decoder mllama moshi""",
+    _BOTH: "bert roberta xlm_roberta distilbert electra deberta deberta_v2 modernbert nomic_bert eurobert",
+    "layers share keys and values, and have embeddings of their own": "gemma3n gemma3n_text gemma4",
 }
+# Other models, and why none of them is here.
+ELSEWHERE = {name: why for why, names in _WHY.items() for name in names.split()}
 
 __all__ = ["FAMILIES", "Family", "Keys", "family_of", "filled", "normalised", "text_part", "token_ids"]
 

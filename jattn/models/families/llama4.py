@@ -24,7 +24,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     has_rope, has_bias = is_rotated(keys, layer), bool(keys["attention_bias"])
     kind = layer_type(keys, layer, CHUNKED if has_rope else FULL, (CHUNKED, FULL))
     tuned = Temperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
-    normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True)
+    normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True, has_weight=False)
     return LayerSpec(
         attention=attention(keys, chunk_size=keys["attention_chunk_size"] if kind == CHUNKED else None),
         rope=rope(keys, interleaved=True) if has_rope else None,

@@ -15,7 +15,21 @@ WRAPPERS = {
     ("llava_next", "LlavaNextForConditionalGeneration"): "llama",
     ("internvl", "InternVLForConditionalGeneration"): "qwen2",
     ("aya_vision", "AyaVisionForConditionalGeneration"): "cohere2",
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): "qwen2",
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): "qwen2",
+    ("qwen3_vl", "Qwen3VLForConditionalGeneration"): "qwen3",
 }
+# Names that a text part has for itself -> its family's, and what silence means where that is something else.
+_TEXT_TYPES: Mapping[str, Keys] = {
+    "qwen2_vl_text": {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen2_5_vl_text": {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen3_vl_text": {"model_type": "qwen3", "rope_theta": 500000.0},
+}
+# What an older config.json, whose text part is the whole but for these, says of the rest.
+_OF_THE_REST = (
+    *("vision_config", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
+    *("image_token_id", "video_token_id"),
+)
 # What the whole may say for its text part.
 _OF_THE_WHOLE = (
     "dtype",
@@ -31,7 +45,7 @@ _RENAMED = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_PASSED_OVER = ("vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
+_PASSED_OVER = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
 PASSED_OVER = (*_PASSED_OVER, *(f"model.{name}" for name in _PASSED_OVER))
 
 
@@ -51,12 +65,29 @@ def text_part(hf: Keys) -> Keys:
         return hf
     text = hf.get("text_config") or {}
     require(isinstance(text, Mapping), "text_config", "be an object", repr(text))
+    own = f"{hf.get('model_type')}_text"
+    if not text and own in _TEXT_TYPES:
+        text = {key: value for key, value in hf.items() if key not in _OF_THE_REST} | {"model_type": own}
     outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
     told = {key: value for key, value in text.items() if value is not None or key not in outer}
     told.pop("architectures", None)  # perhaps of the body alone
     if outer.get("tie_word_embeddings"):
         told["tie_word_embeddings"] = True  # the whole has the output projection, and ties it
-    return {**outer, "model_type": text_type, **told}
+    return _by_its_family({**outer, "model_type": text_type, **told})
+
+
+def _by_its_family(text: Keys) -> Keys:
+    """A text part by its family's name, its rope as text alone turns: the sections of images turn alike."""
+    if text["model_type"] not in _TEXT_TYPES:
+        return text
+    keys = {**_TEXT_TYPES[text["model_type"]], **text}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = keys.get(key)
+        if isinstance(given, Mapping):
+            kinds = {name: "default" for name in ("type", "rope_type") if given.get(name) == "mrope"}
+            turned = {name: value for name, value in given.items() if not name.startswith("mrope_")}
+            keys[key] = turned | kinds
+    return keys | {"model_type": _TEXT_TYPES[text["model_type"]]["model_type"]}
 
 
 def text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:

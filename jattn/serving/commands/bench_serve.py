@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jattn.serving.commands.events import address, events
-from pallas_kernels.checks import require_positive
+from jattn.serving.commands.events import ServerError, address, events
+from pallas_kernels.checks import require, require_positive
 
 TIMES = ("time_to_first_token", "inter_token_latency", "end_to_end")
 PERCENTILES = (50, 90, 99)
@@ -63,6 +63,7 @@ def bench_serve(args: argparse.Namespace) -> None:
     sizes = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
     require_positive(**sizes, vocab_size=args.vocab_size, request_rate=min(args.request_rate))
     address(args.url)
+    _require_writable(args.json, args.plot)
     rows = []
     for rate in args.request_rate:
         prompts = drawn_prompts(args.num_prompts, args.input_len, args.vocab_size, random.Random(args.seed))
@@ -75,6 +76,24 @@ def bench_serve(args: argparse.Namespace) -> None:
         pathlib.Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot is not None:
         draw(rows, args.plot)
+    if not any(row["num_ok"] for row in rows):
+        raise ServerError("no request was answered.")
+
+
+def _require_writable(json_file: str | None, plot: str | None) -> None:
+    """Finds out before a long run what could not be written behind it.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: No picture ends as the plot does.
+        ImportError: There is nothing to draw it with.
+    """
+    if plot is not None:
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+        kinds = sorted(pyplot.Figure().canvas.get_supported_filetypes())
+        require(pathlib.Path(plot).suffix[1:].lower() in kinds, "plot", f"end as one of {kinds}", plot)
+    for file in filter(None, (json_file, plot)):
+        pathlib.Path(file).open("a").close()
 
 
 def drawn_prompts(count: int, length: int, vocab_size: int, draw: random.Random) -> list[list[int]]:
@@ -136,8 +155,9 @@ def summary(samples: Sequence[Sample], rate: float, seconds: float) -> dict[str,
     row |= {"num_ok": len(good), "num_failed": len(samples) - len(good), "num_tokens": num_tokens}
     row["tokens_per_second"] = num_tokens / seconds
     for name, values in times.items():
-        told = np.percentile(values, PERCENTILES) * 1e3 if values else [float("nan")] * len(PERCENTILES)
-        row[f"{name}_ms"] = {f"p{p}": float(value) for p, value in zip(PERCENTILES, told, strict=True)}
+        told = (np.percentile(values, PERCENTILES) * 1e3).tolist() if values else [None] * len(PERCENTILES)
+        row[f"{name}_ms"] = {f"p{p}": value for p, value in zip(PERCENTILES, told, strict=True)}
+        row[f"{name}_ms"]["mean"] = float(np.mean(values)) * 1e3 if values else None
     return row
 
 
@@ -151,9 +171,13 @@ HEADER = (
 def as_line(row: dict[str, Any]) -> str:
     """A run as a row of the table."""
     counts = f"{row['request_rate']:>10g} {row['num_ok']:>6} {row['num_failed']:>6}"
-    times = [value for name in TIMES for value in row[f"{name}_ms"].values()]
-    line = f"{counts} {row['tokens_per_second']:>9.1f}  " + " ".join(f"{value:>7.1f}" for value in times)
+    times = [row[f"{name}_ms"][f"p{p}"] for name in TIMES for p in PERCENTILES]
+    line = f"{counts} {row['tokens_per_second']:>9.1f}  " + " ".join(_cell(value) for value in times)
     return "\n".join([line, *(f"  {error}" for error in row["errors"])])
+
+
+def _cell(value: float | None) -> str:
+    return f"{'-' if value is None else f'{value:.1f}':>7}"
 
 
 def draw(rows: Sequence[dict[str, Any]], file: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jattn.models import load
-from jattn.serving.commands.events import events
+from jattn.serving.commands.events import address, events
 from jattn.serving.commands.options import (
     add_engine_options,
     add_sampling_options,
@@ -68,6 +68,7 @@ def _next_line() -> str | None:
 def _of_folder(args: argparse.Namespace) -> Speaker:
     templates: Any = importlib.import_module("jattn.serving.server.chat_template")
     folder, file = pathlib.Path(args.model), args.chat_template and pathlib.Path(args.chat_template)
+    require(folder.is_dir(), "model", "be a folder", args.model)
     template = templates.load_chat_template(folder, file)
     has_one = template is not None
     require(has_one, "model", "have a chat template (or give --chat-template FILE)", args.model)
@@ -86,6 +87,7 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
 
 
 def _of_server(args: argparse.Namespace) -> Speaker:
+    address(args.url)
     others = {"max_tokens": args.max_tokens, "model": args.model}
     asked = asked_for(args) | {name: value for name, value in others.items() if value is not None}
 

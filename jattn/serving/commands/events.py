@@ -21,8 +21,12 @@ def address(url: str) -> urllib.parse.SplitResult:
     Raises:
         ValueError: It is none.
     """
-    parts = urllib.parse.urlsplit(url)
-    require(parts.scheme in ("http", "https") and bool(parts.hostname), "url", "be http://HOST:PORT", url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        is_one = False
+    require(is_one, "url", "be http://HOST:PORT", url)
     return parts
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.choice import IMPLEMENTATIONS
@@ -20,6 +20,14 @@ ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
     *("speculative", "num_speculative_tokens", "cascade_attention", "batch_invariant"),
 )
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without all the options there are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help.\n")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

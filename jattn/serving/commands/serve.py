@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jattn.models import load
-from jattn.serving.commands.options import add_engine_options, make_engine
+from jattn.serving.commands.options import OneLineParser, add_engine_options, make_engine
 from pallas_kernels.checks import require
 
 OPTIONS = (
@@ -90,19 +90,34 @@ def with_config(argv: Sequence[str]) -> list[str]:
     """
     if not argv or argv[0] != "serve":
         return list(argv)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = OneLineParser(prog="jattn serve", add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     found, _ = finder.parse_known_args(list(argv))
     if found.config is None:
         return list(argv)
-    yaml = importlib.import_module("yaml")
-    values = yaml.safe_load(pathlib.Path(found.config).read_text())
+    values = _read(pathlib.Path(found.config))
     require(isinstance(values, dict), "config", "hold options by their names", repr(values))
-    return [
-        argv[0],
-        *(word for name, value in values.items() for word in _words(str(name), value)),
-        *argv[1:],
-    ]
+    words = [word for name, value in values.items() for word in _words(str(name), value)]
+    known: argparse.ArgumentParser = OneLineParser(prog="jattn")
+    add_serve(known.add_subparsers())
+    _, unknown = known.parse_known_args(["serve", "--model=", *words])
+    unknown += [word for word in words if word.startswith("--config=")]
+    require(not unknown, "config", "hold options of jattn serve", unknown)
+    return [argv[0], *words, *argv[1:]]
+
+
+def _read(file: pathlib.Path) -> Any:
+    """What a YAML file holds."""
+    yaml = importlib.import_module("yaml")
+    try:
+        return yaml.safe_load(file.read_text())
+    except UnicodeDecodeError as error:
+        told = str(error)
+    except yaml.MarkedYAMLError as error:
+        told = f"{error.problem}, in line {error.problem_mark.line + 1}"
+    except yaml.YAMLError as error:
+        told = " ".join(str(error).split())
+    require(False, "config", "be YAML", told)
 
 
 def _words(name: str, value: Any) -> list[str]:

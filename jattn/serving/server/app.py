@@ -151,7 +151,9 @@ async def description(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     service: Service = request.app.state.service
-    page = exposition(service.model_name, service.engine.stats, service.counts, service.num_waiting())
+    engine = service.engine.engine
+    cache = {"block_size": engine.block_size, "num_gpu_blocks": service.engine.stats.num_blocks}
+    page = exposition(service.model_name, service.engine.stats, service.counts, service.num_waiting(), cache)
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -165,6 +167,7 @@ ROUTES = [
     _post("/tokenize", tokenize),
     _post("/detokenize", detokenize),
     Route("/v1/models", _quiet(models)),
+    Route("/v1/models/", _quiet(models)),
     Route("/v1/models/{name:path}", _quiet(model)),
     Route("/health", health),
     Route("/ping", health, methods=["GET", "POST"]),

@@ -26,7 +26,8 @@ from pallas_kernels.checks import require
 OFF: dict[str, tuple[Any, ...]] = {
     **{"modalities": (["text"],), "echo": (False,), "include_reasoning": (True,)},
     **dict.fromkeys(("audio", "prediction", "web_search_options", "functions", "function_call"), ()),
-    **dict.fromkeys(("verbosity", "mm_processor_kwargs", "chat_template"), ()),
+    **dict.fromkeys(("moderation", "mm_processor_kwargs", "chat_template"), ()),
+    "verbosity": ("medium",),
 }
 
 
@@ -156,7 +157,7 @@ def num_logprobs(body: ChatCompletionBody) -> int | None:
     Raises:
         ValueError: They are wanted, and log-probabilities are not; or too many are.
     """
-    if body.top_logprobs is not None:
+    if body.top_logprobs:
         require(bool(body.logprobs), "top_logprobs", "come with logprobs=true", body.top_logprobs)
         is_known = 0 <= body.top_logprobs <= MAX_LOGPROBS
         require(is_known, "top_logprobs", f"be in [0, {MAX_LOGPROBS}]", body.top_logprobs)

@@ -46,7 +46,7 @@ def _variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if body.tools is not None and not (isinstance(body, ChatCompletionBody) and body.tool_choice == "none"):
         own["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    asked = {"documents": body.documents, "reasoning_effort": getattr(body, "reasoning_effort", None)}
+    asked = {"documents": body.documents or None, "reasoning_effort": getattr(body, "reasoning_effort", None)}
     for name, value in asked.items():
         if value is not None:
             assert service.chat_template is not None

@@ -1,9 +1,9 @@
 """`GET /metrics`: the engine's counts under vLLM's names, as Prometheus reads them."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -12,6 +12,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.stats import EngineStats, Histogram
 
 # vLLM's buckets of vllm:e2e_request_latency_seconds and vllm:request_prompt_tokens.
@@ -19,6 +20,7 @@ E2E_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)  # of vllm:request_params_n
 TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
 ENGINE_GAUGES = {
     "num_requests_running": ("Completions that have cache blocks.", lambda now: now.num_running),
@@ -48,25 +50,40 @@ class Counts:
         self.reasons: collections.Counter[str] = collections.Counter({"stop": 0, "length": 0, "abort": 0})
         self.num_prompt_tokens = 0
         self.seconds, self.prompt_tokens = Histogram(E2E_SECONDS), Histogram(TOKENS)
-        self.generation_tokens = Histogram(TOKENS)
+        self.generation_tokens, self.max_tokens = Histogram(TOKENS), Histogram(TOKENS)
+        self.decode_seconds, self.num_completions = Histogram(E2E_SECONDS), Histogram(COMPLETIONS)
 
     def finished(self, reason: str) -> None:
         """A completion has ended."""
         self.reasons[reason] += 1
 
-    def served(self, num_prompt_tokens: int, num_generated: int, seconds: float) -> None:
+    def served(self, params: SamplingParams, num_prompt_tokens: int, num_generated: int) -> None:
         """A prompt has all its completions."""
         self.num_prompt_tokens += num_prompt_tokens
-        self.seconds.add(seconds)
         self.prompt_tokens.add(float(num_prompt_tokens))
         self.generation_tokens.add(float(num_generated))
+        if params.max_tokens is not None:
+            self.max_tokens.add(float(params.max_tokens))
+        self.num_completions.add(float(params.n))
+
+    def took(self, seconds: float, decode_seconds: float) -> None:
+        """That long, of it so long from the first token to the last."""
+        self.seconds.add(seconds)
+        self.decode_seconds.add(decode_seconds)
 
 
 class EngineCollector(Collector):
     """What a scrape finds: everything is read when it is asked for, and counted in one place."""
 
-    def __init__(self, model_name: str, stats: EngineStats, counts: Counts, num_waiting: int) -> None:
-        self._stats, self._counts, self._num_waiting = stats, counts, num_waiting
+    def __init__(
+        self,
+        model_name: str,
+        stats: EngineStats,
+        counts: Counts,
+        num_waiting: int,
+        cache: Mapping[str, int],
+    ) -> None:
+        self._stats, self._counts, self._num_waiting, self._cache = stats, counts, num_waiting, cache
         self._labels, self._values = ["model_name", "engine"], [model_name, "0"]
 
     def collect(self) -> Iterator[Metric]:
@@ -78,6 +95,9 @@ class EngineCollector(Collector):
         yield self._histogram("e2e_request_latency_seconds", "Of a request.", counts.seconds)
         yield self._histogram("request_prompt_tokens", "Of a request.", counts.prompt_tokens)
         yield self._histogram("request_generation_tokens", "Of a request.", counts.generation_tokens)
+        yield self._histogram("request_decode_time_seconds", "Behind the first token.", counts.decode_seconds)
+        yield self._histogram("request_params_max_tokens", "As asked for.", counts.max_tokens)
+        yield self._histogram("request_params_n", "As asked for.", counts.num_completions)
         success = CounterMetricFamily(
             "vllm:request_success",
             "Completions, by why they ended.",
@@ -86,6 +106,10 @@ class EngineCollector(Collector):
         for reason, count in counts.reasons.items():
             success.add_metric([*self._values, reason], count)
         yield success
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=["engine", *self._cache])
+        cache.add_metric(["0", *map(str, self._cache.values())], 1)
+        yield cache
+        yield from PROCESS_COLLECTOR.collect()
 
     def _of_engine(self, now: EngineStats) -> Iterator[Metric]:
         for name, (told, value) in ENGINE_GAUGES.items():
@@ -115,7 +139,9 @@ class EngineCollector(Collector):
         return metric
 
 
-def exposition(model_name: str, stats: EngineStats, counts: Counts, num_waiting: int) -> bytes:
+def exposition(
+    model_name: str, stats: EngineStats, counts: Counts, num_waiting: int, cache: Mapping[str, int]
+) -> bytes:
     """The page that Prometheus scrapes.
 
     Args:
@@ -123,7 +149,8 @@ def exposition(model_name: str, stats: EngineStats, counts: Counts, num_waiting:
         stats: Of the engine, now.
         counts: Of the server.
         num_waiting: Completions that no step has yet.
+        cache: Its sizes, by vLLM's names.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(model_name, stats, counts, num_waiting))
+    registry.register(EngineCollector(model_name, stats, counts, num_waiting, cache))
     return generate_latest(registry)

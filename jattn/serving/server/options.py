@@ -44,6 +44,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require(len(self.served_model_names) > 0, "served_model_names", "have one name", ())
+        require(
+            all(self.served_model_names), "served_model_names", "hold no empty name", self.served_model_names
+        )
         require(0 <= self.port < 2**16, "port", "be in [0, 65536)", self.port)
         require(all(self.api_keys), "api_keys", "hold no empty key", repr(self.api_keys))
         call_format(self.tool_call_parser, None)

@@ -2,15 +2,26 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_COMPLETIONS = 128  # of a prompt, as in the OpenAI API
 
 
 class Body(BaseModel):
-    """A request's JSON. What it does not know is refused, and no value is turned into another type."""
+    """A request's JSON. What it does not know is refused, and no value is turned into another type.
+
+    Null is as if the field was not there: clients that write all of their fields write it for what they do
+    not want.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -91,6 +102,8 @@ class GenerationBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     # known, and served with their defaults alone
     priority: int = 0
     use_beam_search: bool = False
@@ -186,6 +199,7 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
     functions: Any = None
     function_call: Any = None
     verbosity: str | None = None
+    moderation: Any = None
     mm_processor_kwargs: Any = None
 
 

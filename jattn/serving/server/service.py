@@ -107,14 +107,17 @@ class Service:
                     yield index * params.n + output.index, output
 
     async def _counted(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[RequestOutput]:
-        start, num_generated = time.perf_counter(), 0
+        start, first, num_generated = time.perf_counter(), None, 0
         async with contextlib.aclosing(self.engine.generate(prompt, params)) as outputs:
             async for output in outputs:
                 num_generated += len(output.new_token_ids)
+                first = first or time.perf_counter()
                 if output.finish_reason is not None:
                     self.counts.finished(output.finish_reason)
                 yield output
-        self.counts.served(len(prompt), num_generated, time.perf_counter() - start)
+        end = time.perf_counter()
+        self.counts.served(params, len(prompt), num_generated)
+        self.counts.took(end - start, end - (first or end))
 
 
 def texts_of(service: Service, body: GenerationBody) -> TokenTexts:

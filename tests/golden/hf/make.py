@@ -35,6 +35,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CORRECTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 SMALL = {"vocab_size": 96, "head_dim": 16}
 F, S = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -148,6 +156,50 @@ CHECKPOINTS = {
             "mamba_n_heads": 4,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**SMALL, **CORRECTED, "use_qk_norm": True, "attention_bias": True, "rope_parameters": PART},
+    ),
+    "dots1": (
+        "Dots1",
+        {**SMALL, **CORRECTED, "sliding_window": 20, "max_window_layers": 1, "n_shared_experts": 2},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "intermediate_size": 24},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {
+            **SMALL,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 4.0, "factor": 1.0},
+        },
+    ),
+    "phimoe": (
+        "Phimoe",
+        {
+            **SMALL,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size": 24,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 30,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            **SMALL,
+            "head_dim": 8,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 GQA = ("num_key_value_heads", "head_dim")
 LACKS = {  # that it has by other names, or does not have
@@ -185,6 +237,9 @@ def make(name: str, directory: pathlib.Path) -> None:
             else:
                 inputs = parameter.shape[1 if parameter.ndim == 2 else 2]  # experts: [experts, out, in]
                 parameter.normal_(0.0, 1.0 if "embed" in key or "wte" in key else 1.5 * inputs**-0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.3)
     if family != "Mpt":  # which has no other
         model.set_attn_implementation("eager")
     expected: dict[str, np.ndarray] = {}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -79,6 +80,8 @@ class TestChat:
         ("words", "message"),
         [
             ([], "model must be a folder, or url a server, got None"),
+            (["--model=no/such"], "model must be a folder, got no/such"),
+            (["--url=http://x:99999"], "url must be http://HOST:PORT, got http://x:99999"),
             (["--url=ftp://x"], "url must be http://HOST:PORT, got ftp://x"),
             (["--url=http://127.0.0.1:1"], "Connect call failed"),
             (
@@ -93,6 +96,11 @@ class TestChat:
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
+
+    def test_a_url_is_looked_at_before_anything_is_said(self, says, capsys):
+        says("")
+        assert main([*self.WORDS, "--url=nonsense"]) == 1
+        assert capsys.readouterr().err == "jattn: url must be http://HOST:PORT, got nonsense.\n"
 
     def test_what_the_server_refuses_is_told(self, server, says, capsys):
         says("hi\n")
@@ -116,16 +124,37 @@ class TestBench:
         assert (tmp_path / "plot.svg").read_text().count("requests a second") > 0
         assert len(capsys.readouterr().out.splitlines()) == 2 + 2
 
-    def test_what_fails_is_counted_and_told(self, server, capsys):
+    def test_what_fails_is_counted_and_told(self, server, capsys, tmp_path):
         sizes = ["--num-prompts=2", "--input-len=20", "--output-len=9", "--request-rate=99"]
-        assert main(["bench-serve", f"--url={server.url}", *sizes]) == 0
-        assert "401: a request must have one" in capsys.readouterr().out
+        file = tmp_path / "rows.json"
+        assert main(["bench-serve", f"--url={server.url}", f"--json={file}", *sizes]) == 1
+        out, err = capsys.readouterr()
+        assert "401: a request must have one" in out
+        assert err == "jattn: no request was answered.\n"
+        (row,) = json.loads(file.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+        assert row["end_to_end_ms"] == {"p50": None, "p90": None, "p99": None, "mean": None}
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--json=no/such/rows.json"], "no/such/rows.json"),
+            (["--plot=no/such/rows.svg"], "no/such/rows.svg"),
+            (["--plot=rows.nonsense"], "plot must end as one of .*svg.*, got rows.nonsense"),
+            (["--url=http://x:99999"], "url must be http://HOST:PORT, got http://x:99999"),
+        ],
+    )
+    def test_what_could_not_be_written_or_reached_is_told_before_the_run(self, capsys, words, message):
+        assert main(["bench-serve", "--url=http://127.0.0.1:1", *words]) == 1
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert re.search(message, err)
 
     def test_times_are_by_percentile(self):
         samples = [Sample([1.0, 1.5, 2.5], 3.0, 4), Sample([2.0], 2.0, 1), Sample(error="gone")]
         row = summary(samples, 1.0, 10.0)
         assert (row["num_ok"], row["num_failed"], row["tokens_per_second"]) == (2, 1, 0.5)
         assert row["time_to_first_token_ms"]["p50"] == 1500
+        assert row["time_to_first_token_ms"]["mean"] == 1500
         assert row["inter_token_latency_ms"]["p50"] == 750
         assert as_line(row).endswith("\n  gone")
 

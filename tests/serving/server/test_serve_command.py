@@ -93,14 +93,37 @@ class TestOptions:
         ("text", "message"),
         [
             ("- a", r"config must hold options by their names, got \['a'\]"),
+            ("a: b: c", "config must be YAML, got mapping values are not allowed here, in line 1"),
+            ("\udcff", r"config must be YAML, got 'utf-8' codec can't decode byte 0xff"),
+            ("nope: 1\nport: 2", r"config must hold options of jattn serve, got \['--nope=1'\]"),
+            ("config: other.yaml", r"config must hold options of jattn serve, got \['--config=other.yaml'\]"),
             ("port: {a: 1}", r"config: port must be a value or a list, got \{'a': 1\}"),
         ],
     )
     def test_a_file_that_holds_none_is_an_error(self, tmp_path, capsys, text, message):
         config = tmp_path / "serve.yaml"
-        config.write_text(text)
+        config.write_bytes(text.encode(errors="surrogateescape"))
         assert main(["serve", "--config", str(config)]) == 1
-        assert re.search(message, capsys.readouterr().err)
+        err = capsys.readouterr().err
+        assert re.search(message, err)
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--port=abc"], "argument --port: invalid int value: 'abc'"),
+            (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
+            (["--config"], "argument --config: expected one argument"),
+            ([], "the following arguments are required: --model"),
+        ],
+    )
+    def test_that_are_none_are_one_line(self, capsys, words, message):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", *words])
+        err = capsys.readouterr().err
+        assert err.startswith(f"jattn serve: {message}")
+        assert err.endswith(". See jattn serve --help.\n")
+        assert err.count("\n") == 1
 
     def test_a_file_that_is_not_there_is_an_error(self, capsys):
         assert main(["serve", "--config", "no/such.yaml"]) == 1
@@ -111,6 +134,7 @@ class TestOptions:
         [
             (["--port=99999"], r"port must be in \[0, 65536\), got 99999"),
             (["--api-key="], r"api_keys must hold no empty key, got \(''"),
+            (["--served-model-name="], r"served_model_names must hold no empty name, got \(''"),
             (["--max-queue=-1"], "max_queue must be at least 0, got -1"),
             (["--drain-seconds=-1"], "drain_seconds must be at least 0, got -1"),
             (["--model=no/such/folder"], "no/such/folder"),

@@ -211,6 +211,9 @@ class TestOthers:
         assert grown("inter_token_latency_seconds_count") == 2
         assert grown("e2e_request_latency_seconds_count") == 1
         assert grown("request_generation_tokens_sum") == 3
+        assert (grown("request_params_max_tokens_sum"), grown("request_params_n_sum")) == (3, 1)
+        assert grown("request_decode_time_seconds_count") == 1
+        assert 0 < grown("request_decode_time_seconds_sum") < grown("e2e_request_latency_seconds_sum")
         assert grown('request_success_total{finished_reason="length"}') == 1
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert after[f"vllm:{name}"] == 0
@@ -226,6 +229,14 @@ class TestOthers:
             assert after[f"vllm:spec_decode_{name}"] == 0
         for name in ("failed_steps_total",):
             assert f"vllm:{name}" in after
+        assert after["process_resident_memory_bytes"] > 2**20
+
+    def test_metrics_tell_the_cache_s_sizes(self, server):
+        (line,) = [
+            line for line in server.ask("GET", "/metrics")[2].splitlines() if "cache_config_info{" in line
+        ]
+        assert line.startswith("vllm:cache_config_info{")
+        assert ('block_size="8"' in line, 'num_gpu_blocks="128"' in line, line[-4:]) == (True, True, " 1.0")
 
 
 def samples(server):
@@ -238,7 +249,9 @@ def samples(server):
         if not line.startswith("#"):
             labels, value = line.rsplit(" ", 1)
             name, _, rest = labels.partition("{")
-            assert 'model_name="tiny"' in rest
+            if "cache_config_info" in name:
+                continue
+            assert 'model_name="tiny"' in rest or name.startswith("process_")
             reason = rest.partition('finished_reason="')[2].partition('"')[0]
             found[f'{name}{{finished_reason="{reason}"}}' if reason else name] = float(value)
     return found

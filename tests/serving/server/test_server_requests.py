@@ -5,6 +5,7 @@ import re
 import openai
 import pytest
 
+from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
 from tests.serving.server.running import running
 from tests.serving.tiny import BYTES
 
@@ -197,7 +198,14 @@ REFUSED = {
 }
 REFUSED_CHAT = {
     **{"echo": True, "include_reasoning": False, "modalities": ["text", "audio"], "audio": {"voice": "a"}},
-    **{"prediction": {}, "functions": [], "function_call": "auto", "verbosity": "low", "chat_template": "a"},
+    **{
+        "prediction": {},
+        "functions": [],
+        "function_call": "auto",
+        "verbosity": "low",
+        "chat_template": "a",
+        "moderation": {},
+    },
     **{"web_search_options": {}, "mm_processor_kwargs": {}, "suffix": "a", "best_of": 2},
 }
 REFUSED_TEXT = {
@@ -207,6 +215,40 @@ REFUSED_TEXT = {
     "max_completion_tokens": 5,
     "prompt_embeds": "a",
 }
+
+
+SAID = {TEXT: {"prompt": "abc", "max_tokens": 3}, CHAT: {"messages": [USER], "max_tokens": 3}}
+KINDS = {TEXT: CompletionBody, CHAT: ChatCompletionBody}
+
+
+class TestWhatAsksForNothing:
+    @pytest.mark.parametrize("path", [TEXT, CHAT])
+    def test_null_is_as_if_it_was_not_there(self, server, path):
+        """Clients that write all of their fields write so what they don't want."""
+        nulls = dict.fromkeys(KINDS[path].model_fields)
+        want = server.post(path, **SAID[path] | {"seed": 3})["choices"]
+        assert server.post(path, **nulls | SAID[path] | {"seed": 3})["choices"] == want
+        options = {"include_usage": None, "continuous_usage_stats": True}
+        (*_, last) = server.events(path, **SAID[path], stream_options=options)
+        assert last["usage"]["completion_tokens"] == 3
+        assert last["choices"]
+
+    def test_what_must_be_there_is_not_null(self, server):
+        status, error = server.error(TEXT, prompt=None)
+        assert (status, error["param"], error["message"]) == (400, "prompt", "prompt: Field required")
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "prompt_cache_options": {"a": 1}},
+            {"verbosity": "medium", "modalities": ["text"], "service_tier": "auto"},
+            {"logprobs": False, "top_logprobs": 0},
+            {"documents": [], "tools": []},
+        ],
+    )
+    def test_defaults_and_hints_change_nothing(self, server, asked):
+        want = server.post(CHAT, **SAID[CHAT], seed=3)["choices"]
+        assert server.post(CHAT, **SAID[CHAT], seed=3, **asked)["choices"] == want
 
 
 class TestRefusals:
@@ -246,6 +288,9 @@ class TestPaths:
         before = hits()
         server.post(TEXT, prompt=long, max_tokens=1)
         assert hits() == before, stats
+
+    def test_a_slash_behind_the_models_is_none_of_their_names(self, server):
+        assert server.ask("GET", "/v1/models/")[2] == server.ask("GET", "/v1/models")[2]
 
     def test_others_are_not_found_as_openai_has_it(self, server):
         status, _, answer = server.ask("POST", "/v1/responses", {"input": "hi"})

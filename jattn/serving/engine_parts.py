@@ -1,0 +1,140 @@
+"""From what an engine is told to what it runs with: everything that can be wrong with it is found here."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.typing import DTypeLike
+
+from jattn.bucket import Bucket
+from jattn.parallel import num_ranks
+from jattn.serving.compilation_cache import keep_executables_in
+from jattn.serving.engine_core import EngineCore
+from jattn.serving.intake import Intake
+from jattn.serving.processes import Processes, processes_of
+from jattn.serving.prompts import PromptLimits
+from jattn.serving.runner import Runner
+from jattn.serving.scheduler import Scheduler
+from jattn.serving.served_model import ServedModel, as_served
+from jattn.serving.sizes import StepLimits
+from jattn.serving.speculation import Speculation
+from jattn.serving.speculative import as_drafter, speculation_of
+
+
+class CacheOptions(NamedTuple):
+    """Of the layers' caches; attributes as arguments of `Engine`."""
+
+    num_blocks: int | None
+    cache_bytes: int | None
+    cache_dtype: DTypeLike | None
+    quantization: str | None
+    skip_layers: Sequence[int]
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What `ServedModel.cache_specs` and `create_caches` take besides sizes."""
+        names = {"quantization": self.quantization, "skip_layers": self.skip_layers}
+        return {"dtype": self.cache_dtype, **names}
+
+
+class DraftOptions(NamedTuple):
+    """Of speculative decoding; attributes as arguments of `Engine`."""
+
+    speculative: Any
+    num_speculative_tokens: int
+
+
+class StepOptions(NamedTuple):
+    """Of how steps run; attributes as arguments of `Engine`."""
+
+    buckets: Sequence[Bucket] | None
+    implementation: str | Sequence[str] | None
+    cascade_attention: bool | None
+    check_batches: bool
+
+
+class EngineParts(NamedTuple):
+    """What an engine runs with.
+
+    Attributes:
+        model: Served.
+        scheduler: Says what runs next.
+        runner: Holds the caches, and runs steps.
+        core: The loop over these.
+        intake: Makes requests of prompts.
+        processes: Those that share its steps; None = it is alone.
+        speculation: Says when there are drafts; None = never.
+    """
+
+    model: ServedModel
+    scheduler: Scheduler
+    runner: Runner
+    core: EngineCore
+    intake: Intake
+    processes: Processes | None
+    speculation: Speculation | None
+
+
+def make_parts(
+    model: Any,
+    limits: StepLimits,
+    cache: CacheOptions,
+    drafts: DraftOptions,
+    steps: StepOptions,
+    enable_prefix_caching: bool,
+    cache_dir: str | os.PathLike[str] | None,
+) -> EngineParts:
+    """Loads what is a folder, and makes the caches; compiles nothing.
+
+    Args:
+        model: As `Engine` has it.
+        limits: Of its steps.
+        cache: Of its layers.
+        drafts: Who drafts.
+        steps: How they run.
+        enable_prefix_caching: As `Engine` has it.
+        cache_dir: As `Engine` has it.
+
+    Raises:
+        As `Engine`.
+    """
+    limits.check(cache.skip_layers, num_blocks=cache.num_blocks, cache_bytes=cache.cache_bytes)
+    limits.check_features(enable_prefix_caching, drafts.speculative, steps.cascade_attention, steps.buckets)
+    keep_executables_in(cache_dir)
+    model = as_served(model)
+    drafter = as_drafter(*drafts, model, limits)
+    processes = processes_of(getattr(model, "mesh", None), drafter.model)
+    limits = limits.on_ranks(num_ranks(model))
+    num_blocks = limits.num_blocks_for(model, cache.num_blocks, cache.cache_bytes, cache.kind, drafter.model)
+    if processes is not None:
+        num_blocks = processes.agree(num_blocks, f"{limits} {cache.kind} {steps}")  # each its memory
+    scheduler = limits.scheduler(model, num_blocks)
+    how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": steps.implementation}
+    speculation = speculation_of(drafter, model, limits, **how)
+    runner = Runner(
+        model,
+        limits,
+        buckets=steps.buckets,
+        checks_batches=steps.check_batches,
+        cache=cache.kind,
+        speculation=speculation,
+        cascade_attention=steps.cascade_attention,
+        processes=processes,
+        **how,
+    )
+    core = EngineCore(scheduler, runner, speculation)
+    fits = _prompt_limits(model, limits, scheduler, enable_prefix_caching)
+    intake = Intake(model, fits, runner.weights, processes)
+    return EngineParts(model, scheduler, runner, core, intake, processes, speculation)
+
+
+def _prompt_limits(
+    model: ServedModel, limits: StepLimits, scheduler: Scheduler, shares_prefixes: bool
+) -> PromptLimits:
+    return PromptLimits(
+        vocab_size=model.config.vocab_size,
+        max_model_len=limits.longest(model),
+        capacity_tokens=scheduler.capacity_tokens,
+        block_size=limits.block_size,
+        shares_prefixes=shares_prefixes,
+    )
