@@ -151,7 +151,7 @@ def check_feature(folder: pathlib.Path, name: str) -> None:
 
 
 def check_groups() -> None:
-    """Layers with a window have blocks of their own on 2 and on 4 devices, too, and tokens are one device's."""
+    """Layers with a window have blocks of their own on 2 and 4 devices, too; tokens are one device's."""
     found, prompts = [], [list(range(1, 60)), *PROMPTS]
     sizes = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     buckets = [
