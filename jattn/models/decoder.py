@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         `__call__` and `plan` then take ByReach; empty = all layers must share a block table.
         """
         near = tuple(is_near(layer.self_attn.spec) for layer in self.layers)
-        return near if self.mesh is None and len({*near}) == 2 else ()
+        return near if len({*near}) == 2 else ()
 
     def __call__(
         self,
@@ -150,7 +150,6 @@ class Decoder(nnx.Module):
             None if caches is None else len(caches),
         )
         if self.mesh is not None:
-            assert not isinstance(plan, ByReach)  # layers of a mesh have one table
             options, how = {"metadata": metadata, "positions": positions}, "caches"
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)
             return out
@@ -213,21 +212,22 @@ class Decoder(nnx.Module):
         """The step's plan for all layers, or two; arguments as `__call__` and `jattn.plan` have them."""
         if self.mesh is not None:
             options = {"mask": mask, "common_prefix_len": common_prefix_len}
-            made: Plan = run_on_mesh(self, "plan", (metadata,), caches, options, returns="plan")
+            made: Plan | ByReach = run_on_mesh(self, "plan", (metadata,), caches, options, returns="plan")
             return made
         if mask is not None and self.axis_name is not None:
             mask = mask_on_mesh(mask, self.config)
         layers = [layer.self_attn for layer in self.layers]
         how: dict[str, Any] = {"implementation": layers[0].implementation, "query_dtype": self.dtype}
+        of_step: dict[str, Any] = {"mask": mask, "common_prefix_len": common_prefix_len}
         if self.ranks is not None and caches is not None:
-            assert not isinstance(metadata, ByReach)
-            require_no_more(self.ranks, mask=mask, common_prefix_len=common_prefix_len)
-            return plan_on_rank(metadata, [layer.spec for layer in layers], caches, self.ranks, **how)
-        how |= {"mask": mask, "common_prefix_len": common_prefix_len}
+            require_no_more(self.ranks, **of_step)
 
         def plan_of(metadata: BatchMetadata, chosen: Sequence[int]) -> Plan:
+            specs = [layers[i].spec for i in chosen]
             own = None if caches is None else [caches[i] for i in chosen]
-            return plan(metadata, [layers[i].spec for i in chosen], own, **how)
+            if self.ranks is not None and own is not None:
+                return plan_on_rank(metadata, specs, own, self.ranks, **how)
+            return plan(metadata, specs, own, **how, **of_step)
 
         every = range(len(layers))
         if not isinstance(metadata, ByReach):

@@ -21,6 +21,7 @@ from jattn.cache import PagedCache
 from jattn.context_parallel import check_alibi
 from jattn.masks import LocalStrided, Mask, on_mesh
 from jattn.metadata.ranks import Ranks
+from jattn.models.by_reach import ByReach
 from jattn.models.config import DecoderConfig
 from jattn.models.specs import MLPSpec
 from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
@@ -173,7 +174,7 @@ def run_on_mesh(
     caches: Any = None,
     options: Mapping[str, Any] | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | ByReach | None = None,
     returns: str = "whole",
 ) -> Any:
     """Runs a method of a decoder on its mesh: each device that of its own part of the model.
@@ -186,7 +187,7 @@ def run_on_mesh(
         arguments: Arrays and pytrees that all devices have whole.
         caches: The model's caches, or None.
         options: As arguments, by name.
-        plan: As `returns="plan"` gives it, for a method that takes one.
+        plan: As `returns="plan"` gives it, for a method that takes one; or two, by reach.
         returns: What the method's result is: "whole", what all devices have; "caches", such a thing and
             caches; or "plan", of which each rank has its own, along a first axis of all its arrays.
     """

@@ -150,11 +150,37 @@ def check_feature(folder: pathlib.Path, name: str) -> None:
     print(name)
 
 
+def check_groups() -> None:
+    """Layers with a window have blocks of their own on 2 and 4 devices, too; tokens are one device's."""
+    found, prompts = [], [list(range(1, 60)), *PROMPTS]
+    sizes = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    buckets = [
+        jattn.Bucket(max_decodes=2, max_blocks=24),
+        jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=16, max_blocks=24),
+    ]
+    for mesh in ({"progress": False}, mesh_of(2, 1), mesh_of(2, 2)):
+        model = load(GOLDEN / "hf" / "gemma3", **mesh)
+        engine = Engine(model, **sizes, buckets=buckets, check_batches=True)
+        first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+        again = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
+        forks = engine.generate(prompts[:1], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
+        found.append([first, again, [one.token_ids for one in forks[0].outputs]])
+        blocks = [len(cache.k) for cache in engine._runner._caches]
+        near = [num for num, is_near in zip(blocks, model.near_layers, strict=True) if is_near]
+        assert max(near) < max(blocks) == SIZES["num_blocks"], blocks
+        assert engine.stats.num_prefix_hit_tokens > 0
+    assert found[0] == found[1] == found[2], found
+    print("groups")
+
+
 def main() -> None:
     if sys.argv[1] in ("families", "other families"):
         for path in sorted((GOLDEN / "hf").glob("*/expected.npz")):
             if (path.parent.name in OFTEN) == (sys.argv[1] == "families"):
                 check_family(path.parent.name)
+        return
+    if sys.argv[1] == "groups":
+        check_groups()
         return
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -162,6 +188,7 @@ def main() -> None:
         if sys.argv[1] == "features":
             for feature in sys.argv[2:] or FEATURES:
                 check_feature(folder, feature)
+            check_groups()
             return
         alone = Engine(load(folder, progress=False), **SIZES, buckets=BUCKETS)
         want = tokens_of(alone)

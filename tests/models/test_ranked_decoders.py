@@ -37,7 +37,7 @@ def mesh_of(tp, cp):
         ("engine", ["tp 1, cp 2: 2 executables", "tp 2, cp 4: 2 executables", "4/2 heads of 32"]),
         (
             "features",
-            ["fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "interleaved"],
+            ["fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "four", "groups"],
         ),
     ],
 )
