@@ -25,6 +25,7 @@ from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.step import step_graphs, with_implementation
+from jattn.serving.warming import Runs
 from jattn.serving.weights import Weights
 
 # Tokens that it begins a round with: after a round whose drafts all stay the last of them was never read, and
@@ -35,7 +36,7 @@ FIRST_TOKENS = 2
 class DraftModel(Proposer):
     """Drafts k tokens of each row in one call: a step of two tokens a row, then k - 1 steps of one.
 
-    It draws with the noise that the model will verify with, without min_p, top_k, top_p and penalties. A request's
+    It draws with the noise that the model will verify with, without filters and penalties. A request's
     tokens are read when it is first drafted for, and what came while it slept when it wakes.
     """
 
@@ -71,6 +72,10 @@ class DraftModel(Proposer):
         self._readers = step_graphs(make_reading_step(graphdef), prompt_buckets)
         rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
         self._drafters = step_graphs(make_draft_step(graphdef, num_tokens), rows)
+        self.runs = (
+            Runs(self._readers, block_size, lambda bucket: [_zeros(bucket.max_tokens)]),
+            Runs(self._drafters, block_size, _drafting_inputs),
+        )
 
     @property
     def num_compiles(self) -> int:
@@ -101,6 +106,7 @@ class DraftModel(Proposer):
         )
         weights = self._weights.state
         token_ids: Array
+        self.runs[1].num_runs[bucket] += 1
         token_ids, self._caches = self._drafters(weights, self._caches, metadata, ids, *drawn_by)
         for one in generations:
             if one.drafting.num_drafted:
@@ -116,19 +122,16 @@ class DraftModel(Proposer):
         self._caches = None  # before there is memory for others
         self._caches = self._new_caches()
 
+    def warm_up(self, place: int, bucket: Bucket) -> None:
+        """As `Proposer.warm_up`."""
+        self._caches = self.runs[place].run(bucket, self._weights.state, self._caches)
+
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """As `Proposer.precompile`."""
-        drawn = SamplingParams(temperature=1.0, seed=0)
-        ints = lambda count: np.zeros(count, np.int32)
-
-        def inputs(bucket: Bucket) -> list[Any]:
-            sampling = jax.eval_shape(lambda: build_sampling_metadata([drawn], num_rows=bucket.max_reqs))
-            return [ints(bucket.max_tokens), sampling, ints(bucket.max_reqs)]
-
         how: dict[str, Any] = {"block_size": self._block_size, "progress": progress, "wait": wait}
         weights = self._weights.refresh()
-        self._readers.precompile(weights, self._caches, inputs=lambda b: [ints(b.max_tokens)], **how)
-        self._drafters.precompile(weights, self._caches, inputs=inputs, **how)
+        for graphs, runs in zip((self._readers, self._drafters), self.runs, strict=True):
+            graphs.precompile(weights, self._caches, inputs=runs.inputs, **how)
         for compile in self._copies.compilers(self._caches):
             compile()
 
@@ -153,6 +156,7 @@ class DraftModel(Proposer):
             bucket = self._readers.choose(lens, num_blocks=tables.shape[1])
             metadata = self._metadata(lens, ends, tables, bucket)
             packed: Any = pack_tokens(ids, bucket)
+            self.runs[0].num_runs[bucket] += 1
             _, self._caches = self._readers(self._weights.state, self._caches, metadata, packed)
             for (_, one, *_), end in zip(parts, ends, strict=True):
                 one.drafting.num_read = end
@@ -160,6 +164,17 @@ class DraftModel(Proposer):
     def _metadata(self, query_lens: Any, seq_lens: Any, tables: Any, bucket: Bucket) -> BatchMetadata:
         sizes: dict[str, Any] = {"block_size": self._block_size, "bucket": bucket, "to_device": False}
         return build_batch_metadata(query_lens, seq_lens, tables, **sizes)
+
+
+def _zeros(count: int) -> Any:
+    return np.zeros(count, np.int32)
+
+
+def _drafting_inputs(bucket: Bucket) -> list[Any]:
+    """Of a step that drafts for no request."""
+    drawn = SamplingParams(temperature=1.0, seed=0)
+    sampling = build_sampling_metadata([drawn], num_rows=bucket.max_reqs)
+    return [_zeros(bucket.max_tokens), sampling, _zeros(bucket.max_reqs)]
 
 
 def make_reading_step(graphdef: Any) -> GraphStep:

@@ -9,6 +9,7 @@ from jattn.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata
 from jattn.serving.scheduled_step import Step
+from jattn.serving.warming import Runs
 
 
 class Proposer:
@@ -17,9 +18,11 @@ class Proposer:
     Attributes:
         is_lookup: `look` leaves the drafts in `Drafting.drafts`, and the device has no part in them: they can
             be compared with the tokens that come without ever being run.
+        runs: Of its executables.
     """
 
     is_lookup = False
+    runs: Sequence[Runs] = ()
 
     @property
     def num_compiles(self) -> int:
@@ -54,6 +57,9 @@ class Proposer:
 
     def reset(self) -> None:
         """Makes new caches, where a failed call may have been given the old ones."""
+
+    def warm_up(self, place: int, bucket: Bucket) -> None:
+        """Runs an executable of `runs[place]` on no requests; waits for it."""
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """Compiles all that drafting runs; as `DecodeGraphs.precompile`."""

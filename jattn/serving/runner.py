@@ -6,7 +6,6 @@ prepares a step while the device runs the last.
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,6 @@ from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.parallel import on_all_parts
-from jattn.serving.adjustments import Adjustments
 from jattn.serving.block_copies import BlockCopies
 from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
@@ -33,9 +31,7 @@ from jattn.serving.near_blocks import near_tables
 from jattn.serving.new_tokens import Asked, InFlight, NewTokens, new_tokens
 from jattn.serving.processes import ProcessError, Processes
 from jattn.serving.reach import near_layers_of
-from jattn.serving.rejection_sampler import Verified, rejection_sample
-from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.samplers import Samplers
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.sizes import StepLimits
@@ -44,13 +40,11 @@ from jattn.serving.step import (
     Sampled,
     StepTokens,
     make_step,
-    next_tokens,
-    sampler_rows,
     with_implementation,
 )
 from jattn.serving.step_calls import PromptCall, StepCall, most_wanted
 from jattn.serving.step_inputs import StepSampling, prompt_parts, step_adjustments, step_tokens
-from jattn.serving.warming import Warming
+from jattn.serving.warming import Cold, EmptySteps, Runs
 from jattn.serving.weights import Weights, host_tree
 
 MOST_IN_FLIGHT = 2  # steps
@@ -99,15 +93,19 @@ class Runner:
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[InFlight] = collections.deque()
-        self._max_num_seqs = limits.max_num_seqs
-        self._max_rows = max(
-            self._rows_of(bucket) for graphs in self._all_graphs for bucket in graphs.buckets
-        )
+        of_all = [bucket for graphs in self._all_graphs for bucket in graphs.buckets]
+        self._samplers = Samplers(of_all, limits.max_num_seqs, self._vocab_size)
+        self._max_rows = self._samplers.max_rows
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         # Processes are told of the parameters in each step; placing them together would take all of them.
         self._sampling = StepSampling(None if processes is not None else on_all_parts(model))
         has_near = self._near_spec is not None
-        self._warming = Warming(self.block_size, self._rows_of, self._max_rows, has_near=has_near)
+        empty = EmptySteps(self.block_size, self._samplers.rows_of, self._max_rows, has_near=has_near)
+        prefixes: list[list[Any]] = [[], [np.zeros((), np.int32)]]
+        self._runs = [
+            Runs(graphs, self.block_size, functools.partial(empty.inputs, prefix))
+            for graphs, prefix in zip(self._all_graphs, prefixes, strict=False)
+        ]
 
     @property
     def _all_graphs(self) -> list[DecodeGraphs]:
@@ -190,49 +188,44 @@ class Runner:
     def precompile(self, progress: bool, wait: bool) -> None:
         """As `Engine.precompile`."""
         self._tell("precompile", False, wait)
-        for graphs in self._all_graphs:
-            prefix: list[Any] = [] if graphs is self.graphs else [np.zeros((), np.int32)]
+        for graphs, runs in zip(self._all_graphs, self._runs, strict=True):
             graphs.precompile(
                 self.weights.refresh(),
                 self._caches,
                 block_size=self.block_size,
-                inputs=functools.partial(self._warming.inputs, prefix),
+                inputs=runs.inputs,
                 progress=progress,
                 wait=wait,
                 serves_all=graphs is self.graphs,
             )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)
-        sizes = lambda bucket: (self._rows_of(bucket), bucket.decode_query_len)
+        sizes = lambda bucket: (self._samplers.rows_of(bucket), bucket.decode_query_len)
         needed = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-        compiling = [pool.submit(self._compile_samplers, *size) for size in needed]
+        compiling = [pool.submit(self._samplers.compile, *size) for size in needed]
         compiling += map(pool.submit, self._copies.compilers(self._caches))
         known = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.buckets}
         for size in known - needed:
-            pool.submit(self._compile_samplers, *size)
+            pool.submit(self._samplers.compile, *size)
         for done in compiling:
             done.result()
         pool.shutdown(wait=wait)
 
-    def cold_buckets(self, max_tokens: int | None = None) -> list[Bucket]:
+    def cold_buckets(self, max_tokens: int | None = None) -> list[Cold]:
         """Those of no more tokens whose executables are there and have hardly run, smallest first."""
-        return self._warming.cold(self.graphs, max_tokens)
+        runs = [*self._runs, *(() if self._proposer is None else self._proposer.runs)]
+        cold = [Cold(place, bucket) for place, of in enumerate(runs) for bucket in of.cold(max_tokens)]
+        return sorted(cold, key=lambda one: one.bucket.max_tokens)
 
-    def warm_up(self, buckets: Sequence[Bucket]) -> None:
-        """Runs their executables on no requests; waits for them."""
-        self._tell("warm_up", buckets)
-        for bucket in buckets:
-            self._caches = self._warming.run(self.graphs, bucket, self._leaves, self._caches)
-
-    def _compile_samplers(self, rows: int, query_len: int) -> None:
-        greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
-        logits, ids = jnp.zeros((rows * query_len, self._vocab_size)), jnp.zeros(rows * query_len, jnp.int32)
-        drafts = (ids, np.zeros(rows, np.int32)) if query_len > 1 else None
-        filtered = (dataclasses.replace(drawn, min_p=0.5), dataclasses.replace(drawn, top_k=1))
-        for params in (greedy, drawn, *filtered):
-            sampling = build_sampling_metadata([params], rows)
-            self._sampled(logits, drafts, jnp.zeros(rows, jnp.int32), sampling)
+    def warm_up(self, cold: Sequence[Cold]) -> None:
+        """Runs these executables on no requests; waits for them."""
+        self._tell("warm_up", cold)
+        for place, bucket in cold:
+            if place < len(self._runs):
+                self._caches = self._runs[place].run(bucket, self._leaves, self._caches)
+            elif self._proposer is not None:
+                self._proposer.warm_up(place - len(self._runs), bucket)
 
     def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, Asked]:
         """What `start` is given for a step of these generations, one a row."""
@@ -254,7 +247,7 @@ class Runner:
         if self._checks_batches:
             check_batch(metadata, self._cache_spec)
         near = near_tables(step, metadata, self._near_spec, checks=self._checks_batches)
-        rows, before, last = self._rows_of(bucket), self._rows_before(), self._last_tokens
+        rows, before, last = self._samplers.rows_of(bucket), self._rows_before(), self._last_tokens
         sampling, num_generated = self._sampling.of(step, generations, rows)
         adjustments = step_adjustments(
             step, generations, before, last, num_rows=rows, vocab_size=self._vocab_size
@@ -296,7 +289,7 @@ class Runner:
         prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
         outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, call.tokens, *prefix)
         drawn_by = outputs.num_generated, *call.drawn_by
-        sampled = self._sampled(outputs.logits, call.drafts, *drawn_by, call.num_logprobs)
+        sampled = self._samplers(outputs.logits, call.drafts, *drawn_by, call.num_logprobs)
         if isinstance(sampled, Sampled):
             self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
         of_prompts = None
@@ -310,7 +303,7 @@ class Runner:
             array.copy_to_host_async()
         self._in_flight.append(InFlight(asked.step, sampled, asked.num_logprobs, asked.prompt, of_prompts))
         self.num_steps += 1
-        self._warming.num_runs[call.metadata.bucket] += 1
+        self._runs[call.prefix_len > 0].num_runs[call.metadata.bucket] += 1
         self.num_cascade_steps += call.prefix_len > 0
         return None
 
@@ -327,25 +320,3 @@ class Runner:
             for flying in self._in_flight
             for row, request_id in enumerate(flying.step.request_ids)
         }
-
-    def _rows_of(self, bucket: Bucket) -> int:
-        """Rows of the sampler: of steps with drafts those of the step, else all requests."""
-        if bucket.decode_query_len > 1:
-            return bucket.max_decodes
-        return sampler_rows(bucket, self._max_num_seqs)
-
-    def _sampled(
-        self,
-        logits: jax.Array,
-        drafts: tuple[Any, Any] | None,
-        num_generated: Any,
-        sampling: SamplingMetadata,
-        adjustments: Adjustments | None = None,
-        num_logprobs: int | None = None,
-    ) -> Sampled | Verified:
-        """The next token of each row; with drafts (tokens, and how many a row has) all that they come by."""
-        if drafts is not None:
-            drawn_by = (sampling, num_generated, adjustments)
-            return rejection_sample(logits, *drafts, *drawn_by, num_logprobs=num_logprobs)
-        static = {"max_rows": self._max_rows, "num_logprobs": num_logprobs}
-        return next_tokens(logits, sampling, num_generated, adjustments, **static)

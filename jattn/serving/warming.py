@@ -7,7 +7,7 @@ it is given and gives back are the same.
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,60 @@ from jattn.serving.step import StepTokens
 RUNS = 2  # after so many an executable is as fast as it becomes
 
 
-class Warming:
-    """Which executables have run; and the steps without requests, by whose arguments they are compiled, too.
+class Cold(NamedTuple):
+    """An executable that has hardly run: a bucket's, of the graphs at `place` in a Runner's list."""
+
+    place: int
+    bucket: Bucket
+
+
+class Runs:
+    """Which executables of some graphs have run.
 
     Attributes:
+        graphs: These.
+        inputs: What their step is given behind its metadata where a bucket has no requests.
         num_runs: Of each bucket's.
     """
 
     def __init__(
+        self, graphs: DecodeGraphs, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
+    ) -> None:
+        """None has run; arguments as attributes, and the tokens of a block."""
+        self.graphs, self._block_size, self.inputs = graphs, block_size, inputs
+        self.num_runs: collections.Counter[Bucket] = collections.Counter()
+
+    def cold(self, max_tokens: int | None = None) -> list[Bucket]:
+        """Buckets whose executables are there and have hardly run, of no more tokens; smallest first."""
+        graphs, ready = self.graphs, self.graphs.executables
+        is_small = lambda bucket: max_tokens is None or bucket.max_tokens <= max_tokens
+        return [one for one in graphs.buckets if one in ready and is_small(one) and self.num_runs[one] < RUNS]
+
+    def run(self, bucket: Bucket, params: Any, caches: Any) -> Any:
+        """The caches, donated and given back, once the bucket's executable has run on no requests.
+
+        If it fails it is not tried again.
+        """
+        self.num_runs[bucket] = RUNS
+        arguments = no_requests(bucket, self._block_size), *self.inputs(bucket)
+        for _ in range(RUNS):
+            _, caches = self.graphs(params, caches, *arguments)
+        return jax.block_until_ready(caches)
+
+
+def no_requests(bucket: Bucket, block_size: int) -> BatchMetadata:
+    """Metadata of none; numpy's arrays."""
+    sizes: Any = {"block_size": block_size, "bucket": bucket}
+    return build_batch_metadata([], [], [], to_device=False, **sizes)
+
+
+class EmptySteps:
+    """What steps without requests are given besides their metadata; executables are compiled by it, too."""
+
+    def __init__(
         self, block_size: int, rows_of: Callable[[Bucket], int], max_rows: int, *, has_near: bool
     ) -> None:
-        """None has run.
+        """Holds nothing.
 
         Args:
             block_size: Tokens of a block.
@@ -42,39 +85,16 @@ class Warming:
         """
         self._block_size, self._rows_of = block_size, rows_of
         self._max_rows, self._has_near = max_rows, has_near
-        self.num_runs: collections.Counter[Bucket] = collections.Counter()
-
-    def cold(self, graphs: DecodeGraphs, max_tokens: int | None = None) -> list[Bucket]:
-        """Buckets whose executables are there and have hardly run, of no more tokens; smallest first."""
-        ready = graphs.executables
-        is_small = lambda bucket: max_tokens is None or bucket.max_tokens <= max_tokens
-        return [one for one in graphs.buckets if one in ready and is_small(one) and self.num_runs[one] < RUNS]
-
-    def run(self, graphs: DecodeGraphs, bucket: Bucket, leaves: Any, caches: Any) -> Any:
-        """The caches, donated and given back, once the bucket's executable has run on no requests.
-
-        If it fails it is not tried again.
-        """
-        self.num_runs[bucket] = RUNS
-        arguments = self.metadata(bucket), self.tokens(bucket)
-        for _ in range(RUNS):
-            _, caches = graphs(leaves, caches, *arguments)
-        return jax.block_until_ready(caches)
-
-    def metadata(self, bucket: Bucket) -> BatchMetadata:
-        """Of no requests; numpy's arrays."""
-        sizes: Any = {"block_size": self._block_size, "bucket": bucket}
-        return build_batch_metadata([], [], [], to_device=False, **sizes)
 
     def inputs(self, prefix: Sequence[Any], bucket: Bucket) -> list[Any]:
-        """What a step is given besides its metadata: its tokens, and what stands behind them."""
+        """A step's tokens, and what stands behind them."""
         return [self.tokens(bucket), *prefix]
 
     def tokens(self, bucket: Bucket) -> StepTokens:
         """All of them padding; numpy's arrays, but for what a device may have made."""
         zeros: Any = lambda count: np.zeros(count, np.int32)
         places = self._rows_of(bucket) * bucket.decode_query_len
-        metadata = self.metadata(bucket) if self._has_near else None
+        metadata = no_requests(bucket, self._block_size) if self._has_near else None
         near = None if metadata is None else NearTables(metadata.block_table, metadata.slot_mapping)
         rows = zeros(bucket.max_tokens) - 1
         # Rows of several tokens have drafts, which a device may have made.

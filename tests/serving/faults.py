@@ -30,11 +30,11 @@ def device_fails(engine, at=1):
     """Call number `at` from now of the engine's executables fails."""
     runner = engine._runner
     graphs = runner.graphs
-    runner.graphs = FailingGraphs(graphs, at)
+    runner.graphs = runner._runs[0].graphs = FailingGraphs(graphs, at)
     try:
         yield
     finally:
-        runner.graphs = graphs
+        runner.graphs = runner._runs[0].graphs = graphs
 
 
 @contextlib.contextmanager

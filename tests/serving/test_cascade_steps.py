@@ -11,7 +11,7 @@ from jattn.serving.cascade_steps import CascadeSteps, num_common_prefix_blocks
 from jattn.serving.scheduled_step import Step
 from jattn.serving.step import next_tokens
 from jattn.spec import AttentionSpec
-from tests.serving.tiny import one_layer_model
+from tests.serving.tiny import compilations, one_layer_model
 
 MODEL = one_layer_model()
 PREFIX = [*range(50, 83)]  # four blocks and a token
@@ -96,8 +96,12 @@ def test_precompile_brings_cascades_too():
     engine.precompile(progress=False)
     assert engine.stats.num_compiles == 1 + 2
     samplers = next_tokens._cache_size()
-    engine.generate(PROMPTS[:1], max_tokens=1)
-    engine.generate(PROMPTS, max_tokens=4)
+    assert engine.warm_up(0) == 0  # those of cascades have run, too
+    assert [sum(runs.num_runs.values()) for runs in engine._runner._runs] == [2, 4]
+    with compilations() as compiled:
+        engine.generate(PROMPTS[:1], max_tokens=1)
+        engine.generate(PROMPTS, max_tokens=4)
+    assert compiled == []
     assert engine.stats.num_cascade_steps > 0
     assert (engine.stats.num_compiles, next_tokens._cache_size()) == (3, samplers)
 

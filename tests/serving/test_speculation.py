@@ -1,5 +1,6 @@
 """An engine that drafts gives what one without gives, in fewer steps; and stops where it does not pay."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ from jattn.serving.drafting import MAX_SLEEP, Drafting
 from jattn.serving.rejection_sampler import rejection_sample
 from jattn.serving.speculation import BALANCE_TOKENS, Speculation, draft_buckets
 from jattn.serving.step import next_tokens
-from tests.serving.tiny import one_layer_model
+from tests.serving.tiny import compilations, one_layer_model
 
 MODEL = one_layer_model()
 K = 4
@@ -360,6 +361,17 @@ class TestDraftModels:
         assert sizes[1] == (sizes[0] + 1) // 2 - 1
 
     @pytest.mark.kernels
+    def test_run_on_no_requests_before_they_serve(self):
+        engine = engine_of(num_blocks=9, max_num_seqs=2, budget=32, speculative=one_layer_model(seed=1))
+        engine.precompile(progress=False)
+        cached = jax.tree.leaves(engine._runner._proposer._caches)
+        assert not any(array.any() for array in cached)
+        for runs in (*engine._runner._runs, *engine._runner._proposer.runs):
+            runs.num_runs.clear()
+        assert engine.warm_up(0) == engine.stats.num_compiles
+        assert engine.warm_up(1) == engine.stats.num_compiles - 1
+
+    @pytest.mark.kernels
     def test_nothing_compiles_after_precompile(self):
         options = {"num_blocks": 9, "max_num_seqs": 2, "budget": 32, "num_speculative_tokens": 2}
         engine = engine_of(speculative=one_layer_model(seed=1), **options)
@@ -370,8 +382,11 @@ class TestDraftModels:
             SamplingParams(max_tokens=12),
             SamplingParams(max_tokens=9, temperature=1.0, top_k=3, seed=0),
         ]
-        engine.generate([[3, 1, 4], [1] * 20], params)
-        engine.generate([[3, 1, 4], [1] * 20], max_tokens=9)
+        assert engine.warm_up(0) == 0
+        with compilations() as compiled:
+            engine.generate([[3, 1, 4], [1] * 20], params)
+            engine.generate([[3, 1, 4], [1] * 20], max_tokens=9)
+        assert compiled == []
         assert engine.stats.num_drafts > 0
         assert engine.stats.num_compiles == compiles == 1 + 2 + 2 + 1
         assert (next_tokens._cache_size(), rejection_sample._cache_size()) == samplers

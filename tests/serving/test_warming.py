@@ -77,7 +77,7 @@ class TestWarmUp:
         for _ in range(4):
             engine.step()  # one is in flight
         before, compiled = bits(engine), engine.stats.num_compiles
-        engine._runner._warming.num_runs.clear()  # as if all were new
+        engine._runner._runs[0].num_runs.clear()  # as if all were new
         assert engine.warm_up() == 0
         assert bits(engine) == before
         got = []
@@ -88,7 +88,7 @@ class TestWarmUp:
 
     def test_takes_the_smallest_first_and_tells_how_many_are_left(self, engine, monkeypatch):
         ran = runs_of(engine, monkeypatch)
-        engine._runner._warming.num_runs.clear()
+        engine._runner._runs[0].num_runs.clear()
         assert engine.warm_up(1) == 2
         assert engine.warm_up(max_tokens=4) == 0
         assert engine.warm_up(0) == 1
@@ -101,7 +101,7 @@ class TestWarmUp:
     def test_that_fails_ends_what_is_open_and_the_engine_serves_on(self, engine):
         want = engine.generate(PROMPTS, max_tokens=4)
         name = engine.add_request("abc", SamplingParams(max_tokens=4))
-        engine._runner._warming.num_runs.clear()
+        engine._runner._runs[0].num_runs.clear()
         failed = engine.stats.num_failed_steps
         with (
             device_fails(engine, at=2),
@@ -120,9 +120,9 @@ def test_an_idle_thread_warms_up_what_decodes(engine):
 
     async def served():
         async with AsyncEngine(engine) as served:
-            await served.call(lambda engine: engine._runner._warming.num_runs.clear())
+            await served.call(lambda engine: engine._runner._runs[0].num_runs.clear())
             while await served.call(lambda engine: len(engine._runner.cold_buckets())) > 1:
                 await asyncio.sleep(0.2)
-            return await served.call(lambda engine: engine._runner.cold_buckets())
+            return await served.call(lambda engine: [one.bucket for one in engine._runner.cold_buckets()])
 
     assert asyncio.run(asyncio.wait_for(served(), 30)) == BUCKETS[2:]
