@@ -107,7 +107,9 @@ class QueryGradients:
             self.ring.skip(step, jnp.int32(0), begin)
         first = rows.first_tile(begin)
         await_first = lambda: self.clear.await_first(first, step + begin)
-        state = self.products.start(self.here(rows, buffer), step + begin, self.work(first, stats, await_first))
+        state = self.products.start(
+            self.here(rows, buffer), step + begin, self.work(first, stats, await_first)
+        )
 
         def take(edges: Edges) -> Callable[[Scalar, State], State]:
             def take(i: Scalar, state: State) -> State:

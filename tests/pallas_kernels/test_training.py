@@ -146,10 +146,12 @@ class TestWhatTheKernelDeclines:
             self.run(loss_of(run), arrays(head_dim=120))
 
     @pytest.mark.parametrize("head_dim", [192, 256])
-    def test_heads_of_a_width_whose_kernels_no_gpu_has_run(self, head_dim):
+    def test_wide_heads_over_lists_of_tiles(self, head_dim):
         run = functools.partial(jattn.attention, return_lse=True)
-        with pytest.warns(jattn.KernelFallbackWarning, match=f"gradients of head_dim {head_dim}, whose"):
-            self.run(loss_of(run), arrays(head_dim=head_dim))
+        self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
+        mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
+        with pytest.warns(jattn.KernelFallbackWarning, match=f"no kernel of their own .head_dim {head_dim}"):
+            self.run(loss_of(functools.partial(run, mask=mask)), arrays(head_dim=head_dim))
 
     def test_the_same_bits_twice(self):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)

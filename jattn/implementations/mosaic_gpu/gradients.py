@@ -20,8 +20,6 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
 
-UNTRIED = (192, 256)  # widths whose kernels have run interpreted alone
-
 
 def why_not_gradients(
     spec: AttentionSpec,
@@ -43,8 +41,6 @@ def why_not_gradients(
     reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
     if reason is not None:
         return reason
-    if spec.head_dim in UNTRIED:
-        return f"gradients of head_dim {spec.head_dim}, whose kernels no GPU has run yet"
     if not is_in_order:
         return "gradients of keys whose rows are not said to follow each other (PackedKV(is_in_order=True))"
     if wants_slopes:
