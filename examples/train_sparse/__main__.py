@@ -4,7 +4,7 @@ python -m examples.train_sparse --out DIR
 
 Writes rows.jsonl (a row for each pattern), losses.json, loss.png (against tokens and time), decode.png
 (held-out bits by place: whole texts, and through the paged cache) and masks.png (of the middle layer, over
-training). Needs optax and jattn[models,plot]; two minutes on one GPU. To try it:
+training). Needs optax and jattn[models,plot]; minutes on one GPU. To try it:
 `--steps 4 --tokens 64 --batch 2`.
 """
 
