@@ -1,4 +1,4 @@
-"""Two GPUs of one host against one: decode attention, sums of a decode step, steps of an 8B-wide Qwen3.
+"""Two GPUs of one host against one: attention, sums of a decode step, steps of an 8B-wide Qwen3, a long loop.
 
 Nothing is timed before its results are one device's. A row is written when it is there.
 """
@@ -13,12 +13,14 @@ from benchmarks.device_time import Rows
 from benchmarks.engine import QWEN3_8B
 from benchmarks.graphs import flags
 from benchmarks.mesh_attention import measure_attention
+from benchmarks.mesh_loop import measure_loop
+from benchmarks.mesh_prefill import PromptCase, measure_prompt
 from benchmarks.mesh_steps import measure_steps
 from benchmarks.mesh_sums import measure_sums
 from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
-CASES = ("attention", "sums", "steps")
+CASES = ("attention", "long", "prompt", "sums", "steps", "loop")
 
 
 class Sizes(NamedTuple):
@@ -26,30 +28,44 @@ class Sizes(NamedTuple):
 
     Attributes:
         attention: A decode step's attention.
+        long: That of one long request.
+        prompt: A long prompt's.
         sums: Rows and width of what is summed.
         config: Of the model.
         steps: Requests of each decode step, and their context.
+        loop: The model of the loop, requests and context of its step, and how many steps.
     """
 
     attention: DecodeCase
+    long: DecodeCase
+    prompt: PromptCase
     sums: tuple[tuple[int, int], ...]
     config: dict[str, Any]
     steps: tuple[tuple[int, int], ...]
+    loop: tuple[dict[str, Any], tuple[int, int], int]
 
 
+LOOP = QWEN3_8B | {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+LOOP |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 LARGE = Sizes(
     DecodeCase(name="8x128k", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(131072,) * 8),
+    DecodeCase(name="1x1m", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(2**20,)),
+    PromptCase("256k", tokens=2**18, chunk=8192, q_heads=32, kv_heads=8, head_dim=128),
     ((1, 4096), (8, 4096), (64, 4096), (256, 4096)),
     QWEN3_8B,
     ((1, 1024), (64, 4096), (256, 1024)),
+    (LOOP, (8, 512), 10_000),
 )
+TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SMALL = Sizes(
     DecodeCase(name="2x128", q_heads=4, kv_heads=2, head_dim=16, kv_lens=(128,) * 2),
+    DecodeCase(name="1x256", q_heads=4, kv_heads=2, head_dim=16, kv_lens=(256,)),
+    PromptCase("96", tokens=96, chunk=32, q_heads=4, kv_heads=2, head_dim=16),
     ((1, 64), (2, 64)),
-    QWEN3_8B
-    | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    TINY,
     ((1, 32), (3, 48)),
+    (TINY, (3, 48), 20),
 )
 
 
@@ -58,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
-    parser.add_argument("--peer-memory", action="store_true", help="steps sum by all_reduce, too")
+    parser.add_argument(
+        "--peer-memory", action="store_true", help="steps sum by all_reduce, too; the loop alone"
+    )
     parser.add_argument("--out", help="folder of the rows")
 
 
@@ -72,8 +90,11 @@ def main(arguments: argparse.Namespace) -> None:
     sizes = SMALL if arguments.small else LARGE
     measures = {
         "attention": lambda: measure_attention(sizes.attention, mesh),
+        "long": lambda: measure_attention(sizes.long, mesh),
+        "prompt": lambda: measure_prompt(sizes.prompt, mesh),
         "sums": lambda: measure_sums(sizes.sums, mesh),
         "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh, uses_peers=arguments.peer_memory),
+        "loop": lambda: measure_loop(*sizes.loop, mesh, uses_peers=arguments.peer_memory),
     }
     start = time.perf_counter()
     for name in arguments.cases or CASES:

@@ -69,7 +69,9 @@ def main(name: str, directory: pathlib.Path, *, device: str = "cuda", **cuts: An
                 parameter.normal_(float(is_norm), 1.0 if is_embedding else 0.02)
     model.save_pretrained(directory)
     np.savez(directory / "expected.npz", **logits(model, device))
-    (directory / "times.json").write_text(json.dumps([*layer_times(model, device), *times(model, device)]))
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    rows = [row | versions for row in (*layer_times(model, device), *times(model, device))]
+    (directory / "times.json").write_text(json.dumps(rows))
 
 
 @torch.no_grad()

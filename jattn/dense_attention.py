@@ -51,7 +51,8 @@ def attention(
         soft_cap: As AttentionSpec's.
         scale: As AttentionSpec's; head_dim ** -0.5 when None.
         segment_ids: An id of each token [batch, tokens]: a query sees keys of its own id. The kernels take
-            each run of equal ids for a segment; ids that come again, if not traced, go to XLA.
+            each run of equal ids for a segment; ids that come again, if not traced, go to XLA. Padding has
+            an id of its own, and must be finite.
         cu_seqlens: First token of each document, and one past the last, from 0; behind is padding.
         alibi_slopes: As in `attend`.
         sinks: As in `attend`.

@@ -81,7 +81,7 @@ class PagedAttention(nnx.Module):
             rngs: For the initial parameters.
             rope: `(x [tokens, heads, head_dim], positions [tokens]) -> x`, applied to queries and keys. One
                 with a true `needs_lengths` takes the lengths of the tokens' requests [tokens] behind them.
-            q_norm: Applied to queries [tokens, q_heads, head_dim] before rope; behind it if it `follows_rope`.
+            q_norm: Of queries [tokens, q_heads, head_dim], before rope; behind it where it `follows_rope`.
             k_norm: Applied to keys likewise.
             use_bias: Query, key and value projections have a bias.
             use_out_bias: The output projection has one.

@@ -150,13 +150,17 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["split"] for row in rows if "split" in row] == ["none", "heads", "keys"]
+    splits = [(row["name"], row["split"]) for row in rows if "split" in row]
+    names = (["attention_2x128"] * 3, ["attention_1x256"] * 3, ["prompt_96"] * 2)
+    assert splits == [pair for name in names for pair in zip(name, ("none", "heads", "keys"), strict=False)]
     sums = "sum", "all_reduce", "sum_norm", "all_reduce_norm"
     wanted = [f"{what}_{rows}x64" for rows in (1, 2) for what in sums]
     assert [row["name"] for row in rows if "bytes" in row] == wanted
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "tp" in row]
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
     assert steps == [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
+    loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
+    assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
     assert all(row["error"] < 0.05 for row in rows if row.get("tp") == 2)
 
 

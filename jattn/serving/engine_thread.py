@@ -7,9 +7,9 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from jattn.serving.engine import Engine
+from jattn.serving.mailbox import Mailbox, Piece
 from jattn.serving.outputs import RequestError, RequestOutput
 from jattn.serving.prompts import Prompt
 from jattn.serving.reader import Reader
@@ -17,8 +17,6 @@ from jattn.serving.sampling_params import SamplingParams
 from pallas_kernels.checks import require
 
 PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
-
-type News = RequestOutput | Exception
 
 
 class EngineThread:
@@ -28,7 +26,8 @@ class EngineThread:
         """Starts with the first task."""
         self._engine = engine
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._readers: dict[int | str, Reader] = {}  # touched by the thread alone
+        self._readers: dict[int | str, Reader] = {}  # touched by the thread alone, as the mailboxes are
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._lock = threading.Lock()  # of the two below
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -57,7 +56,7 @@ class EngineThread:
             try:
                 reader.request_id = self._engine.add_request(prompt, params, request_id)
             except Exception as error:
-                _tell([(reader, error)])
+                self._tell([(reader, error)])
             else:
                 self._readers[reader.request_id] = reader
 
@@ -84,7 +83,7 @@ class EngineThread:
             for index in sorted(reader.unfinished)
         ]
         self._drop(reader)
-        _tell((reader, end) for end in ends)
+        self._tell((reader, end) for end in ends)
 
     def close(self) -> None:
         """Ends the thread behind the step that it is in; open requests end with an error. Waits for it."""
@@ -146,7 +145,7 @@ class EngineThread:
         except Exception as error:
             self._end_all(error)
             return
-        news: list[tuple[Reader, News]] = []
+        news: list[Piece] = []
         for output in outputs:
             reader = self._readers.get(output.request_id)
             if reader is None:  # of one that was added before the thread began
@@ -156,7 +155,7 @@ class EngineThread:
                 reader.unfinished.discard(output.index)
                 if not reader.unfinished:
                     del self._readers[output.request_id]
-        for reader in _tell(news):
+        for reader in self._tell(news):
             self._drop(reader)
 
     def _drop(self, reader: Reader) -> None:
@@ -168,27 +167,24 @@ class EngineThread:
         readers = list(self._readers.values())
         for reader in readers:
             self._drop(reader)
-        _tell((reader, error) for reader in readers)
+        self._tell((reader, error) for reader in readers)
 
+    def _tell(self, news: Iterable[Piece]) -> list[Reader]:
+        """Gives each event loop what is its readers'.
 
-def _tell(news: Iterable[tuple[Reader, News]]) -> list[Reader]:
-    """Wakes each event loop once, whatever the number of its readers.
-
-    Returns:
-        Readers whose loop is closed: nobody will read what is theirs.
-    """
-    of_loops: dict[asyncio.AbstractEventLoop, list[tuple[Reader, News]]] = {}
-    for reader, piece in news:
-        of_loops.setdefault(reader.loop, []).append((reader, piece))
-    gone = []
-    for loop, pieces in of_loops.items():
-        try:
-            loop.call_soon_threadsafe(_put_all, pieces)
-        except RuntimeError:  # as asyncio says that it is closed
-            gone += [reader for reader, _ in pieces]
-    return gone
-
-
-def _put_all(pieces: list[tuple[Reader, Any]]) -> None:
-    for reader, piece in pieces:
-        reader.put(piece)
+        Returns:
+            Readers whose loop is closed: nobody will read what is theirs.
+        """
+        of_loops: dict[asyncio.AbstractEventLoop, list[Piece]] = {}
+        for reader, piece in news:
+            of_loops.setdefault(reader.loop, []).append((reader, piece))
+        gone = []
+        for loop, pieces in of_loops.items():
+            if loop not in self._mailboxes:
+                self._mailboxes = {old: box for old, box in self._mailboxes.items() if not old.is_closed()}
+                self._mailboxes[loop] = Mailbox(loop)
+            try:
+                self._mailboxes[loop].post(pieces)
+            except RuntimeError:  # as asyncio says that it is closed
+                gone += [reader for reader, _ in pieces]
+        return gone

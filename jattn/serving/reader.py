@@ -14,6 +14,7 @@ class Reader:
     Attributes:
         loop: Which runs the task.
         request_id: As the engine calls the request; None = not added yet.
+        has_news: Whether anything has come.
         unfinished: The engine thread's: completions that have more to come.
 
     Source: vLLM `RequestOutputCollector`.
@@ -23,6 +24,7 @@ class Reader:
         """For the task that is running."""
         self.loop = asyncio.get_running_loop()
         self.request_id: int | str | None = None
+        self.has_news = False
         self.unfinished = set(range(num_completions))
         self._outputs: dict[int, RequestOutput] = {}  # unread, by completion
         self._error: Exception | None = None
@@ -30,6 +32,7 @@ class Reader:
 
     def put(self, news: RequestOutput | Exception) -> None:
         """Takes what a step brought, or why there will be nothing more."""
+        self.has_news = True
         if isinstance(news, Exception):
             self._error = news if isinstance(news, ValueError) else self._request_error(news)
         elif news.error is not None:
