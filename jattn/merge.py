@@ -1,4 +1,4 @@
-"""Two partial attentions over disjoint keys become one."""
+"""Partial attentions over disjoint keys become one."""
 
 import functools
 from collections.abc import Sequence
