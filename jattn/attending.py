@@ -140,21 +140,21 @@ def attend_cascade(
     run = lambda query, part, spec, plan, sinks: attend(
         query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True
     )
-    of_all = jnp.tile(query, (metadata.prefix.bucket.max_prefills, 1, 1))
+    pieces = metadata.prefix.bucket.max_prefills
+    of_all = jnp.tile(query, (pieces, 1, 1))
     prefix = run(of_all, metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
     suffix = run(query, metadata.suffix, spec, plans[1], sinks)
-    return _merge_once(*prefix, *suffix, metadata.suffix.is_live_token)
+    return _merge_once(*prefix, *suffix, metadata.suffix.is_live_token, pieces)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="pieces")
 def _merge_once(
-    prefix_out: Array, prefix_lse: Array, suffix_out: Array, suffix_lse: Array, is_live: Array
+    prefix_out: Array, prefix_lse: Array, suffix_out: Array, suffix_lse: Array, is_live: Array, pieces: int
 ) -> tuple[Array, Array]:
     """The prefix's pieces and the suffix as one; padding without keys."""
-    tokens = suffix_out.shape[0]
-    starts = range(0, prefix_out.shape[0], tokens)
-    outs = [*(prefix_out[i : i + tokens] for i in starts), suffix_out]
-    lses = [*(prefix_lse[:, i : i + tokens] for i in starts), suffix_lse]
+    tokens, q_heads, head_dim = suffix_out.shape
+    outs = [*prefix_out.reshape(pieces, tokens, q_heads, head_dim), suffix_out]
+    lses = [*jnp.moveaxis(prefix_lse.reshape(q_heads, pieces, tokens), 1, 0), suffix_lse]
     out, lse = merge_parts(outs, lses)
     out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
     return out, jnp.where(is_live[None, :], lse, -jnp.inf)

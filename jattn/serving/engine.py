@@ -94,8 +94,17 @@ class Engine:
         parts = make_parts(model, limits, cache, drafts, steps, enable_prefix_caching, cache_dir)
         self.model, self.scheduler, self._runner, self._core, self._intake, *_ = parts
         self._processes, self._speculation = parts.processes, parts.speculation
-        self.tokenizer, self.default_sampling_params = self.model.tokenizer, default_params(self.model)
+        self.default_sampling_params = default_params(self.model)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of texts, in and out: the model's, or what it was set to; None = there are only token ids."""
+        return self._intake.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._intake.tokenizer = tokenizer
 
     @property
     def block_size(self) -> int:

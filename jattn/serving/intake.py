@@ -17,6 +17,7 @@ class Intake:
 
     Attributes:
         limits: What a prompt must fit.
+        tokenizer: Of texts, in and out; None = there are only token ids.
     """
 
     def __init__(
@@ -31,13 +32,13 @@ class Intake:
             processes: Of which this must be the one that leads; None = it is alone.
         """
         self._model, self.limits, self._weights, self._processes = model, limits, weights, processes
-        self._eos_ids = frozenset(model.config.eos_token_ids)
+        self.tokenizer = model.tokenizer
 
     @functools.cached_property
     def grammars(self) -> Grammars:
         """As `Engine.grammars`."""
         config = self._model.config
-        return Grammars(self._model.tokenizer, config.vocab_size, config.eos_token_ids)
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """As `Engine.add_request` takes them.
@@ -51,8 +52,8 @@ class Intake:
             "prompt",
             prompt,
             params,
-            eos_ids=self._eos_ids,
-            tokenizer=self._model.tokenizer,
+            eos_ids=frozenset(self._model.config.eos_token_ids),
+            tokenizer=self.tokenizer,
             limits=self.limits,
             grammars=self.grammars,
         )
@@ -78,8 +79,8 @@ class Intake:
             sampling_params,
             stop_ids=stop_ids,
             ignore_eos=ignore_eos,
-            eos_ids=self._eos_ids,
-            tokenizer=self._model.tokenizer,
+            eos_ids=frozenset(self._model.config.eos_token_ids),
+            tokenizer=self.tokenizer,
             limits=self.limits,
             grammars=self.grammars,
         )
