@@ -171,8 +171,9 @@ class DecodeGraphs:
 
         def lower(bucket: Bucket) -> jax.stages.Lowered:
             metadata = abstract_metadata(bucket, block_size)
-            made = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
-            return self._lowered(structure, *given, made if self._from_host else metadata, *inputs(bucket))
+            if self._from_host:
+                metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
+            return self._lowered(structure, *given, metadata, *inputs(bucket))
 
         return lower
 
