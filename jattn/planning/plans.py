@@ -172,11 +172,13 @@ def _cascade_plan(
             dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able
         )
     )
-    pieces = prefix_pieces(choose(parts.prefix, blind), parts.prefix.bucket)
+    chosen = choose(parts.prefix, blind)
+    pieces = prefix_pieces(chosen, parts.prefix.bucket)
     if pieces > 1:
         parts = replace(parts, prefix=cut_prefix(parts.prefix, pieces))
-    each = ((parts.prefix, blind), (parts.suffix, able))
-    prefix, suffix = (planned(part, choose(part, kinds), None) for part, kinds in each)
+        chosen = choose(parts.prefix, blind)
+    prefix = planned(parts.prefix, chosen, None)
+    suffix = planned(parts.suffix, choose(parts.suffix, able), None)
     return CascadePlan(metadata=parts, prefix=prefix, suffix=suffix)
 
 

@@ -130,8 +130,8 @@ class DraftModel(Proposer):
         """As `Proposer.precompile`."""
         how: dict[str, Any] = {"block_size": self._block_size, "progress": progress, "wait": wait}
         weights = self._weights.refresh()
-        for graphs, runs in zip((self._readers, self._drafters), self.runs, strict=True):
-            graphs.precompile(weights, self._caches, inputs=runs.inputs, **how)
+        for runs in self.runs:
+            runs.graphs.precompile(weights, self._caches, inputs=runs.inputs, **how)
         for compile in self._copies.compilers(self._caches):
             compile()
 

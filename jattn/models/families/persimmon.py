@@ -1,25 +1,10 @@
 """Persimmon: LayerNorm, also of queries and keys; MLPs without gates, half of each head rotated."""
 
-from jattn.models.families.family import Family, Keys
+from jattn.models.families.family import Family
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import llama_layer, plain_mlp, rope
+from jattn.models.families.phi import PHI
 from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
-from jattn.models.specs import NormSpec, QKNorm
-
-
-def _layer(keys: Keys, layer: int) -> LayerSpec:
-    norm = QKNorm(norm=NormSpec("layer", keys["rms_norm_eps"]))
-    return llama_layer(
-        keys,
-        rope=rope(keys, is_partial=True),
-        mlp=plain_mlp(keys, has_bias=True),
-        qkv_bias=True,
-        out_bias=True,
-        qk_norm=norm if keys["qk_layernorm"] else None,
-    )
-
 
 _LAYER = "model.layers.*"
 PERSIMMON = Family(
@@ -35,7 +20,7 @@ PERSIMMON = Family(
         "eos_token_id": 2,
         "qk_layernorm": True,
     },
-    layer=_layer,
+    layer=PHI.layer,
     norm="layer",
     tensors={
         **LLAMA_TENSORS,
