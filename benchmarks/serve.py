@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import importlib
 import json
+import os
 import pathlib
 import random
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -113,11 +115,13 @@ def compared(engine: Engine, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     for rate, size in runs:
         alone = asyncio.run(at_the_engine(engine, rate, size))
         times: list[float] = []
-        firsts: list[float] = []
-        with serving(engine, times, firsts) as url:
+        with serving(engine, times) as url:
             require_same_text(url, prompt, want)
-            firsts.clear()
+            before = engine.stats.time_to_first_token
+            total, count = before.sum, before.count
             served = at_the_server(url, rate, size)
+            firsts = engine.stats.time_to_first_token
+            first = (firsts.sum - total) / (firsts.count - count)
         again = asyncio.run(at_the_engine(engine, rate, size))
         for told in (alone, served, again):
             if told["num_failed"] or told["num_tokens"] != size["num_prompts"] * size["output_len"]:
@@ -131,8 +135,8 @@ def compared(engine: Engine, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         )
         row["engine_again_tokens_per_s"] = again["tokens_per_second"]
         whole = served["time_to_first_token_ms"]["mean"]
-        row["http_time_to_first_token_ms_mean"] = whole - 1e3 * statistics.mean(firsts)
-        row["server_loop_us_per_token"] = 1e6 * times[0] / served["num_tokens"]
+        row["http_time_to_first_token_ms_mean"] = whole - 1e3 * first
+        row["http_process_us_per_token"] = 1e6 * times[0] / served["num_tokens"]
         yield {"request_rate": rate, **size, **row}
 
 
@@ -181,55 +185,38 @@ def at_the_server(url: str, rate: float, sizes: dict[str, int]) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, times: list[float], firsts: list[float] | None = None) -> Iterator[str]:
-    """A server in a thread; where it listens.
-
-    Seconds of a processor that its thread served go to `times`; to `firsts`, those from when a request came
-    to the engine until its first token was read there.
-    """
+def serving(engine: Engine, times: list[float]) -> Iterator[str]:
+    """A server; where it listens. Seconds of a processor that its own process served go to `times`."""
     server_of: Any = importlib.import_module("jattn.serving.server")
     options = server_of.ServerOptions(port=0)
     sock = server_of.listening(options)
-    server = server_of.Server(engine, options, log_level="warning")
-    start_up, starts = server.startup, []
-    if firsts is not None:
-        server.service.engine.generate = timed(server.service.engine.generate, firsts)
-
-    async def startup(sockets: Any = None) -> None:
-        await start_up(sockets=sockets)
-        starts.append(time.thread_time())
-
-    def run() -> None:
-        server.startup = startup
-        server.run(sockets=[sock])
-        times.append(time.thread_time() - starts[0])
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    http = server_of.HttpProcess(engine, options, sock, log_level="warning")
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
-        while not server.service.is_ready:
-            if server.failure is not None:
-                raise server.failure
+        while not is_ready(url):
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        start = processor_seconds(http.pid)
+        yield url
+        times.append(processor_seconds(http.pid) - start)
     finally:
-        server.should_exit = True
-        thread.join()
+        http.signal(signal.SIGTERM)
+        http.wait()
+        sock.close()
 
 
-def timed(generate: Any, firsts: list[float]) -> Any:
-    """`AsyncEngine.generate`, which notes how long each request waits for its first output."""
+def is_ready(url: str) -> bool:
+    """Whether the server takes requests."""
+    try:
+        with urllib.request.urlopen(f"{url}/health"):
+            return True
+    except urllib.error.URLError:
+        return False
 
-    async def noting(*args: Any) -> Any:
-        start, is_first = time.perf_counter(), True
-        async with contextlib.aclosing(generate(*args)) as outputs:
-            async for output in outputs:
-                if is_first:
-                    firsts.append(time.perf_counter() - start)
-                is_first = False
-                yield output
 
-    return noting
+def processor_seconds(pid: int) -> float:
+    """What a process has had of all processors, as Linux counts."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def require_same_text(url: str, prompt: list[int], want: str) -> None:

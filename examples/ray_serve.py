@@ -37,17 +37,18 @@ class Replica:
         engine = Engine(load(folder), **engine_options)
         engine.precompile(progress=False, wait=False)
         options = ServerOptions(served_model_names=names, folder=pathlib.Path(folder))
-        self.service = Service(AsyncEngine(engine), options)
+        self.engine = AsyncEngine(engine)
+        self.service = Service(self.engine, options)
         self.service.is_ready = True  # Ray sends nothing before this returns
         self.served = build_app(self.service)
 
     def check_health(self) -> None:
         """Asked by Ray, which replaces a replica that raises."""
-        self.service.engine.stats  # noqa: B018
+        self.engine.stats  # noqa: B018
 
     async def __del__(self) -> None:
         """Requests have been let finish by now."""
-        await self.service.engine.aclose()
+        await self.engine.aclose()
 
 
 def application(

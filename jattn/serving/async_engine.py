@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
 from jattn.serving.engine import Engine
+from jattn.serving.engine_client import EngineInfo
 from jattn.serving.engine_thread import EngineThread
+from jattn.serving.mailbox import Mailbox
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.prompts import Prompt, token_ids_of
 from jattn.serving.reader import Reader
@@ -37,7 +39,13 @@ class AsyncEngine:
         require_type("engine", engine, Engine, "jattn.serving.Engine(model)")
         self.engine = engine
         self._thread = EngineThread(engine)
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._close = weakref.finalize(self, self._thread.close)  # as the process ends, at the latest
+
+    @property
+    def info(self) -> EngineInfo:
+        """What does not change while it serves."""
+        return EngineInfo.of(self.engine)
 
     @property
     def stats(self) -> EngineStats:
@@ -69,7 +77,7 @@ class AsyncEngine:
         prompt = await self._tokens_of(prompt)
         if params.structured_outputs is not None:  # compiled here, not where steps wait for it
             await asyncio.to_thread(self.engine.grammars.mask, params.structured_outputs)
-        reader = Reader(params.n)
+        reader = Reader(params.n, self._mailbox())
         self._thread.add(reader, prompt, params, request_id)
         num_unfinished = params.n
         try:
@@ -93,6 +101,18 @@ class AsyncEngine:
         """As `Engine.update_weights`, between two steps."""
         await self.call(lambda engine: engine.update_weights(state))
 
+    async def precompile(self, *, progress: bool) -> None:
+        """As `Engine.precompile`, which does not wait for what a first step can do without."""
+        await self.call(lambda engine: engine.precompile(progress=progress, wait=False))
+
+    async def reset_prefix_cache(self) -> None:
+        """Has later requests find nothing of earlier ones, whose blocks are free for others."""
+        await self.call(lambda engine: engine.scheduler.forget_prefixes())
+
+    async def read_stats(self) -> EngineStats:
+        """As `stats`: what an engine in another process has to be asked for."""
+        return self.stats
+
     async def call[T](self, function: Callable[[Engine], T]) -> T:
         """What a function of the engine returns, run in its thread between two steps.
 
@@ -111,6 +131,14 @@ class AsyncEngine:
 
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
+
+    def _mailbox(self) -> Mailbox:
+        """That of the loop that runs this, which its readers share."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._mailboxes:
+            still = {old: box for old, box in self._mailboxes.items() if not old.is_closed()}
+            self._mailboxes = still | {loop: Mailbox(loop)}
+        return self._mailboxes[loop]
 
     async def _tokens_of(self, prompt: Prompt) -> Prompt:
         """The prompt's tokens: made here, not where steps wait for them."""

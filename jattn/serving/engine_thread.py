@@ -1,22 +1,50 @@
 """The thread that runs an engine: its steps, and between two of them what others ask of it."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 from jattn.serving.engine import Engine
-from jattn.serving.mailbox import Mailbox, Piece
 from jattn.serving.outputs import RequestError, RequestOutput
 from jattn.serving.prompts import Prompt
-from jattn.serving.reader import Reader
 from jattn.serving.sampling_params import SamplingParams
 from pallas_kernels.checks import require
 
 PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
+
+
+type Piece = tuple[Any, RequestOutput | Exception]  # a Listener, and what is news to it
+
+
+@runtime_checkable
+class Post(Protocol):
+    """Takes news to where listeners are: an event loop, or another process."""
+
+    def post(self, pieces: list[Piece]) -> None:
+        """From any thread; never waits.
+
+        Raises:
+            RuntimeError: Nobody is there any more.
+        """
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """Who wants to know what a request brings; the attributes are the thread's.
+
+    Attributes:
+        mailbox: By which its news go.
+        request_id: As the engine calls the request; None = not added yet.
+        unfinished: Completions that have more to come.
+    """
+
+    mailbox: Any
+    request_id: int | str | None
+    unfinished: set[int]
 
 
 class EngineThread:
@@ -26,8 +54,7 @@ class EngineThread:
         """Starts with the first task."""
         self._engine = engine
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._readers: dict[int | str, Reader] = {}  # touched by the thread alone, as the mailboxes are
-        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+        self._readers: dict[int | str, Listener] = {}  # touched by the thread alone
         self._lock = threading.Lock()  # of the two below
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -48,7 +75,7 @@ class EngineThread:
         return future
 
     def add(
-        self, reader: Reader, prompt: Prompt, params: SamplingParams, request_id: int | str | None
+        self, reader: Listener, prompt: Prompt, params: SamplingParams, request_id: int | str | None
     ) -> None:
         """Adds a request before the next step; what it brings, an error of its own too, the reader finds."""
 
@@ -62,7 +89,7 @@ class EngineThread:
 
         self._put(task)
 
-    def drop(self, reader: Reader) -> None:
+    def drop(self, reader: Listener) -> None:
         """Drops a reader's request before the next step, if it is unfinished; the reader hears no more."""
         with contextlib.suppress(ValueError):  # closed: everything is dropped
             self._put(lambda: self._drop(reader))
@@ -158,7 +185,7 @@ class EngineThread:
         for reader in self._tell(news):
             self._drop(reader)
 
-    def _drop(self, reader: Reader) -> None:
+    def _drop(self, reader: Listener) -> None:
         if reader.request_id is not None and self._readers.get(reader.request_id) is reader:
             del self._readers[reader.request_id]
             self._engine.abort(reader.request_id)
@@ -169,22 +196,20 @@ class EngineThread:
             self._drop(reader)
         self._tell((reader, error) for reader in readers)
 
-    def _tell(self, news: Iterable[Piece]) -> list[Reader]:
-        """Gives each event loop what is its readers'.
+    def _tell(self, news: Iterable[Piece]) -> list[Listener]:
+        """Gives each mailbox what is its listeners'.
 
         Returns:
-            Readers whose loop is closed: nobody will read what is theirs.
+            Listeners whom nothing reaches any more.
         """
-        of_loops: dict[asyncio.AbstractEventLoop, list[Piece]] = {}
+        of_mailboxes: dict[int, tuple[Post, list[Piece]]] = {}
         for reader, piece in news:
-            of_loops.setdefault(reader.loop, []).append((reader, piece))
+            _, pieces = of_mailboxes.setdefault(id(reader.mailbox), (reader.mailbox, []))
+            pieces.append((reader, piece))
         gone = []
-        for loop, pieces in of_loops.items():
-            if loop not in self._mailboxes:
-                self._mailboxes = {old: box for old, box in self._mailboxes.items() if not old.is_closed()}
-                self._mailboxes[loop] = Mailbox(loop)
+        for mailbox, pieces in of_mailboxes.values():
             try:
-                self._mailboxes[loop].post(pieces)
-            except RuntimeError:  # as asyncio says that it is closed
+                mailbox.post(pieces)
+            except RuntimeError:  # as asyncio says that a loop is closed
                 gone += [reader for reader, _ in pieces]
         return gone

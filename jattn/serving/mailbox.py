@@ -3,11 +3,7 @@
 import asyncio
 import time
 
-from jattn.serving.outputs import RequestOutput
-from jattn.serving.reader import Reader
-
-type News = RequestOutput | Exception
-type Piece = tuple[Reader, News]
+from jattn.serving.engine_thread import Piece
 
 # Of the loop's time its readers get one part in so many: Python runs one thread at a time, and the engine's
 # must prepare the next step meanwhile. 256 streams at 12 ms a step are read every second or third step.

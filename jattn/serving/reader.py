@@ -1,8 +1,12 @@
 """Where a task finds what its request brings."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from jattn.serving.outputs import RequestError, RequestOutput
+
+if TYPE_CHECKING:
+    from jattn.serving.mailbox import Mailbox
 
 
 class Reader:
@@ -13,6 +17,7 @@ class Reader:
 
     Attributes:
         loop: Which runs the task.
+        mailbox: The loop's, by which an engine's thread reaches it; None = nobody's thread does.
         request_id: As the engine calls the request; None = not added yet.
         has_news: Whether anything has come.
         unfinished: The engine thread's: completions that have more to come.
@@ -20,8 +25,9 @@ class Reader:
     Source: vLLM `RequestOutputCollector`.
     """
 
-    def __init__(self, num_completions: int) -> None:
+    def __init__(self, num_completions: int, mailbox: "Mailbox | None" = None) -> None:
         """For the task that is running."""
+        self.mailbox = mailbox
         self.loop = asyncio.get_running_loop()
         self.request_id: int | str | None = None
         self.has_news = False

@@ -1,8 +1,9 @@
 """An HTTP server with OpenAI's API over an engine: the extra `jattn[serve]`."""
 
 from jattn.serving.server.app import build_app
+from jattn.serving.server.http_process import HttpProcess
 from jattn.serving.server.lifecycle import Server, listening, serve
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.service import Service
 
-__all__ = ["Server", "ServerOptions", "Service", "build_app", "listening", "serve"]
+__all__ = ["HttpProcess", "Server", "ServerOptions", "Service", "build_app", "listening", "serve"]

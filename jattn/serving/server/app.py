@@ -113,7 +113,7 @@ def _described(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "jattn",
         "root": service.model_name,
         "parent": None,
-        "max_model_len": service.engine.engine.max_model_len,
+        "max_model_len": service.info.max_model_len,
     }
 
 
@@ -134,7 +134,7 @@ async def load(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Has later requests find nothing of earlier ones."""
     service: Service = request.app.state.service
-    await service.engine.call(lambda engine: engine.scheduler.forget_prefixes())
+    await service.engine.reset_prefix_cache()
     return Response()
 
 
@@ -151,9 +151,9 @@ async def description(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     service: Service = request.app.state.service
-    engine = service.engine.engine
-    cache = {"block_size": engine.block_size, "num_gpu_blocks": service.engine.stats.num_blocks}
-    page = exposition(service.model_name, service.engine.stats, service.counts, service.num_waiting(), cache)
+    stats = await service.engine.read_stats()
+    cache = {"block_size": service.info.block_size, "num_gpu_blocks": stats.num_blocks}
+    page = exposition(service.model_name, stats, service.counts, service.num_waiting(stats), cache)
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -123,7 +123,7 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(body.model)
     refuse(body, OFF)
     how = calling(body, service.call_format, service.tokenizer)
-    longest = service.engine.engine.max_model_len
+    longest = service.info.max_model_len
     prompt = truncated(body, chat_tokens(service, body), longest)
     require(len(prompt) > 0, "messages", "become at least one token", prompt)
     max_tokens = _max_tokens(body)

@@ -88,7 +88,7 @@ async def create_completion(request: Request) -> Response:
     refuse(body, {"suffix": ("",)})
     prompts = _prompts(service, body)
     for prompt, _ in prompts:
-        require_place("prompt", len(prompt), body.max_tokens, service.engine.engine.max_model_len)
+        require_place("prompt", len(prompt), body.max_tokens, service.info.max_model_len)
     form = wanted_form(body)
     params = sampling_params(body, service.default_sampling, form, **_lengths(body), **_candidates(body))
     shape = TextShape(texts_of(service, body), body, prompts)
@@ -132,7 +132,7 @@ def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], st
             text: str | None = one
         else:
             ids, text = one, None
-        kept = truncated(body, ids, service.engine.engine.max_model_len)
+        kept = truncated(body, ids, service.info.max_model_len)
         if body.echo and (text is None or len(kept) < len(ids)):
             text = service.text_of("prompt", kept)
         found.append((kept, text or ""))

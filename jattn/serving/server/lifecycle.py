@@ -7,17 +7,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
-from jattn.serving.async_engine import AsyncEngine
 from jattn.serving.engine import Engine
+from jattn.serving.engine_client import EngineClient
+from jattn.serving.outputs import RequestError
 from jattn.serving.server.app import build_app
 from jattn.serving.server.connections import Connection
+from jattn.serving.server.http_process import HttpProcess, refuse, told_by_parent
 from jattn.serving.server.options import ServerOptions
+from jattn.serving.server.remote_engine import LOST, RemoteEngine
 from jattn.serving.server.service import Service
 
 LOG = logging.getLogger("jattn.server")
@@ -31,13 +34,13 @@ SWITCH_SECONDS = 0.0005
 class Server(uvicorn.Server):
     """uvicorn's, but for the end: who is told to stop and has stopped has done as told, and exits with 0."""
 
-    def __init__(self, engine: Engine, options: ServerOptions, *, log_level: str = "info") -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions, *, log_level: str = "info") -> None:
         """Listens nowhere yet.
 
         Raises:
             ValueError: The model has no tokenizer, or the chat template is none.
         """
-        self.service = Service(AsyncEngine(engine), options)
+        self.service = Service(engine, options)
         self.failure: Exception | None = None  # of the preparations
         config = uvicorn.Config(
             build_app(self.service, self._lifespan),
@@ -54,15 +57,8 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """SIGTERM and SIGINT stop the server; a second one does not wait for requests."""
-        if threading.current_thread() is not threading.main_thread():
+        with on_signals(self.handle_exit):
             yield
-            return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of a signal."""
@@ -86,7 +82,7 @@ class Server(uvicorn.Server):
         """Compiles what a first step may need, while /health says that it is not done; the rest goes on."""
         progress = sys.stderr.isatty()
         try:
-            await self.service.engine.call(lambda engine: engine.precompile(progress=progress, wait=False))
+            await self.service.engine.precompile(progress=progress)
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:
@@ -94,19 +90,52 @@ class Server(uvicorn.Server):
 
 
 def serve(engine: Engine, options: ServerOptions, sock: socket.socket) -> None:
-    """Serves on a socket until it is told to stop.
+    """Serves on a socket until it is told to stop; HTTP has a process of its own.
 
     Raises:
         ValueError: The model has no tokenizer, or the chat template is none.
+        ChildProcessError: The process that speaks HTTP ended without being told to.
         Exception: What compiling failed with.
     """
-    server = Server(engine, options)
+    http = HttpProcess(engine, options, sock)
     host, port = sock.getsockname()[:2]
     told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
     print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
-    server.run(sockets=[sock])
+    with on_signals(lambda number, frame: http.signal(number)):
+        http.wait()
+
+
+def run_child(channel_file: int, listening_file: int) -> None:
+    """The process that `HttpProcess` starts; its exit status is 0 where it was told to stop."""
+    channel, info, options, log_level = told_by_parent(channel_file)
+
+    def lost() -> None:
+        server.failure, server.should_exit = RequestError(LOST), True
+
+    try:
+        server = Server(RemoteEngine(channel, info, lost), options, log_level=log_level)
+    except ValueError as error:
+        refuse(channel, error)
+        channel.close()
+        sys.exit(1)
+    refuse(channel, None)
+    server.run(sockets=[socket.socket(fileno=listening_file)])
     if server.failure is not None:
-        raise server.failure
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Has SIGTERM and SIGINT come to a handler, where this is the main thread: no other may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sig: signal.signal(sig, handler) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for sig, earlier in before.items():
+            signal.signal(sig, earlier)
 
 
 def listening(options: ServerOptions) -> socket.socket:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from jattn.serving.async_engine import AsyncEngine
+from jattn.serving.engine_client import EngineClient
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.server.call_formats import call_format
@@ -17,26 +17,27 @@ from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.sampling import default_sampling
 from jattn.serving.server.token_texts import TokenTexts
+from jattn.serving.stats import EngineStats
 from pallas_kernels.checks import require
 
 
 class Service:
     """One engine behind one server."""
 
-    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         """Reads what the checkpoint's folder has for a server; not ready yet.
 
         Raises:
             ValueError: The model has no tokenizer.
         """
-        self.engine, self.options = engine, options
-        self.tokenizer: Any = engine.engine.tokenizer
+        self.engine, self.options, self.info = engine, options, engine.info
+        self.tokenizer: Any = self.info.tokenizer
         require(self.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", None)
         self.token_texts = TokenTexts(self.tokenizer)
         self.chat_template = load_chat_template(options.folder, options.chat_template)
         template = None if self.chat_template is None else self.chat_template.source
         self.call_format = call_format(options.tool_call_parser, template)
-        self.default_sampling = default_sampling(engine.engine.default_sampling_params)
+        self.default_sampling = default_sampling(self.info.default_sampling_params)
         self.counts = Counts()
         self.is_ready = False
         self.num_open = 0  # completions that clients wait for
@@ -62,14 +63,14 @@ class Service:
         Raises:
             ValueError: One is not in the vocabulary; `name` is what they are called.
         """
-        size = self.engine.engine.model.config.vocab_size
+        size = self.info.vocab_size
         wrong = [i for i in token_ids if not 0 <= i < size]
         require(not wrong, name, f"be in the vocabulary, [0, {size})", wrong)
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def num_waiting(self) -> int:
+    def num_waiting(self, now: EngineStats) -> int:
         """Completions that are in no step yet."""
-        return max(self.num_open - self.engine.stats.num_running, 0)
+        return max(self.num_open - now.num_running, 0)
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
@@ -80,8 +81,8 @@ class Service:
         """
         if not self.is_ready:
             raise ApiError(503, "the model is being made ready")
-        num_queued = max(self.num_open - self.engine.engine.scheduler.max_num_seqs, 0)
-        if self.num_open + count > self.engine.engine.scheduler.max_num_seqs + self.options.max_queue:
+        num_queued = max(self.num_open - self.info.max_num_seqs, 0)
+        if self.num_open + count > self.info.max_num_seqs + self.options.max_queue:
             told = f"{num_queued} completions wait, and no more than {self.options.max_queue} may"
             raise ApiError(429, told)
         self.num_open += count

@@ -21,7 +21,7 @@ async def tokenize(request: Request) -> Response:
     else:
         ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
     texts = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-    longest = service.engine.engine.max_model_len
+    longest = service.info.max_model_len
     told = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
     return JSONResponse(told)
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 from jattn.bucket import Bucket
-from jattn.serving import Engine
+from jattn.serving import AsyncEngine, Engine
 from jattn.serving.server import Server, ServerOptions
 from tests.serving.tiny import one_layer_model
 
@@ -84,7 +84,7 @@ def parsed(text):
 @contextlib.contextmanager
 def running(engine, *, waits=True, **options):
     """Serves while the block runs; it must end in time, and with nothing left."""
-    server = Server(engine, ServerOptions(port=0, **options), log_level="warning")
+    server = Server(AsyncEngine(engine), ServerOptions(port=0, **options), log_level="warning")
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import pathlib
 import re
 import signal
 import socket
@@ -75,6 +76,19 @@ def test_it_serves_until_it_is_told_to_stop_and_exits_with_0(folder, tmp_path, s
         process.popen.communicate()
     assert code == 0
     assert "Traceback" not in err
+
+
+@pytest.mark.kernels
+def test_its_process_of_http_ends_where_the_engine_s_was_killed(folder):
+    process = Process(f"--model={folder}", "--port=0", *SIZES)
+    pid = process.popen.pid
+    (http_pid,) = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    process.popen.kill()
+    process.popen.communicate(timeout=10)  # until nobody has its standard error any more
+    end = time.monotonic() + 10
+    while pathlib.Path(f"/proc/{http_pid}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 class TestOptions:

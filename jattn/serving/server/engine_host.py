@@ -1,0 +1,137 @@
+"""The engine's end of the channel to the process of HTTP."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jattn.serving.engine import Engine
+from jattn.serving.engine_thread import EngineThread, Piece
+from jattn.serving.outputs import RequestError, RequestOutput
+from jattn.serving.prompts import Prompt
+from jattn.serving.sampling_params import SamplingParams, StructuredOutputsParams
+from jattn.serving.server.channel import Channel
+
+
+class RemoteReader:
+    """A request whose reader is in another process.
+
+    Attributes:
+        mailbox: By which its news go.
+        request_id: Its number there and in the engine; None = not added yet.
+        unfinished: Completions that have more to come.
+        is_dropped: Whether its reader wants no more.
+    """
+
+    def __init__(self, mailbox: "Outbox", num_completions: int) -> None:
+        """Not added yet."""
+        self.mailbox = mailbox
+        self.request_id: int | str | None = None
+        self.unfinished = set(range(num_completions))
+        self.is_dropped = False
+
+
+class Outbox:
+    """Sends what a step brought as one message."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Over a channel."""
+        self._channel = channel
+
+    def post(self, pieces: list[Piece]) -> None:
+        """From any thread."""
+        self._channel.post(("news", [(reader.request_id, _sendable(news)) for reader, news in pieces]))
+
+
+class EngineHost:
+    """Does what the other process asks of an engine, and sends it what steps bring.
+
+    Attributes:
+        failure: Why executables could not be made; None = they could, or nobody has asked yet.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        """Serves from now on, until the other process has ended or this is closed."""
+        self.failure: Exception | None = None
+        self._engine, self._channel = engine, channel
+        self._thread, self._outbox = EngineThread(engine), Outbox(channel)
+        self._readers: dict[int, RemoteReader] = {}  # touched by the channel's thread alone
+        self._lock = threading.Lock()  # of is_dropped: a request's grammar is made in a thread
+        self._pool = concurrent.futures.ThreadPoolExecutor(2, "jattn grammars")
+        channel.start(self._take, self._drop_all)
+
+    def close(self) -> None:
+        """Ends the engine's thread behind the step that it is in."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
+        self._channel.close()
+
+    # ------------------------------------------------------------------- in the channel's thread
+    def _take(self, messages: list[Any]) -> None:
+        asked: dict[str, Callable[..., None]] = {"add": self._add, "drop": self._drop, "call": self._call}
+        for what, *rest in messages:
+            try:
+                asked[what](*rest)
+            except ValueError:  # the engine's thread is closed: its requests have ended with an error
+                return
+
+    def _add(self, number: int, prompt: Prompt, params: SamplingParams) -> None:
+        reader = self._readers[number] = RemoteReader(self._outbox, params.n)
+
+        def add() -> None:
+            with self._lock:
+                if not reader.is_dropped:
+                    self._thread.add(reader, prompt, params, number)
+
+        def with_grammar(form: StructuredOutputsParams) -> None:
+            try:
+                self._engine.grammars.mask(form)
+                add()
+            except Exception as error:
+                self._channel.post(("news", [(number, _sendable(error))]))
+
+        if params.structured_outputs is None:
+            add()
+        else:  # compiled here, not where steps wait for it
+            self._pool.submit(with_grammar, params.structured_outputs)
+
+    def _drop(self, number: int) -> None:
+        """The other process has no reader any more: it has all, or wants no more."""
+        reader = self._readers.pop(number)
+        with self._lock:
+            reader.is_dropped = True
+            self._thread.drop(reader)
+
+    def _drop_all(self) -> None:
+        for number in list(self._readers):
+            self._drop(number)
+
+    def _call(self, number: int, name: str, *words: Any) -> None:
+        if name == "read_stats":  # in the midst of a step, too: a scrape must not wait
+            self._channel.post(("answer", number, self._engine.stats, None))
+            return
+        engine = self._engine
+        functions: dict[str, Callable[..., None]] = {
+            "precompile": lambda progress: engine.precompile(progress=progress, wait=False),
+            "reset_prefix_cache": lambda: engine.scheduler.forget_prefixes(),
+        }
+
+        def answer(future: concurrent.futures.Future[None]) -> None:
+            error = future.exception()
+            if name == "precompile" and isinstance(error, Exception):
+                self.failure = error
+            told = _sendable(error) if isinstance(error, Exception) else None
+            self._channel.post(("answer", number, None, told))
+
+        self._thread.submit(lambda: functions[name](*words)).add_done_callback(answer)
+
+
+def _sendable(news: RequestOutput | Exception) -> RequestOutput | Exception:
+    """An error in words: those of libraries cannot always be made again in another process."""
+    if isinstance(news, RequestOutput):
+        if news.error is not None:
+            return _sendable(news.error)
+        return news
+    if isinstance(news, ValueError):
+        return ValueError(str(news))
+    return RequestError(str(news) if isinstance(news, RequestError) else f"{type(news).__name__}: {news}")
