@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -77,6 +78,7 @@ class Server(uvicorn.Server):
             yield
         finally:
             sys.setswitchinterval(switch_seconds)
+            gc.unfreeze()
             self.service.is_ready = False
             await self.service.engine.aclose()
             preparing.cancel()
@@ -87,10 +89,23 @@ class Server(uvicorn.Server):
         progress = sys.stderr.isatty()
         try:
             await self.service.engine.call(lambda engine: engine.precompile(progress=progress, wait=False))
+            _spare_old_objects()
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:
             self.failure, self.should_exit = error, True
+
+
+def _spare_old_objects() -> None:
+    """Has Python's collector leave out what the first request finds: modules, the model, what JAX traced.
+
+    It stays to the end. With the engine of `benchmarks host` a full collection, which lets no other thread
+    run, walked through 237,000 objects for 220 ms of a slow core; frozen it takes 0.2 ms.
+
+    Source: vLLM `freeze_gc_heap`.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def serve(engine: Engine, options: ServerOptions, sock: socket.socket) -> None:
