@@ -9,7 +9,7 @@ ENGINES = {OURS: "#1f6feb", FA3: "#9a6700", FLASHINFER: "#8250df", CUDNN: "#1a7f
 INK = "#797e85"  # as far from GitHub's white as from its black
 # What the rows of peers are called, by what is read.
 DECODE_PEERS = {
-    "none": {"fa3_page16": FA3, "flashinfer_decode_bf16_page16": FLASHINFER},
+    "none": {"fa3_page16": FA3, "flashinfer_decode_bf16_page16": FLASHINFER, "cudnn_dense": CUDNN},
     "fp8_e4m3": {"fa3_fp8_page16": FA3, "flashinfer_decode_fp8kv_page16": FLASHINFER},
 }
 PREFILL_PEERS = {

@@ -42,8 +42,8 @@ class Sizes:
 class Letters:
     """A tokenizer whose tokens are one character each."""
 
-    def decode(self, ids: Any) -> str:
-        """Their characters."""
+    def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
+        """Their characters; none is special."""
         return "".join(chr(97 + i % 26) for i in ids)
 
 
@@ -149,6 +149,7 @@ class Steps:
         outputs = self.engine.step()
         taken = time.perf_counter() - wall, time.thread_time() - processor
         for output in outputs:
+            assert output.error is None, output
             for token in output.new_token_ids:
                 assert token == self.expected[output.request_id] % VOCAB, output
                 self.expected[output.request_id] += 1

@@ -93,10 +93,9 @@ def server_table(file: str) -> str:
             for who in ("engine", "engine_again", "server"):
                 value = row.get(f"{who}_{kind}_p50")
                 cells.append("-" if value is None else f"{value:.1f}")
-        share = row.get("http_time_to_first_token_ms_mean")
-        lines.append([*cells, "-" if share is None else f"{share:.1f}"])
+        lines.append(cells)
     columns = ("requests a second", "tokens/s", "served", "cost", "first token, ms", "again", "served")
-    columns += ("between two, ms", "again", "served", "HTTP's share of the first, ms")
+    columns += ("between two, ms", "again", "served")
     return _table(rows, "", columns, lines)
 
 

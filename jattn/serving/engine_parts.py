@@ -103,7 +103,7 @@ def make_parts(
     keep_executables_in(cache_dir)
     model = as_served(model)
     drafter = as_drafter(*drafts, model, limits)
-    processes = processes_of(getattr(model, "mesh", None), drafter.model)
+    processes = processes_of(getattr(model, "mesh", None))
     limits = limits.on_ranks(num_ranks(model))
     num_blocks = limits.num_blocks_for(model, cache.num_blocks, cache.cache_bytes, cache.kind, drafter.model)
     if processes is not None:

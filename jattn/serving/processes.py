@@ -35,26 +35,35 @@ class ProcessError(RuntimeError):
     """Another process of the engine has failed; the message has its error."""
 
 
-def processes_of(mesh: Mesh | None, draft: Any = None) -> "Processes | None":
+def processes_of(mesh: Mesh | None) -> "Processes | None":
     """The processes that a mesh's devices belong to; None where it is this one alone.
 
     Args:
         mesh: The model's.
-        draft: A model that drafts for it.
 
     Raises:
         ValueError: A process of `jax.distributed` has none of them.
-        NotImplementedError: A model drafts.
     """
     if mesh is None or jax.process_count() == 1:
         return None
     held = {device.process_index for device in mesh.devices.flat}
     rule = f"have devices of all {jax.process_count()} processes (jax.process_count())"
     require(len(held) == jax.process_count(), "mesh", rule, f"those of {sorted(held)}")
-    if draft is not None:
+    return Processes()
+
+
+def check_draft_model(mesh: Mesh | None) -> None:
+    """Asked before a draft model is loaded, which takes long and would be in vain.
+
+    Args:
+        mesh: The model's that it drafts for.
+
+    Raises:
+        NotImplementedError: Several processes share the model's steps.
+    """
+    if mesh is not None and jax.process_count() > 1:
         reason = "steps of a draft model are not sent to the other processes"
         raise unsupported("a draft model with several processes", reason, 'speculative="ngram" is sent')
-    return Processes()
 
 
 def must_lead(processes: "Processes | None") -> None:

@@ -9,13 +9,13 @@ import time
 import types
 
 import jax
-import numpy as np
 import pytest
 
 from jattn.models import load, save
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
 from jattn.serving.processes import processes_of
+from jattn.serving.speculative import as_drafter
 from tests.serving.requests_of_processes import SIZES, asked
 from tests.serving.tiny import one_layer_model
 
@@ -104,9 +104,10 @@ class TestProcessesOf:
         with pytest.raises(ValueError, match=rule):
             processes_of(make_mesh())
 
-    def test_have_no_draft_model(self, monkeypatch, types_unchecked):
+    def test_have_no_draft_model_whose_folder_is_not_even_looked_at(self, monkeypatch, types_unchecked):
+        model = types.SimpleNamespace(mesh=make_mesh())
+        with pytest.raises(FileNotFoundError):
+            as_drafter("no/such/folder", 2, model, None)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        devices = np.array([types.SimpleNamespace(process_index=process) for process in (0, 1)])
-        mesh = types.SimpleNamespace(devices=devices)
         with pytest.raises(NotImplementedError, match="a draft model with several processes"):
-            processes_of(mesh, one_layer_model())
+            as_drafter("no/such/folder", 2, model, None)

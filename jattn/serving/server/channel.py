@@ -1,6 +1,7 @@
 """Messages between the process of HTTP and that of the engine."""
 
 import contextlib
+import os
 import pickle
 import queue
 import socket
@@ -36,13 +37,19 @@ class Channel:
             raise EOFError from error
 
     def start(self, take: Callable[[list[Any]], None], lost: Callable[[], None]) -> None:
-        """From now on a thread calls `take` with what comes, and `lost` once the other end is no more."""
+        """From now on a thread calls `take` with what comes, and `lost` once the other end is no more.
+
+        What cannot be read or taken ends both ends, too: a request whose news are lost would wait for ever.
+        """
 
         def receive() -> None:
-            with contextlib.suppress(EOFError):
-                while True:
-                    take(self.read())
-            lost()
+            try:
+                with contextlib.suppress(EOFError):
+                    while True:
+                        take(self.read())
+            finally:
+                self._hang_up()
+                lost()
 
         threading.Thread(target=receive, name="jattn channel, in", daemon=True).start()
 
@@ -68,3 +75,11 @@ class Channel:
                 self._connection.send_bytes(pickle.dumps([one for one in messages if one is not None]))
             except OSError:  # the other end is no more; who reads hears of it
                 return
+            except Exception:
+                self._hang_up()
+                raise
+
+    def _hang_up(self) -> None:
+        """Both ends' readers come to the end of what was sent."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
+            sock.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,7 @@
 """The engine's end of the channel to the process of HTTP."""
 
 import concurrent.futures
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from jattn.serving.outputs import RequestError, RequestOutput
 from jattn.serving.prompts import Prompt
 from jattn.serving.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
+from jattn.serving.server.garbage import spare_old_objects
 
 
 class RemoteReader:
@@ -65,6 +67,7 @@ class EngineHost:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._thread.close()
         self._channel.close()
+        gc.unfreeze()
 
     # ------------------------------------------------------------------- in the channel's thread
     def _take(self, messages: list[Any]) -> None:
@@ -106,13 +109,17 @@ class EngineHost:
         for number in list(self._readers):
             self._drop(number)
 
+    def _precompile(self, progress: bool) -> None:
+        self._engine.precompile(progress=progress, wait=False)
+        spare_old_objects()
+
     def _call(self, number: int, name: str, *words: Any) -> None:
         if name == "read_stats":  # in the midst of a step, too: a scrape must not wait
             self._channel.post(("answer", number, self._engine.stats, None))
             return
         engine = self._engine
         functions: dict[str, Callable[..., None]] = {
-            "precompile": lambda progress: engine.precompile(progress=progress, wait=False),
+            "precompile": self._precompile,
             "reset_prefix_cache": lambda: engine.scheduler.forget_prefixes(),
         }
 

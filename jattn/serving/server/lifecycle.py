@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -18,6 +19,7 @@ from jattn.serving.engine_client import EngineClient
 from jattn.serving.outputs import RequestError
 from jattn.serving.server.app import build_app
 from jattn.serving.server.connections import Connection
+from jattn.serving.server.garbage import spare_old_objects
 from jattn.serving.server.http_process import HttpProcess, refuse, told_by_parent
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.remote_engine import LOST, RemoteEngine
@@ -73,6 +75,7 @@ class Server(uvicorn.Server):
             yield
         finally:
             sys.setswitchinterval(switch_seconds)
+            gc.unfreeze()
             self.service.is_ready = False
             await self.service.engine.aclose()
             preparing.cancel()
@@ -83,6 +86,7 @@ class Server(uvicorn.Server):
         progress = sys.stderr.isatty()
         try:
             await self.service.engine.precompile(progress=progress)
+            spare_old_objects()
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:

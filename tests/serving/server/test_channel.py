@@ -1,0 +1,77 @@
+"""Messages between two processes: in order, put together, and an end that both ends hear of."""
+
+import queue
+import socket
+import threading
+
+import pytest
+
+from jattn.serving.server.channel import Channel
+
+
+class End:
+    """A channel, and what came by it."""
+
+    def __init__(self, sock, take=None):
+        self.channel, self.came, self.is_lost = Channel(sock), queue.Queue(), threading.Event()
+        self.channel.start(take or self.came.put, self.is_lost.set)
+
+    def lost(self):
+        return self.is_lost.wait(10)
+
+
+@pytest.fixture
+def ends():
+    one, other = (End(sock) for sock in socket.socketpair())
+    yield one, other
+    one.channel.close()
+    other.channel.close()
+
+
+def test_messages_come_in_their_order_both_ways(ends):
+    for sender, reader in (ends, ends[::-1]):
+        for number in range(100):
+            sender.channel.post(number)
+        found = []
+        while len(found) < 100:
+            found += reader.came.get(timeout=10)
+        assert found == list(range(100))
+
+
+def test_posting_does_not_wait_for_who_does_not_read():
+    """A socket holds some 200 KB."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    for _ in range(50):
+        channel.post(b"x" * 100_000)
+    other = Channel(theirs)
+    found = 0
+    while found < 50:
+        found += len(other.read())
+    channel.close()
+    other.close()
+
+
+def test_what_was_posted_before_the_end_still_comes(ends):
+    one, other = ends
+    one.channel.post("last")
+    one.channel.close()
+    assert other.came.get(timeout=10) == ["last"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_be_sent_ends_both_ends(ends):
+    ends[0].channel.post(lambda: "of no module")
+    assert all(end.lost() for end in ends)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_be_taken_ends_both_ends():
+    def fails(messages):
+        raise KeyError(messages)
+
+    ours, theirs = socket.socketpair()
+    one, other = End(ours), End(theirs, fails)
+    one.channel.post("anything")
+    assert one.lost()
+    assert other.lost()
