@@ -106,8 +106,9 @@ class TestProcessesOf:
 
     def test_have_no_draft_model_whose_folder_is_not_even_looked_at(self, monkeypatch, types_unchecked):
         model = types.SimpleNamespace(mesh=make_mesh())
+        limits = types.SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=2)
         with pytest.raises(FileNotFoundError):
-            as_drafter("no/such/folder", 2, model, None)
+            as_drafter("no/such/folder", 2, model, limits)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         with pytest.raises(NotImplementedError, match="a draft model with several processes"):
-            as_drafter("no/such/folder", 2, model, None)
+            as_drafter("no/such/folder", 2, model, limits)

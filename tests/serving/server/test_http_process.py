@@ -14,6 +14,8 @@ from jattn.serving.server import HttpProcess, ServerOptions
 from tests.serving.server.running import Running, running, small_engine
 
 PROMPT = [5, 6, 7, 8]
+pytestmark = pytest.mark.kernels  # each process takes some seconds to import jax
+
 LONG = 200
 TOLD = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
