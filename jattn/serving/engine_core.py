@@ -11,6 +11,7 @@ request: all end with the error, and the next ones find new caches.
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 
 from jattn.serving.generation import Generation
@@ -21,7 +22,13 @@ from jattn.serving.runner import Runner
 from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.speculation import Speculation
-from jattn.serving.stats import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
+from jattn.serving.stats import (
+    INTER_TOKEN_LATENCY,
+    REQUEST_SECONDS,
+    STEP_TOKENS,
+    TIME_TO_FIRST_TOKEN,
+    Histogram,
+)
 
 
 class EngineCore:
@@ -34,6 +41,8 @@ class EngineCore:
         self._masked: dict[int, Generation] = {}  # those of them that have a mask
         self._new_numbers = itertools.count()
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
+        self.queue_times, self.prefill_times = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
+        self.step_tokens = Histogram(STEP_TOKENS)
         self.num_generated = self.num_failed_steps = 0
 
     def has_work(self) -> bool:
@@ -117,8 +126,12 @@ class EngineCore:
         for number in step.preempted:
             self._generations[number].drafting.num_read = 0
         self._runner.start(*self._runner.prepare(step, generations))
+        self.step_tokens.add(float(sum(step.query_lens)))
         ended = []  # no step more, whatever its tokens are
         for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
+            if one.queue_time is None:
+                one.queue_time = time.perf_counter() - one.started
+                self.queue_times.add(one.queue_time)
             one.num_pending += samples
             if samples and one.num_asked_for == one.max_tokens:
                 ended.append(number)
@@ -197,5 +210,6 @@ class EngineCore:
         times = generation.times
         if len(times) == 1:
             self.first_times.add(times[0])
+            self.prefill_times.add(times[0] - (generation.queue_time or 0.0))
         else:
             self.times.add(times[-1] - times[-2])

@@ -32,4 +32,7 @@ def stats_of(
         num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
         time_to_first_token=core.first_times,
         inter_token_latency=core.times,
+        queue_time=core.queue_times,
+        prefill_time=core.prefill_times,
+        step_tokens=core.step_tokens,
     )

@@ -49,6 +49,7 @@ class Generation:
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
     unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)
     started: float = dataclasses.field(default_factory=time.perf_counter)
+    queue_time: float | None = None  # seconds from there until a step first had it
     times: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -13,22 +13,28 @@ INTER_TOKEN_LATENCY = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+# Of vllm:e2e_request_latency_seconds, and of the times of a request's phases.
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # of vllm:iteration_tokens_total
 
 
 class Histogram:
-    """How often a number of seconds was at most each bound, as Prometheus counts."""
+    """How often a number, mostly of seconds, was at most each bound, as Prometheus counts."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Starts empty; bounds ascend."""
         self.bounds, self._counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
 
     def __repr__(self) -> str:
-        return f"{self.count} in {self.sum:.3g} s"
+        return f"{self.count} of {self.sum:.3g} in all"
 
-    def add(self, seconds: float) -> None:
+    def add(self, value: float) -> None:
         """Counts one."""
-        self._counts[bisect.bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+        self._counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -65,6 +71,9 @@ class EngineStats:
         num_accepted_tokens: Those of them that the model would have picked.
         time_to_first_token: Seconds from a request's arrival.
         inter_token_latency: Seconds between two of its tokens.
+        queue_time: Seconds from a completion's arrival until a step first has it.
+        prefill_time: Seconds from there to its first token.
+        step_tokens: Tokens that steps computed.
     """
 
     num_running: int
@@ -86,6 +95,9 @@ class EngineStats:
     num_accepted_tokens: int
     time_to_first_token: Histogram
     inter_token_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    step_tokens: Histogram
 
     @property
     def acceptance_rate(self) -> float:

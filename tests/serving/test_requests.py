@@ -116,6 +116,11 @@ class TestSteps:
         assert (done.time_to_first_token.count, done.inter_token_latency.count) == (1, 4)
         assert sum(done.inter_token_latency.counts) == 4
         assert done.inter_token_latency.sum > 0
+        assert (done.queue_time.count, done.prefill_time.count) == (1, 1)
+        assert 0 < done.queue_time.sum < done.time_to_first_token.sum
+        both = done.queue_time.sum + done.prefill_time.sum
+        assert abs(both - done.time_to_first_token.sum) < 1e-9
+        assert (done.step_tokens.count, done.step_tokens.sum) == (5, 3 + 4)
 
 
 class TestStops:

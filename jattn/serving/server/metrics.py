@@ -13,14 +13,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.stats import EngineStats, Histogram
+from jattn.serving.stats import REQUEST_SECONDS, EngineStats, Histogram
 
-# vLLM's buckets of vllm:e2e_request_latency_seconds and vllm:request_prompt_tokens.
-E2E_SECONDS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)  # of vllm:request_params_n
+# And of vllm:request_prompt_tokens.
 TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
 ENGINE_GAUGES = {
     "num_requests_running": ("Completions that have cache blocks.", lambda now: now.num_running),
@@ -39,6 +35,9 @@ ENGINE_COUNTERS = {
 ENGINE_HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival.", lambda now: now.time_to_first_token),
     "inter_token_latency_seconds": ("Between two tokens.", lambda now: now.inter_token_latency),
+    "request_queue_time_seconds": ("Until a step has it.", lambda now: now.queue_time),
+    "request_prefill_time_seconds": ("From there to the first token.", lambda now: now.prefill_time),
+    "iteration_tokens_total": ("Tokens that a step computes.", lambda now: now.step_tokens),
 }
 
 
@@ -49,9 +48,9 @@ class Counts:
         """All zero."""
         self.reasons: collections.Counter[str] = collections.Counter({"stop": 0, "length": 0, "abort": 0})
         self.num_prompt_tokens = 0
-        self.seconds, self.prompt_tokens = Histogram(E2E_SECONDS), Histogram(TOKENS)
+        self.seconds, self.prompt_tokens = Histogram(REQUEST_SECONDS), Histogram(TOKENS)
         self.generation_tokens, self.max_tokens = Histogram(TOKENS), Histogram(TOKENS)
-        self.decode_seconds, self.num_completions = Histogram(E2E_SECONDS), Histogram(COMPLETIONS)
+        self.decode_seconds, self.num_completions = Histogram(REQUEST_SECONDS), Histogram(COMPLETIONS)
 
     def finished(self, reason: str) -> None:
         """A completion has ended."""

@@ -212,6 +212,8 @@ class TestOthers:
         assert (grown("prompt_tokens_total"), grown("generation_tokens_total")) == (4, 3)
         assert grown("time_to_first_token_seconds_count") == 1
         assert grown("inter_token_latency_seconds_count") == 2
+        assert grown("request_queue_time_seconds_count") == grown("request_prefill_time_seconds_count") == 1
+        assert grown("iteration_tokens_total_count") > 0
         assert grown("e2e_request_latency_seconds_count") == 1
         assert grown("request_generation_tokens_sum") == 3
         assert (grown("request_params_max_tokens_sum"), grown("request_params_n_sum")) == (3, 1)
