@@ -85,6 +85,30 @@ CONFIGS = {
     },
 }
 CONFIGS = {name: {**SIZES, **config} for name, config in CONFIGS.items()}
+# Of code that comes with checkpoints, not with transformers.
+REMOTE_CONFIGS = {
+    "internlm2": {
+        "model_type": "internlm2",
+        "architectures": ["InternLM2ForCausalLM"],
+        "attn_implementation": "eager",
+        "auto_map": {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"},
+        "bias": False,
+        "pretraining_tp": 1,
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+        "rope_theta": 300.0,
+    },
+    "minicpm": {
+        "model_type": "minicpm",
+        "architectures": ["MiniCPMForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"},
+        "rope_scaling": None,
+        "rope_theta": 300.0,
+        "scale_emb": 12,
+        "dim_model_base": 16,
+        "scale_depth": 1.4,
+    },
+}
+REMOTE_CONFIGS = {name: {**SIZES, **config} for name, config in REMOTE_CONFIGS.items()}
 
 
 def random_tensors(hf, dtype=np.float32, seed=0):

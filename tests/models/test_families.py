@@ -15,7 +15,7 @@ from jattn.models.families.keys import COMMON
 from jattn.models.families.keys import SIZES as SIZES_OF_ALL
 from tests.conftest import GOLDEN
 from tests.models import numpy_decoder
-from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
+from tests.models.families import BFLOAT16, CONFIGS, REMOTE_CONFIGS, random_tensors, write_checkpoint
 
 TOKENS = np.random.default_rng(1).integers(0, 97, 40)
 
@@ -131,7 +131,7 @@ def test_refuses_by_name_what_is_not_here(message):
         DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | REFUSED[message])
 
 
-GOLDEN_CONFIGS = {
+GOLDEN_CONFIGS = REMOTE_CONFIGS | {
     hf["model_type"]: hf
     for hf in (json.loads(path.read_text()) for path in sorted((GOLDEN / "hf").glob("*/config.json")))
 }

@@ -26,9 +26,11 @@ from jattn.models.families.granite import GRANITE
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
+from jattn.models.families.internlm2 import INTERNLM2
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
+from jattn.models.families.minicpm import MINICPM
 from jattn.models.families.minimax_m2 import MINIMAX_M2
 from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
 from jattn.models.families.mistral import MISTRAL
@@ -115,6 +117,8 @@ FAMILIES = {
         PERSIMMON,
         SEED_OSS,
         VAULTGEMMA,
+        INTERNLM2,
+        MINICPM,
     )
 }
 
