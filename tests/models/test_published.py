@@ -16,12 +16,15 @@ from jattn.models.families.wrappers import WRAPPERS
 from jattn.models.loading import read_config
 from tests.conftest import GOLDEN
 from tests.models import published_configs as published
+from tests.models.families import REMOTE_CONFIGS
 
-GOLDEN_OF = {name: name for name in FAMILIES}  # a folder of each family
+GOLDEN_OF = {name: name for name in FAMILIES}  # a folder of each family that transformers has
 GOLDEN_OF |= {"gemma3_text": "gemma3", "phi3": "phi3_longrope", "llama4_text": "llama4"}
 
 
 def hf_of(model_type):
+    if model_type in REMOTE_CONFIGS:
+        return REMOTE_CONFIGS[model_type]
     return json.loads((GOLDEN / "hf" / GOLDEN_OF[model_type] / "config.json").read_text())
 
 

@@ -4,7 +4,6 @@ It shares no interpreter lock with the engine: what parsing, tokenising and serv
 time of another core, as in vLLM, whose API server and engine core are two processes.
 """
 
-import os
 import pathlib
 import signal
 import socket
@@ -18,7 +17,15 @@ from jattn.serving.server.channel import Channel
 from jattn.serving.server.engine_host import EngineHost
 from jattn.serving.server.options import ServerOptions
 
-CHILD = "import sys; from jattn.serving.server.lifecycle import run_child; run_child(*map(int, sys.argv[1:]))"
+# The device is the engine's: here JAX is what modules import, and must not take it.
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax
+jax.config.update("jax_platforms", "cpu")
+from jattn.serving.server.lifecycle import run_child
+run_child(*map(int, sys.argv[2:]))
+"""
 
 
 class HttpProcess:
@@ -40,11 +47,9 @@ class HttpProcess:
         ours, theirs = socket.socketpair()
         files = (theirs.fileno(), sock.fileno())
         here = str(pathlib.Path(__file__).parents[3])
-        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *map(str, files)],
+            [sys.executable, "-c", CHILD, here, *map(str, files)],
             pass_fds=files,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},  # the device is the engine's
             start_new_session=True,  # Ctrl-C comes here, and from here there, once
         )
         self.pid = self._process.pid
