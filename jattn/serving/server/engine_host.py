@@ -3,7 +3,7 @@
 import concurrent.futures
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jattn.serving.engine import Engine
@@ -52,14 +52,21 @@ class EngineHost:
         failure: Why executables could not be made; None = they could, or nobody has asked yet.
     """
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
-        """Serves from now on, until the other process has ended or this is closed."""
+    def __init__(self, engine: Engine, channel: Channel, early: Sequence[Any] = ()) -> None:
+        """Serves from now on, until the other process has ended or this is closed.
+
+        Args:
+            engine: Nobody else may use it meanwhile.
+            channel: To the other process.
+            early: Messages of it that have been read.
+        """
         self.failure: Exception | None = None
         self._engine, self._channel = engine, channel
         self._thread, self._outbox = EngineThread(engine), Outbox(channel)
         self._readers: dict[int, RemoteReader] = {}  # touched by the channel's thread alone
         self._lock = threading.Lock()  # of is_dropped: a request's grammar is made in a thread
         self._pool = concurrent.futures.ThreadPoolExecutor(2, "jattn grammars")
+        self._take(list(early))
         channel.start(self._take, self._drop_all)
 
     def close(self) -> None:

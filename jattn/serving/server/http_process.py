@@ -57,13 +57,14 @@ class HttpProcess:
         channel = Channel(ours)
         channel.post((EngineInfo.of(engine), options, log_level))
         try:
-            (refusal,) = channel.read()
+            refusal, *early = channel.read()
         except EOFError:
             raise ChildProcessError(self._told()) from None
         if refusal:
+            channel.close()
             self._process.wait()
             raise ValueError(refusal)
-        self._host = EngineHost(engine, channel)
+        self._host = EngineHost(engine, channel, early)
 
     def signal(self, number: int) -> None:
         """Has it stop: the first lets requests finish, a second does not wait for them."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -75,7 +74,6 @@ class Server(uvicorn.Server):
             yield
         finally:
             sys.setswitchinterval(switch_seconds)
-            gc.unfreeze()
             self.service.is_ready = False
             await self.service.engine.aclose()
             preparing.cancel()
@@ -86,7 +84,6 @@ class Server(uvicorn.Server):
         progress = sys.stderr.isatty()
         try:
             await self.service.engine.precompile(progress=progress)
-            spare_old_objects()
             self.service.is_ready = True
             LOG.info("ready")
         except Exception as error:
@@ -123,6 +120,7 @@ def run_child(channel_file: int, listening_file: int) -> None:
         channel.close()
         sys.exit(1)
     refuse(channel, None)
+    spare_old_objects()
     server.run(sockets=[socket.socket(fileno=listening_file)])
     if server.failure is not None:
         sys.exit(1)

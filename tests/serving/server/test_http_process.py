@@ -1,6 +1,7 @@
 """HTTP in a process of its own: what it and the engine's tell each other, and one without the other."""
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -33,6 +34,7 @@ def serving(engine, **options):
             with contextlib.suppress(ProcessLookupError):
                 process.signal(signal.SIGTERM)
     process.wait()
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,10 @@ def test_prefixes_are_forgotten_when_that_is_asked_for(served):
     assert served.ask("POST", "/reset_prefix_cache")[0] == 200
     served.post("/v1/completions", **(TOLD | {"prompt": prompt}))
     assert served.engine.stats.num_prefix_hit_tokens == hits > 0
+
+
+def test_collections_leave_out_what_was_there_before_the_first_request(served):
+    assert all(one is not served.engine for one in gc.get_objects())
 
 
 def test_who_hangs_up_frees_its_blocks(served):
