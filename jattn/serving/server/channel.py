@@ -1,6 +1,7 @@
 """Messages between the process of HTTP and that of the engine."""
 
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+LOG = logging.getLogger("jattn.server")
 
 
 class Channel:
@@ -47,9 +50,10 @@ class Channel:
                 with contextlib.suppress(EOFError):
                     while True:
                         take(self.read())
-            finally:
-                self._hang_up()
-                lost()
+            except Exception:
+                LOG.exception("a message of the other process could not be taken")
+            self._hang_up()
+            lost()
 
         threading.Thread(target=receive, name="jattn channel, in", daemon=True).start()
 
@@ -76,8 +80,9 @@ class Channel:
             except OSError:  # the other end is no more; who reads hears of it
                 return
             except Exception:
+                LOG.exception("a message to the other process could not be sent")
                 self._hang_up()
-                raise
+                return
 
     def _hang_up(self) -> None:
         """Both ends' readers come to the end of what was sent."""

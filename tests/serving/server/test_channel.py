@@ -59,14 +59,13 @@ def test_what_was_posted_before_the_end_still_comes(ends):
     assert other.came.get(timeout=10) == ["last"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_cannot_be_sent_ends_both_ends(ends):
+def test_what_cannot_be_sent_ends_both_ends(ends, caplog):
     ends[0].channel.post(lambda: "of no module")
     assert all(end.lost() for end in ends)
+    assert "could not be sent" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_cannot_be_taken_ends_both_ends():
+def test_what_cannot_be_taken_ends_both_ends(caplog):
     def fails(messages):
         raise KeyError(messages)
 
@@ -75,3 +74,4 @@ def test_what_cannot_be_taken_ends_both_ends():
     one.channel.post("anything")
     assert one.lost()
     assert other.lost()
+    assert "could not be taken" in caplog.text
