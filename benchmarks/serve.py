@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -194,6 +193,8 @@ def serving(engine: Engine, times: list[float]) -> Iterator[str]:
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
         while not is_ready(url):
+            if http.has_ended:
+                raise SystemExit("the server ended before it was ready")
             time.sleep(0.05)
         start = processor_seconds(http.pid)
         yield url
@@ -207,9 +208,9 @@ def serving(engine: Engine, times: list[float]) -> Iterator[str]:
 def is_ready(url: str) -> bool:
     """Whether the server takes requests."""
     try:
-        with urllib.request.urlopen(f"{url}/health"):
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
             return True
-    except urllib.error.URLError:
+    except OSError:  # 503, or nobody accepts what the socket took
         return False
 
 

@@ -12,6 +12,11 @@ class RequestError(RuntimeError):
     """A request could not be finished, through no fault of its caller; `__cause__` is what went wrong."""
 
 
+def in_words(error: Exception) -> str:
+    """What a request's caller is told of an error that is not theirs."""
+    return str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+
+
 class StreamedToken(NamedTuple):
     """One new token.
 

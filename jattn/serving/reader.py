@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from jattn.serving.outputs import RequestError, RequestOutput
+from jattn.serving.outputs import RequestError, RequestOutput, in_words
 
 if TYPE_CHECKING:
     from jattn.serving.mailbox import Mailbox
@@ -65,7 +65,6 @@ class Reader:
         return self._outputs.pop(next(iter(self._outputs)))
 
     def _request_error(self, error: Exception) -> RequestError:
-        told = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-        whole = RequestError(f"request {self.request_id!r} could not be finished: {told}")
+        whole = RequestError(f"request {self.request_id!r} could not be finished: {in_words(error)}")
         whole.__cause__ = error
         return whole

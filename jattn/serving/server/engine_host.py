@@ -8,7 +8,7 @@ from typing import Any
 
 from jattn.serving.engine import Engine
 from jattn.serving.engine_thread import EngineThread, Piece
-from jattn.serving.outputs import RequestError, RequestOutput
+from jattn.serving.outputs import RequestError, RequestOutput, in_words
 from jattn.serving.prompts import Prompt
 from jattn.serving.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
@@ -148,4 +148,4 @@ def _sendable(news: RequestOutput | Exception) -> RequestOutput | Exception:
         return news
     if isinstance(news, ValueError):
         return ValueError(str(news))
-    return RequestError(str(news) if isinstance(news, RequestError) else f"{type(news).__name__}: {news}")
+    return RequestError(in_words(news))

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
 
 from jattn.serving.engine import Engine
 from jattn.serving.engine_client import EngineInfo
@@ -66,6 +65,11 @@ class HttpProcess:
             raise ValueError(refusal)
         self._host = EngineHost(engine, channel, early)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other process is no more; `wait` then says why."""
+        return self._process.poll() is not None
+
     def signal(self, number: int) -> None:
         """Has it stop: the first lets requests finish, a second does not wait for them."""
         self._process.send_signal(number)
@@ -91,16 +95,3 @@ class HttpProcess:
         code = self._process.wait()
         told = signal.Signals(-code).name if code < 0 else f"status {code}"
         return f"the process that speaks HTTP ended with {told}: what it printed says why"
-
-
-def refuse(channel: Channel, error: Exception | None) -> None:
-    """The other process's first word: why it cannot serve; None = it can."""
-    channel.post("" if error is None else str(error))
-
-
-def told_by_parent(file: int) -> tuple[Channel, EngineInfo, ServerOptions, str]:
-    """What the engine's process says first."""
-    channel = Channel(socket.socket(fileno=file))
-    words: Any = channel.read()
-    ((info, options, log_level),) = words
-    return channel, info, options, log_level

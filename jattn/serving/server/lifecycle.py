@@ -17,9 +17,10 @@ from jattn.serving.engine import Engine
 from jattn.serving.engine_client import EngineClient
 from jattn.serving.outputs import RequestError
 from jattn.serving.server.app import build_app
+from jattn.serving.server.channel import Channel
 from jattn.serving.server.connections import Connection
 from jattn.serving.server.garbage import spare_old_objects
-from jattn.serving.server.http_process import HttpProcess, refuse, told_by_parent
+from jattn.serving.server.http_process import HttpProcess
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.remote_engine import LOST, RemoteEngine
 from jattn.serving.server.service import Service
@@ -108,7 +109,8 @@ def serve(engine: Engine, options: ServerOptions, sock: socket.socket) -> None:
 
 def run_child(channel_file: int, listening_file: int) -> None:
     """The process that `HttpProcess` starts; its exit status is 0 where it was told to stop."""
-    channel, info, options, log_level = told_by_parent(channel_file)
+    channel = Channel(socket.socket(fileno=channel_file))
+    ((info, options, log_level),) = channel.read()
 
     def lost() -> None:
         server.failure, server.should_exit = RequestError(LOST), True
@@ -116,10 +118,10 @@ def run_child(channel_file: int, listening_file: int) -> None:
     try:
         server = Server(RemoteEngine(channel, info, lost), options, log_level=log_level)
     except ValueError as error:
-        refuse(channel, error)
+        channel.post(str(error))
         channel.close()
         sys.exit(1)
-    refuse(channel, None)
+    channel.post("")  # nothing to refuse
     spare_old_objects()
     server.run(sockets=[socket.socket(fileno=listening_file)])
     if server.failure is not None:

@@ -16,7 +16,7 @@ from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.stats import REQUEST_SECONDS, EngineStats, Histogram
 
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)  # of vllm:request_params_n
-# And of vllm:request_prompt_tokens.
+# Of vllm:request_prompt_tokens, request_generation_tokens and request_params_max_tokens.
 TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
 ENGINE_GAUGES = {
     "num_requests_running": ("Completions that have cache blocks.", lambda now: now.num_running),
