@@ -144,7 +144,7 @@ def attend_cascade(
     of_all = jnp.tile(query, (pieces, 1, 1))
     prefix = run(of_all, metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
     suffix = run(query, metadata.suffix, spec, plans[1], sinks)
-    return _merge_once(*prefix, *suffix, metadata.suffix.is_live_token, pieces)
+    return _merge_once(*prefix, *suffix, metadata.is_live_token, pieces)
 
 
 @functools.partial(jax.jit, static_argnames="pieces")

@@ -14,6 +14,7 @@ from jattn.masks import Causal, Chunked, Interleaved, Window
 from jattn.masks.base import Pairs, Tiles
 from jattn.metadata.ranks import Ranks, slots_of_rank
 from jattn.planning import plan_on_rank
+from jattn.pytree import replace
 from jattn.requests import exact_bucket
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 8  # tokens of a block on each rank
@@ -70,7 +71,20 @@ def filled(ranks, history, **cache):
     return whole, on_ranks(ranks, lambda: write(BLOCK, slots_of_rank(history, ranks)))
 
 
-def both(ranks, spec, step=None, cache=(), implementation="xla", has_plan=True, **per_head):
+def shared_step_of(ranks, seq_lens, num_shared):
+    """As step_of, of rows of one token that begin with the same blocks, which the first one's keys fill."""
+    size = BLOCK * ranks.size
+    counts = np.maximum([-(-length // size) - num_shared for length in seq_lens], 0)
+    ids = np.random.default_rng(0).permutation(num_shared + counts.sum()) + 1
+    own = np.split(ids[num_shared:], np.cumsum(counts)[:-1])
+    table = [np.concatenate([ids[:num_shared], blocks]) for blocks in own]
+    step = jattn.build_batch_metadata([1] * len(seq_lens), seq_lens, table, block_size=size)
+    history = jattn.build_batch_metadata(seq_lens, seq_lens, table, block_size=size, decode_query_len=99)
+    is_again = (history.positions < num_shared * size) & (history.token_rows > 0)
+    return step, replace(history, slot_mapping=jnp.where(is_again, -1, history.slot_mapping))
+
+
+def both(ranks, spec, step=None, cache=(), implementation="xla", prefix_len=None, **per_head):
     """The output on one device, and the sum of the ranks' shares."""
     step, history = step_of(ranks) if step is None else step
     whole, caches = filled(ranks, history, **dict(cache))
@@ -81,8 +95,11 @@ def both(ranks, spec, step=None, cache=(), implementation="xla", has_plan=True, 
     @functools.partial(jax.vmap, axis_name="cp")
     def run(cache):
         plan = plan_on_rank(
-            step, (spec,), (cache,), ranks, implementation=implementation, query_dtype=query.dtype
-        )
+            step, (spec,), (cache,), ranks, implementation=implementation, query_dtype=query.dtype,
+            common_prefix_len=prefix_len,
+        )  # fmt: skip
+        is_cut = plan.of_rank.regions[0][0].plan.cascade is not None
+        assert is_cut == (prefix_len is not None and spec.window is None)
         share = attend_on_rank(query, cache, step, spec, ranks, plan, **per_head)
         return jax.lax.psum(share, "cp")
 
@@ -131,6 +148,27 @@ def test_alibi_is_of_true_positions(changes, size):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 4)])
+@pytest.mark.parametrize(
+    ("changes", "per_head", "cache"),
+    [
+        ({}, {"sinks": SINKS}, {}),
+        ({"soft_cap": 2.0}, {}, {"quantization": "int8_token_head"}),
+        ({"window": (23, 0)}, {}, {"layout": "HND"}),
+    ],
+    ids=str,
+)
+def test_a_prefix_of_all_rows_is_attended_to_once(changes, per_head, cache, size, interleave):
+    """Behind it a row may have a key on one rank alone, or so few that some ranks have none."""
+    ranks = ranks_of(size, interleave)
+    prefix_len = 2 * BLOCK * size
+    step = shared_step_of(ranks, [prefix_len + more for more in (1, 2, 50, 9)], 2)
+    want, got = both(ranks, spec_of(**changes), step, cache, prefix_len=jnp.int32(prefix_len), **per_head)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+    assert np.abs(np.asarray(want)).max() > 0.5
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("changes", [{}, {"window": (11, 0)}, {"chunk_size": 5}])
 def test_rows_of_several_queries(changes):
     ranks = ranks_of(2, 4)
@@ -158,8 +196,7 @@ def test_caches_of_every_kind(cache):
 
 def test_a_window_with_sinks():
     """Of the grid above, what every run of the tests takes; the judge has what each query sees of its own."""
-    how = {"implementation": "reference", "has_plan": False}
-    want, got = both(ranks_of(3, 2), spec_of(window=(20, 0)), **how, sinks=SINKS)
+    want, got = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
     np.testing.assert_allclose(got, want, atol=3e-6)
 
 
@@ -223,6 +260,11 @@ class TestWhatDoesNotFit:
         plan = jattn.plan(step, spec, whole)
         with pytest.raises(ValueError, match="plan must be made by plan_on_rank, got one of all keys"):
             on_ranks(ranks, lambda: attend_on_rank(query, whole, step, spec, ranks, plan))
+
+    def test_a_prefix_that_does_not_end_with_a_block_of_all_ranks(self):
+        rule = r"common_prefix_len must be a positive multiple of block_size \(16\), got 8"
+        with pytest.raises(ValueError, match=rule):
+            both(ranks_of(2), spec_of(), prefix_len=8)
 
     @pytest.mark.parametrize(
         ("changes", "interleave", "match"),

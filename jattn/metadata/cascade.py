@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
@@ -18,11 +18,13 @@ class CascadeMetadata:
     Attributes:
         prefix: All tokens of the step as one request over the shared blocks, or, from cut_prefix, as one over
             each piece of these; attend without causality.
-        suffix: The step's requests over the rest of their keys.
+        suffix: The step's requests over the rest of their keys, of which one may have none.
+        is_live_token: Of the step's tokens; False for padding.
     """
 
     prefix: BatchMetadata
     suffix: BatchMetadata
+    is_live_token: Bool[Array, " tokens"]
 
 
 def build_cascade_metadata(
@@ -40,11 +42,7 @@ def build_cascade_metadata(
 
     Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
     """
-    if not isinstance(common_prefix_len, jax.Array):
-        require_int(common_prefix_len=common_prefix_len)
-        rule = f"be a positive multiple of block_size ({metadata.block_size})"
-        is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
-        require(is_whole, "common_prefix_len", rule, common_prefix_len)
+    check_prefix(metadata, common_prefix_len)
     prefix_len = jnp.asarray(common_prefix_len, jnp.int32)
     tokens, max_blocks = metadata.bucket.max_tokens, metadata.block_table.shape[1]
     is_live = metadata.seq_lens > 0
@@ -68,7 +66,16 @@ def build_cascade_metadata(
         seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),
         block_table=metadata.block_table[:, columns],
     )
-    return CascadeMetadata(prefix=prefix, suffix=suffix)
+    return CascadeMetadata(prefix=prefix, suffix=suffix, is_live_token=metadata.is_live_token)
+
+
+def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]) -> None:
+    """Raises ValueError where a prefix is empty or does not end with a block; a traced one is not checked."""
+    if not isinstance(common_prefix_len, jax.Array):
+        require_int(common_prefix_len=common_prefix_len)
+        rule = f"be a positive multiple of block_size ({metadata.block_size})"
+        is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
+        require(is_whole, "common_prefix_len", rule, common_prefix_len)
 
 
 def cut_prefix(prefix: BatchMetadata, pieces: int) -> BatchMetadata:

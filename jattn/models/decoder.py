@@ -25,7 +25,7 @@ from jattn.models.partitions import (
     create_on,
     mask_on_mesh,
     ranks_of,
-    require_no_more,
+    require_no_mask,
     run_on_mesh,
     take_part,
 )
@@ -220,13 +220,14 @@ class Decoder(nnx.Module):
         how: dict[str, Any] = {"implementation": layers[0].implementation, "query_dtype": self.dtype}
         of_step: dict[str, Any] = {"mask": mask, "common_prefix_len": common_prefix_len}
         if self.ranks is not None and caches is not None:
-            require_no_more(self.ranks, **of_step)
+            require_no_mask(self.ranks, mask)
 
         def plan_of(metadata: BatchMetadata, chosen: Sequence[int]) -> Plan:
             specs = [layers[i].spec for i in chosen]
             own = None if caches is None else [caches[i] for i in chosen]
             if self.ranks is not None and own is not None:
-                return plan_on_rank(metadata, specs, own, self.ranks, **how)
+                prefix: dict[str, Any] = {"common_prefix_len": common_prefix_len}
+                return plan_on_rank(metadata, specs, own, self.ranks, **how, **prefix)
             return plan(metadata, specs, own, **how, **of_step)
 
         every = range(len(layers))

@@ -131,17 +131,16 @@ def mask_on_mesh(mask: Mask, config: DecoderConfig) -> Mask:
     return on_mesh(mask, TP, config.tp, heads)
 
 
-def require_no_more(ranks: Ranks, *, mask: Mask | None, common_prefix_len: Any) -> None:
-    """A step of a model whose keys lie on several ranks must be what its layers say, and no more.
+def require_no_mask(ranks: Ranks, mask: Mask | None) -> None:
+    """A step of a model whose keys lie on several ranks must have no mask but its layers'.
 
     Raises:
-        NotImplementedError: It has a mask of its own, or a prefix that all rows share.
+        NotImplementedError: It has one.
     """
-    reason, way_out = f"the keys of a request lie on {ranks.size} devices", "Leave it None, or load with cp=1"
     if mask is not None:
-        raise unsupported(f"mask={type(mask).__name__} with cp", reason, way_out)
-    if common_prefix_len is not None:
-        raise unsupported("common_prefix_len with cp", reason, way_out)
+        reason = f"the keys of a request lie on {ranks.size} devices"
+        what = f"mask={type(mask).__name__} with cp"
+        raise unsupported(what, reason, "Leave it None, or load with cp=1")
 
 
 def take_part(

@@ -12,13 +12,16 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from jattn.implementations.choice import Asked
 from jattn.implementations.layers import AnyCache, Layer, layer_of, regions_of
 from jattn.masks import Interleaved, Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.cascade import check_prefix
 from jattn.metadata.ranks import Ranks, keys_of_rank
 from jattn.metadata.regions import REGIONS, part_of
+from jattn.planning.cascading import can_cascade
 from jattn.planning.layer_plans import LayerPlan
 from jattn.planning.plans import Plan, RankPlan, RankRegion, plan
 from jattn.pytree import replace
@@ -33,6 +36,7 @@ def plan_on_rank(
     *,
     implementation: Asked = None,
     query_dtype: DTypeLike | None = None,
+    common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
     """`plan` of a step over the keys that this rank stores. Traced, inside shard_map.
 
@@ -43,12 +47,17 @@ def plan_on_rank(
         ranks: Where keys lie.
         implementation: As in `plan`.
         query_dtype: As in `plan`.
+        common_prefix_len: As in `plan`. Of rows of one token each, which have 1 / size of it on each rank;
+            others attend to it as to the rest.
 
     Raises:
         ValueError: As `plan`, or blocks do not fall into the ranks' rounds.
         NotImplementedError: As `plan`.
     """
     how: dict[str, Any] = {"implementation": implementation, "query_dtype": query_dtype}
+    if common_prefix_len is not None:
+        check_prefix(metadata, common_prefix_len)
+        common_prefix_len = common_prefix_len // ranks.size
     there = [region.name for region in regions_of(metadata)]
     kinds: dict[Any, Any] = {}
     for spec, cache in zip(specs, caches, strict=True):
@@ -56,7 +65,10 @@ def plan_on_rank(
     layers: list[LayerPlan] = []
     regions: list[tuple[RankRegion | None, RankRegion | None]] = []
     for layer, cache in kinds.items():
-        of = functools.partial(_region, metadata, spec=layer.spec, cache=cache, ranks=ranks, how=how)
+        prefix = common_prefix_len if can_cascade(layer.spec) else None
+        of = functools.partial(
+            _region, metadata, spec=layer.spec, cache=cache, ranks=ranks, prefix_len=prefix, how=how
+        )
         decode, prefill = (of(name) if name in there else None for name in REGIONS)
         regions.append((decode, prefill))
         layers.append(_layer_plan(layer, decode, prefill))
@@ -89,6 +101,7 @@ def _region(
     spec: AttentionSpec,
     cache: AnyCache | None,
     ranks: Ranks,
+    prefix_len: int | Int[Array, ""] | None,
     how: dict[str, Any],
 ) -> RankRegion:
     whole = part_of(metadata, name).metadata
@@ -102,7 +115,8 @@ def _region(
         shift = whole.seq_lens - local.seq_lens
         sizes: dict[str, int] = {"num_ranks": ranks.size, "interleave": ranks.interleave}
         mask = Interleaved(mask=mask, rank=ranks.rank, shift=shift, **sizes)
-    made = plan(local, of_rank, cache, mask=mask, **how)
+        prefix_len = None  # where a prefix ends among a rank's keys, the mask's positions do not say
+    made = plan(local, of_rank, cache, mask=mask, common_prefix_len=prefix_len, **how)
     return RankRegion(metadata=local, plan=made, spec=of_rank)
 
 

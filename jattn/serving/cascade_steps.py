@@ -10,7 +10,7 @@ from flax import nnx
 from jattn.bucket import Bucket
 from jattn.graphs import GraphStep
 from jattn.module import PagedAttention
-from jattn.parallel import num_ranks
+from jattn.parallel import num_parts, num_ranks
 from jattn.planning.cascading import why_no_cascade
 from jattn.planning.use_cascade import MIN_REQS, use_cascade_attention
 from jattn.serving.scheduled_step import Step
@@ -34,6 +34,8 @@ class CascadeSteps:
         *,
         block_size: int,
         num_sms: int | None,
+        tp: int = 1,
+        cp: int = 1,
     ) -> None:
         """Compiles nothing yet.
 
@@ -43,11 +45,14 @@ class CascadeSteps:
             spec: Of the model's layers, or of one of them.
             block_size: Tokens of a block.
             num_sms: Multiprocessors of the GPU, by which it is told what pays; None = any prefix does.
+            tp: Devices that the layers' heads are spread over.
+            cp: Devices that keys are spread over.
         """
-        self.graphs, self._spec = step_graphs(step, buckets), spec
+        self.graphs = step_graphs(step, buckets)
         self._block_size = block_size
         self._most_rows = max(bucket.max_decodes for bucket in buckets)
-        self._num_sms = num_sms
+        self._num_sms, self._cp = num_sms, cp
+        self._heads = max(spec.num_q_heads // tp, 1), max(spec.num_kv_heads // tp, 1)
 
     def prefix_len(self, step: Step) -> int:
         """Tokens of the prefix that a step should attend to once; 0 = none."""
@@ -67,9 +72,8 @@ class CascadeSteps:
     def _pays(self, length: int, rows: int) -> bool:
         if self._num_sms is None:
             return True
-        heads = self._spec.num_q_heads, self._spec.num_kv_heads
-        lens = np.ones(rows, np.int32)
-        return use_cascade_attention(length, lens, *heads, False, False, False, self._num_sms)
+        lens, of_device = np.ones(rows, np.int32), length // self._cp
+        return use_cascade_attention(of_device, lens, *self._heads, False, False, False, self._num_sms)
 
 
 def num_common_prefix_blocks(block_tables: np.ndarray, num_tokens: int, block_size: int) -> int:
@@ -122,7 +126,9 @@ def cascade_steps_of(
         return None
     spec, *_ = _specs(model)
     sizes = [Bucket(max_decodes=n, max_blocks=width) for width in widths for n in rows]
-    return CascadeSteps(step, sizes, spec, block_size=block_size, num_sms=num_sms)
+    cp = num_ranks(model)
+    devices = {"tp": num_parts(model) // cp, "cp": cp}
+    return CascadeSteps(step, sizes, spec, block_size=block_size, num_sms=num_sms, **devices)
 
 
 def _specs(model: Any) -> list[AttentionSpec]:
@@ -133,8 +139,6 @@ def _why_not(model: Any) -> str | None:
     """Why a model's steps cannot attend to a prefix once; None = they can."""
     if "common_prefix_len" not in inspect.signature(model.plan).parameters:
         return "the model's plan takes no common_prefix_len"
-    if num_ranks(model) > 1:
-        return "the keys of a request lie on several devices"
     layers = [one for _, one in nnx.iter_modules(model) if isinstance(one, PagedAttention)]
     if not layers:
         return "the model has no PagedAttention"

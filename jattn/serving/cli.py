@@ -9,8 +9,10 @@ from jattn.serving.commands.bench_serve import add_bench_serve
 from jattn.serving.commands.chat import add_chat
 from jattn.serving.commands.doctor import add_doctor
 from jattn.serving.commands.generate import add_generate
+from jattn.serving.commands.nodes import follow, join_nodes
 from jattn.serving.commands.options import OneLineParser
 from jattn.serving.commands.serve import add_serve, with_config
+from jattn.serving.processes import ProcessError
 from jattn.serving.version import version_of
 
 INTERRUPTED = 130  # the status of what Ctrl-C ended, as shells have it
@@ -27,14 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = build_parser().parse_args(with_config(sys.argv[1:] if argv is None else argv))
-        args.run(args)
+        join_nodes(args)
+        (follow if getattr(args, "node_rank", 0) else args.run)(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` say, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+    except (ValueError, NotImplementedError, OSError, ImportError, ProcessError) as error:
         print(f"jattn: {error}", file=sys.stderr)
         return 1
     return 0

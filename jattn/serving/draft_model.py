@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,22 @@ from jattn.serving.weights import Weights
 # Tokens that it begins a round with: after a round whose drafts all stay the last of them was never read, and
 # the model's own token behind it neither. Reading one of them twice writes the same again.
 FIRST_TOKENS = 2
+
+
+class Drafting(NamedTuple):
+    """What a draft model does before a step.
+
+    Attributes:
+        readings: Steps that read tokens of requests first: their metadata and tokens.
+        metadata: Of the step that drafts.
+        token_ids: Of the step that drafts, FIRST_TOKENS a row.
+        drawn_by: Sampling parameters, and how many tokens each row was given before.
+    """
+
+    readings: Sequence[tuple[BatchMetadata, Any]]
+    metadata: BatchMetadata
+    token_ids: Any
+    drawn_by: tuple[SamplingMetadata, Any]
 
 
 class DraftModel(Proposer):
@@ -86,16 +102,16 @@ class DraftModel(Proposer):
         """As `Proposer.look`: always as many as are wanted."""
         return num_tokens
 
-    def token_ids(
+    def prepare(
         self,
         step: Step,
         generations: Sequence[Generation],
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Int32[Array, " tokens"]:
-        """As `Proposer.token_ids`."""
-        self._catch_up(step, generations)
+    ) -> Drafting:
+        """As `Proposer.prepare`."""
+        readings = self._missing(step, generations)
         lens = [len(one.token_ids) for one in generations]
         bucket = dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS)
         metadata = self._metadata([FIRST_TOKENS] * len(lens), lens, step.block_tables, bucket)
@@ -104,13 +120,21 @@ class DraftModel(Proposer):
             replace(sampling, draws=True, floors=False, cuts=False),
             np.asarray(num_generated, np.int32),
         )
-        weights = self._weights.state
-        token_ids: Array
-        self.runs[1].num_runs[bucket] += 1
-        token_ids, self._caches = self._drafters(weights, self._caches, metadata, ids, *drawn_by)
         for one in generations:
             if one.drafting.num_drafted:
                 one.drafting.num_read = len(one.token_ids)
+        return Drafting(readings, metadata, ids, drawn_by)
+
+    def start(self, prepared: Drafting) -> Int32[Array, " tokens"]:
+        """As `Proposer.start`."""
+        weights = self._weights.state
+        for metadata, ids in prepared.readings:
+            self.runs[0].num_runs[metadata.bucket] += 1
+            _, self._caches = self._readers(weights, self._caches, metadata, ids)
+        _, metadata, ids, drawn_by = prepared
+        self.runs[1].num_runs[metadata.bucket] += 1
+        token_ids: Array
+        token_ids, self._caches = self._drafters(weights, self._caches, metadata, ids, *drawn_by)
         return token_ids
 
     def copy_blocks(self, pairs: Any) -> None:
@@ -136,8 +160,9 @@ class DraftModel(Proposer):
             compile()
 
     # --------------------------------------------------------------------------------------- inside
-    def _catch_up(self, step: Step, generations: Sequence[Generation]) -> None:
-        """Reads what is missing of the requests that are drafted for, but for their last tokens."""
+    def _missing(self, step: Step, generations: Sequence[Generation]) -> list[tuple[BatchMetadata, Any]]:
+        """Steps that read what is missing of the requests that are drafted for, but for their last tokens."""
+        readings: list[tuple[BatchMetadata, Any]] = []
         while True:
             parts: list[tuple[int, Generation, int, int]] = []
             budget = self._largest.max_prefill_tokens
@@ -148,16 +173,14 @@ class DraftModel(Proposer):
                     parts.append((row, one, first, count))
                     budget -= count
             if not parts:
-                return
+                return readings
             ids = [one.token_ids[first : first + count] for _, one, first, count in parts]
             lens = [count for *_, count in parts]
             ends = [first + count for *_, first, count in parts]
             tables = step.block_tables[[row for row, *_ in parts]]
             bucket = self._readers.choose(lens, num_blocks=tables.shape[1])
             metadata = self._metadata(lens, ends, tables, bucket)
-            packed: Any = pack_tokens(ids, bucket)
-            self.runs[0].num_runs[bucket] += 1
-            _, self._caches = self._readers(self._weights.state, self._caches, metadata, packed)
+            readings.append((metadata, pack_tokens(ids, bucket)))
             for (_, one, *_), end in zip(parts, ends, strict=True):
                 one.drafting.num_read = end
 

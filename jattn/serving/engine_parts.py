@@ -107,7 +107,8 @@ def make_parts(
     limits = limits.on_ranks(num_ranks(model))
     num_blocks = limits.num_blocks_for(model, cache.num_blocks, cache.cache_bytes, cache.kind, drafter.model)
     if processes is not None:
-        num_blocks = processes.agree(num_blocks, f"{limits} {cache.kind} {steps}")  # each its memory
+        options = f"{limits} {cache.kind} {steps} {drafter.told}"
+        num_blocks = processes.agree(num_blocks, options)  # each its memory
     scheduler = limits.scheduler(model, num_blocks)
     how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": steps.implementation}
     speculation = speculation_of(drafter, model, limits, **how)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Int, Int32
 
 from jattn.bucket import Bucket
 from jattn.serving.generation import Generation
@@ -71,17 +70,21 @@ class NgramProposer(Proposer):
         drafting.drafts = self.propose(drafting.tokens.caught_up(generation.token_ids), num_tokens)
         return len(drafting.drafts)
 
-    def token_ids(
+    def prepare(
         self,
         step: Step,
         generations: Sequence[Generation],
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Int32[Array, " tokens"]:
-        """As `Proposer.token_ids`."""
+    ) -> Int32[np.ndarray, " tokens"]:
+        """As `Proposer.prepare`: the drafts themselves."""
         ids = np.zeros((bucket.max_decodes, bucket.decode_query_len), np.int32)
         for row, one in enumerate(generations):
             drafts = one.drafting.drafts[: one.drafting.num_drafted]
             ids[row, : 1 + len(drafts)] = [one.token_ids[-1], *drafts]
-        return jax.device_put(ids.reshape(-1))
+        return ids.reshape(-1)
+
+    def start(self, prepared: Any) -> Any:
+        """As `Proposer.start`."""
+        return prepared

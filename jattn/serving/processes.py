@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from pallas_kernels.checks import require, unsupported
+from pallas_kernels.checks import require
 
 GRACE_S = 3.0  # to end by itself for a process that hears of another's failure
 END, FAILED, MEET = "end", "failed", "meet"
@@ -50,20 +50,6 @@ def processes_of(mesh: Mesh | None) -> "Processes | None":
     rule = f"have devices of all {jax.process_count()} processes (jax.process_count())"
     require(len(held) == jax.process_count(), "mesh", rule, f"those of {sorted(held)}")
     return Processes()
-
-
-def check_draft_model(mesh: Mesh | None) -> None:
-    """Asked before a draft model is loaded, which takes long and would be in vain.
-
-    Args:
-        mesh: The model's that it drafts for.
-
-    Raises:
-        NotImplementedError: Several processes share the model's steps.
-    """
-    if mesh is not None and jax.process_count() > 1:
-        reason = "steps of a draft model are not sent to the other processes"
-        raise unsupported("a draft model with several processes", reason, 'speculative="ngram" is sent')
 
 
 def must_lead(processes: "Processes | None") -> None:

@@ -33,15 +33,15 @@ class Proposer:
         """How many drafts it has for a request now, `num_tokens` at most. Host only, and asked often."""
         raise NotImplementedError
 
-    def token_ids(
+    def prepare(
         self,
         step: Step,
         generations: Sequence[Generation],
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Int32[Array, " tokens"]:
-        """A step's tokens, `1 + k` a row of the bucket: its last one and its drafts.
+    ) -> Any:
+        """What `start` is given for a step: a pytree, which other processes can be sent.
 
         Args:
             step: All rows with k drafts.
@@ -49,6 +49,14 @@ class Proposer:
             bucket: Its bucket.
             sampling: Of the bucket's rows.
             num_generated: Of the bucket's rows, as in `sample`.
+        """
+        raise NotImplementedError
+
+    def start(self, prepared: Any) -> Int32[Array, " tokens"]:
+        """A step's tokens, `1 + k` a row of its bucket: its last one and its drafts. Waits for nothing.
+
+        Args:
+            prepared: From `prepare`, in the order of the steps.
         """
         raise NotImplementedError
 

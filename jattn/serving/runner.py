@@ -252,15 +252,14 @@ class Runner:
         adjustments = step_adjustments(
             step, generations, before, last, num_rows=rows, vocab_size=self._vocab_size
         )
-        if step.block_copies and self._proposer is not None:
-            self._proposer.copy_blocks(step.block_copies)
         drafts = None
         if step.num_draft_tokens and self._proposer is not None:
-            drafted = self._proposer.token_ids(step, generations, bucket, sampling, num_generated)
             places: Any = np.arange(bucket.max_tokens, dtype=np.int32)
-            tokens = StepTokens(drafted, np.full_like(places, -1), last, places)
+            none_yet = np.zeros_like(places)
+            tokens = StepTokens(none_yet, np.full_like(places, -1), last, places)
             num_drafts = [one.drafting.num_drafted for one in generations]
-            drafts = drafted, np.pad(np.asarray(num_drafts, np.int32), (0, rows - len(num_drafts)))
+            prepared = self._proposer.prepare(step, generations, bucket, sampling, num_generated)
+            drafts = prepared, np.pad(np.asarray(num_drafts, np.int32), (0, rows - len(num_drafts)))
         else:
             tokens = step_tokens(step, generations, bucket, before, last, rows)
         wanted = [generation.sampling_params.logprobs for generation in generations]
@@ -287,9 +286,10 @@ class Runner:
         self._caches = self._copies(self._caches, call.block_copies, call.near_copies)
         graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
         prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
-        outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, call.tokens, *prefix)
+        tokens, drafts = self._drafted(call)
+        outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, tokens, *prefix)
         drawn_by = outputs.num_generated, *call.drawn_by
-        sampled = self._samplers(outputs.logits, call.drafts, *drawn_by, call.num_logprobs)
+        sampled = self._samplers(outputs.logits, drafts, *drawn_by, call.num_logprobs)
         if isinstance(sampled, Sampled):
             self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
         of_prompts = None
@@ -313,6 +313,18 @@ class Runner:
         yield from new_tokens(flying, self._in_flight.popleft)
 
     # --------------------------------------------------------------------------------------- inside
+    def _drafted(self, call: StepCall) -> tuple[StepTokens, tuple[Any, Any] | None]:
+        """A step's tokens, and its drafts with their numbers; has the proposer begin with them."""
+        if self._proposer is None:
+            return call.tokens, None
+        if call.block_copies:
+            self._proposer.copy_blocks(call.block_copies)
+        if call.drafts is None:
+            return call.tokens, None
+        prepared, num_drafts = call.drafts
+        token_ids = self._proposer.start(prepared)
+        return call.tokens._replace(ids=token_ids), (token_ids, num_drafts)
+
     def _rows_before(self) -> dict[int, int]:
         """Of each request in the step in flight, if there is one, its row of the sampler."""
         return {

@@ -9,7 +9,6 @@ from flax import nnx
 
 from jattn.serving.draft_model import DraftModel
 from jattn.serving.ngram_proposer import NgramProposer
-from jattn.serving.processes import check_draft_model
 from jattn.serving.served_model import MEMBERS, ServedModel, as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
@@ -31,6 +30,11 @@ class Drafter(NamedTuple):
     lookup: NgramProposer | None = None
     model: ServedModel | None = None
 
+    @property
+    def told(self) -> str:
+        """What must be the same in all processes, in words."""
+        return f"{self.num_tokens} drafts{'' if self.model is None else ' of a model'}"
+
 
 def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: StepLimits) -> Drafter:
     """Who drafts, loaded where it is a folder.
@@ -45,7 +49,6 @@ def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: St
         ValueError: The number is not positive or leaves no room in a step, or the draft model has another
             vocabulary than the model, shorter contexts, or lies on other devices.
         FileNotFoundError: There is no such folder, or a file of it is missing.
-        NotImplementedError: A model is to draft for one that several processes share; it is not loaded.
     """
     if speculative is None:
         return Drafter(0)
@@ -62,7 +65,6 @@ def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: St
     rule = 'be None, "ngram", an NgramProposer, a model or the folder of one'
     require(is_one, "speculative", rule, repr(speculative))
     mesh = getattr(model, "mesh", None)
-    check_draft_model(mesh)
     draft = as_served(speculative, mesh)
     is_beside = getattr(draft, "mesh", None) == mesh
     require(is_beside, "speculative", f"lie on the model's mesh ({mesh})", getattr(draft, "mesh", None))

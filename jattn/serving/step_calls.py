@@ -41,7 +41,7 @@ class StepCall(NamedTuple):
         metadata: Says which bucket's executable runs.
         prefix_len: Tokens of a prefix that is attended to once; 0 = none.
         tokens: Their `last` is whatever the device has.
-        drafts: Tokens, and how many of them a row has; None = no drafts.
+        drafts: What the proposer makes the tokens of, and how many of them a row has; None = no drafts.
         drawn_by: Sampling parameters, and what requests ask of the logits.
         num_logprobs: Of each new token; None = nobody asked.
         prompt: Log-probabilities of prompts; None = nobody asked.

@@ -123,6 +123,7 @@ FEATURES = {
     "drafts of ngrams": (DRAFTS, ["num_accepted_tokens"]),
     "found beginnings": ({}, ["num_prefix_hit_tokens"]),
     "interleaved by four": ({"block_size": 8}, []),
+    "cascades": ({"cascade_attention": True}, ["num_cascade_steps"]),
 }  # fmt: skip
 
 

@@ -37,7 +37,10 @@ def mesh_of(tp, cp):
         ("engine", ["tp 1, cp 2: 2 executables", "tp 2, cp 4: 2 executables", "4/2 heads of 32"]),
         (
             "features",
-            ["fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "four", "groups"],
+            [
+                *("fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "four"),
+                *("cascades", "groups"),
+            ],
         ),
     ],
 )
@@ -85,11 +88,7 @@ class TestWhatDoesNotFit:
         with pytest.raises(NotImplementedError, match="cp_kv_cache_interleave_size=2 with ALiBi: "):
             of(HF / "bloom", mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=2)
 
-    def test_cascades(self):
-        with pytest.raises(NotImplementedError, match="cascade_attention=True: the keys of a request lie on"):
-            Engine(self.model(), num_blocks=9, cascade_attention=True)
-
-    def test_a_mask_and_a_prefix_of_a_step(self):
+    def test_a_mask_of_a_step(self):
         model = self.model()
         metadata = jattn.build_batch_metadata([4], [4], np.ones((1, 1), np.int32))
         caches = jax.eval_shape(lambda: load_shapes(LLAMA).create_caches(4))
@@ -98,5 +97,3 @@ class TestWhatDoesNotFit:
         )
         with pytest.raises(NotImplementedError, match="mask=Sinks with cp: the keys of a request lie on 2"):
             plan(mask=jattn.masks.Sinks(4))
-        with pytest.raises(NotImplementedError, match="common_prefix_len with cp: "):
-            plan(common_prefix_len=16)

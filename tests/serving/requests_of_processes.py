@@ -12,6 +12,15 @@ SIZES = {
 }
 
 
+def drafted(engine):
+    """Tokens by drafts of a model that is taken to cost nothing, forks too; and what came of the drafts."""
+    engine._speculation._draft_cost = 0.0
+    drawn = SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=8)
+    results = [*engine.generate(PROMPTS, max_tokens=12), *engine.generate(PROMPTS[1:2], drawn)]
+    tokens = [[one.token_ids for one in result.outputs] for result in results]
+    return {"tokens": tokens, "drafts": [engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens]}
+
+
 def asked(engine):
     """Tokens: greedy, drawn and forked, adjusted; and places of log-probabilities."""
     tokens = lambda results: [[one.token_ids for one in result.outputs] for result in results]

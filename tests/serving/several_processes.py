@@ -24,7 +24,7 @@ from flax import nnx  # noqa: E402
 import jattn  # noqa: E402
 from jattn.models import load  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
-from tests.serving.requests_of_processes import SIZES, asked  # noqa: E402
+from tests.serving.requests_of_processes import SIZES, asked, drafted  # noqa: E402
 
 
 def main() -> None:
@@ -34,6 +34,8 @@ def main() -> None:
         sizes["max_num_seqs"] = 2 + RANK
     if WHAT == "serve":
         sizes |= {"num_blocks": None, "cache_bytes": 2**19 * (1 + RANK)}
+    if WHAT == "draft model":
+        sizes["speculative"] = FOLDER / "draft"
     engine = Engine(model, **sizes)
     if RANK > 0:
         follow(engine)
@@ -53,6 +55,10 @@ def serve(engine: Engine) -> None:
     print(json.dumps(answers), flush=True)
 
 
+def draft(engine: Engine) -> None:
+    print(json.dumps(drafted(engine)), flush=True)
+
+
 def fail() -> None:
     print(json.dumps({"failed_at": time.time()}), flush=True)
     raise RuntimeError("it has had enough")
@@ -68,7 +74,7 @@ def go_on(engine: Engine) -> None:
         engine.generate([[1, 2, 3]], max_tokens=8)
 
 
-LEADS = {"serve": serve, "leader fails": fail_soon}
+LEADS = {"serve": serve, "draft model": draft, "leader fails": fail_soon}
 LEADS |= {"follower fails": go_on, "follower is killed": go_on}
 
 

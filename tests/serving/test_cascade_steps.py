@@ -147,6 +147,18 @@ class TestPays:
         assert steps.prefix_len(step_of(64, 512)) == 8192
         assert steps.prefix_len(step_of(256, 512)) == 8192
 
+    def test_by_what_one_device_has_of_heads_and_keys(self):
+        spec, buckets = (
+            AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
+            [Bucket(max_decodes=256, max_blocks=1024)],
+        )
+        of = lambda **devices: CascadeSteps(
+            lambda: None, buckets, spec, block_size=16, num_sms=132, **devices
+        ).prefix_len(step_of(64, 31))
+        assert of() == of(cp=1) == 31 * 16
+        assert of(cp=2) == 0  # 248 keys on each are too few
+        assert of(tp=8) == 0  # of one kv head each, rows are fewer waves than a prefix of four tiles
+
     def test_not_for_short_prefixes_or_few_requests_or_many_rows(self, steps):
         assert steps.prefix_len(step_of(64, 15)) == 0
         assert steps.prefix_len(step_of(7, 512)) == 0

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 
 import jax
 import pytest
@@ -14,9 +13,9 @@ import pytest
 from jattn.models import load, save
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
+from jattn.serving.cli import main
 from jattn.serving.processes import processes_of
-from jattn.serving.speculative import as_drafter
-from tests.serving.requests_of_processes import SIZES, asked
+from tests.serving.requests_of_processes import SIZES, asked, drafted
 from tests.serving.tiny import one_layer_model
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -28,17 +27,28 @@ SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itsel
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save(one_layer_model(**MODEL), folder)
+    save(one_layer_model(**MODEL | {"num_layers": 1}), folder / "draft")
     return folder
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_two(folder, what):
     """Exit code, lines of stdout and stderr of both processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.serving.several_processes", str(port)]
+    port = free_port()
+    return run_both(
+        ["tests.serving.several_processes", str(port), str(rank), str(folder), what] for rank in range(2)
+    )
+
+
+def run_both(commands):
+    """Likewise, of a module with its words each."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    both = [subprocess.Popen([*command, str(rank), str(folder), what], **pipes) for rank in range(2)]
+    both = [subprocess.Popen([sys.executable, "-m", *command], **pipes) for command in commands]
     try:
         done = [process.communicate(timeout=240) for process in both]
     finally:
@@ -66,6 +76,16 @@ class TestTwoProcesses:
         assert "the process must be 0 (the others call engine.follow()), got 1." in other_lines
         assert other_lines[-1] == "followed"
 
+    def test_draft_by_a_model(self, folder):
+        (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "draft model")
+        assert (code, other_code) == (0, 0), error + other_error
+        alone = Engine(load(folder, progress=False), **SIZES | {"speculative": folder / "draft"})
+        answers = last_json(lines)
+        assert answers == drafted(alone)
+        num_drafts, num_accepted = answers["drafts"]
+        assert 0 < num_accepted < num_drafts
+        assert other_lines[-1] == "followed"
+
     def test_must_be_made_alike(self, folder):
         (code, _, error), (other_code, _, other_error) = run_two(folder, "unlike")
         assert code != 0
@@ -86,6 +106,46 @@ class TestTwoProcesses:
         assert ended_at - last_json([line for _, lines, _ in ends for line in lines])["failed_at"] < SECONDS
 
 
+@pytest.mark.kernels
+class TestNodesOfTheCommandLine:
+    COMMAND = ("jattn.serving.cli", "generate", "def f(", "--max-tokens", "6")
+    SIZES = ("--model", "examples/tiny_model", "--max-num-seqs", "1", "--num-blocks", "9")
+
+    def run(self, *options):
+        nodes = ["--nnodes", "2", "--master-port", str(free_port())]
+        return run_both(
+            [*self.COMMAND, *self.SIZES, *options, *nodes, "--node-rank", str(rank)] for rank in range(2)
+        )
+
+    def test_write_one_process_s_text(self, capsys):
+        (code, lines, error), (other_code, other_lines, other_error) = self.run("--tensor-parallel-size", "2")
+        assert (code, other_code) == (0, 0), error + other_error
+        assert main([*self.COMMAND[1:], *self.SIZES]) == 0
+        lines = [line for line in lines if not line.startswith("[Gloo]")]
+        assert lines == capsys.readouterr().out.splitlines()
+        assert other_lines == []
+        assert "jattn: node 1 of 2 follows node 0" in other_error
+
+    def test_are_all_devices(self):
+        for code, _, error in self.run("--tensor-parallel-size", "3"):
+            assert code == 1
+            assert "tensor_parallel_size must be all devices of the 2 nodes (nnodes), 2, got 3." in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nnodes=0"], "nnodes must be positive, got 0."),
+        (["--nnodes=2", "--node-rank=2"], "node_rank must be one of 2 (nnodes), from 0 on, got 2."),
+        (["--node-rank=-1"], "node_rank must be one of 1 (nnodes), from 0 on, got -1."),
+        (["--nnodes=2"], "tensor_parallel_size must be all devices of the 2 nodes (nnodes), got 1."),
+    ],
+)
+def test_nodes_that_are_none_are_refused_before_anybody_is_waited_for(options, message, capsys):
+    assert main(["generate", "--model", "DIR", "a", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_one_process_follows_nobody():
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
     with pytest.raises(ValueError, match=r"follow\(\)'s process must be one of several .*, got 0\."):
@@ -103,12 +163,3 @@ class TestProcessesOf:
         rule = r"mesh must have devices of all 2 processes .*, got those of \[0\]"
         with pytest.raises(ValueError, match=rule):
             processes_of(make_mesh())
-
-    def test_have_no_draft_model_whose_folder_is_not_even_looked_at(self, monkeypatch, types_unchecked):
-        model = types.SimpleNamespace(mesh=make_mesh())
-        limits = types.SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=2)
-        with pytest.raises(FileNotFoundError):
-            as_drafter("no/such/folder", 2, model, limits)
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(NotImplementedError, match="a draft model with several processes"):
-            as_drafter("no/such/folder", 2, model, limits)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jattn.models import load
 from jattn.serving.commands.events import address, events
+from jattn.serving.commands.nodes import add_node_options
 from jattn.serving.commands.options import (
     add_engine_options,
     add_sampling_options,
@@ -37,6 +38,7 @@ def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer [to the context's end]")
     add_sampling_options(parser)
     add_engine_options(parser)
+    add_node_options(parser)
 
 
 def chat(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jattn.models import load
+from jattn.serving.commands.nodes import add_node_options
 from jattn.serving.commands.options import add_engine_options, add_sampling_options, asked_for, make_engine
 from jattn.serving.default_params import as_told
 from jattn.serving.outputs import GenerationResult
@@ -24,6 +25,7 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of each prompt [64]")
     add_sampling_options(parser)
     add_engine_options(parser)
+    add_node_options(parser)
 
 
 def generate(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jattn.models import load
+from jattn.serving.commands.nodes import add_node_options
 from jattn.serving.commands.options import OneLineParser, add_engine_options, make_engine
 from pallas_kernels.checks import require
 
@@ -53,6 +54,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--tool-call-parser", metavar="NAME", help="hermes or llama3_json [what the chat template asks for]"
     )
     add_engine_options(parser)
+    add_node_options(parser)
 
 
 def serve(args: argparse.Namespace) -> None:
