@@ -18,6 +18,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach, is_near, of_layer
 from jattn.models.config import DecoderConfig
+from jattn.models.embedding import take_rows
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
@@ -184,7 +185,7 @@ class Decoder(nnx.Module):
         """Embeddings, scaled; on a mesh those of this device's part of the vocabulary, others zero."""
         table = self.embed_tokens.embedding[...]
         if self.axis_name is None:
-            x = jnp.take(table, token_ids, axis=0, mode="clip")
+            x = take_rows(table, token_ids)
         else:
             x = take_part(table, token_ids, self.axis_name, self.config.vocab_size)
         if self.config.embedding_scale is None:

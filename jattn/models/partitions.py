@@ -23,6 +23,7 @@ from jattn.masks import LocalStrided, Mask, on_mesh
 from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach
 from jattn.models.config import DecoderConfig
+from jattn.models.embedding import take_rows
 from jattn.models.specs import MLPSpec
 from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
 from jattn.planning import Plan
@@ -153,7 +154,7 @@ def take_part(
     first = jax.lax.axis_index(axis_name) * len(table)
     ids = jnp.clip(token_ids, 0, vocab_size - 1) - first
     is_here = (ids >= 0) & (ids < len(table))
-    rows = jnp.take(table, ids, axis=0, mode="clip")
+    rows = take_rows(table, ids)
     return jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype))
 
 
