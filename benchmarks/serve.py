@@ -189,7 +189,8 @@ def serving(engine: Engine, times: list[float]) -> Iterator[str]:
     server_of: Any = importlib.import_module("jattn.serving.server")
     options = server_of.ServerOptions(port=0)
     sock = server_of.listening(options)
-    http = server_of.HttpProcess(engine, options, sock, log_level="warning")
+    http = server_of.HttpProcess(options, sock, log_level="warning")
+    http.serve(engine)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
         while not is_ready(url):

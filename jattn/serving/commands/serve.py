@@ -71,7 +71,7 @@ def serve(args: argparse.Namespace) -> None:
     )
     loading = functools.partial(load, progress=sys.stderr.isatty())
     with server.listening(options) as sock:
-        server.serve(make_engine(args, loading), options, sock)
+        server.serve(functools.partial(make_engine, args, loading), options, sock)
 
 
 def _server() -> Any:

@@ -28,21 +28,14 @@ run_child(*map(int, sys.argv[2:]))
 
 
 class HttpProcess:
-    """Serves an engine of this process over HTTP from another one.
+    """Serves an engine of this process over HTTP from another one, which a `with` block ends behind it.
 
     Attributes:
         pid: The other process.
     """
 
-    def __init__(
-        self, engine: Engine, options: ServerOptions, sock: socket.socket, *, log_level: str = "info"
-    ) -> None:
-        """Starts it, and waits until it knows that it can serve; executables are made behind.
-
-        Raises:
-            ValueError: The model has no tokenizer, or the chat template is none.
-            ChildProcessError: It ended before it could say so.
-        """
+    def __init__(self, options: ServerOptions, sock: socket.socket, *, log_level: str = "info") -> None:
+        """Starts it: it imports what it needs while the engine is made here."""
         ours, theirs = socket.socketpair()
         files = (theirs.fileno(), sock.fileno())
         here = str(pathlib.Path(__file__).parents[3])
@@ -53,17 +46,34 @@ class HttpProcess:
         )
         self.pid = self._process.pid
         theirs.close()
-        channel = Channel(ours)
-        channel.post((EngineInfo.of(engine), options, log_level))
+        self.options, self._log_level = options, log_level
+        self._channel = Channel(ours)
+        self._host: EngineHost | None = None
+
+    def __enter__(self) -> "HttpProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # nothing where it has ended
+        self._process.wait()
+        if self._host is None:
+            self._channel.close()
+
+    def serve(self, engine: Engine) -> None:
+        """Gives it an engine, and waits until it knows that it can serve; executables are made behind.
+
+        Raises:
+            ValueError: The model has no tokenizer, or the chat template is none.
+            ChildProcessError: It ended before it could say so.
+        """
+        self._channel.post((EngineInfo.of(engine), self.options, self._log_level))
         try:
-            refusal, *early = channel.read()
+            refusal, *early = self._channel.read()
         except EOFError:
             raise ChildProcessError(self._told()) from None
         if refusal:
-            channel.close()
-            self._process.wait()
             raise ValueError(refusal)
-        self._host = EngineHost(engine, channel, early)
+        self._host = EngineHost(engine, self._channel, early)
 
     @property
     def has_ended(self) -> bool:
@@ -75,12 +85,13 @@ class HttpProcess:
         self._process.send_signal(number)
 
     def wait(self) -> None:
-        """Until it has ended; then the engine's thread ends, too.
+        """Until it has ended, serving; then the engine's thread ends, too.
 
         Raises:
             Exception: What compiling failed with.
             ChildProcessError: It ended for no reason that is known here.
         """
+        assert self._host is not None
         try:
             self._process.wait()
         finally:

@@ -91,26 +91,35 @@ class Server(uvicorn.Server):
             self.failure, self.should_exit = error, True
 
 
-def serve(engine: Engine, options: ServerOptions, sock: socket.socket) -> None:
+def serve(make_engine: Callable[[], Engine], options: ServerOptions, sock: socket.socket) -> None:
     """Serves on a socket until it is told to stop; HTTP has a process of its own.
+
+    Args:
+        make_engine: Makes the engine, while the other process imports what it needs.
+        options: Of the server.
+        sock: From `listening`.
 
     Raises:
         ValueError: The model has no tokenizer, or the chat template is none.
         ChildProcessError: The process that speaks HTTP ended without being told to.
         Exception: What compiling failed with.
     """
-    http = HttpProcess(engine, options, sock)
-    host, port = sock.getsockname()[:2]
-    told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
-    print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
-    with on_signals(lambda number, frame: http.signal(number)):
-        http.wait()
+    with HttpProcess(options, sock) as http:
+        http.serve(make_engine())
+        host, port = sock.getsockname()[:2]
+        told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
+        print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
+        with on_signals(lambda number, frame: http.signal(number)):
+            http.wait()
 
 
 def run_child(channel_file: int, listening_file: int) -> None:
     """The process that `HttpProcess` starts; its exit status is 0 where it was told to stop."""
     channel = Channel(socket.socket(fileno=channel_file))
-    ((info, options, log_level),) = channel.read()
+    try:
+        ((info, options, log_level),) = channel.read()
+    except EOFError:  # no engine could be made, as is said there
+        sys.exit(1)
 
     def lost() -> None:
         server.failure, server.should_exit = RequestError(LOST), True

@@ -25,7 +25,8 @@ TOLD = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True
 def serving(engine, **options):
     """Serves from another process while the block runs, which ends as it is told to; and the process."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        process = HttpProcess(engine, ServerOptions(port=0, **options), sock, log_level="warning")
+        process = HttpProcess(ServerOptions(port=0, **options), sock, log_level="warning")
+        process.serve(engine)
         here = Running(engine, sock.getsockname()[1], None)
         here.until(lambda: here.ask("GET", "/health")[0] == 200, 60)
         try:
@@ -134,7 +135,8 @@ def test_what_compiling_fails_with_is_raised_where_the_engine_is(monkeypatch):
 
     monkeypatch.setattr(engine, "precompile", fails)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        process = HttpProcess(engine, ServerOptions(port=0), sock, log_level="critical")
+        process = HttpProcess(ServerOptions(port=0), sock, log_level="critical")
+        process.serve(engine)
         with pytest.raises(MemoryError, match="no room for 3 GiB"):
             process.wait()
 
@@ -151,6 +153,13 @@ def test_a_process_of_http_that_dies_ends_the_server_with_an_error_and_frees_all
         with pytest.raises(ChildProcessError, match="speaks HTTP ended with SIGKILL"):
             stack.close()
     assert is_free(engine)
+
+
+def test_it_ends_where_no_engine_comes():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        with pytest.raises(MemoryError), HttpProcess(ServerOptions(port=0), sock) as process:
+            raise MemoryError("the weights")
+        assert process.has_ended
 
 
 def asked_in_vain(here):
