@@ -86,8 +86,9 @@ class Executables:
             except BaseException as error:
                 self.error = error
 
-        # No daemon: a process that ended while it lowers would take JAX away from under it, and crash.
-        self._behind = threading.Thread(target=run, name="jattn-compile")
+        # No daemon, though the thread that asks may be one: a process that ended while it lowers would take
+        # JAX away from under it, and crash.
+        self._behind = threading.Thread(target=run, name="jattn-compile", daemon=False)
         self._behind.start()
 
     def wait(self) -> None:

@@ -98,7 +98,8 @@ ENDS_EARLY = """
         raise SystemExit
 
     executables = Executables(lambda bucket: {})
-    executables.compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
+    begin = lambda: executables.compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
+    threading.Thread(target=begin, daemon=DAEMON).start()
     has_begun.wait()
     print("over", flush=True)
 """
@@ -318,11 +319,12 @@ class TestCompilingBehind:
         graphs.wait()
         assert graphs.num_compiles == 3
 
-    def test_a_process_ends_when_what_is_being_lowered_is(self):
-        """A thread that JAX is taken away from crashes the process: seen on a GPU."""
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(ENDS_EARLY)], capture_output=True, text=True, timeout=120
-        )
+    @pytest.mark.parametrize("is_daemon", [False, True])
+    def test_a_process_ends_when_what_is_being_lowered_is(self, is_daemon):
+        """A thread that JAX is taken away from crashes the process; an engine's own begins as a daemon's."""
+        program = textwrap.dedent(ENDS_EARLY).replace("DAEMON", str(is_daemon))
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout.split()) == (0, ["over", "lowered"]), done.stderr
 
     def test_without_it_a_ready_bucket_up_to_four_times_as_large_is_taken(self):
