@@ -60,7 +60,8 @@ def check_goes_with_invariance(
     name = "batch_invariant=True with"
     if speculative is not None:
         reason = "a step with drafts rounds otherwise than one without"
-        raise unsupported(f"{name} speculative={speculative!r}", reason, "Leave speculative=None")
+        who = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
+        raise unsupported(f"{name} speculative={who}", reason, "Leave speculative=None")
     if cascade_attention:
         reason = "a merge of two parts rounds otherwise than one walk"
         raise unsupported(f"{name} cascade_attention=True", reason, "Leave cascade_attention=None")
