@@ -186,6 +186,36 @@ class MLP(nnx.Module):
         return self.down_proj(gate * up)
 
 
+class Constant(nnx.Variable[Any]):
+    """What a checkpoint stores beside its parameters, and training leaves as it is."""
+
+
+class XIELU(nnx.Module):
+    """`alpha_p * x * x + beta * x` above 0, `alpha_n * (exp(min(x, eps)) - 1 - x) + beta * x` below.
+
+    Both alphas are learned, through a softplus; alpha_n is beta at least.
+
+    Source: "Deriving Activation Functions Using Integration" (2024), as transformers has it.
+    """
+
+    def __init__(self, *, dtype: DTypeLike) -> None:
+        """Makes both alphas 0.8."""
+        before_softplus = lambda alpha: jnp.log(jnp.expm1(jnp.full((1,), alpha, jnp.float32))).astype(dtype)
+        self.alpha_p = nnx.Param(before_softplus(0.8))
+        self.alpha_n = nnx.Param(before_softplus(0.8 - 0.5))
+        self.beta = Constant(jnp.asarray(0.5, dtype))
+        self.eps = Constant(jnp.asarray(-1e-6, dtype))
+
+    def __call__(self, x: Float32[Array, "tokens width"]) -> Float32[Array, "tokens width"]:
+        """The activation."""
+        beta, eps = self.beta[...].astype(jnp.float32), self.eps[...].astype(jnp.float32)
+        alpha_p, alpha_n = (
+            jax.nn.softplus(alpha[0].astype(jnp.float32)) for alpha in (self.alpha_p, self.alpha_n)
+        )
+        below = (alpha_n + beta) * (jnp.expm1(jnp.minimum(x, eps)) - x)
+        return jnp.where(x > 0, alpha_p * x * x, below) + beta * x
+
+
 class PlainMLP(nnx.Module):
     """`down(act(up(x)))`."""
 
@@ -193,13 +223,15 @@ class PlainMLP(nnx.Module):
         """Makes the projections."""
         how: Any = {"use_bias": spec.has_bias, "param_dtype": dtype, "precision": matmul_precision(dtype)}
         self.spec = spec
+        self.activation = XIELU(dtype=dtype) if spec.hidden_act == "xielu" else None
         self.up_proj = nnx.Linear(hidden_size, spec.intermediate_size, rngs=rngs, **how)
         self.down_proj = nnx.Linear(spec.intermediate_size, hidden_size, rngs=rngs, **how)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """The layer's output, in x.dtype; the activation is computed in f32."""
         up = self.up_proj(x)
-        return self.down_proj(ACTIVATIONS[self.spec.hidden_act](up.astype(jnp.float32)).astype(up.dtype))
+        activation = ACTIVATIONS[self.spec.hidden_act] if self.activation is None else self.activation
+        return self.down_proj(activation(up.astype(jnp.float32)).astype(up.dtype))
 
 
 def _gegelu(gate: Array, up: Array, limit: float | None) -> Array:

@@ -11,6 +11,7 @@ ACTIVATIONS = (
     *("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python", "quick_gelu"),
     *("relu", "relu2", "relu6", "sigmoid", "tanh", "linear"),
 )
+LEARNED_ACTIVATIONS = ("xielu",)  # those with parameters, of plain MLPs
 NORMS = ("rms", "rms_offset", "rms_f32", "layer", "layer_no_bias", "layer_no_weight", "layer_offset")
 # Which norms a layer has, by where they stand.
 NORM_PLACEMENTS: dict[str, tuple[str, ...]] = {
@@ -67,7 +68,8 @@ class MLPSpec:
     def __post_init__(self) -> None:
         require_one_of("mlp", self.kind, MLPS)
         require_positive(intermediate_size=self.intermediate_size)
-        known = ("gegelu",) if self.kind == "gegelu" else ACTIVATIONS
+        known: tuple[str, ...] = ("gegelu",) if self.kind == "gegelu" else ACTIVATIONS
+        known += LEARNED_ACTIVATIONS if self.kind == "plain" else ()
         if self.hidden_act not in known:
             supported = "Supported: " + ", ".join(known)
             raise unsupported(f"activation {self.hidden_act!r}", "not implemented", supported)

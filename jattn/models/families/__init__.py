@@ -1,5 +1,6 @@
 """The families of decoders: a file and a line each."""
 
+from jattn.models.families.apertus import APERTUS
 from jattn.models.families.arcee import ARCEE
 from jattn.models.families.bloom import BLOOM
 from jattn.models.families.cohere import COHERE
@@ -26,6 +27,7 @@ from jattn.models.families.granite import GRANITE
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
+from jattn.models.families.hunyuan_moe import HUNYUAN_V1_MOE
 from jattn.models.families.internlm2 import INTERNLM2
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
@@ -101,11 +103,13 @@ FAMILIES = {
         STABLELM,
         STARCODER2,
         HUNYUAN_V1_DENSE,
+        HUNYUAN_V1_MOE,
         PHIMOE,
         DOTS1,
         ERNIE4_5_MOE,
         GLM4_MOE,
         MINIMAX_M2,
+        APERTUS,
         ARCEE,
         CWM,
         ERNIE4_5,

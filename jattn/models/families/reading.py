@@ -34,10 +34,9 @@ def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> Lay
         window: Keys that a query sees, itself included; None = all.
         **changes: Other fields of `LayerSpec`.
     """
-    fields: dict[str, Any] = {
-        "attention": attention(keys, window=window_of(window)),
-        "mlp": MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_act"]),
-    }
+    fields: dict[str, Any] = {"attention": attention(keys, window=window_of(window))}
+    if "mlp" not in changes:
+        fields["mlp"] = gated_mlp(keys)
     if "rope" not in changes:
         fields["rope"] = rope(keys)
     return LayerSpec(**fields | changes)

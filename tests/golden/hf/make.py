@@ -176,6 +176,17 @@ CHECKPOINTS = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 4.0, "factor": 1.0},
         },
     ),
+    "apertus": ("Apertus", {**SMALL, "head_dim": 8, "rope_parameters": LLAMA3}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {
+            **SMALL,
+            "num_experts": 4,
+            "moe_topk": 2,
+            "intermediate_size": 24,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 4.0, "factor": 1.0},
+        },
+    ),
     "phimoe": (
         "Phimoe",
         {
