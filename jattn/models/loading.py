@@ -27,6 +27,7 @@ from jattn.models.decoder import Decoder
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.layers import Constant
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
@@ -197,10 +198,10 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
-    for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, value in nnx.to_flat_state(nnx.state(model, (nnx.Param, Constant))):
         array = gathered(model.config, path, np.asarray(jax.device_get(value[...])))
         parts = to_hf(model.config.family.tensors, path, array)
-        tensors |= {name: np.ascontiguousarray(part) for name, part in parts.items()}
+        tensors |= {name: np.asarray(part, order="C") for name, part in parts.items()}
     optional_module("safetensors.numpy").save_file(
         tensors, directory / "model.safetensors", metadata={"format": "pt"}
     )

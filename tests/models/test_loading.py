@@ -27,6 +27,7 @@ def test_golden_checkpoints_survive_bit_by_bit(tmp_path, name):
     before, after = load_file(GOLDEN / "hf" / name / file), load_file(tmp_path / file)
     assert before.keys() == after.keys()
     for key in before:
+        assert before[key].shape == after[key].shape
         np.testing.assert_array_equal(before[key].view(np.uint32), after[key].view(np.uint32))
     with safe_open(tmp_path / file, "numpy") as opened:
         assert opened.metadata() == {"format": "pt"}
