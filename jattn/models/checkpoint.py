@@ -1,7 +1,6 @@
 """The tensors of a Hugging Face folder, and whether they are the ones that a model needs."""
 
 import importlib
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jattn.models.stored_tensors import DTYPES, StoredTensor, read_header
+from jattn.models.tensor_files import tensor_files
 from jattn.models.weight_formats import Tensor
 from pallas_kernels.checks import require, require_shape
 
@@ -17,7 +17,6 @@ HARMLESS = (
     ".rotary_emb.inv_freq",
     *(f".{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
-SCALES_FILE = "kv_scales.safetensors"  # a cache's static scales, where the model's own files have none
 FLOATS = ("F32", "BF16", "F16")
 
 
@@ -26,41 +25,21 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: Two files hold one tensor, or a file is no safetensors file.
+        ValueError: Two files hold one tensor and no index says which counts, or one is no safetensors file.
     """
+    paths, places = tensor_files(directory)
     tensors: dict[str, StoredTensor] = {}
-    for path in _tensor_files(directory):
-        for name, tensor in read_header(existing(path)).items():
-            require(name not in tensors, name, "stand in one file", f"a second one in {path.name}")
-            tensors[name] = tensor
+    files: dict[str, pathlib.Path] = {}
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            said = directory / places.get(name, "")
+            if name in tensors and files[name] == said:
+                continue
+            require(
+                name not in tensors or path == said, name, "stand in one file", f"a second one in {path.name}"
+            )
+            tensors[name], files[name] = tensor, path
     return tensors
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It holds something else; the message names the file.
-    """
-    try:
-        content = json.loads(existing(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # of json or of the encoding
-        raise ValueError(f"{path} must be JSON, got {error}.") from error
-    require(isinstance(content, dict), str(path), "hold a JSON object", repr(content)[:60])
-    return content
-
-
-def _tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists() and not single.exists():
-        files = read_json(index).get("weight_map")
-        are_names = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
-        require(are_names, f"{index}'s weight_map", "map tensors to files", repr(files))
-        assert isinstance(files, dict)
-        return [directory / name for name in sorted(set(files.values()))]
-    others = sorted(path for path in directory.glob("*.safetensors") if path.name != SCALES_FILE)
-    return [single] if single.exists() else others or [single]
 
 
 def check_tensors(
@@ -97,17 +76,6 @@ def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
     code = tensors[name].code
     require(code in FLOATS, f"{name}'s dtype", "be one of " + ", ".join(FLOATS), code)
     return DTYPES[code]
-
-
-def existing(path: pathlib.Path) -> pathlib.Path:
-    """`path`, which must exist.
-
-    Raises:
-        FileNotFoundError: It does not.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist.")
-    return path
 
 
 def optional_module(name: str) -> Any:

@@ -14,23 +14,18 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jattn.models.checkpoint import (
-    SCALES_FILE,
-    check_tensors,
-    float_dtype,
-    open_tensors,
-    optional_module,
-    read_json,
-)
+from jattn.models.checkpoint import check_tensors, float_dtype, open_tensors, optional_module
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.json_files import read_json
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.spreading import gathered, spread, whole_shape
+from jattn.models.tensor_files import SCALES_FILE
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import CP, TP

@@ -25,6 +25,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
+_POINTER = b"version https://git-lfs"
 _LENGTH = 8  # bytes of the header's length, which a file begins with
 
 
@@ -91,6 +92,9 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     require(size > _LENGTH, str(path), rule, f"{size} bytes")
     with path.open("rb") as file:
+        is_pointer = file.read(len(_POINTER)) == _POINTER
+        require(not is_pointer, str(path), rule, "a pointer of Git LFS (git lfs pull fetches the file)")
+        file.seek(0)
         length = int.from_bytes(file.read(_LENGTH), "little")
         require(length <= size - _LENGTH, str(path), rule, f"{size} bytes and a header of {length}")
         try:
