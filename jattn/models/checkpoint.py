@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from jattn.models.stored_tensors import DTYPES, StoredTensor, read_header
+from jattn.models.stored_tensors import DTYPES, StoredTensor, is_same_bytes, read_header
 from jattn.models.tensor_files import tensor_files
 from jattn.models.weight_formats import Tensor
 from pallas_kernels.checks import require, require_shape
 
-# Old checkpoints store what the config already says: frequencies, and which tokens are seen.
-HARMLESS = (
-    ".rotary_emb.inv_freq",
-    *(f".{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
+# Old checkpoints store what the config already says: frequencies, positions, and which tokens are seen.
+_BUFFERS = (
+    *(".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached", ".position_ids"),
+    *(".attn.masked_bias", ".attention.masked_bias"),
 )
+_MASKS = (".attn.bias", ".attention.bias")  # [1, 1, queries, keys]
 FLOATS = ("F32", "BF16", "F16")
 
 
@@ -43,27 +44,49 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, may_repeat_head: bool
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], repeats: Mapping[str, str]
 ) -> None:
     """A checkpoint must hold these tensors, in these shapes and as floats, and nothing else that matters.
 
     Args:
         tensors: By name.
         shapes: What the model needs.
-        may_repeat_head: An lm_head.weight that the model does not need is passed over: it is the embedding.
+        repeats: Tensors that the model does not need, each another one's copy, byte by byte.
 
     Raises:
         ValueError: It does not; the message names the tensor and the shapes.
     """
     missing = [name for name in shapes if name not in tensors]
+    extra = [name for name, tensor in tensors.items() if name not in shapes and not _is_buffer(name, tensor)]
+    extra = [name for name in extra if name not in repeats]
     for name in missing[:1]:
-        require(False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing")
-    extra = [name for name in tensors if name not in shapes and not name.endswith(HARMLESS)]
-    extra = [name for name in extra if not (may_repeat_head and name == "lm_head.weight")]
+        module = name.rpartition(".")[0] + "."
+        nearest = sorted(extra, key=lambda other: not other.startswith(module))[:3]
+        others = f", but {', '.join(nearest)}" if nearest else ""
+        require(
+            False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing{others}"
+        )
     require(not extra, "the checkpoint", "hold only what its config.json asks for", ", ".join(extra[:5]))
     for name, shape in shapes.items():
         require_shape(name, tensors[name].shape, shape, "as config.json says")
         float_dtype(tensors, name)
+    for copy, name in repeats.items():
+        # transformers 4 passes over such a head, 5 takes it: neither is known to be meant.
+        if copy not in tensors:
+            continue
+        is_copy = _is_same(tensors[copy], tensors[name])
+        rule = f"be {name}, as tie_word_embeddings says (or that be false in config.json)"
+        require(is_copy, copy, rule, f"{tensors[copy].shape} other numbers")
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.code, len(one.sources)) != (other.shape, other.code, len(other.sources)):
+        return False
+    return all(map(is_same_bytes, one.sources, other.sources))
+
+
+def _is_buffer(name: str, tensor: Tensor) -> bool:
+    return name.endswith(_BUFFERS) or (name.endswith(_MASKS) and len(tensor.shape) == 4)
 
 
 def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:

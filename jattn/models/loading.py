@@ -77,7 +77,7 @@ def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor
     """A checkpoint's tensors as floats, by the names that its family has for them. Headers are read."""
     hf = read_json(directory / "config.json")
     has_more = is_wrapper(hf)
-    named = by_family_s_names(open_tensors(directory), config.family, has_more_than_text=has_more)
+    named = by_family_s_names(open_tensors(directory), config, has_more_than_text=has_more)
     return widened(named, text_part(hf).get("quantization_config"))
 
 
@@ -86,6 +86,12 @@ def _kv_scales(directory: pathlib.Path, tensors: Mapping[str, Tensor], num_layer
     own = KVScales.read(tensors, num_layers)
     beside = directory / SCALES_FILE
     return KVScales.load(beside, num_layers) if beside.exists() else own
+
+
+def _repeats(config: DecoderConfig) -> dict[str, str]:
+    """A tensor that a checkpoint may have once more: the head, where it is the embedding."""
+    (head,), (embedding,) = (config.family.tensors[part].names for part in ("lm_head", "embed_tokens"))
+    return {f"{head}.weight": f"{embedding}.weight"} if config.tie_word_embeddings else {}
 
 
 def _shapes(
@@ -146,7 +152,7 @@ def load(
         shapes |= hf_shapes(names, path, whole_shape(config, path, value.shape))
     kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
-    check_tensors(tensors, shapes, may_repeat_head=config.tie_word_embeddings)
+    check_tensors(tensors, shapes, _repeats(config))
     read = _reader(config, names, tensors, mesh)
     bar = optional_module("tqdm").tqdm(None, f"Loading {directory.name}", len(flat), disable=not progress)
     with bar, ThreadPoolExecutor(_READERS) as readers:
