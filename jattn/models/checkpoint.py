@@ -1,23 +1,23 @@
 """The tensors of a Hugging Face folder, and whether they are the ones that a model needs."""
 
 import importlib
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jattn.models.stored_tensors import DTYPES, StoredTensor, read_header
+from jattn.models.stored_tensors import DTYPES, StoredTensor, is_same_bytes, read_header
+from jattn.models.tensor_files import tensor_files
 from jattn.models.weight_formats import Tensor
 from pallas_kernels.checks import require, require_shape
 
-# Old checkpoints store what the config already says: frequencies, and which tokens are seen.
-HARMLESS = (
-    ".rotary_emb.inv_freq",
-    *(f".{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
+# Old checkpoints store what the config already says: frequencies, positions, and which tokens are seen.
+_BUFFERS = (
+    *(".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached", ".position_ids"),
+    *(".attn.masked_bias", ".attention.masked_bias"),
 )
-SCALES_FILE = "kv_scales.safetensors"  # a cache's static scales, where the model's own files have none
+_MASKS = (".attn.bias", ".attention.bias")  # [1, 1, queries, keys]
 FLOATS = ("F32", "BF16", "F16")
 
 
@@ -26,65 +26,67 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: Two files hold one tensor, or a file is no safetensors file.
+        ValueError: Two files hold one tensor and no index says which counts, or one is no safetensors file.
     """
+    paths, places = tensor_files(directory)
     tensors: dict[str, StoredTensor] = {}
-    for path in _tensor_files(directory):
-        for name, tensor in read_header(existing(path)).items():
-            require(name not in tensors, name, "stand in one file", f"a second one in {path.name}")
-            tensors[name] = tensor
+    files: dict[str, pathlib.Path] = {}
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            said = directory / places.get(name, "")
+            if name in tensors and files[name] == said:
+                continue
+            require(
+                name not in tensors or path == said, name, "stand in one file", f"a second one in {path.name}"
+            )
+            tensors[name], files[name] = tensor, path
     return tensors
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It holds something else; the message names the file.
-    """
-    try:
-        content = json.loads(existing(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # of json or of the encoding
-        raise ValueError(f"{path} must be JSON, got {error}.") from error
-    require(isinstance(content, dict), str(path), "hold a JSON object", repr(content)[:60])
-    return content
-
-
-def _tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists() and not single.exists():
-        files = read_json(index).get("weight_map")
-        are_names = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
-        require(are_names, f"{index}'s weight_map", "map tensors to files", repr(files))
-        assert isinstance(files, dict)
-        return [directory / name for name in sorted(set(files.values()))]
-    others = sorted(path for path in directory.glob("*.safetensors") if path.name != SCALES_FILE)
-    return [single] if single.exists() else others or [single]
-
-
 def check_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, may_repeat_head: bool
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], repeats: Mapping[str, str]
 ) -> None:
     """A checkpoint must hold these tensors, in these shapes and as floats, and nothing else that matters.
 
     Args:
         tensors: By name.
         shapes: What the model needs.
-        may_repeat_head: An lm_head.weight that the model does not need is passed over: it is the embedding.
+        repeats: Tensors that the model does not need, each another one's copy, byte by byte.
 
     Raises:
         ValueError: It does not; the message names the tensor and the shapes.
     """
     missing = [name for name in shapes if name not in tensors]
+    extra = [name for name, tensor in tensors.items() if name not in shapes and not _is_buffer(name, tensor)]
+    extra = [name for name in extra if name not in repeats]
     for name in missing[:1]:
-        require(False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing")
-    extra = [name for name in tensors if name not in shapes and not name.endswith(HARMLESS)]
-    extra = [name for name in extra if not (may_repeat_head and name == "lm_head.weight")]
+        module = name.rpartition(".")[0] + "."
+        nearest = sorted(extra, key=lambda other: not other.startswith(module))[:3]
+        others = f", but {', '.join(nearest)}" if nearest else ""
+        require(
+            False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing{others}"
+        )
     require(not extra, "the checkpoint", "hold only what its config.json asks for", ", ".join(extra[:5]))
     for name, shape in shapes.items():
         require_shape(name, tensors[name].shape, shape, "as config.json says")
         float_dtype(tensors, name)
+    for copy, name in repeats.items():
+        # transformers 4 passes over such a head, 5 takes it: neither is known to be meant.
+        if copy not in tensors:
+            continue
+        is_copy = _is_same(tensors[copy], tensors[name])
+        rule = f"be {name}, as tie_word_embeddings says (or that be false in config.json)"
+        require(is_copy, copy, rule, f"{tensors[copy].shape} other numbers")
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.code, len(one.sources)) != (other.shape, other.code, len(other.sources)):
+        return False
+    return all(map(is_same_bytes, one.sources, other.sources))
+
+
+def _is_buffer(name: str, tensor: Tensor) -> bool:
+    return name.endswith(_BUFFERS) or (name.endswith(_MASKS) and len(tensor.shape) == 4)
 
 
 def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
@@ -97,17 +99,6 @@ def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
     code = tensors[name].code
     require(code in FLOATS, f"{name}'s dtype", "be one of " + ", ".join(FLOATS), code)
     return DTYPES[code]
-
-
-def existing(path: pathlib.Path) -> pathlib.Path:
-    """`path`, which must exist.
-
-    Raises:
-        FileNotFoundError: It does not.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist.")
-    return path
 
 
 def optional_module(name: str) -> Any:

@@ -6,7 +6,7 @@ import numbers
 import pathlib
 from typing import Any
 
-from jattn.models.checkpoint import read_json
+from jattn.models.json_files import read_json
 from pallas_kernels.checks import require
 
 FILE = "generation_config.json"

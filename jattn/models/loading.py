@@ -14,24 +14,19 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jattn.models.checkpoint import (
-    SCALES_FILE,
-    check_tensors,
-    float_dtype,
-    open_tensors,
-    optional_module,
-    read_json,
-)
+from jattn.models.checkpoint import check_tensors, float_dtype, open_tensors, optional_module
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
+from jattn.models.json_files import read_json
 from jattn.models.layers import Constant
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.spreading import gathered, spread, whole_shape
+from jattn.models.tensor_files import SCALES_FILE
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import CP, TP
@@ -83,7 +78,7 @@ def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor
     """A checkpoint's tensors as floats, by the names that its family has for them. Headers are read."""
     hf = read_json(directory / "config.json")
     has_more = is_wrapper(hf)
-    named = by_family_s_names(open_tensors(directory), config.family, has_more_than_text=has_more)
+    named = by_family_s_names(open_tensors(directory), config, has_more_than_text=has_more)
     return widened(named, text_part(hf).get("quantization_config"))
 
 
@@ -92,6 +87,12 @@ def _kv_scales(directory: pathlib.Path, tensors: Mapping[str, Tensor], num_layer
     own = KVScales.read(tensors, num_layers)
     beside = directory / SCALES_FILE
     return KVScales.load(beside, num_layers) if beside.exists() else own
+
+
+def _repeats(config: DecoderConfig) -> dict[str, str]:
+    """A tensor that a checkpoint may have once more: the head, where it is the embedding."""
+    (head,), (embedding,) = (config.family.tensors[part].names for part in ("lm_head", "embed_tokens"))
+    return {f"{head}.weight": f"{embedding}.weight"} if config.tie_word_embeddings else {}
 
 
 def _shapes(
@@ -152,7 +153,7 @@ def load(
         shapes |= hf_shapes(names, path, whole_shape(config, path, value.shape))
     kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
-    check_tensors(tensors, shapes, may_repeat_head=config.tie_word_embeddings)
+    check_tensors(tensors, shapes, _repeats(config))
     read = _reader(config, names, tensors, mesh)
     bar = optional_module("tqdm").tqdm(None, f"Loading {directory.name}", len(flat), disable=not progress)
     with bar, ThreadPoolExecutor(_READERS) as readers:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jattn.cache import CacheSpec
-from jattn.models.checkpoint import existing, float_dtype, optional_module
+from jattn.models.checkpoint import float_dtype, optional_module
+from jattn.models.json_files import existing
 from jattn.models.stored_tensors import read_header
 from pallas_kernels.checks import require
 

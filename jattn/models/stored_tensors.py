@@ -25,6 +25,8 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
+_POINTER = b"version https://git-lfs"
+_PIECE = 1 << 24  # bytes that are compared at once
 _LENGTH = 8  # bytes of the header's length, which a file begins with
 
 
@@ -81,6 +83,20 @@ class StoredTensor:
             self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
+def is_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are the same, bit by bit. The memory of their bytes is given back."""
+    if (one.code, one.shape) != (other.code, other.shape):
+        return False
+    bytes_of_one, bytes_of_other = (tensor.view().reshape(-1).view(np.uint8) for tensor in (one, other))
+    for first in range(0, bytes_of_one.size, _PIECE):
+        a, b = (array[first : first + _PIECE] for array in (bytes_of_one, bytes_of_other))
+        if not np.array_equal(a, b):
+            return False
+        one.release(a)
+        other.release(b)
+    return True
+
+
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """The tensors of a file, by name. Nothing but the header is read.
 
@@ -91,6 +107,9 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     require(size > _LENGTH, str(path), rule, f"{size} bytes")
     with path.open("rb") as file:
+        is_pointer = file.read(len(_POINTER)) == _POINTER
+        require(not is_pointer, str(path), rule, "a pointer of Git LFS (git lfs pull fetches the file)")
+        file.seek(0)
         length = int.from_bytes(file.read(_LENGTH), "little")
         require(length <= size - _LENGTH, str(path), rule, f"{size} bytes and a header of {length}")
         try:

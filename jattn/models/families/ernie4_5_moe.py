@@ -66,6 +66,6 @@ ERNIE4_5_MOE = Family(
             "moe_use_hard_gate",
             "moe_multimodal_dispatch_use_allgather",
         ),
-        *("num_nextn_predict_layers", "multi_token_pred_lambda", "moe_statics"),
+        *("multi_token_pred_lambda", "moe_statics"),
     ),
 )

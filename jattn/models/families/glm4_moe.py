@@ -43,5 +43,4 @@ GLM4_MOE = Family(
     other_tensors=FUSED_EXPERT_TENSORS,
     aliases={"num_local_experts": "n_routed_experts"},
     only=ONE_GROUP,
-    harmless=("num_nextn_predict_layers", "num_mtp_layers"),
 )

@@ -57,7 +57,7 @@ init_device init_std attention_dropout attn_pdrop resid_pdrop embd_pdrop embed_p
 attention_dropout_prob attention_probs_dropout_prob hidden_dropout_prob ffn_dropout_prob
 classifier_dropout attention_softmax_in_fp32
 gradient_checkpointing pretraining_tp router_aux_loss_coef router_jitter_noise model_max_length
-seq_length training_args kv_cache_dtype
+seq_length training_args kv_cache_dtype num_nextn_predict_layers num_mtp_layers num_mtp_modules
 """
 HARMLESS = frozenset(_HARMLESS.split())
 # Who has none of it may say so with False; a checkpoint that has it nevertheless has tensors too many.
@@ -227,6 +227,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "sliding_window",
             "max_window_layers",
             "bos_token_id",
+            *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
         ),
     ),
     (

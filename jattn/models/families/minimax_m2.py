@@ -58,7 +58,7 @@ MINIMAX_M2 = Family(
         "use_routing_bias": ((True,), "scores are corrected"),
     },
     harmless=(
-        *("attn_type_list", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        *("attn_type_list", "use_mtp", "mtp_transformer_layers"),
         *("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
     ),
 )

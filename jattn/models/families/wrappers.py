@@ -39,12 +39,7 @@ _OF_THE_WHOLE = (
     "tie_word_embeddings",
     "quantization_config",
 )
-# Beginnings of tensors' names -> what they are in a checkpoint of text alone.
-_RENAMED = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
+# Beginnings of the names of tensors that have no part in text.
 _PASSED_OVER = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
 PASSED_OVER = (*_PASSED_OVER, *(f"model.{name}" for name in _PASSED_OVER))
 
@@ -91,14 +86,8 @@ def _by_its_family(text: Keys) -> Keys:
 
 
 def text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's tensors that have a part in text, by the names that they have where there is no more."""
-    named: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(PASSED_OVER):
-            continue
-        old = next((old for old in _RENAMED if name.startswith(old)), None)
-        named[name if old is None else _RENAMED[old] + name.removeprefix(old)] = tensor
-    return named
+    """A checkpoint's tensors that have a part in text."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PASSED_OVER)}
 
 
 def _text_type(hf: Keys) -> str | None:
