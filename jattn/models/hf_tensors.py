@@ -127,6 +127,18 @@ LAYOUTS = {
         lambda parts, shape: parts[0].swapaxes(1, 2).reshape(shape),
         is_whole_array=True,
     ),
+    # All experts' rows in one matrix [experts * inner, hidden]: two of them; one, of the second products.
+    "experts_below": Layout(
+        lambda array: [array[:, i].reshape(-1, array.shape[-1]) for i in range(2)],
+        lambda parts, shape: jnp.stack([part.reshape(shape[0], *shape[2:]) for part in parts], axis=1),
+        is_whole_array=True,
+        has_views=False,
+    ),
+    "experts_down_below": Layout(
+        lambda array: (array.reshape(-1, array.shape[-1]),),
+        lambda parts, shape: parts[0].reshape(shape),
+        is_whole_array=True,
+    ),
     # Their second products, ours [experts, inner, hidden]: a matrix [hidden, inner] each; as ours.
     "experts_down_apart": Layout(
         lambda array: [part.T for part in array],

@@ -6,6 +6,7 @@ from jattn.models.families.bloom import BLOOM
 from jattn.models.families.cohere import COHERE
 from jattn.models.families.cohere2 import COHERE2
 from jattn.models.families.cwm import CWM
+from jattn.models.families.dbrx import DBRX
 from jattn.models.families.dots1 import DOTS1
 from jattn.models.families.ernie4_5 import ERNIE4_5
 from jattn.models.families.ernie4_5_moe import ERNIE4_5_MOE
@@ -105,6 +106,7 @@ FAMILIES = {
         HUNYUAN_V1_DENSE,
         HUNYUAN_V1_MOE,
         PHIMOE,
+        DBRX,
         DOTS1,
         ERNIE4_5_MOE,
         GLM4_MOE,

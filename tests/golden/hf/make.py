@@ -177,6 +177,19 @@ CHECKPOINTS = {
         },
     ),
     "apertus": ("Apertus", {**SMALL, "head_dim": 8, "rope_parameters": LLAMA3}),
+    "dbrx": (
+        "Dbrx",
+        {
+            **SMALL,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 512,
+            "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 1e3},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1",
         {
@@ -215,6 +228,10 @@ CHECKPOINTS = {
 GQA = ("num_key_value_heads", "head_dim")
 LACKS = {  # that it has by other names, or does not have
     "Mpt": (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *(*GQA, "max_position_embeddings"),
+    ),
+    "Dbrx": (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *(*GQA, "max_position_embeddings"),
     ),
