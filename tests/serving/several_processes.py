@@ -29,18 +29,24 @@ from tests.serving.requests_of_processes import SIZES, asked, drafted  # noqa: E
 
 def main() -> None:
     model = load(FOLDER, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
+    run(model, WHAT)
+    if WHAT == "serve":  # one engine behind another
+        run(model, "draft model")
+
+
+def run(model: Any, what: str) -> None:
     sizes = dict(SIZES)
-    if WHAT == "unlike":
+    if what == "unlike":
         sizes["max_num_seqs"] = 2 + RANK
-    if WHAT == "serve":
+    if what == "serve":
         sizes |= {"num_blocks": None, "cache_bytes": 2**19 * (1 + RANK)}
-    if WHAT == "draft model":
+    if what == "draft model":
         sizes["speculative"] = FOLDER / "draft"
     engine = Engine(model, **sizes)
     if RANK > 0:
         follow(engine)
     else:
-        LEADS[WHAT](engine)
+        LEADS[what](engine)
         engine.close()
 
 
