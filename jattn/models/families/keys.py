@@ -85,8 +85,9 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
         ValueError: A size is missing or impossible, or a value is of another kind than it should be.
         NotImplementedError: A key is not known, or has a value that is not served.
     """
-    names = {family.aliases.get(key, key): key for key in hf}
-    hf = _renamed(hf, family)
+    flat = _flat(hf, family)
+    names = {family.aliases.get(key, key): key for key in flat}
+    hf = {family.aliases.get(key, key): value for key, value in flat.items()}
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
@@ -135,11 +136,11 @@ def _as(default: Any, key: str, name: str, value: Any) -> Any:
     return value
 
 
-def _renamed(hf: Keys, family: Family) -> dict[str, Any]:
-    """The same keys, by the names that all families share, those of nested dictionaries among them."""
+def _flat(hf: Keys, family: Family) -> dict[str, Any]:
+    """The same keys, those of nested dictionaries among them."""
     inner = {f"{key}.{name}": value for key in family.nested for name, value in (hf.get(key) or {}).items()}
     outer = {key: value for key, value in hf.items() if key not in family.nested}
-    return {family.aliases.get(key, key): value for key, value in (outer | inner).items()}
+    return outer | inner
 
 
 def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
