@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jattn.models.checkpoint import check_tensors, float_dtype, open_tensors, optional_module
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
+from jattn.models.families.keys import are_token_ids
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
@@ -30,6 +31,7 @@ from jattn.models.tensor_files import SCALES_FILE
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import CP, TP
+from pallas_kernels.checks import require
 
 _READERS = 2  # parameters at a time; one is sent or written while another is joined or compiled for
 
@@ -226,6 +228,8 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
     generation = directory / FILE
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
+        rule = "be an int or a list of them"
+        require(eos is None or are_token_ids(eos), f"{generation}: eos_token_id", rule, repr(eos))
         hf = hf if eos is None else hf | {"eos_token_id": eos}
     try:
         return DecoderConfig.from_hf(hf)

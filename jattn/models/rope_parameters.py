@@ -32,6 +32,7 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
     *("mscale", "mscale_all_dim", "short_mscale", "long_mscale"),
 )
+_OF_EVERY_TYPE = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 _KNOWN = {"rope_type", "type", "truncate", "short_factor", "long_factor", "finetuned", *_NUMBERS}
 
 
@@ -82,7 +83,8 @@ def _check(given: Mapping[str, Any], rope_type: str) -> None:
     if unknown:
         known = "Known: " + ", ".join(sorted(_KNOWN))
         raise unsupported(f"rope parameter {unknown[0]}", f"not known to rope type {rope_type!r}", known)
-    is_number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
+    is_real = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = lambda value: is_real(value) and abs(value) < math.inf
     for key in _NUMBERS:
         require(
             key not in given or is_number(given[key]),
@@ -94,6 +96,8 @@ def _check(given: Mapping[str, Any], rope_type: str) -> None:
         values = given.get(key, [])
         is_list = isinstance(values, list | tuple) and all(map(is_number, values))
         require(is_list, f"rope parameter {key}", "be a list of numbers", repr(values)[:60])
+    is_typed = "rope_type" in given or "type" in given or not given.keys() - _OF_EVERY_TYPE
+    require(is_typed, "rope parameters", "have a rope_type", dict(given))
     needed = {"linear": _LLAMA3[:1], "dynamic": _LLAMA3[:1], "llama3": _LLAMA3[:3], "longrope": _LONGROPE[:2]}
     for key in needed.get(rope_type, ()):
         require(key in given, f"rope parameter {key}", f"be given for {rope_type!r}", dict(given))

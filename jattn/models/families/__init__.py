@@ -1,5 +1,7 @@
 """The families of decoders: a file and a line each."""
 
+import re
+
 from jattn.models.families.apertus import APERTUS
 from jattn.models.families.arcee import ARCEE
 from jattn.models.families.bloom import BLOOM
@@ -169,4 +171,6 @@ def family_of(hf: Keys) -> Family:
 
 
 def _architectures(family: Family) -> tuple[str, ...]:
-    return family.architecture, *family.other_architectures
+    """Its classes: of the whole and of the body, which has the same tensors but for the head."""
+    names = family.architecture, *family.other_architectures
+    return *names, *(re.sub("ForCausalLM$|LMHeadModel$", "Model", name) for name in names)

@@ -68,7 +68,6 @@ BLOOM = Family(
     harmless=(
         "slow_but_exact",
         "attention_softmax_in_fp32",
-        "bias_dropout_fusion",
         "masked_softmax_fusion",
         "offset_alibi",
         "skip_bias_add",

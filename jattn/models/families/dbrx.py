@@ -71,7 +71,7 @@ DBRX = Family(
         "ffn_config.moe_normalize_expert_weights": ((1, 1.0), "scores are divided by their sum"),
     },
     harmless=(
-        *("emb_pdrop", "rope_parameters", "ffn_config.hidden_size"),  # its own code reads attn_config's rope
+        *("rope_parameters", "ffn_config.hidden_size"),  # its own code reads attn_config's rope
         *("ffn_config.moe_jitter_eps", "ffn_config.moe_loss_weight"),
     ),
     prefix="transformer.",

@@ -6,16 +6,20 @@ from jattn.models.families.reading import FULL, SLIDING, layer_type, llama_layer
 from jattn.models.families.tensors import NORMS_AFTER_TENSORS, QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import NormSpec, QKNorm
+from pallas_kernels.checks import require, require_int
 
 
 def _pattern(keys: Keys, layer: int) -> str:
     """Numbers count layers to the next full one; a word has a letter a layer, L for a window."""
     pattern, window = keys["sliding_window_pattern"], keys["sliding_window"]
+    pattern = 4 if pattern is None else pattern
     if window is None or not pattern:
         return FULL
     if isinstance(pattern, str):
+        require(not set(pattern) - {"L", "G"}, "sliding_window_pattern", "have letters L and G", pattern)
         is_last = layer == keys["num_hidden_layers"] - 1
         return FULL if is_last or pattern[layer % len(pattern)] != "L" else SLIDING
+    require_int(sliding_window_pattern=pattern)
     return SLIDING if (layer + 1) % pattern else FULL
 
 
@@ -40,7 +44,7 @@ EXAONE4 = Family(
         "bos_token_id": 0,
         "eos_token_id": 2,
         "sliding_window": 4096,
-        "sliding_window_pattern": 4,
+        "sliding_window_pattern": None,
         "layer_types": None,
     },
     layer=_layer,

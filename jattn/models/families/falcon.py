@@ -52,8 +52,7 @@ FALCON = Family(
         "hidden_act": "gelu",
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "bos_token_id": 11,
-        "eos_token_id": 11,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 11),
         "alibi": False,
         "new_decoder_architecture": False,
         "multi_query": True,
@@ -76,5 +75,6 @@ FALCON = Family(
         "ffn_hidden_size": "intermediate_size",
         "activation": "hidden_act",
     },
+    harmless=("apply_residual_connection_post_layernorm",),  # its code never looks at it
     prefix="transformer.",
 )

@@ -62,7 +62,7 @@ GPT2 = Family(
     },
     harmless=(
         *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
-        *("summary_proj_to_labels", "summary_first_dropout"),
+        *("summary_proj_to_labels", "n_special", "predict_special_tokens"),
     ),
     prefix="transformer.",
 )

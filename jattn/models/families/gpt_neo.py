@@ -50,6 +50,6 @@ GPT_NEO = Family(
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "rms_norm_eps",
     },
-    harmless=(*GPT2.harmless, "attention_layers", "resid_dropout", "embed_dropout"),
+    harmless=(*GPT2.harmless, "attention_layers"),
     prefix="transformer.",
 )

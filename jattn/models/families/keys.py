@@ -1,5 +1,6 @@
 """The keys of a config.json: their kinds, their defaults, and which of them no decoder here knows."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ model_type architectures quantization_config transformers_version transformers.j
 name_or_path _name_or_path _commit_hash custom_pipelines tokenizer_class tokenizer_type
 unsloth_fixed unsloth_version torchscript use_cache use_bfloat16 use_flash_attn use_flash_attention
 use_flash_attention_2 attn_implementation _attn_implementation _attn_implementation_autoset
+_attn_implementation_internal _experts_implementation _flash_attn_2_enabled is_llama_config
 attn_impl cache_implementation return_dict return_dict_in_generate output_attentions
 output_hidden_states output_router_logits output_scores is_decoder is_encoder_decoder
 add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward prefix
@@ -53,16 +55,15 @@ pruned_heads tf_legacy_loss do_sample temperature top_k top_p typical_p min_p re
 length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups
 num_return_sequences diversity_penalty early_stopping max_length min_length max_new_tokens
 remove_invalid_values exponential_decay_length_penalty initializer_range initializer_factor
-init_device init_std attention_dropout attn_pdrop resid_pdrop embd_pdrop embed_pdrop hidden_dropout
-attention_dropout_prob attention_probs_dropout_prob hidden_dropout_prob ffn_dropout_prob
-classifier_dropout attention_softmax_in_fp32
+init_device init_std layerdrop attention_softmax_in_fp32
 gradient_checkpointing pretraining_tp router_aux_loss_coef router_jitter_noise model_max_length
-seq_length training_args kv_cache_dtype num_nextn_predict_layers num_mtp_layers num_mtp_modules
+seq_length max_sequence_length output_past _num_labels training_args kv_cache_dtype
+num_nextn_predict_layers num_mtp_layers num_mtp_modules
 """
 HARMLESS = frozenset(_HARMLESS.split())
-# Who has none of it may say so with False; a checkpoint that has it nevertheless has tensors too many.
+# Who has none of it may say so with False; a checkpoint that has a bias nevertheless has tensors too many.
 SWITCHES = (
-    *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias"),
+    *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias", "use_bias", "lm_head_bias"),
     *("use_qk_norm", "qk_layernorm", "use_sliding_window"),
 )
 # Where null is a value: nothing of the kind.
@@ -129,7 +130,7 @@ def _as(default: Any, key: str, name: str, value: Any) -> Any:
         require(_is_number(value), name, "be a number", repr(value))
         return float(value)
     if isinstance(default, int):
-        is_ids = key == "eos_token_id" and _are_ints(value)
+        is_ids = key == "eos_token_id" and are_token_ids(value)
         require(_is_int(value) or is_ids, name, "be an int", repr(value))
     if isinstance(default, str):
         require(isinstance(value, str), name, "be a name", repr(value))
@@ -152,11 +153,29 @@ def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
     said = [key for key, value in hf.items() if not is_off(key, value)]
     unknown = [key for key in said if key not in known and key not in family.only]
     for key in unknown:
-        if key.split(".")[-1] not in HARMLESS and key not in family.harmless:
+        if not _is_harmless(key) and key not in family.harmless:
             reason = REFUSED.get(key, f"no {family.architecture} here knows what it changes")
             raise unsupported(
                 f"config key {key!r} ({hf[key]!r})", reason, "Leave it out if it changes nothing"
             )
+    _refuse_a_switch_of_others(hf, known)
+
+
+def _is_harmless(key: str) -> bool:
+    names = {key, key.rpartition(".")[2]}
+    return bool(names & HARMLESS) or "dropout" in key or key.endswith("pdrop")
+
+
+def _refuse_a_switch_of_others(hf: Keys, known: Keys) -> None:
+    """A window switched off by a key that its family does not have: vLLM obeys it, transformers does not."""
+    window = hf.get("sliding_window", known.get("sliding_window"))
+    is_off = hf.get("use_sliding_window") is False and "use_sliding_window" not in known
+    if is_off and window is not None and "sliding_window" in known:
+        what, reason = (
+            f"use_sliding_window False beside a sliding_window of {window}",
+            "its family has no switch",
+        )
+        raise unsupported(what, reason, "Make sliding_window null, or leave the switch out")
 
 
 def normalised(hf: Keys, family: Family) -> dict[str, Any]:
@@ -191,6 +210,11 @@ def token_ids(ids: int | list[int] | None) -> tuple[int, ...]:
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
+def are_token_ids(ids: Any) -> bool:
+    """Whether it is a Hugging Face eos_token_id."""
+    return _is_int(ids) or _are_ints(ids)
+
+
 def check_kinds(hf: Keys) -> None:
     """A value that is there must be of its kind; null is none.
 
@@ -207,7 +231,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a finite one: Python reads NaN and Infinity where JSON has none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _are_ints(value: Any) -> bool:
@@ -251,5 +276,5 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: isinstance(value, Mapping),
         ("rope_scaling", "rope_parameters", "quantization_config"),
     ),
-    ("an int or a list of them", lambda value: _is_int(value) or _are_ints(value), ("eos_token_id",)),
+    ("an int or a list of them", are_token_ids, ("eos_token_id",)),
 )

@@ -30,5 +30,9 @@ LLAMA = Family(
     },
     layer=_layer,
     tensors=LLAMA_TENSORS,
+    only={
+        "activation": (("swiglu",), "its MLPs are gated"),
+        "rope_interleaved": ((False,), "pairs are of a head's halves"),
+    },
     harmless=("sliding_window", "layer_types", "max_window_layers", "use_sliding_window"),
 )

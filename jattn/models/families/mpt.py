@@ -67,7 +67,6 @@ MPT = Family(
         "attn_config.qk_ln": ((False,), "queries and keys are not normalised"),
     },
     harmless=(
-        "emb_pdrop",
         "embedding_fraction",
         "learned_pos_emb",  # with ALiBi there are none
         "verbose",

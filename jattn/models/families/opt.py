@@ -65,5 +65,4 @@ OPT = Family(
         "_remove_final_layer_norm": ((False,), "a norm stands behind the last layer"),
         "layer_norm_elementwise_affine": ((True,), "its norms have weights"),
     },
-    harmless=("dropout", "layerdrop"),
 )

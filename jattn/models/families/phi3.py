@@ -13,7 +13,7 @@ def _rope(keys: Keys) -> Rope:
     """With older names of longrope."""
     given = dict(keys["rope_scaling"] or keys["rope_parameters"] or {})
     kind = given.pop("type", None)
-    given["rope_type"] = given.get("rope_type", kind) or "default"
+    given["rope_type"] = given.get("rope_type", kind)
     if given["rope_type"] in ("su", "yarn"):
         given["rope_type"] = "longrope"
     return rope({**keys, "rope_scaling": None, "rope_parameters": given}, is_partial=True)

@@ -74,7 +74,7 @@ PHI3SMALL = Family(
         "rope_embedding_base": "rope_theta",
     },
     harmless=(  # projections have biases, whatever attention_bias says
-        *("attention_bias", "embedding_dropout_prob", "gegelu_pad_to_256"),
+        *("attention_bias", "gegelu_pad_to_256"),
         *("pad_sequence_to_multiple_of_64", "reorder_and_upcast_attn"),
     ),
 )

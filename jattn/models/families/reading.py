@@ -150,7 +150,8 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_p
         context = keys["original_max_position_embeddings"]
         given.pop("original_max_position_embeddings", None)
     if any(isinstance(value, Mapping) for value in given.values()):
-        require(kind in given, "rope_parameters", f"have {kind!r}", sorted(given))
+        rule = "hold one rope for all layers" if kind is None else f"have {kind!r}"
+        require(kind in given, "rope_parameters", rule, sorted(given))
         given = given[kind]
     given = {**base, **given}
     part = given.get("partial_rotary_factor")

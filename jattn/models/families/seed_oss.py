@@ -30,5 +30,4 @@ SEED_OSS = Family(
     },
     layer=_layer,
     tensors=LLAMA_TENSORS,
-    harmless=("residual_dropout",),
 )

@@ -47,5 +47,5 @@ STARCODER2 = Family(
         "mlp_type": (("default",), "its MLPs are plain"),
         "norm_type": (("layer_norm",), "its norms are LayerNorms"),
     },
-    harmless=("residual_dropout", "embedding_dropout", "layer_types"),
+    harmless=("layer_types",),
 )

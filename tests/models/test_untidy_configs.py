@@ -1,0 +1,158 @@
+"""config.json and what lies beside it as published: keys that change nothing, and values in doubt."""
+
+import json
+
+import pytest
+
+from jattn.models import DecoderConfig
+from jattn.models.generation_config import GenerationConfig
+from jattn.models.loading import read_config
+from tests.models.families import CONFIGS, SIZES
+
+LLAMA = CONFIGS["llama_old_keys"]
+GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64}
+_OF_FALCON = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+FALCON = {key: SIZES[key] for key in _OF_FALCON} | {"model_type": "falcon", "bias": False, "alibi": False}
+OPT = {key: SIZES[key] for key in (*_OF_FALCON, "max_position_embeddings")}
+OPT |= {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": True}
+EXAONE4 = {**SIZES, "model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 8}
+# Of checkpoints in use: what their config.json says, and keys that change nothing.
+PUBLISHED = {
+    "smollm2": (
+        LLAMA,
+        {
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        },
+    ),
+    "llama_1": (LLAMA, {"max_sequence_length": 2048, "pad_token_id": -1, "architectures": None}),
+    "falcon3": (LLAMA, {"activation": "swiglu", "_name_or_path": "x", "auto_map": {"AutoConfig": "x.X"}}),
+    "saved_by_a_trainer": (
+        LLAMA,
+        {"_flash_attn_2_enabled": True, "use_cache": False, "attention_dropout": 0.1},
+    ),
+    "a_body": (LLAMA, {"architectures": ["LlamaModel"]}),
+    "a_body_of_gpt2": (GPT2, {"architectures": ["GPT2Model"]}),
+    "no_biases": (LLAMA, {"bias": False, "use_bias": False, "lm_head_bias": False}),
+    "no_quantization": (LLAMA, {"quantization_config": None, "compression_config": None}),
+    "gpt2_medium": (GPT2, {"n_special": 0, "predict_special_tokens": True, "n_ctx": 64, "resid_pdrop": 0.1}),
+    "dialogpt": (
+        GPT2,
+        {"output_past": True, "_num_labels": 1, "summary_first_dropout": 0.1, "vocab_size": 97},
+    ),
+    "falcon_7b": (FALCON, {"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0}),
+    "opt_125m": (OPT, {"activation_dropout": 0.0, "dropout": 0.1, "layerdrop": 0.0, "prefix": "</s>"}),
+    "rope_null": (LLAMA, {"rope_scaling": None, "rope_parameters": None, "head_dim": None}),
+    "rope_empty": (LLAMA, {"rope_scaling": {}, "rope_parameters": {}}),
+    "rope_default": (LLAMA, {"rope_scaling": {"type": "default", "rope_type": "default"}}),
+    "rope_without_a_type": (LLAMA, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+    "exaone4": (EXAONE4 | {"sliding_window_pattern": 4}, {"sliding_window_pattern": None}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_that_change_nothing_change_nothing(name):
+    hf, more = PUBLISHED[name]
+    assert DecoderConfig.from_hf(hf | more).layers == DecoderConfig.from_hf(hf).layers
+
+
+def test_a_word_of_letters_says_which_layers_have_a_window():
+    windows = lambda **keys: [
+        layer.attention.window is not None for layer in DecoderConfig.from_hf(EXAONE4 | keys).layers
+    ]
+    assert windows(sliding_window_pattern="LLLG") == [True, True, True, False, False]
+    assert windows(sliding_window_pattern="LG") == [True, False, True, False, False]
+    assert windows(sliding_window_pattern=2) == [True, False, True, False, True]
+    assert windows(sliding_window=None, sliding_window_pattern=None) == [False] * 5
+    for pattern, message in (("LLXG", "have letters L and G, got LLXG"), (2.5, r"be an int, got 2\.5")):
+        with pytest.raises(ValueError, match=f"sliding_window_pattern must {message}"):
+            windows(sliding_window_pattern=pattern)
+
+
+IN_DOUBT = {
+    r"rope parameters must have a rope_type, got .*'factor': 8.0": {"rope_scaling": {"factor": 8.0}},
+    r"rope_parameters must hold one rope for all layers, got \['full_attention'\]": {
+        "rope_parameters": {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}
+    },
+    "use_sliding_window False beside a sliding_window of 5: .*Make sliding_window null": {
+        "model_type": "mistral",
+        "sliding_window": 5,
+        "use_sliding_window": False,
+    },
+    "use_sliding_window False beside a sliding_window of 4096": {
+        "model_type": "mistral",
+        "use_sliding_window": False,
+    },
+    "rope_interleaved True: pairs are of a head's halves. Supported: False": {"rope_interleaved": True},
+    "activation 'geglu': its MLPs are gated. Supported: 'swiglu'": {"activation": "geglu"},
+    "config key 'bias' .True.: no LlamaForCausalLM here knows": {"bias": True},
+    "config key 'compression_config'": {"compression_config": {"quant_method": "compressed-tensors"}},
+    "architecture LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
+    "rope parameters must have a rope_type, got .*'short_factor'": {
+        "model_type": "phi3",
+        "rope_scaling": {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    },
+}
+
+
+@pytest.mark.parametrize("message", IN_DOUBT)
+def test_what_is_in_doubt_is_refused(message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        DecoderConfig.from_hf(LLAMA | IN_DOUBT[message])
+
+
+def test_a_window_that_is_switched_off_and_null_is_none():
+    config = DecoderConfig.from_hf(CONFIGS["mistral_full"] | {"use_sliding_window": False})
+    assert config.attention_spec(0).window is None
+
+
+def write(directory, text, **beside):
+    (directory / "config.json").write_bytes(text)
+    for name, content in beside.items():
+        (directory / f"{name}.json").write_bytes(content)
+    return directory
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    text, mark = json.dumps(LLAMA).encode(), b"\xef\xbb\xbf"
+    generation = mark + b'{"eos_token_id": [7, 8], "do_sample": false, "temperature": null, "top_k": 0}'
+    config = read_config(write(tmp_path, mark + text, generation_config=generation))
+    assert config.eos_token_ids == (7, 8)
+    assert config.layers == DecoderConfig.from_hf(LLAMA).layers
+    assert GenerationConfig.read(tmp_path) == GenerationConfig(top_k=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope_theta", "Infinity", "rope_theta must be a number, got inf"),
+        ("rms_norm_eps", "NaN", "rms_norm_eps must be a number, got nan"),
+        ("rms_norm_eps", "Infinity", "rms_norm_eps must be a number, got inf"),
+        (
+            "rope_scaling",
+            '{"type": "linear", "factor": NaN}',
+            "rope parameter factor must be a number, got nan",
+        ),
+        (
+            "rope_scaling",
+            '{"type": "linear", "factor": -Infinity}',
+            "rope parameter factor must be a number, got -inf",
+        ),
+    ],
+)
+def test_numbers_that_json_does_not_have_are_refused_where_they_count(tmp_path, key, value, message):
+    text = json.dumps(LLAMA | {key: "HERE", "initializer_range": "THERE"})
+    text = text.replace('"HERE"', value).replace('"THERE"', "NaN")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config.json: {message}"):
+        read_config(write(tmp_path, text.encode()))
+    text = text.replace(f'"{key}": {value}', f'"{key}": {json.dumps(LLAMA.get(key))}')
+    assert read_config(write(tmp_path, text.encode())).layers == DecoderConfig.from_hf(LLAMA).layers
+
+
+@pytest.mark.parametrize("eos", ["x", [None], True, 2.0])
+def test_an_end_of_text_that_is_none_is_told_with_its_file(tmp_path, eos):
+    generation = json.dumps({"eos_token_id": eos}).encode()
+    message = rf"^{tmp_path}/generation_config.json: eos_token_id must be an int or a list of them, got"
+    with pytest.raises(ValueError, match=message):
+        read_config(write(tmp_path, json.dumps(LLAMA).encode(), generation_config=generation))
