@@ -134,7 +134,7 @@ def attend_cascade(
         metadata: From build_cascade_metadata.
         spec: As in `attend`; one that `why_no_cascade` has nothing against.
         plans: Of the prefix, where causal is False, and of the suffix; None = made here.
-        sinks: As in `attend`; they join the suffix, which is not cut.
+        sinks: As in `attend`; they join the suffix, which is not cut, whether it has keys or none.
         implementation: As in `attend`.
     """
     run = lambda query, part, spec, plan, sinks: attend(
@@ -143,8 +143,12 @@ def attend_cascade(
     pieces = metadata.prefix.bucket.max_prefills
     of_all = jnp.tile(query, (pieces, 1, 1))
     prefix = run(of_all, metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
-    suffix = run(query, metadata.suffix, spec, plans[1], sinks)
-    return _merge_once(*prefix, *suffix, metadata.is_live_token, pieces)
+    out, lse = run(query, metadata.suffix, spec, plans[1], sinks)
+    if sinks is not None:  # to attention a row without keys is padding
+        is_bare = metadata.is_live_token & ~metadata.suffix.is_live_token
+        out = jnp.where(is_bare[:, None, None], jnp.zeros((), out.dtype), out)
+        lse = jnp.where(is_bare[None, :], sinks.astype(lse.dtype)[:, None], lse)
+    return _merge_once(*prefix, out, lse, metadata.is_live_token, pieces)
 
 
 @functools.partial(jax.jit, static_argnames="pieces")

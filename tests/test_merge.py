@@ -197,6 +197,21 @@ def test_plans_of_other_prefixes_are_not_traced_again(traced_once):
     np.testing.assert_allclose(four, eight, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("sinks", [None, jnp.asarray([0.3, -1.0, 2.0, 0.0])], ids=["plain", "sinks"])
+def test_a_row_may_have_no_key_behind_the_prefix(sinks):
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
+    sizes = {"num_blocks": 4, "block_size": 8, "num_kv_heads": 2, "head_dim": 16}
+    cache = jattn.PagedCache.create(jattn.CacheSpec(**sizes, dtype=jnp.float32))
+    key, value = (jax.random.normal(jax.random.key(i), (12, 2, 16)) for i in (1, 2))
+    cache = jattn.write_kv(cache, key, value, jnp.arange(8, 20))
+    metadata = jattn.build_batch_metadata([1, 1], [8, 12], [[1], [1, 2]], block_size=8)
+    query = jax.random.normal(jax.random.key(3), (2, 4, 16))
+    how = {"sinks": sinks, "return_lse": True}
+    want = jattn.attend(query, cache, metadata, spec, implementation="reference", **how)
+    got = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+
+
 @pytest.mark.parametrize("pieces", [2, 3, 4])
 def test_a_prefix_in_pieces_is_attended_to_as_in_one(pieces):
     metadata, _, cache, (spec,), query, sinks = cascade_problem(np.random.default_rng(4), [None])
