@@ -143,22 +143,27 @@ def attend_cascade(
     pieces = metadata.prefix.bucket.max_prefills
     of_all = jnp.tile(query, (pieces, 1, 1))
     prefix = run(of_all, metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
-    out, lse = run(query, metadata.suffix, spec, plans[1], sinks)
-    if sinks is not None:  # to attention a row without keys is padding
+    suffix = run(query, metadata.suffix, spec, plans[1], sinks)
+    bare_sinks = None
+    if sinks is not None:  # to attention a row without keys is padding, and has no sinks
         is_bare = metadata.is_live_token & ~metadata.suffix.is_live_token
-        out = jnp.where(is_bare[:, None, None], jnp.zeros((), out.dtype), out)
-        lse = jnp.where(is_bare[None, :], sinks.astype(lse.dtype)[:, None], lse)
-    return _merge_once(*prefix, out, lse, metadata.is_live_token, pieces)
+        bare_sinks = jnp.where(is_bare[None, :], sinks.astype(jnp.float32)[:, None], -jnp.inf)
+    return _merge_once(prefix, suffix, bare_sinks, metadata.is_live_token, pieces)
+
+
+type Attended = tuple[Array, Array]  # an output and its log-sum-exp
 
 
 @functools.partial(jax.jit, static_argnames="pieces")
 def _merge_once(
-    prefix_out: Array, prefix_lse: Array, suffix_out: Array, suffix_lse: Array, is_live: Array, pieces: int
-) -> tuple[Array, Array]:
-    """The prefix's pieces and the suffix as one; padding without keys."""
-    tokens, q_heads, head_dim = suffix_out.shape
-    outs = [*prefix_out.reshape(pieces, tokens, q_heads, head_dim), suffix_out]
-    lses = [*jnp.moveaxis(prefix_lse.reshape(q_heads, pieces, tokens), 1, 0), suffix_lse]
+    prefix: Attended, suffix: Attended, bare_sinks: Array | None, is_live: Array, pieces: int
+) -> Attended:
+    """The prefix's pieces, the suffix and sinks, which have no values, as one; padding without keys."""
+    tokens, q_heads, head_dim = suffix[0].shape
+    outs = [*prefix[0].reshape(pieces, tokens, q_heads, head_dim), suffix[0]]
+    lses = [*jnp.moveaxis(prefix[1].reshape(q_heads, pieces, tokens), 1, 0), suffix[1]]
+    if bare_sinks is not None:
+        outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, bare_sinks]
     out, lse = merge_parts(outs, lses)
     out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
     return out, jnp.where(is_live[None, :], lse, -jnp.inf)

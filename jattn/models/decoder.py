@@ -227,8 +227,8 @@ class Decoder(nnx.Module):
             specs = [layers[i].spec for i in chosen]
             own = None if caches is None else [caches[i] for i in chosen]
             if self.ranks is not None and own is not None:
-                prefix: dict[str, Any] = {"common_prefix_len": common_prefix_len}
-                return plan_on_rank(metadata, specs, own, self.ranks, **how, **prefix)
+                ranks = self.ranks
+                return plan_on_rank(metadata, specs, own, ranks, common_prefix_len=common_prefix_len, **how)
             return plan(metadata, specs, own, **how, **of_step)
 
         every = range(len(layers))

@@ -33,7 +33,7 @@ from jattn.serving.weights import Weights
 FIRST_TOKENS = 2
 
 
-class Drafting(NamedTuple):
+class DraftCall(NamedTuple):
     """What a draft model does before a step.
 
     Attributes:
@@ -109,7 +109,7 @@ class DraftModel(Proposer):
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
-    ) -> Drafting:
+    ) -> DraftCall:
         """As `Proposer.prepare`."""
         readings = self._missing(step, generations)
         lens = [len(one.token_ids) for one in generations]
@@ -123,9 +123,9 @@ class DraftModel(Proposer):
         for one in generations:
             if one.drafting.num_drafted:
                 one.drafting.num_read = len(one.token_ids)
-        return Drafting(readings, metadata, ids, drawn_by)
+        return DraftCall(readings, metadata, ids, drawn_by)
 
-    def start(self, prepared: Drafting) -> Int32[Array, " tokens"]:
+    def start(self, prepared: DraftCall) -> Int32[Array, " tokens"]:
         """As `Proposer.start`."""
         weights = self._weights.state
         for metadata, ids in prepared.readings:

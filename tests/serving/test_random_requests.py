@@ -9,7 +9,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.mark.parametrize(
     ("sliding_window", "is_invariant", "is_mixed", "count"),
-    [(None, False, False, 240), (24, False, False, 120), (None, True, False, 100), (None, False, True, 80)],
+    [(None, False, False, 400), (24, False, False, 200), (None, True, False, 150), (None, False, True, 100)],
 )
 def test_many_requests_of_random_parameters_get_what_each_would_alone(
     sliding_window, is_invariant, is_mixed, count

@@ -46,7 +46,7 @@ class HttpProcess:
         )
         self.pid = self._process.pid
         theirs.close()
-        self.options, self._log_level = options, log_level
+        self._options, self._log_level = options, log_level
         self._channel = Channel(ours)
         self._host: EngineHost | None = None
 
@@ -66,7 +66,7 @@ class HttpProcess:
             ValueError: The model has no tokenizer, or the chat template is none.
             ChildProcessError: It ended before it could say so.
         """
-        self._channel.post((EngineInfo.of(engine), self.options, self._log_level))
+        self._channel.post((EngineInfo.of(engine), self._options, self._log_level))
         try:
             refusal, *early = self._channel.read()
         except EOFError:
