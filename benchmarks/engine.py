@@ -5,6 +5,7 @@ Tokens are checked first: the log-probabilities that the engine reports must be 
 
 import argparse
 import gc
+import itertools
 import pathlib
 import statistics
 import time
@@ -47,7 +48,8 @@ WARM = SamplingParams(temperature=0.6, ignore_eos=True)
 TOLERANCE = 0.15
 READY = "ready"  # as start, without waiting for what compiles behind: of no use beside other cases
 OF_ONE_ENGINE = ("start", "decode", "host", "prefill", "first_token", "nano", "steps")
-CASES = (*OF_ONE_ENGINE, "kernels", "prefix", "fp8")
+CASES = (*OF_ONE_ENGINE, "kernels", "prefix", "fp8", "fp8_beside")
+FEW_LAYERS = 12  # of which 256 requests of 4,096 tokens have room in bf16, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
     if "prefix" in cases:
         rows.add(
             name="prefix_2048_of_2248",
-            **shared_prefix(engine_of(model, arguments.cache_dir, keeps=True, blocks=38_000, rows=256)),
+            **shared_prefix(engine_of(model, arguments.cache_dir, blocks=38_000, rows=256)),
         )
         gc.collect()
     if "fp8" in cases:
@@ -84,6 +86,10 @@ def main(arguments: argparse.Namespace) -> None:
         rows.add(
             name="decode_fp8_64x4096", **kernels(engine, 64, 4096), logprob_error=logprob_error(engine, model)
         )
+        del engine
+        gc.collect()
+    if "fp8_beside" in cases:
+        rows.add(name="decode_fp8_256x4096", **fp8_beside(256, 4096, arguments.cache_dir))
 
 
 def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows: Rows) -> None:
@@ -103,8 +109,9 @@ def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows:
         rows.add(name="prefill_16x4096", s=seconds, tokens_per_s=16 * 4096 / seconds, **checked)
     if "first_token" in cases:
         rows.add(name="first_token_1024_beside_64", **first_token(engine), **checked)
-    for run in (1, 2) if "nano" in cases else ():
-        rows.add(name="nano_bench", run=run, **nano_bench(engine), **checked)
+    if "nano" in cases:
+        for name, run in (("nano_bench_first", 0), ("nano_bench", 1), ("nano_bench_again", 1)):
+            rows.add(name=name, **nano_bench(engine, run), **checked)
     if "steps" in cases:
         rows.add(name="nano_steps", **by_bucket(engine), **checked)
         for row in kernels_on_the_way(engine):
@@ -141,12 +148,11 @@ def engine_of(
     model: Any,
     cache_dir: str | None,
     *,
-    keeps: bool = False,
     quantization: str | None = None,
     blocks: int = 24_000,
     rows: int | None = None,
 ) -> Engine:
-    """As nano-vllm is run: 256 requests at most; prefixes, whose hits would be measured, kept if asked.
+    """As nano-vllm is run: 256 requests at most, prefixes kept, so each run that is timed has new prompts.
 
     With `rows`, three buckets of so many requests: what a case with one batch needs.
     """
@@ -157,7 +163,6 @@ def engine_of(
         max_num_seqs=rows or 256,
         max_num_batched_tokens=8192,
         buckets=None if rows is None else few_buckets(rows),
-        enable_prefix_caching=keeps,
         cascade_attention=False,  # whose executables would compile while others run
         cache_dir=cache_dir,
     )
@@ -203,9 +208,12 @@ def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     The second has more in it: a long completion's first tokens are made beside the others' prompts, its last
     when some have ended.
     """
-    few, many = 8, 136
-    prompts = drawn_prompts(batch, context, seed=0)
-    run = lambda count: timed(lambda: engine.generate(prompts, WARM, max_tokens=count))
+    few, many, seeds = 8, 136, itertools.count(100)
+
+    def run(count: int) -> float:
+        prompts = drawn_prompts(batch, context, seed=next(seeds))
+        return timed(lambda: engine.generate(prompts, WARM, max_tokens=count))
+
     for _ in range(2):  # an executable's first run loads it, its second makes its CUDA graph: 33 and 14 ms
         run(many)
     short, long = (min(run(count) for _ in range(2)) for count in (few, many))
@@ -307,9 +315,24 @@ def shared_prefix(engine: Engine) -> dict[str, Any]:
     return {"s": shared, "without_s": apart, "gain": apart / shared}
 
 
-def nano_bench(engine: Engine) -> dict[str, Any]:
-    """Seconds of nano-vllm's workload."""
-    prompts, counts = nano_workload()
+def fp8_beside(batch: int, context: int, cache_dir: str | None) -> dict[str, Any]:
+    """Milliseconds of a step of a shallower model by hand, with a cache in fp8 and in bf16."""
+    model, row = random_decoder(QWEN3_8B | {"num_hidden_layers": FEW_LAYERS}), {"layers": FEW_LAYERS}
+    blocks = batch * (context // 16 + 16)
+    for key, quantization in (("step_ms_bf16", None), ("step_ms", "fp8_per_token_head")):
+        engine = engine_of(model, cache_dir, quantization=quantization, blocks=blocks, rows=batch)
+        checked = checked_tokens(engine, model)
+        names = decoding(engine, batch, context)
+        row |= {key: 1e3 * seconds_a_step(engine, 60), **checked}
+        ended(engine, names)
+        del engine
+        gc.collect()
+    return row | {"ratio": row["step_ms"] / row["step_ms_bf16"]}
+
+
+def nano_bench(engine: Engine, run: int) -> dict[str, Any]:
+    """Seconds of nano-vllm's workload; of a run that was before, prompts' keys are there."""
+    prompts, counts = nano_workload(run)
     seconds = timed(lambda: engine.generate(prompts, WARM, max_tokens=counts))
     return {"s": seconds, "tokens_per_s": sum(counts) / seconds}
 

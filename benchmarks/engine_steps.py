@@ -69,7 +69,7 @@ def by_bucket(engine: Engine) -> dict[str, Any]:
     """
     sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
     with Watch(engine) as watch:
-        begin(engine)
+        begin(engine, 2)
         while engine.has_unfinished_requests():
             start, watch.waited = time.perf_counter(), 0.0
             engine.step()
@@ -85,7 +85,7 @@ def kernels_on_the_way(engine: Engine, places: Sequence[int] = TRACED) -> Iterat
     """The kernels of some steps behind each of these steps of the workload."""
     done = 0
     with Watch(engine) as watch:
-        begin(engine)
+        begin(engine, 3)
         for place in places:
             for _ in range(place - done):
                 engine.step()
@@ -96,7 +96,7 @@ def kernels_on_the_way(engine: Engine, places: Sequence[int] = TRACED) -> Iterat
             engine.step()
 
 
-def begin(engine: Engine) -> None:
-    """Puts the workload in the queue."""
-    for prompt, count in zip(*nano_workload(), strict=True):
+def begin(engine: Engine, run: int) -> None:
+    """Puts a run of the workload in the queue."""
+    for prompt, count in zip(*nano_workload(run), strict=True):
         engine.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count))

@@ -3,8 +3,12 @@
 import random
 
 
-def nano_workload() -> tuple[list[list[int]], list[int]]:
-    """The prompts, and how many tokens each is to get: what its `seed(0)` draws, in its order."""
+def nano_workload(run: int = 0) -> tuple[list[list[int]], list[int]]:
+    """The prompts, and how many tokens each is to get: what its `seed(0)` draws, in its order.
+
+    In another `run` they are as long, and begin with other tokens: nobody has their keys of an earlier one.
+    """
     draw = random.Random(0)
-    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    drawn = lambda: (draw.randint(0, 10000) + run) % 10001
+    prompts = [[drawn() for _ in range(draw.randint(100, 1024))] for _ in range(256)]
     return prompts, [draw.randint(100, 1024) for _ in range(256)]

@@ -62,7 +62,7 @@ def test_a_server_is_measured_small_before_a_gpu_is_asked_for(tmp_path):
     assert (tmp_path / "rows.svg").stat().st_size > 1000
 
 
-def two_requests():
+def two_requests(run=0):
     return [[1] * 5, [2] * 3], [3, 2]
 
 
