@@ -244,7 +244,7 @@ def kernels(engine: Engine, batch: int, context: int) -> dict[str, Any]:
 
 def decoding(engine: Engine, batch: int, context: int) -> list[str]:
     """So many requests, which decode by now, some steps behind their prompts; their ids."""
-    asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=200)
+    asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=250)
     names = [engine.add_request(prompt, asked) for prompt in drawn_prompts(batch, context, seed=3)]
     while engine.stats.num_waiting or engine.stats.num_running < batch:
         engine.step()
