@@ -30,7 +30,8 @@ def _engine_cell(row: dict[str, float]) -> str:
         return f"{row['tokens_per_s']:,.0f} tokens/s"
     if "gain" in row:
         return f"{row['s']:.2f} s, {row['without_s']:.2f} where no prompt shares: {row['gain']:.2f} x"
-    return f"{row['step_ms']:.2f} ms a step"
+    beside = f", {row['in_completions_ms']:.2f} in completions" if "in_completions_ms" in row else ""
+    return f"{row['step_ms']:.2f} ms a step{beside}"
 
 
 def _peer_cell(row: dict[str, float] | None) -> str:
@@ -45,9 +46,11 @@ def _peer_cell(row: dict[str, float] | None) -> str:
 
 def _ratio(row: dict[str, float], peer: dict[str, float] | None) -> str:
     """Of speeds, where both are known of one run."""
-    if peer is None or not peer["same_run"] or "tokens_per_s" not in row:
+    if peer is None or not peer["same_run"]:
         return "-"
-    return f"{row['tokens_per_s'] / peer['tok_s']:.2f}"
+    if "tok_s" in peer:
+        return f"{row['tokens_per_s'] / peer['tok_s']:.2f}"
+    return f"{peer['step_ms'] / row['step_ms']:.2f}" if "step_ms" in peer else "-"
 
 
 def cascades_table(file: str) -> str:
