@@ -159,12 +159,12 @@ async def at_the_engine(engine: Engine, rate: float, sizes: dict[str, int]) -> d
     start = time.perf_counter()
     async with AsyncEngine(engine) as shared:
 
-        async def ask(prompt: list[int]) -> Sample:
-            sample, began = Sample(), time.perf_counter()
+        async def ask(prompt: list[int], due: float) -> Sample:
+            sample = Sample()
             async for output in shared.generate(prompt, params):
-                sample.arrivals.append(time.perf_counter() - began)
+                sample.arrivals.append(time.perf_counter() - due)
                 sample.num_tokens += len(output.new_token_ids)
-            sample.end = time.perf_counter() - began
+            sample.end = time.perf_counter() - due
             return sample
 
         samples = await arriving(ask, prompts, rate, random.Random(1))

@@ -43,7 +43,7 @@ def add_bench_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 @dataclasses.dataclass
 class Sample:
-    """One request, in seconds from when it was sent.
+    """One request, in seconds from when it was due: a sender that is late has others wait, too.
 
     Attributes:
         arrivals: When each chunk with text came.
@@ -102,7 +102,7 @@ def drawn_prompts(count: int, length: int, vocab_size: int, draw: random.Random)
 
 
 async def arriving(
-    ask: Callable[[list[int]], Coroutine[Any, Any, Sample]],
+    ask: Callable[[list[int], float], Coroutine[Any, Any, Sample]],
     prompts: Sequence[list[int]],
     rate: float,
     draw: random.Random,
@@ -110,34 +110,34 @@ async def arriving(
     """Asks with each prompt, as they come in a Poisson process, whatever became of those before.
 
     Args:
-        ask: What asks.
-        prompts: With which.
+        ask: What asks with a prompt that is due at a time of `time.perf_counter`.
+        prompts: Of the requests.
         rate: How many a second.
         draw: Of the times between them.
     """
     tasks, due = [], time.perf_counter()
     for prompt in prompts:
-        tasks.append(asyncio.create_task(ask(prompt)))
+        tasks.append(asyncio.create_task(ask(prompt, due)))
         due += draw.expovariate(rate)
         await asyncio.sleep(max(due - time.perf_counter(), 0))
     return await asyncio.gather(*tasks)
 
 
-async def _ask(args: argparse.Namespace, prompt: list[int]) -> Sample:
+async def _ask(args: argparse.Namespace, prompt: list[int], due: float) -> Sample:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": args.output_len, "ignore_eos": True}
     body |= {"temperature": 0.0, "stream_options": {"include_usage": True}}
     if args.model is not None:
         body["model"] = args.model
-    sample, start = Sample(), time.perf_counter()
+    sample = Sample()
     try:
         async for chunk in events(args.url, "/v1/completions", body, args.api_key):
             if chunk["choices"]:
-                sample.arrivals.append(time.perf_counter() - start)
+                sample.arrivals.append(time.perf_counter() - due)
             if chunk.get("usage"):
                 sample.num_tokens = chunk["usage"]["completion_tokens"]
     except (OSError, ValueError, IndexError) as error:
         sample.error = str(error) or type(error).__name__
-    sample.end = time.perf_counter() - start
+    sample.end = time.perf_counter() - due
     return sample
 
 

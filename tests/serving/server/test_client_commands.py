@@ -1,16 +1,19 @@
 """`jattn chat` and `jattn bench-serve` against a server on this machine, and chat with a folder."""
 
+import asyncio
 import io
 import json
+import random
 import re
 import sys
+import time
 
 import pytest
 
 from jattn.models import save
 from jattn.serving.cli import main
 from jattn.serving.commands import chat, options
-from jattn.serving.commands.bench_serve import Sample, as_line, summary
+from jattn.serving.commands.bench_serve import Sample, arriving, as_line, summary
 from tests.serving.server.running import running
 from tests.serving.tiny import BYTES, one_layer_model
 
@@ -148,6 +151,18 @@ class TestBench:
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert re.search(message, err)
+
+    def test_a_request_that_its_sender_is_late_with_has_waited(self):
+        """All five are due at once, and each is held up by those before it for 20 ms."""
+
+        async def ask(prompt, due):
+            time.sleep(0.02)
+            return Sample([time.perf_counter() - due])
+
+        samples = asyncio.run(arriving(ask, [[1]] * 5, 1e9, random.Random(0)))
+        firsts = [sample.arrivals[0] for sample in samples]
+        assert firsts == sorted(firsts)
+        assert firsts[-1] >= 5 * 0.02 - 1e-3
 
     def test_times_are_by_percentile(self):
         samples = [Sample([1.0, 1.5, 2.5], 3.0, 4), Sample([2.0], 2.0, 1), Sample(error="gone")]
