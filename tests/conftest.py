@@ -10,6 +10,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.type_checks import jaxtyped
+
 EXECUTABLES = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "executables"
 # XLA's threads on a CPU: an interpreted warpgroup that waits holds one, and two, one a core, were too few.
 os.environ.setdefault("NPROC", "16")
@@ -23,6 +25,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+jaxtyping.jaxtyped = jaxtyped
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402  (after the platform is chosen)

@@ -199,10 +199,10 @@ def test_a_mask_that_does_not_reach_is_named(mask, message):
             block_mask(2, 2, np.zeros(8, np.int32)),
             "q_blocks of 8 must be at least 3, .* 20 positions .*, got 2",
         ),
-        (np.ones(3, bool), "mask must be a mask of jattn.masks .*, got a ndarray|Type-check"),
+        (np.ones(3, bool), "mask must be a mask of jattn.masks .*, got a ndarray"),
     ],
 )
-def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message):
+def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message, types_unchecked):
     layer = {"num_q_heads": 4, "causal": True}
     if not isinstance(mask, masks.BlockMask):  # the lengths, where they are seen, are within it
         with pytest.raises(Exception, match=message):
