@@ -1,7 +1,6 @@
 """The import law: examples, benchmarks, tests -> jattn -> pallas_kernels -> jax."""
 
 import ast
-import pathlib
 import re
 import subprocess
 import sys
@@ -9,9 +8,10 @@ import sys
 import pytest
 
 import jattn
+from tests import sources
+from tests.sources import ROOT, tree
 
-ROOT = pathlib.Path(__file__).parents[1]
-FILES = sorted(p for folder in ("jattn", "pallas_kernels") for p in (ROOT / folder).rglob("*.py"))
+FILES = [path for folder in sources.FOLDERS for path in sources.FILES[folder]]
 # Packages that a file may import only inside a function, because they are extras; the server's files are one.
 EXTRAS = {"safetensors", "tokenizers", "tqdm", "matplotlib", "optax", "pytest", "hypothesis"}
 SERVER = ROOT / "jattn" / "serving" / "server"
@@ -19,8 +19,7 @@ SERVE = {"jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "
 
 
 def imports(path, *, top_level_only=False):
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
+    nodes = tree(path).body if top_level_only else ast.walk(tree(path))
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -28,21 +27,20 @@ def imports(path, *, top_level_only=False):
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_imports_only_what_stands_below_it(path):
-    names = set(imports(path))
-    roots = {name.split(".")[0] for name in names}
-    assert not roots & {"examples", "benchmarks", "tests", "torch", "__future__"}
-    assert not any(name.startswith(("jax._src", "jaxlib")) for name in names)
-    assert not {n.split(".")[0] for n in imports(path, top_level_only=True)} & EXTRAS
-    if SERVER not in path.parents:
-        top = set(imports(path, top_level_only=True))
-        assert not {name.split(".")[0] for name in top} & SERVE
-        assert not any(name.startswith("jattn.serving.server") for name in top)
-    if "pallas_kernels" in path.parts:
-        assert not roots & {"jattn", "flax"}
-    if path.name == "reference.py" and "pallas_kernels" in path.parts:
-        assert not roots & {"pallas_kernels"}
+@pytest.mark.parametrize("folder", sources.FOLDERS)
+def test_a_file_imports_only_what_stands_below_it(folder):
+    for path in sources.FILES[folder]:
+        names, top = set(imports(path)), set(imports(path, top_level_only=True))
+        roots, top_roots = ({name.split(".")[0] for name in some} for some in (names, top))
+        assert not roots & {"examples", "benchmarks", "tests", "torch", "__future__"}, path
+        assert not any(name.startswith(("jax._src", "jaxlib")) for name in names), path
+        assert not top_roots & EXTRAS, path
+        if SERVER not in path.parents:
+            assert not top_roots & SERVE, path
+            assert not any(name.startswith("jattn.serving.server") for name in top), path
+        if folder == "pallas_kernels":
+            assert not roots & {"jattn", "flax"}, path
+            assert path.name != "reference.py" or "pallas_kernels" not in roots, path
 
 
 # What builds code a lane at a time. Descriptions of layouts are data, which cache_write makes of its own.
@@ -50,13 +48,13 @@ LANES = ("jax.experimental.mosaic", "jax.extend.mlir")
 LAYOUTS = "jax.experimental.mosaic.gpu.fragmented_array"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_ptx_and_lanes_are_in_one_room(path):
-    if path.parent == ROOT / "pallas_kernels" / "ptx":
-        return
-    assert not [name for name in imports(path) if name.startswith(LANES) and name != LAYOUTS]
-    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert not names & {"inline_mgpu", "inline_ptx"}
+def test_ptx_and_lanes_are_in_one_room():
+    for path in FILES:
+        if path.parent == ROOT / "pallas_kernels" / "ptx":
+            continue
+        assert not [name for name in imports(path) if name.startswith(LANES) and name != LAYOUTS], path
+        names = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+        assert not names & {"inline_mgpu", "inline_ptx"}, path
 
 
 def test_the_host_side_imports_no_jax():
@@ -109,5 +107,5 @@ def test_importing_jattn_starts_no_backend_and_reads_no_environment():
 def test_ptx_says_what_it_is_given():
     """Annotations there are words of pallas_kernels.shared.types, or of JAX; mypy asks for one of each."""
     for path in (ROOT / "pallas_kernels" / "ptx").glob("*.py"):
-        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        names = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
         assert "Any" not in names, path

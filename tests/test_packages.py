@@ -2,13 +2,10 @@
 
 import ast
 import graphlib
-import pathlib
 import pkgutil
 
 import jattn
-
-ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("jattn", "pallas_kernels")
+from tests.sources import FILES, FOLDERS, ROOT, tree
 
 
 def module_of(path):
@@ -16,7 +13,7 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path): path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+MODULES = {module_of(path): path for folder in FOLDERS for path in FILES[folder]}
 
 
 def room_of(module):
@@ -26,7 +23,7 @@ def room_of(module):
 
 def imports(module):
     """Every (module, name) of ours that a module imports, those for the type checker and in functions too."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree(MODULES[module])):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -53,7 +50,7 @@ def test_a_kernel_s_package_exports_what_is_taken_of_it():
     taken = [
         (str(path.relative_to(ROOT)), node.module, [alias.name for alias in node.names])
         for path in users
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pallas_kernels.")
         if (ROOT / room_of(node.module).replace(".", "/")).is_dir() and node.module != room_of(node.module)
     ]
@@ -102,7 +99,7 @@ def test_a_number_of_the_kernels_is_defined_once():
     """Names for what JAX has, as layouts, may be short in each room."""
     places = {}
     for module in (name for name in MODULES if name.startswith("pallas_kernels")):
-        for node in ast.parse(MODULES[module].read_text()).body:
+        for node in tree(MODULES[module]).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.Call() as value):
                     if not ast.unparse(value).startswith(("plgpu.", "jnp.")):

@@ -1,16 +1,14 @@
 """How long files and functions are: short enough to be read at one go."""
 
 import ast
-import pathlib
 import statistics
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("jattn", "pallas_kernels")
+from tests.sources import FILES, FOLDERS, ROOT, tree
+
 MAX_FILE, MEDIAN_FILE = 350, 120
 MAX_FUNCTION, MAX_KERNEL_BODY = 60, 120  # docstrings counted
-FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS}
 
 
 def is_kernel_body(path, function):
@@ -19,7 +17,7 @@ def is_kernel_body(path, function):
 
 
 def functions(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, node.end_lineno - node.lineno + 1
 
