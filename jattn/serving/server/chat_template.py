@@ -13,9 +13,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from jattn.serving.server.template_files import special_tokens_of, templates_of
 from pallas_kernels.checks import require
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -30,20 +29,27 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A template, and the special tokens that it may name.
+    """A template, the special tokens that it may name, and another one for conversations with tools.
 
     Attributes:
-        source: It.
-        variables: Names that it asks for.
+        source: It, and behind it the one for tools.
+        variables: Names that they ask for.
 
     Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, tool_use: str | None = None
+    ) -> None:
         """Compiles it.
 
+        Args:
+            source: The template.
+            special_tokens: Name to text.
+            tool_use: What is rendered where there are tools; None = the same.
+
         Raises:
-            ValueError: It is none.
+            ValueError: One is none.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
@@ -51,15 +57,11 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            require(
-                False, "chat_template", "be a Jinja2 template", f"in line {error.lineno}: {error.message}"
-            )
+        self._template = _compiled(environment, source)
+        self._tool_use = self._template if tool_use is None else _compiled(environment, tool_use)
         self._special_tokens = dict(special_tokens or {})
-        self.source = source
-        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.source = source if tool_use is None else f"{source}\n{tool_use}"
+        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **others: Any
@@ -77,41 +79,38 @@ class ChatTemplate:
         names = {"tools": None, "documents": None, **self._special_tokens, **others}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(names)
+            return (self._template if names["tools"] is None else self._tool_use).render(names)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = None) -> ChatTemplate | None:
-    """A folder's template: chat_template.jinja, or what tokenizer_config.json has; None where it has none.
+    """A folder's template; None where it has none.
 
     Args:
         folder: Of the checkpoint.
         file: A template to take in the place of the folder's.
+
+    Raises:
+        ValueError: The folder has several, and does not say which is meant.
     """
-    config = _tokenizer_config(folder)
-    special = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
-    own = folder and folder / "chat_template.jinja"
+    special = {} if folder is None else special_tokens_of(folder)
     if file is not None:
-        source: Any = file.read_text()
-    elif own and own.exists():
-        source = own.read_text()
-    else:
-        source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {one["name"]: one["template"] for one in source}
-        source = named.get("default")
-    return None if source is None else ChatTemplate(source, special)
+        return ChatTemplate(file.read_text(), special)
+    named = {} if folder is None else templates_of(folder)
+    if not named:
+        return None
+    rule = "be one, or have one that is named default (or give --chat-template FILE)"
+    require("default" in named, "chat_template", rule, sorted(named))
+    return ChatTemplate(named["default"], special, tool_use=named.get("tool_use"))
 
 
-def _tokenizer_config(folder: pathlib.Path | None) -> dict[str, Any]:
-    path = folder and folder / "tokenizer_config.json"
-    return json.loads(path.read_text()) if path and path.exists() else {}
-
-
-def _content(token: Any) -> str:
-    """A special token is its text, or an object that has it."""
-    return token["content"] if isinstance(token, dict) else token
+def _compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        told = f"in line {error.lineno}: {error.message}"
+        raise ValueError(f"chat_template must be a Jinja2 template, got {told}.") from error
 
 
 def _raise_exception(message: str) -> None:

@@ -82,7 +82,42 @@ class TestFolders:
         (tmp_path / "given").write_text("given {{ eos_token }}")
         assert self.rendered(tmp_path, file=tmp_path / "given") == "given </s>"
 
-    def test_of_several_it_is_the_default(self, tmp_path):
-        named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert self.rendered(tmp_path) == "d"
+    def named(self, folder, **templates):
+        told = [{"name": name, "template": text} for name, text in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": told}))
+
+    def test_of_several_it_is_the_default_and_with_tools_the_one_for_tools(self, tmp_path):
+        self.named(tmp_path, tool_use="t{{ tools[0] }}", default="d", rag="r")
+        template = load_chat_template(tmp_path)
+        assert template.render([]) == "d"
+        assert template.render([], tools=["x"]) == "tx"
+        assert {"tools"} <= template.variables
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+        assert load_chat_template(tmp_path).render([], tools=[]) == "file"
+
+    def test_several_without_a_default_are_refused_by_name(self, tmp_path):
+        self.named(tmp_path, tool_use="t", rag="r")
+        message = r"^chat_template must be one, or .* --chat-template FILE\), got \['rag', 'tool_use'\]\.$"
+        with pytest.raises(ValueError, match=message):
+            load_chat_template(tmp_path)
+        (tmp_path / "given").write_text("given")
+        assert self.rendered(tmp_path, file=tmp_path / "given") == "given"
+
+    def test_an_older_processor_s_file_goes_last(self, tmp_path):
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+        assert self.rendered(tmp_path) == "processor"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "tokenizer"}))
+        assert self.rendered(tmp_path) == "tokenizer"
+
+    @pytest.mark.parametrize(("listed", "text"), [({}, "[map]"), ({"added_tokens_decoder": {}}, "[own]")])
+    def test_special_tokens_of_older_folders_are_in_a_file_of_their_own(self, tmp_path, listed, text):
+        config = {"bos_token": "[own]", "chat_template": "{{ bos_token }}"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | listed))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "[map]"}}))
+        assert self.rendered(tmp_path) == text
+
+    def test_what_is_no_template_is_refused(self, tmp_path):
+        (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
+        with pytest.raises(ValueError, match=r"^chat_template must be a Jinja2 template, got in line 2: "):
+            load_chat_template(tmp_path)
