@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from jattn.serving.engine import Engine
 from jattn.serving.engine_client import EngineClient
 from jattn.serving.outputs import RequestError
-from jattn.serving.server.app import build_app
+from jattn.serving.server.app import OPEN_TO_ALL, build_app
 from jattn.serving.server.channel import Channel
 from jattn.serving.server.connections import Connection
 from jattn.serving.server.garbage import spare_old_objects
@@ -31,6 +31,12 @@ LOG = logging.getLogger("jattn.server")
 # device or a library. With 256 streams that bring a token every 16 ms, and 6 ms of the engine's own work in
 # 40 pieces, a step took 29 ms on two slow cores; so it takes 20.
 SWITCH_SECONDS = 0.0005
+
+
+def is_told(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's access log is worth one: not what machines ask every few seconds."""
+    path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
+    return str(path).partition("?")[0] not in OPEN_TO_ALL
 
 
 class Server(uvicorn.Server):
@@ -55,6 +61,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=options.drain_seconds,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.access").addFilter(is_told)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import logging
 import socket
 
 import pytest
@@ -203,6 +204,19 @@ class TestOthers:
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 3
         assert answer["max_model_len"] == 512
         assert server.post("/detokenize", tokens=answer["tokens"]) == {"prompt": "añ"}
+
+    def test_probes_and_scrapes_write_no_lines(self, server):
+        log, handler, lines = logging.getLogger("uvicorn.access"), logging.Handler(), []
+        handler.emit = lambda record: lines.append(record.getMessage())
+        level = log.level
+        log.setLevel("INFO")
+        log.addHandler(handler)
+        for path in ("/health", "/ping?x=1", "/v1/models", "/metrics"):
+            server.ask("GET", path)
+        log.removeHandler(handler)
+        log.setLevel(level)
+        (line,) = lines
+        assert line.endswith('"GET /v1/models HTTP/1.1" 200')
 
     def test_metrics_are_vllm_s(self, server):
         before = samples(server)
