@@ -99,6 +99,7 @@ class TestGreedy:
         preempted = tiny.generate([golden.prompts[i] for i in order], max_tokens=12, sampling_params=warm)
         assert [result.token_ids for result in preempted] == [result.token_ids for result in expected]
 
+    @pytest.mark.kernels
     def test_the_reference_implementation_agrees_and_the_model_is_left_as_it_is(self, golden):
         engine = Engine(golden.model, implementation="reference", **one_bucket(4, 160, 65))
         golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
