@@ -1,6 +1,7 @@
 """The engine's end of the channel to the process of HTTP."""
 
 import concurrent.futures
+import contextlib
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from jattn.serving.prompts import Prompt
 from jattn.serving.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
 from jattn.serving.server.garbage import spare_old_objects
+from jattn.serving.server.turns import short_turns
 
 
 class RemoteReader:
@@ -61,6 +63,8 @@ class EngineHost:
             early: Messages of it that have been read.
         """
         self.failure: Exception | None = None
+        self._until_closed = contextlib.ExitStack()
+        self._until_closed.enter_context(short_turns())
         self._engine, self._channel = engine, channel
         self._thread, self._outbox = EngineThread(engine), Outbox(channel)
         self._readers: dict[int, RemoteReader] = {}  # touched by the channel's thread alone
@@ -74,6 +78,7 @@ class EngineHost:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._thread.close()
         self._channel.close()
+        self._until_closed.close()
         gc.unfreeze()
 
     # ------------------------------------------------------------------- in the channel's thread

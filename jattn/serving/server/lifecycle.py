@@ -24,13 +24,9 @@ from jattn.serving.server.http_process import HttpProcess
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.remote_engine import LOST, RemoteEngine
 from jattn.serving.server.service import Service
+from jattn.serving.server.turns import short_turns
 
 LOG = logging.getLogger("jattn.server")
-
-# With Python's own, 5 ms, the engine's thread waits long for the event loop's whenever it comes back from a
-# device or a library. With 256 streams that bring a token every 16 ms, and 6 ms of the engine's own work in
-# 40 pieces, a step took 29 ms on two slow cores; so it takes 20.
-SWITCH_SECONDS = 0.0005
 
 
 def is_told(record: logging.LogRecord) -> bool:
@@ -76,12 +72,10 @@ class Server(uvicorn.Server):
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         preparing = asyncio.create_task(self._prepare())
-        switch_seconds = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
         try:
-            yield
+            with short_turns():
+                yield
         finally:
-            sys.setswitchinterval(switch_seconds)
             self.service.is_ready = False
             await self.service.engine.aclose()
             preparing.cancel()

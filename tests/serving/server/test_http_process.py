@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 
 import pytest
@@ -24,6 +25,7 @@ TOLD = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True
 @contextlib.contextmanager
 def serving(engine, **options):
     """Serves from another process while the block runs, which ends as it is told to; and the process."""
+    turn = sys.getswitchinterval()
     with socket.create_server(("127.0.0.1", 0)) as sock:
         process = HttpProcess(ServerOptions(port=0, **options), sock, log_level="warning")
         process.serve(engine)
@@ -36,6 +38,7 @@ def serving(engine, **options):
                 process.signal(signal.SIGTERM)
     process.wait()
     assert gc.get_freeze_count() == 0
+    assert sys.getswitchinterval() == turn
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,10 @@ def test_prefixes_are_forgotten_when_that_is_asked_for(served):
 
 def test_collections_leave_out_what_was_there_before_the_first_request(served):
     assert all(one is not served.engine for one in gc.get_objects())
+
+
+def test_what_comes_soon_has_its_turn_beside_the_engine_s_thread(served):
+    assert sys.getswitchinterval() < 0.001
 
 
 def test_who_hangs_up_frees_its_blocks(served):
