@@ -43,7 +43,7 @@ demo: $(STAMP)  ## complete a few prompts with the model that ships here
 test: $(STAMP)  ## the fast tests, on the CPU
 	$(PYTEST) -m 'not kernels and not gpu and not slow' --ignore=tests/pallas_kernels
 
-test-kernels: $(STAMP) $(PLUGIN_STAMP)  ## the kernels: interpreted on the CPU, and compiled for an H200 without one
+test-kernels: $(STAMP) $(PLUGIN_STAMP)  ## the kernels, interpreted on the CPU and compiled for an H200 without one, and what takes seconds
 	$(PYTEST) -m 'kernels and not gpu and not slow'
 
 test-all: $(STAMP) $(PLUGIN_STAMP)  ## both, and the slow tests too

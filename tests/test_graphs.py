@@ -106,6 +106,7 @@ ENDS_EARLY = """
 
 
 class TestCompiles:
+    @pytest.mark.kernels
     def test_1000_steps_of_changing_batches_compile_nothing(self):
         graphs, caches, rng = (
             DecodeGraphs(step, buckets=[DECODES, MIXED]),
@@ -320,6 +321,7 @@ class TestCompilingBehind:
         assert graphs.num_compiles == 3
 
     @pytest.mark.parametrize("is_daemon", [False, True])
+    @pytest.mark.kernels
     def test_a_process_ends_when_what_is_being_lowered_is(self, is_daemon):
         """A thread that JAX is taken away from crashes the process; an engine's own begins as a daemon's."""
         program = textwrap.dedent(ENDS_EARLY).replace("DAEMON", str(is_daemon))

@@ -62,6 +62,7 @@ def test_a_page_s_examples_run_in_their_order(page, tmp_path, monkeypatch):
     assert bool(made) == (page.name not in ("benchmarks.md", "kernels.md", "vllm.md"))
 
 
+@pytest.mark.kernels
 def test_the_masks_example_lists_a_prompt_s_tiles():
     block, drawn, *_ = examples((ROOT / "docs" / "sparsity.md").read_text())
     made = run(block, {})

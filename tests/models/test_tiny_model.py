@@ -143,6 +143,7 @@ def test_its_tokenizer_returns_the_text(model, text):
     assert model.tokenizer.decode(ids) == text
 
 
+@pytest.mark.kernels
 def test_it_has_learnt_python(model):
     """Untrained it would need 8 bits a byte, with the snippet's own byte frequencies 4.4; xz needs 3.4."""
     graph, params = nnx.split(model)

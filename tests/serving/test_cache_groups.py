@@ -148,6 +148,7 @@ def want():
 
 
 class TestEngine:
+    @pytest.mark.kernels
     def test_tokens_are_those_of_layers_that_share_their_blocks(self, want):
         engine = engine_of(num_blocks=27, budget=32, model=gemma3(TWO), max_blocks=64)
         near = engine.scheduler.near_manager

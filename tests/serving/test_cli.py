@@ -252,6 +252,7 @@ class TestDoctor:
         assert "[2]" in out
 
 
+@pytest.mark.kernels
 def test_a_reader_that_stops_reading_is_no_error():
     """The pipe has no reader from the start, so the first write fails."""
     reader, writer = os.pipe()

@@ -75,9 +75,8 @@ def nothing_is_left_running(request):
 
 
 class TestGreedy:
-    @pytest.mark.parametrize(
-        "name", ["llama", *(pytest.param(name, marks=pytest.mark.kernels) for name in ("qwen3", "gemma2"))]
-    )
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
     def test_alone_batched_chunked_and_preempted_agree_with_transformers(self, name):
         golden = Golden(name)
         roomy = Engine(golden.model, **one_bucket(4, 160, 65))

@@ -118,6 +118,7 @@ ARRIVALS = st.lists(st.builds(Arrival, st.integers(0, 6), st.integers(1, 20), st
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(1, 24),
 )
+@pytest.mark.kernels
 def test_every_request_finishes_with_its_own_tokens_in_order_of_arrival(
     arrivals, num_blocks, max_num_seqs, budget
 ):

@@ -132,6 +132,7 @@ class TestTexts:
             assert after.num_used_blocks == 0
             assert after.num_draft_tokens > before.num_draft_tokens
 
+    @pytest.mark.kernels
     def test_are_those_without_drafts_for_three_requests(self, plain, engine, oracle):
         prompts = [[1, 2, 3], [4], [5, 6]]
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((20, 0), (13, 1), (17, 0))]

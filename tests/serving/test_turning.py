@@ -69,6 +69,7 @@ def test_a_long_prompt_s_first_chunk_reaches_beyond_the_length(engine):
     check(engine, [TEXT[:30], TEXT[20:120], TEXT[:110]])
 
 
+@pytest.mark.kernels
 def test_blocks_of_short_requests_are_not_those_of_long_ones(engine):
     check(engine, [TEXT[:50]])
     check(engine, [TEXT[:100]])

@@ -132,6 +132,7 @@ class TestEngine:
         assert tight.stats.num_prefix_hit_tokens > 0
         assert (tight.stats.num_used_blocks, roomy.stats.num_used_blocks) == (0, 0)
 
+    @pytest.mark.kernels
     def test_what_was_given_up_is_never_read(self):
         """All that nobody owns, the null block too, is NaN in every step."""
         want = engine_of(model=SLIDING).generate(self.prompts(), max_tokens=30)
