@@ -8,10 +8,10 @@ import sys
 import pytest
 
 import jattn
-from tests import sources
-from tests.sources import ROOT, tree
+from tests.sources import FILES as OF_FOLDER
+from tests.sources import FOLDERS, ROOT, tree
 
-FILES = [path for folder in sources.FOLDERS for path in sources.FILES[folder]]
+FILES = [path for folder in FOLDERS for path in OF_FOLDER[folder]]
 # Packages that a file may import only inside a function, because they are extras; the server's files are one.
 EXTRAS = {"safetensors", "tokenizers", "tqdm", "matplotlib", "optax", "pytest", "hypothesis"}
 SERVER = ROOT / "jattn" / "serving" / "server"
@@ -27,9 +27,9 @@ def imports(path, *, top_level_only=False):
             yield node.module or ""
 
 
-@pytest.mark.parametrize("folder", sources.FOLDERS)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_a_file_imports_only_what_stands_below_it(folder):
-    for path in sources.FILES[folder]:
+    for path in OF_FOLDER[folder]:
         names, top = set(imports(path)), set(imports(path, top_level_only=True))
         roots, top_roots = ({name.split(".")[0] for name in some} for some in (names, top))
         assert not roots & {"examples", "benchmarks", "tests", "torch", "__future__"}, path

@@ -1,7 +1,7 @@
 """What the import hook puts around functions: jaxtyping where shapes are said, beartype elsewhere.
 
-jaxtyping binds a call's arguments and checks them twice: two fifths of the fast tests' time, if it is done
-for the many functions of the host that have no arrays.
+jaxtyping binds a call's arguments and checks them twice: two fifths of the time of five files of tests of the
+engine, the cache and the models, while it was done for the many functions of the host without arrays.
 """
 
 import dataclasses

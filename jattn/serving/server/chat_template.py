@@ -92,7 +92,7 @@ def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = 
         file: A template to take in the place of the folder's.
 
     Raises:
-        ValueError: The folder has several, and does not say which is meant.
+        ValueError: The folder has several, and does not say which is meant; or what it has is none.
     """
     special = {} if folder is None else special_tokens_of(folder)
     if file is not None:
