@@ -25,6 +25,7 @@ from benchmarks.nano_workload import nano_workload
 from benchmarks.random_decoder import random_decoder
 from benchmarks.step_kernels import traced
 from jattn.serving import Engine, SamplingParams
+from jattn.serving.step import with_implementation
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -179,12 +180,12 @@ def logprob_error(engine: Engine, model: Any) -> float:
     """The mean difference of log-probabilities from those of one step without a cache, by XLA."""
     prompts = drawn_prompts(3, 200, seed=2)
     asked = SamplingParams(max_tokens=8, logprobs=5, ignore_eos=True)
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(with_implementation(model, "xla"))
 
     @jax.jit
     def logprobs(state: Any, ids: jax.Array, metadata: Any) -> jax.Array:
         merged = nnx.merge(graphdef, state)
-        hidden, _ = merged(ids, None, metadata, plan=by_xla(merged, metadata))
+        hidden, _ = merged(ids, None, metadata)
         return jax.nn.log_softmax(merged.logits(hidden))
 
     errors = []
@@ -194,12 +195,6 @@ def logprob_error(engine: Engine, model: Any) -> float:
         for place, got in enumerate(result.logprobs or (), len(prompt) - 1):
             errors += [abs(one.logprob - float(table[place, token])) for token, one in got.items()]
     return statistics.mean(errors)
-
-
-def by_xla(model: Any, metadata: jattn.BatchMetadata) -> jattn.Plan:
-    """The plan of a step that no kernel of ours has a part in."""
-    specs = [layer.self_attn.spec for layer in model.layers]
-    return jattn.plan(metadata, specs, None, implementation="xla", query_dtype=model.dtype)
 
 
 def decode_step(engine: Engine, batch: int, context: int) -> dict[str, Any]:

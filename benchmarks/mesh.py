@@ -1,4 +1,4 @@
-"""Two GPUs of one host against one: attention, sums of a decode step, steps of an 8B-wide Qwen3, a long loop.
+"""Two GPUs of one host against one: attention, sums, steps of an 8B-wide Qwen3, a long loop, an engine.
 
 Nothing is timed before its results are one device's. A row is written when it is there.
 """
@@ -14,13 +14,14 @@ from benchmarks.engine import QWEN3_8B
 from benchmarks.graphs import flags
 from benchmarks.mesh_attention import measure_attention
 from benchmarks.mesh_loop import measure_loop
+from benchmarks.mesh_nano import NanoCase, measure_nano
 from benchmarks.mesh_prefill import PromptCase, measure_prompt
 from benchmarks.mesh_steps import measure_steps
 from benchmarks.mesh_sums import measure_sums
 from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
-CASES = ("attention", "long", "prompt", "sums", "steps", "loop")
+CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "nano")
 
 
 class Sizes(NamedTuple):
@@ -34,6 +35,7 @@ class Sizes(NamedTuple):
         config: Of the model.
         steps: Requests of each decode step, and their context.
         loop: The model of the loop, requests and context of its step, and how many steps.
+        nano: Of nano-vllm's workload.
     """
 
     attention: DecodeCase
@@ -43,6 +45,7 @@ class Sizes(NamedTuple):
     config: dict[str, Any]
     steps: tuple[tuple[int, int], ...]
     loop: tuple[dict[str, Any], tuple[int, int], int]
+    nano: NanoCase
 
 
 LOOP = QWEN3_8B | {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
@@ -55,6 +58,7 @@ LARGE = Sizes(
     QWEN3_8B,
     ((1, 1024), (64, 4096), (256, 1024)),
     (LOOP, (8, 512), 10_000),
+    NanoCase(QWEN3_8B, 256, 1024, (16, 32, 64, 96, 128, 160, 192, 224, 256), (512, 2048, 8192), 24_000),
 )
 TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -66,6 +70,7 @@ SMALL = Sizes(
     TINY,
     ((1, 32), (3, 48)),
     (TINY, (3, 48), 20),
+    NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
 )
 
 
@@ -75,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument(
-        "--peer-memory", action="store_true", help="steps sum by all_reduce, too; the loop alone"
+        "--peer-memory", action="store_true", help="steps sum by all_reduce, too; loop and nano alone"
     )
     parser.add_argument("--out", help="folder of the rows")
 
@@ -95,6 +100,7 @@ def main(arguments: argparse.Namespace) -> None:
         "sums": lambda: measure_sums(sizes.sums, mesh),
         "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh, uses_peers=arguments.peer_memory),
         "loop": lambda: measure_loop(*sizes.loop, mesh, uses_peers=arguments.peer_memory),
+        "nano": lambda: measure_nano(sizes.nano, mesh, uses_peers=arguments.peer_memory),
     }
     start = time.perf_counter()
     for name in arguments.cases or CASES:

@@ -1,8 +1,10 @@
 """The Flax module over `attend`: a paged layer for models."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -160,7 +162,7 @@ class PagedAttention(nnx.Module):
             out = attend(query, kv, metadata, self.spec, plan, **how)
             if self.ranks is not None:  # each has all keys of the step: one gives what they bring
                 out = jnp.where(self.ranks.rank == 0, out, jnp.zeros_like(out))
-        return self.o_proj(out.reshape(x.shape[0], -1)), kv if isinstance(kv, PagedCache) else None
+        return self.o_proj(jax.lax.collapse(out, 1)), kv if isinstance(kv, PagedCache) else None
 
     def _layer_arguments(self) -> dict[str, Any]:
         """What `attend` is told of the layer beside its spec."""
@@ -213,15 +215,15 @@ class PagedAttention(nnx.Module):
         """
         if hasattr(self, "qkv_proj"):
             return self._apart(self._clipped(self.qkv_proj(x)))
-        heads = lambda y: self._clipped(y).reshape(x.shape[0], -1, self.spec.head_dim)
+        dim = self.spec.head_dim
+        heads = lambda y: self._clipped(y).reshape(len(y), math.prod(y.shape[1:]) // dim, dim)
         if self.shares_kv:
             return heads(self.q_proj(x)), None, None
         return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
 
     def _apart(self, qkv: Array) -> tuple[Array, Array | None, Array | None]:
         """The fused projection as `project` returns it."""
-        query = qkv[:, :, :-2].reshape(qkv.shape[0], -1, self.spec.head_dim)
-        return query, qkv[:, :, -2], qkv[:, :, -1]
+        return jax.lax.collapse(qkv[:, :, :-2], 1, 3), qkv[:, :, -2], qkv[:, :, -1]
 
     def _check(self, x: Array, cache: Any, metadata: Any, positions: Array, plan: Any) -> None:
         kinds = (

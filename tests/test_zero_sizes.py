@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jattn
 from jattn.implementations import reference, xla
 from jattn.vllm.graph_padding import pad_batch_for_graph
+from tests.conftest import GOLDEN
 from tests.test_cache import LAYOUTS, create, random_kv
 from tests.test_cache import spec as cache_spec
 
@@ -290,3 +292,23 @@ def test_a_loops_numbers_that_are_no_ints_are_named(change, message):
     metadata = jattn.build_batch_metadata([1], [1], [[1]], block_size=4)
     with pytest.raises(ValueError, match=message):
         jattn.decode_loop(None, None, create(), metadata, sample=None, **arguments)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_model_s_step_without_tokens(has_cache):
+    """Of a family with a norm over all heads, and experts."""
+    model = jattn.models.load(GOLDEN / "hf" / "olmoe", progress=False)
+    table = np.zeros((0, 2), np.int32) if has_cache else None
+    metadata = jattn.build_batch_metadata([], [], table)
+    caches = model.create_caches(3, block_size=16) if has_cache else None
+    hidden, written = model(jnp.zeros(0, jnp.int32), caches, metadata)
+    assert model.logits(hidden).shape == (0, model.config.vocab_size)
+    assert (written is None) is (not has_cache)
+
+
+def test_a_layer_of_three_projections_without_tokens():
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
+    layer = jattn.PagedAttention(32, spec, rngs=nnx.Rngs(0))
+    metadata = jattn.build_batch_metadata([], [], None)
+    out, _ = layer(jnp.zeros((0, 32)), None, metadata, metadata.positions)
+    assert out.shape == (0, 32)

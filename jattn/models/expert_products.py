@@ -4,6 +4,7 @@ An expert's weights lie with `hidden` last, those of both products: all experts 
 for the first product and one for the second, and nothing has to be transposed.
 """
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def each_row(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[
     inner = activate(gate_up, own.gate_up_bias, scores, choices.scales_input, how).astype(x.dtype)
     out = jnp.sum(inner.astype(jnp.float32)[:, :, None] * own.down.astype(jnp.float32), axis=1)
     out = out + scaled_bias(own.down_bias, scores, choices.scales_input)
-    return jnp.sum(out.reshape(*choices.experts.shape, -1), axis=1)
+    return jnp.sum(out.reshape(*choices.experts.shape, out.shape[-1]), axis=1)
 
 
 def all_experts(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
@@ -82,7 +83,7 @@ def all_experts(x: Array, choices: Choices, weights: Weights, how: How) -> Float
     inner = jnp.where(is_chosen[:, :, None], inner, 0).astype(x.dtype)
     # A sum over all experts' neurons has few results and is long: parts of it keep the device busy.
     parts = max(n for n in range(1, MAX_PARTS + 1) if num_experts % n == 0)
-    inner = inner.reshape(len(x), parts, -1)
+    inner = inner.reshape(len(x), parts, math.prod(inner.shape[1:]) // parts)
     down = weights.down.reshape(parts, -1, hidden)
     how_summed = {"precision": how.precision, "preferred_element_type": jnp.float32}
     out = jnp.sum(jnp.einsum("tpf,pfh->pth", inner, down, **how_summed), axis=0)

@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
 
     def summed(self, out: Float[Array, "places width"], choices: Choices) -> Float32[Array, "tokens width"]:
         """Each token's sum over its rows."""
-        own = out[self.place].reshape(*choices.experts.shape, -1)
+        own = out[self.place].reshape(*choices.experts.shape, out.shape[-1])
         return jnp.sum(own, axis=1, dtype=jnp.float32)
 
 

@@ -112,7 +112,7 @@ class AllHeadsNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
         """The normalised x, in x.dtype."""
-        return self.norm(x.reshape(len(x), -1)).reshape(x.shape)
+        return self.norm(jax.lax.collapse(x, 1)).reshape(x.shape)
 
 
 class NormBehindRope(nnx.Module):

@@ -7,7 +7,7 @@ vocabulary. The rest is small, and every device has it. Devices along cp have th
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -217,8 +217,11 @@ class _How:
 
 @functools.partial(jax.jit, static_argnames="how")
 def _run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any, *, how: _How) -> Any:
-    def run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any) -> Any:
+    given, with_empty = _without_empty((arguments, options))
+
+    def run(values: Any, caches: Any, given: Any, plan: Any) -> Any:
         method = getattr(_own_part(how, values), how.method)
+        arguments, options = with_empty(given)
         if options is None:
             return method(*arguments)
         if plan is not None:
@@ -233,10 +236,27 @@ def _run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any, *, h
     return jax.shard_map(
         run,
         mesh=how.mesh,
-        in_specs=(of_values, of_caches, P(), P(), P(CP)),
+        in_specs=(of_values, of_caches, P(), P(CP)),
         out_specs={"whole": P(), "caches": (P(), of_caches), "plan": P(CP)}[how.returns],
         check_vma=False,  # kernels do not say over which axes their results vary
-    )(values, caches, arguments, options, plan)
+    )(values, caches, given, plan)
+
+
+def _without_empty(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays that hold something, and what makes the tree of these again, inside shard_map.
+
+    An array without elements, such as the block table of a step without a cache, ends the process where XLA's
+    partitioner meets it (jaxlib 0.11.2).
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    empty = [None if leaf.size else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def with_empty(given: list[Any]) -> Any:
+        rest = iter(given)
+        every = [next(rest) if one is None else jnp.zeros(one.shape, one.dtype) for one in empty]
+        return jax.tree.unflatten(structure, every)
+
+    return [leaf for leaf in leaves if leaf.size], with_empty
 
 
 def _own_part(how: _How, values: tuple[Any, ...]) -> Any:

@@ -55,7 +55,7 @@ def qkv_write(
     _check(qkv, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, layout)
     tokens, kv_heads, width, head_dim = qkv.shape
     if 0 in (tokens, *k_cache.shape):
-        return qkv[:, :, :-2].reshape(tokens, -1, head_dim), k_cache, v_cache
+        return jax.lax.collapse(qkv[:, :, :-2], 1, 3), k_cache, v_cache
     shape = Shape(
         kv_heads=kv_heads,
         group=width - 2,
@@ -70,7 +70,7 @@ def qkv_write(
     refs = Refs(qkv, slot_mapping.astype(jnp.int32), k_ref, v_ref, cos, sin, q_norm, k_norm)
     query = write_tokens(refs, shape=shape, interpret=interpret)
     k, v = (jax.freeze(cache).reshape(k_cache.shape) for cache in (k_ref, v_ref))
-    return query.reshape(tokens, -1, head_dim), k, v
+    return jax.lax.collapse(query, 1, 3), k, v
 
 
 def _check(

@@ -177,6 +177,17 @@ def check_what_leaves_it(folder: pathlib.Path) -> None:
     print("saved and scored")
 
 
+def check_steps_without_caches(folder: pathlib.Path) -> None:
+    """Neither a cache nor a block table: hidden states are one device's; and so are those of no tokens."""
+    meshes = (None, jattn.parallel.make_mesh(tp=4), jattn.parallel.make_mesh(tp=2, cp=2))
+    for lens in ([9, 5], []):
+        ids, metadata = np.arange(sum(lens)), jattn.build_batch_metadata(lens, lens, None)
+        want, *found = (load(folder, mesh=mesh, progress=False)(ids, None, metadata)[0] for mesh in meshes)
+        for got in found:
+            np.testing.assert_allclose(got, want, atol=2e-5)
+    print("without caches")
+
+
 def check_feature(
     folder: pathlib.Path, name: str, *, tp: int = 2, calibration: dict[str, Any] | None = None
 ) -> None:
@@ -381,6 +392,7 @@ def main() -> None:
             for feature in FEATURES:
                 check_feature(folder, feature)
             check_what_leaves_it(folder)
+            check_steps_without_caches(folder)
             return
         alone = alone_of(folder)
         for tp in (2, 4):

@@ -57,7 +57,13 @@ def changed(**changes):
         ("engine", ["tp 2: 2 executables", "tp 4: 2 executables", "drafts: ", "2/1 heads of 32"]),
         (
             "features",
-            ["fp8 cache on 2", "int8 cache, scales per channel on 2", "batch_invariant on 2", "saved and"],
+            [
+                "fp8 cache on 2",
+                "int8 cache, scales per channel on 2",
+                "batch_invariant on 2",
+                "saved and",
+                "without caches",
+            ],
         ),
     ],
 )
