@@ -11,7 +11,9 @@ from jattn.models.layers import RMSNorm
 from jattn.models.residual import add_and_norm
 from jattn.parallel import CP, TP, Axes
 from pallas_kernels import all_reduce
+from pallas_kernels.all_reduce.reasons import why_not_all_reduce
 from pallas_kernels.checks import require, require_type, unsupported
+from pallas_kernels.support import GPU_PLATFORMS
 
 
 class PeerVariable(nnx.Variable[Any]):
@@ -55,6 +57,26 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
     width = model.config.hidden_size
     peers = all_reduce.make_peer_memory(model.mesh, TP, max_rows=max_rows, width=width)
     model.peers = nnx.data(Peers(peers))
+
+
+def why_no_peer_memory(model: Any) -> str | None:
+    """Why nothing is gained by `use_peer_memory`, or it would raise; None if it serves.
+
+    Args:
+        model: A decoder, or its shapes.
+    """
+    mesh = getattr(model, "mesh", None)
+    if mesh is None or mesh.shape[TP] == 1:
+        return "there is nothing to sum"
+    if mesh.shape[CP] > 1:
+        return "sums go over the devices of tp alone"
+    if not isinstance(model.embed_tokens.embedding.get_value(), jax.Array):
+        return "the model has shapes alone"
+    devices = list(mesh.devices.flat)
+    if any(device.platform not in GPU_PLATFORMS for device in devices):
+        return "devices are no NVIDIA GPUs"
+    width = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
+    return why_not_all_reduce(dtype=model.dtype, **width) or all_reduce.why_not_peers(devices, mesh.shape[TP])
 
 
 def summed(

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
-from jattn.models import load, use_peer_memory
+from jattn.models import load, sums, use_peer_memory
+from jattn.models.loading import load_shapes
+from jattn.models.sums import why_no_peer_memory
 from jattn.parallel import make_mesh
 from jattn.serving.weights import Weights
 from tests.conftest import GOLDEN
@@ -40,6 +43,33 @@ def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
         use_peer_memory(model)
     with pytest.raises(ValueError, match="max_rows must be a int"):
         use_peer_memory(model, max_rows=1.0)
+
+
+class TestWhoGainsNothing:
+    """`jattn serve` and the others take peer memory where nothing speaks against it."""
+
+    def model(self, *, tp=2, cp=1, dtype=jnp.bfloat16, has_weights=True):
+        model = load(LLAMA, dtype=dtype, progress=False) if has_weights else load_shapes(LLAMA, dtype=dtype)
+        grid = np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp)  # one device stands for all
+        model.mesh = Mesh(grid, ("tp", "cp"))
+        return model
+
+    def test_a_model_on_one_device(self):
+        assert why_no_peer_memory(load(LLAMA, progress=False)) == "there is nothing to sum"
+        assert why_no_peer_memory(self.model(tp=1)) == "there is nothing to sum"
+
+    def test_devices_whose_sums_are_xlas(self):
+        assert why_no_peer_memory(self.model()) == "devices are no NVIDIA GPUs"
+        assert why_no_peer_memory(self.model(cp=2)) == "sums go over the devices of tp alone"
+
+    def test_a_model_that_is_not_there(self):
+        assert why_no_peer_memory(self.model(has_weights=False)) == "the model has shapes alone"
+
+    def test_numbers_without_a_kernel_and_too_many_devices(self, monkeypatch):
+        monkeypatch.setattr(sums, "GPU_PLATFORMS", ("cpu",))
+        assert why_no_peer_memory(self.model()) is None
+        assert why_no_peer_memory(self.model(dtype=jnp.float32)).startswith("there is no kernel for float32")
+        assert why_no_peer_memory(self.model(tp=9)).startswith("9 devices would sum together")
 
 
 def test_new_weights_leave_the_memory_where_it_is():

@@ -91,7 +91,8 @@ def test_no_tokens_leave_the_caches_as_they_are():
     (qkv, k_cache, v_cache, slots), _ = problem()
     query, k, v = qkv_write(qkv[:0], k_cache, v_cache, slots[:0], interpret=plgpu.InterpretGPUParams())
     assert query.shape == (0, qkv.shape[1] * (qkv.shape[2] - 2), qkv.shape[3])
-    assert (k is k_cache) and (v is v_cache)
+    assert k is k_cache
+    assert v is v_cache
 
 
 class TestErrors:

@@ -107,6 +107,21 @@ class TestGenerate:
             "batch_invariant": True,
         }
 
+    @pytest.mark.parametrize(
+        ("asked", "is_taken"),
+        [([], True), (["--disable-custom-all-reduce"], False), (["--batch-invariant"], False)],
+    )
+    def test_takes_peer_memory_where_it_serves(self, recorded, monkeypatch, asked, is_taken):
+        taken = []
+        monkeypatch.setattr(options, "why_no_peer_memory", lambda model: None)
+        monkeypatch.setattr(options, "use_peer_memory", taken.append)
+        assert main([*MODEL, "--max-tokens", "1", *asked, "a"]) == 0
+        assert len(taken) == is_taken
+
+    def test_leaves_sums_to_xla_where_it_does_not(self, recorded, monkeypatch):
+        monkeypatch.delattr(options, "use_peer_memory")
+        assert main([*MODEL, "--max-tokens", "1", "a"]) == 0
+
     def test_tells_a_terminal_how_fast_it_was(self, recorded, capsys, monkeypatch):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
         main([*MODEL, "--max-tokens", "3", "a", "b"])

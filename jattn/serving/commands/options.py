@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.models.scales import CalibrationWarning
+from jattn.models.sums import use_peer_memory, why_no_peer_memory
 from jattn.parallel import make_mesh
 from jattn.serving.engine import Engine
 from pallas_kernels.checks import require, require_positive
@@ -91,6 +92,11 @@ def _add_device_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="neighbouring tokens whose keys stay on one of them [1]",
     )
+    parser.add_argument(
+        "--disable-custom-all-reduce",
+        action="store_true",
+        help="sums over devices are NCCL's in steps of few tokens, too",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +122,10 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", CalibrationWarning)
         model = load(args.model, dtype=args.dtype, **_mesh(args))
+        # Each engine of such a model must be the only one that runs on its devices, as it is here.
+        wants_own = not (args.disable_custom_all_reduce or args.batch_invariant)
+        if wants_own and why_no_peer_memory(model) is None:
+            use_peer_memory(model)
         engine = Engine(model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
     for warning in told:
         print(f"jattn: {warning.message}", file=sys.stderr)
