@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jattn.serving import AsyncEngine, RequestError, SamplingParams
+from jattn.serving.engine_thread import EngineThread
 from tests.serving.faults import device_fails, reading_fails
 from tests.serving.test_requests import MODEL, engine_of
 
@@ -193,6 +194,38 @@ class TestReaders:
         asyncio.run(until(lambda: not engine.has_unfinished_requests()))
         asyncio.run(async_engine.aclose())
         assert outputs.ag_frame is not None  # it was never closed
+
+
+class Mailbox:
+    """Keeps what each step brought."""
+
+    def __init__(self):
+        self.steps = []
+
+    def post(self, pieces):
+        self.steps.append([reader for reader, _ in pieces])
+
+
+class Listener:
+    def __init__(self, mailbox):
+        self.mailbox, self.request_id, self.unfinished = mailbox, None, {0}
+
+
+def test_who_waits_for_a_first_token_is_told_before_the_others(engine):
+    thread, mailbox = EngineThread(engine), Mailbox()
+    early, late = [Listener(mailbox) for _ in range(3)], Listener(mailbox)
+    for reader in early:
+        thread.add(reader, "early", LONG, None)
+    while len(mailbox.steps) < 4:
+        time.sleep(0.001)
+    thread.add(late, "late", short(3), None)
+    while engine.has_unfinished_requests():
+        time.sleep(0.001)
+    thread.close()
+    steps = [step for step in mailbox.steps if late in step]
+    assert len(steps) == 3
+    assert steps[0] == [late, *early]
+    assert [step[:3] for step in steps[1:]] == [early] * 2
 
 
 class TestErrors:
