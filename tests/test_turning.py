@@ -11,8 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import turning
-from jattn.models.layers import RMSNorm
+from jattn.models.layers import AllHeadsNorm, RMSNorm
 from jattn.models.rope import Rope
+from jattn.models.specs import NormSpec
 from pallas_kernels.qkv_write import qkv_write
 
 DIM, HIDDEN = 64, 96
@@ -50,6 +51,10 @@ NOT_SERVED = {
     "another rounding": {"q_norm": norm(rounds_once=True), "k_norm": norm(rounds_once=True)},
     "two kinds": {"q_norm": norm(), "k_norm": norm(is_offset=True)},
     "another norm": {"q_norm": lambda x: 2 * x},
+    "one norm of all heads": {
+        f"{part}_norm": AllHeadsNorm(heads, DIM, NormSpec("rms", 1e-5), dtype=jnp.bfloat16)
+        for part, heads in (("q", SPEC.num_q_heads), ("k", SPEC.num_kv_heads))
+    },
     "scaled queries": {"rope": ROPE, "query_scale": lambda positions: 1 + positions.astype(jnp.float32)},
     "xla by name": {"rope": ROPE, "implementation": "xla"},
 }

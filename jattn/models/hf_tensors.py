@@ -101,6 +101,12 @@ LAYOUTS = {
     "heads_stacked": Layout(
         _split_heads, lambda parts, out: _join_heads(_cut_heads(parts[0], out), out), is_stacked=True
     ),
+    # Heads' numbers, ours [heads, head_dim]: one behind the other.
+    "heads_in_a_row": Layout(
+        lambda array: (array.reshape(-1),),
+        lambda parts, shape: parts[0].reshape(shape),
+        is_whole_array=True,
+    ),
     # Gates and the rest [..., 2, inner]: two matrices; one whose rows are of the first and the other in turn.
     "gates_apart": Layout(
         lambda array: (array[..., 0, :], array[..., 1, :]), lambda parts, out: jnp.stack(parts)

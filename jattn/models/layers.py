@@ -53,12 +53,11 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
-        wide = _over_root_mean_square(x, self.eps)
+        wide = _over_root(x, _mean_square(x), self.eps)
         weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        if self.rounds_once:
-            factor = weight.astype(jnp.float32) + (1.0 if self.is_offset else 0.0)
-            return (wide * factor).astype(x.dtype)
-        return wide.astype(x.dtype) * weight.astype(x.dtype)
+        if self.is_offset:
+            return (wide * (weight.astype(jnp.float32) + 1.0)).astype(x.dtype)
+        return _weighted(wide, weight, x.dtype, rounds_once=self.rounds_once)
 
 
 class LayerNorm(nnx.Module):
@@ -81,7 +80,8 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
         wide = x.astype(jnp.float32)
-        wide = _over_root_mean_square(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = _over_root(wide, _mean_square(wide), self.eps)
         along = lambda param: (
             param[...].astype(jnp.float32).reshape((1,) * (x.ndim - param.ndim) + param.shape)
         )
@@ -90,9 +90,19 @@ class LayerNorm(nnx.Module):
         return (wide if self.bias is None else wide + along(self.bias)).astype(x.dtype)
 
 
-def _over_root_mean_square(x: Float[Array, "*rows width"], eps: float) -> Float32[Array, "*rows width"]:
-    wide = x.astype(jnp.float32)
-    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+def _mean_square(x: Array, axis: int | tuple[int, ...] = -1) -> Array:
+    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=axis, keepdims=True)
+
+
+def _over_root(x: Array, mean_square: Array, eps: float) -> Array:
+    return x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)
+
+
+def _weighted(wide: Array, weight: Array, dtype: DTypeLike, *, rounds_once: bool) -> Array:
+    """An RMS norm's product, in dtype; see `RMSNorm`."""
+    if rounds_once:
+        return (wide * weight.astype(jnp.float32)).astype(dtype)
+    return wide.astype(dtype) * weight.astype(dtype)
 
 
 def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
@@ -104,15 +114,26 @@ def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | Laye
 
 
 class AllHeadsNorm(nnx.Module):
-    """A norm of all heads as one."""
+    """An RMS norm of all heads as one, with a weight for each number.
+
+    Attributes:
+        axis_name: Inside shard_map, where heads are one device's: the axis that all of them lie along, each
+            on as many devices as any other. None = they are all here.
+    """
 
     def __init__(self, num_heads: int, head_dim: int, spec: NormSpec, *, dtype: DTypeLike) -> None:
-        """Makes the norm."""
-        self.norm = make_norm(spec, num_heads * head_dim, dtype=dtype)
+        """Makes the weight."""
+        self.spec = spec  # no rounds_once: kernels norm each head by itself
+        self.weight = nnx.Param(jnp.ones((num_heads, head_dim), dtype))
+        self.axis_name: str | None = None
 
     def __call__(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
         """The normalised x, in x.dtype."""
-        return self.norm(jax.lax.collapse(x, 1)).reshape(x.shape)
+        mean_square = _mean_square(x, axis=(-2, -1))
+        if self.axis_name is not None:
+            mean_square = jax.lax.pmean(mean_square, self.axis_name)
+        wide = _over_root(x, mean_square, self.spec.eps)
+        return _weighted(wide, self.weight[...][None], x.dtype, rounds_once=self.spec.kind == "rms_f32")
 
 
 class NormBehindRope(nnx.Module):
@@ -164,7 +185,8 @@ class NormedRope:
         lengths: Int[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens heads head_dim"]:
         """Queries or keys, rotated and then normalised in f32."""
-        return _over_root_mean_square(self.rope(x, positions, lengths), self.eps).astype(x.dtype)
+        x = self.rope(x, positions, lengths)
+        return _over_root(x, _mean_square(x), self.eps).astype(x.dtype)
 
 
 class MLP(nnx.Module):

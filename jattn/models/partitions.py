@@ -24,6 +24,7 @@ from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach
 from jattn.models.config import DecoderConfig
 from jattn.models.embedding import take_rows
+from jattn.models.layers import AllHeadsNorm
 from jattn.models.specs import MLPSpec
 from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
 from jattn.planning import Plan
@@ -37,7 +38,7 @@ _BY_HEADS: dict[tuple[str, str], P] = {
     ("qkv_proj", "bias"): P(TP),
     ("self_attn", "sinks"): P(TP),
     ("o_proj", "kernel"): P(TP),  # [q_heads * head_dim, hidden]
-    ("q_norm", "weight"): P(TP),  # [q_heads, head_dim]; of one for all heads no device has a part
+    ("q_norm", "weight"): P(TP),  # [q_heads, head_dim]; of one for each head no device has a part
     ("k_norm", "weight"): P(TP),
 }
 _BY_WIDTH: dict[tuple[str, str], P] = {
@@ -89,8 +90,8 @@ def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> Non
     Raises:
         ValueError: The mesh is none, query heads are no multiple of its tp, kv heads neither a multiple nor a
             divisor, or a width no multiple of its devices.
-        NotImplementedError: The model is right and cannot be cut here: a norm is of all heads as one; or,
-            between keys of several devices, ALiBi, or heads with patterns of their own.
+        NotImplementedError: The model is right and cannot be cut here: ALiBi, or heads with patterns of their
+            own, between keys of several devices.
     """
     check_mesh(mesh)
     ranks = ranks_of(mesh, interleave)
@@ -104,9 +105,6 @@ def check_divides(config: DecoderConfig, mesh: Mesh, interleave: int = 1) -> Non
     rule = f"be a multiple of the mesh's tp * cp ({mesh.size})"
     for layer in config.layers:
         _check_width(layer.mlp, rule, mesh.size)
-        if tp > 1 and layer.qk_norm is not None and layer.qk_norm.over == "all_heads":
-            reason = "each device would need the mean over the heads of the others"
-            raise unsupported("a norm of all heads as one on a mesh", reason, "Take one device")
     rule = f"be a multiple or a divisor of the mesh's tp ({tp})"
     require(kv_heads % tp == 0 or tp % kv_heads == 0, "num_key_value_heads", rule, kv_heads)
     for spec in config.attention_specs if ranks is not None and tp > 1 else ():
@@ -273,6 +271,8 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             module.out_features = module.kernel.shape[1:]
+        if isinstance(module, AllHeadsNorm):
+            module.axis_name = TP
     peers = None if model.peers is None else nnx.data(model.peers.here)
     for layer in model.layers:
         layer.axis_name, layer.peers, layer.self_attn.ranks = ALL, peers, model.ranks

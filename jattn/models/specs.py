@@ -84,7 +84,8 @@ class QKNorm:
         comes_after_rope: It stands behind the rotation, not before it.
         has_weight: It has a weight; Llama 4's, behind the rotation, has none.
         over: "head": each head by itself, all with the same weights; "own_head": likewise, each with its own,
-            of a LayerNorm (Cohere's); "all_heads": all as one, with a weight a number (OLMo 2's).
+            of a LayerNorm (Cohere's); "all_heads": all as one, with a weight a number, of an RMS norm (OLMo
+            2's).
     """
 
     norm: NormSpec
@@ -99,6 +100,8 @@ class QKNorm:
             require(self.comes_after_rope, "has_weight", "be True before the rope", self.has_weight)
         if self.over == "own_head":
             require_one_of("a norm with weights by head", self.norm.kind, ("layer", "layer_no_bias"))
+        if self.over == "all_heads":
+            require_one_of("a norm of all heads as one", self.norm.kind, ("rms", "rms_f32"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

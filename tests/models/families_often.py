@@ -4,6 +4,6 @@ The rest runs with the slow tests; of each at least a whole prompt is held again
 """
 
 OFTEN = (
-    *("bloom", "cohere2", "gemma3", "gpt_oss", "llama", "llama4", "mpt", "phi3_longrope"),
-    *("phi3small", "qwen2_moe", "stablelm"),
+    *("bloom", "cohere2", "gemma3", "gpt_oss", "llama", "llama4", "mpt", "olmo2"),
+    *("phi3_longrope", "phi3small", "qwen2_moe", "stablelm"),
 )

@@ -26,7 +26,6 @@ from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.families_often import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
-NOT_CUT = ("olmo2", "olmo3", "olmoe")  # a norm of all heads
 TWO_ONLY = ("llama4", "phi3small")  # 160 wide inside, and 6 heads
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64}
@@ -314,10 +313,17 @@ def scores_of(engine: Engine, prompt: list[int]) -> np.ndarray:
 
 
 def check_training() -> None:
-    """Gradients of all parameters are one device's."""
-    config, tokens = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}, 24
-    ids = np.random.default_rng(0).integers(0, 320, tokens).astype(np.int32)
-    metadata = jattn.build_batch_metadata([16, 8], [16, 8], np.ones((2, 1), np.int32))
+    """Gradients of all parameters are one device's: of a Llama, and of a norm over all devices' heads."""
+    with tempfile.TemporaryDirectory() as name:
+        save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), name)
+        for folder in (name, GOLDEN / "hf" / "olmo2"):
+            check_gradients(folder)
+
+
+def check_gradients(folder: str | pathlib.Path) -> None:
+    """Of a loss over two documents."""
+    ids = np.random.default_rng(0).integers(0, 97, 24).astype(np.int32)
+    metadata = jattn.build_batch_metadata([16, 8], [16, 8], None)
 
     @nnx.jit
     @nnx.value_and_grad
@@ -326,12 +332,8 @@ def check_training() -> None:
         logs = jax.nn.log_softmax(model.logits(hidden))
         return -jax.numpy.take_along_axis(logs[:-1], ids[1:, None], axis=-1).mean()
 
-    with tempfile.TemporaryDirectory() as name:
-        save(one_layer_model(**config), name)
-        found = [
-            loss_of(load(name, mesh=mesh, progress=False)) for mesh in (None, jattn.parallel.make_mesh(tp=2))
-        ]
-    (loss, want), (loss_on_mesh, got) = found
+    meshes = (None, jattn.parallel.make_mesh(tp=2))
+    (loss, want), (loss_on_mesh, got) = (loss_of(load(folder, mesh=mesh, progress=False)) for mesh in meshes)
     np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
     for (path, one), (_, other) in zip(nnx.to_flat_state(want), nnx.to_flat_state(got), strict=True):
         one, other = one.get_value(), other.get_value()
@@ -372,7 +374,7 @@ def main() -> None:
             sizes = {2} if name in TWO_ONLY else {2, heads}
             for tp in sizes:
                 is_often = name in OFTEN and tp == 2
-                if name not in NOT_CUT and heads % tp == 0 and is_often == (sys.argv[1] == "families"):
+                if heads % tp == 0 and is_often == (sys.argv[1] == "families"):
                     check_family(name, tp)
         return
     if sys.argv[1] == "masks":

@@ -38,6 +38,8 @@ def test_heads_with_weights_of_their_own(kind, over, axes):
 def test_weights_by_head_are_a_layer_norm_s():
     with pytest.raises(ValueError, match=r"a norm with weights by head must be one of 'layer'.*got 'rms'"):
         QKNorm(norm=NormSpec("rms", 1e-5), over="own_head")
+    with pytest.raises(ValueError, match=r"a norm of all heads as one must be one of 'rms'.*got 'layer'"):
+        QKNorm(norm=NormSpec("layer", 1e-5), over="all_heads")
     with pytest.raises(ValueError, match=r"over must be one of 'head'.*got 'heads'"):
         QKNorm(norm=NormSpec("rms", 1e-5), over="heads")
 

@@ -48,7 +48,7 @@ def changed(**changes):
             marks=pytest.mark.slow,
         ),
         ("masks", ["masked: strides by kv heads", "masked: some heads", "patterns"]),
-        pytest.param("training", ["trained: "], marks=pytest.mark.slow),
+        ("training", ["trained: "]),
         pytest.param(
             "replicas",
             ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"],
@@ -142,10 +142,6 @@ class TestWhatDoesNotFit:
         mask = on_mesh(jattn.LocalStrided(), "tp", 8, (32, 8))
         assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
         assert why_not_kernel_mask(on_mesh(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
-
-    def test_a_norm_of_all_heads_as_one(self):
-        with pytest.raises(NotImplementedError, match=r"a norm of all heads as one on a mesh: each device"):
-            load(HF / "olmo2", mesh=mesh_of(2))
 
     def test_a_pattern_that_all_devices_have_is_one_device_s(self):
         phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart

@@ -26,7 +26,9 @@ QK_NORM_TENSORS = {
     f"layers.*.self_attn.{part}_norm": Stored((f"model.layers.*.self_attn.{part}_norm",)) for part in "qk"
 }
 ALL_HEADS_TENSORS = {
-    f"layers.*.self_attn.{part}_norm.norm": Stored((f"model.layers.*.self_attn.{part}_norm",))
+    f"layers.*.self_attn.{part}_norm.weight": Stored(
+        (f"model.layers.*.self_attn.{part}_norm.weight",), "heads_in_a_row"
+    )
     for part in "qk"
 }
 NORMS_AFTER_TENSORS = {
