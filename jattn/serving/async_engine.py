@@ -79,14 +79,11 @@ class AsyncEngine:
             await asyncio.to_thread(self.engine.grammars.mask, params.structured_outputs)
         reader = Reader(params.n, self._mailbox())
         self._thread.add(reader, prompt, params, request_id)
-        num_unfinished = params.n
         try:
-            while num_unfinished:
-                news = await reader.get()
-                num_unfinished -= news.finish_reason is not None
+            async for news in reader.outputs():
                 yield news
         finally:
-            if num_unfinished:
+            if reader.num_unread:
                 self._thread.drop(reader)
 
     async def abort(self, request_id: int | str) -> None:

@@ -1,6 +1,7 @@
 """Where a task finds what its request brings."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from jattn.serving.outputs import RequestError, RequestOutput, in_words
@@ -20,6 +21,7 @@ class Reader:
         mailbox: The loop's, by which an engine's thread reaches it; None = nobody's thread does.
         request_id: As the engine calls the request; None = not added yet.
         has_news: Whether anything has come.
+        num_unread: Completions whose ends the task has not read.
         unfinished: The engine thread's: completions that have more to come.
 
     Source: vLLM `RequestOutputCollector`.
@@ -30,7 +32,7 @@ class Reader:
         self.mailbox = mailbox
         self.loop = asyncio.get_running_loop()
         self.request_id: int | str | None = None
-        self.has_news = False
+        self.has_news, self.num_unread = False, num_completions
         self.unfinished = set(range(num_completions))
         self._outputs: dict[int, RequestOutput] = {}  # unread, by completion
         self._error: Exception | None = None
@@ -49,6 +51,13 @@ class Reader:
                 before.extend(news)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput]:
+        """What all completions are brought, until each has ended; as `get`."""
+        while self.num_unread:
+            news = await self.get()
+            self.num_unread -= news.finish_reason is not None
+            yield news
 
     async def get(self) -> RequestOutput:
         """What one completion was brought since it was last read.

@@ -17,7 +17,6 @@ import numpy as np
 from flax import nnx
 
 from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.parallel import on_all_parts
@@ -93,7 +92,8 @@ class Runner:
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[InFlight] = collections.deque()
-        of_all = [bucket for graphs in self._all_graphs for bucket in graphs.buckets]
+        all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
+        of_all = [bucket for graphs in all_graphs for bucket in graphs.buckets]
         self._samplers = Samplers(of_all, limits.max_num_seqs, self._vocab_size)
         self._max_rows = self._samplers.max_rows
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
@@ -102,15 +102,10 @@ class Runner:
         has_near = self._near_spec is not None
         empty = EmptySteps(self.block_size, self._samplers.rows_of, self._max_rows, has_near=has_near)
         prefixes: list[list[Any]] = [[], [np.zeros((), np.int32)]]
-        self._runs = [
+        self._runs = [  # of steps, and of those with a common prefix
             Runs(graphs, self.block_size, functools.partial(empty.inputs, prefix))
-            for graphs, prefix in zip(self._all_graphs, prefixes, strict=False)
+            for graphs, prefix in zip(all_graphs, prefixes, strict=False)
         ]
-
-    @property
-    def _all_graphs(self) -> list[DecodeGraphs]:
-        """The executables of steps, and of those with a common prefix."""
-        return [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
 
     @property
     def num_in_flight(self) -> int:
@@ -121,7 +116,7 @@ class Runner:
     def num_compiles(self) -> int:
         """Executables compiled, one a bucket, those of cascades and of a draft model too."""
         drafting = 0 if self._proposer is None else self._proposer.num_compiles
-        return drafting + sum(graphs.num_compiles for graphs in self._all_graphs)
+        return drafting + sum(runs.graphs.num_compiles for runs in self._runs)
 
     @property
     def is_verifying(self) -> bool:
@@ -188,24 +183,24 @@ class Runner:
     def precompile(self, progress: bool, wait: bool) -> None:
         """As `Engine.precompile`."""
         self._tell("precompile", False, wait)
-        for graphs, runs in zip(self._all_graphs, self._runs, strict=True):
-            graphs.precompile(
+        for runs in self._runs:
+            runs.graphs.precompile(
                 self.weights.refresh(),
                 self._caches,
                 block_size=self.block_size,
                 inputs=runs.inputs,
                 progress=progress,
                 wait=wait,
-                serves_all=graphs is self.graphs,
+                serves_all=runs.graphs is self.graphs,
             )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)
         sizes = lambda bucket: (self._samplers.rows_of(bucket), bucket.decode_query_len)
-        needed = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.executables}
+        needed = {sizes(bucket) for runs in self._runs for bucket in runs.graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         compiling = [pool.submit(self._samplers.compile, *size) for size in needed]
         compiling += map(pool.submit, self._copies.compilers(self._caches))
-        known = {sizes(bucket) for graphs in self._all_graphs for bucket in graphs.buckets}
+        known = {sizes(bucket) for runs in self._runs for bucket in runs.graphs.buckets}
         for size in known - needed:
             pool.submit(self._samplers.compile, *size)
         for done in compiling:

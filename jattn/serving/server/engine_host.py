@@ -115,7 +115,8 @@ class EngineHost:
         reader = self._readers.pop(number)
         with self._lock:
             reader.is_dropped = True
-            self._thread.drop(reader)
+            if reader.unfinished:
+                self._thread.drop(reader)
 
     def _drop_all(self) -> None:
         for number in list(self._readers):

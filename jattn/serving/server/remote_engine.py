@@ -46,14 +46,11 @@ class RemoteEngine:
         number, reader = next(self._numbers), Reader(params.n)
         reader.request_id = number if request_id is None else request_id
         self._readers[number] = reader
-        num_unfinished = params.n
         try:
             if self._is_closed:
                 raise RequestError(LOST)
             self._channel.post(("add", number, prompt, params))
-            while num_unfinished:
-                news = await reader.get()
-                num_unfinished -= news.finish_reason is not None
+            async for news in reader.outputs():
                 yield news
         finally:
             del self._readers[number]
