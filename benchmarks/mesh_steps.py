@@ -92,7 +92,7 @@ class Steps:
         self._most = max(one.bucket.max_tokens for one in self._metadata.values())
         greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
         place = on_all_parts(model)
-        self._last = jnp.zeros(self._most, jnp.int32)
+        self._last = jax.device_put(jnp.zeros(self._most, jnp.int32), place)  # as a step before leaves it
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
         self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))

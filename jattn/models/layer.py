@@ -18,6 +18,7 @@ from jattn.models.experts import Experts
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
 from jattn.models.layers import (
     MLP,
+    BareRMSNorm,
     LayerNorm,
     NormedRope,
     PlainMLP,
@@ -131,7 +132,7 @@ class DecoderLayer(nnx.Module):
 
 
 def _normed(
-    norm: RMSNorm | LayerNorm | None, x: Float[Array, "tokens hidden"]
+    norm: RMSNorm | BareRMSNorm | LayerNorm | None, x: Float[Array, "tokens hidden"]
 ) -> Float[Array, "tokens hidden"]:
     return x if norm is None else norm(x)
 

@@ -60,6 +60,18 @@ class RMSNorm(nnx.Module):
         return _weighted(wide, weight, x.dtype, rounds_once=self.rounds_once)
 
 
+class BareRMSNorm(nnx.Module):
+    """Divides by the root mean square, in f32."""
+
+    def __init__(self, eps: float) -> None:
+        """Makes nothing."""
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """The normalised x, in x.dtype."""
+        return _over_root(x, _mean_square(x), self.eps).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Subtracts the mean, divides by the standard deviation, multiplies and adds, all in f32."""
 
@@ -105,8 +117,10 @@ def _weighted(wide: Array, weight: Array, dtype: DTypeLike, *, rounds_once: bool
     return wide.astype(dtype) * weight.astype(dtype)
 
 
-def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
+def make_norm(spec: NormSpec, width: int, *, dtype: DTypeLike) -> RMSNorm | BareRMSNorm | LayerNorm:
     """The norm that a spec says, of the last axis."""
+    if spec.kind == "rms_no_weight":
+        return BareRMSNorm(spec.eps)
     if spec.kind.startswith("layer"):
         return LayerNorm(width, spec, dtype=dtype)
     is_offset, rounds_once = spec.kind == "rms_offset", spec.kind == "rms_f32"

@@ -34,6 +34,7 @@ class Rope:
             "proportional": a whole head's, of which only the first are rotated.
         partial_rotary_factor: How much of a head is rotated, its first numbers.
         interleaved: Which numbers are a pair; Llama 4's are neighbours, and rotated in f32.
+        turns_back: The other way round, as nanochat's.
         factor: What frequencies are divided by.
         low_freq_factor: llama3: wavelengths above original_max_position_embeddings / this are scaled.
         high_freq_factor: llama3: wavelengths below original_max_position_embeddings / this are not; in
@@ -55,6 +56,7 @@ class Rope:
     rope_type: str = "default"
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
+    turns_back: bool = False
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -207,7 +209,7 @@ class Rope:
         """Of each token's pairs, in dtype; arguments as `__call__` has them."""
         angles, amplitude = self._angles(positions, positions + 1 if lengths is None else lengths)
         cos, sin = ((f(angles) * amplitude).astype(dtype) for f in (jnp.cos, jnp.sin))
-        return cos, sin
+        return cos, -sin if self.turns_back else sin
 
     def _angles(
         self, positions: Int[Array, " tokens"], lengths: Int[Array, " tokens"]

@@ -12,7 +12,10 @@ ACTIVATIONS = (
     *("relu", "relu2", "relu6", "sigmoid", "tanh", "linear"),
 )
 LEARNED_ACTIVATIONS = ("xielu",)  # those with parameters, of plain MLPs
-NORMS = ("rms", "rms_offset", "rms_f32", "layer", "layer_no_bias", "layer_no_weight", "layer_offset")
+NORMS = (
+    *("rms", "rms_offset", "rms_f32", "rms_no_weight"),
+    *("layer", "layer_no_bias", "layer_no_weight", "layer_offset"),
+)
 # Which norms a layer has, by where they stand.
 NORM_PLACEMENTS: dict[str, tuple[str, ...]] = {
     "before": ("input_layernorm", "post_attention_layernorm"),
@@ -34,7 +37,8 @@ class NormSpec:
     Attributes:
         kind: "rms" (Llama's: the normalised input is rounded before it is multiplied), "rms_f32" (rounded
             once, behind the product), "rms_offset" (Gemma's: likewise, and the factor is 1 + weight),
-            "layer", "layer_no_bias", "layer_no_weight" (nor a bias), "layer_offset" (times 1 + weight).
+            "rms_no_weight", "layer", "layer_no_bias", "layer_no_weight" (nor a bias), "layer_offset" (times
+            1 + weight).
         eps: Added to the mean square, or to the variance.
     """
 

@@ -15,6 +15,7 @@ from jattn.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from jattn.models.families.exaone4 import EXAONE4
 from jattn.models.families.falcon import FALCON
 from jattn.models.families.family import Family, Keys
+from jattn.models.families.flex_olmo import FLEX_OLMO
 from jattn.models.families.gemma import GEMMA
 from jattn.models.families.gemma2 import GEMMA2
 from jattn.models.families.gemma3 import GEMMA3
@@ -41,6 +42,7 @@ from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
 from jattn.models.families.mistral import MISTRAL
 from jattn.models.families.mixtral import MIXTRAL
 from jattn.models.families.mpt import MPT
+from jattn.models.families.nanochat import NANOCHAT
 from jattn.models.families.nemotron import NEMOTRON
 from jattn.models.families.olmo import OLMO
 from jattn.models.families.olmo2 import OLMO2
@@ -100,6 +102,8 @@ FAMILIES = {
         OLMO2,
         OLMO3,
         OLMOE,
+        FLEX_OLMO,
+        NANOCHAT,
         OPT,
         PHI,
         SMOLLM3,

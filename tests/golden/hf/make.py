@@ -86,6 +86,11 @@ CHECKPOINTS = {
         "Olmoe",
         {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 24},
     ),
+    "flex_olmo": (
+        "FlexOlmo",
+        {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 24},
+    ),
+    "nanochat": ("NanoChat", {**SMALL, "head_dim": 8, "final_logit_softcapping": 2.0}),
     "smollm3": (
         "SmolLM3",
         {**SMALL, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 20},
