@@ -30,9 +30,13 @@ from jattn.models.families.gptj import GPTJ
 from jattn.models.families.granite import GRANITE
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
+from jattn.models.families.helium import HELIUM
 from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
 from jattn.models.families.hunyuan_moe import HUNYUAN_V1_MOE
+from jattn.models.families.hyperclovax import HYPERCLOVAX
 from jattn.models.families.internlm2 import INTERNLM2
+from jattn.models.families.internlm3 import INTERNLM3, IQUESTCODER
+from jattn.models.families.jais2 import JAIS2
 from jattn.models.families.keys import filled, normalised, token_ids
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.llama4 import LLAMA4
@@ -104,6 +108,11 @@ FAMILIES = {
         OLMOE,
         FLEX_OLMO,
         NANOCHAT,
+        HELIUM,
+        HYPERCLOVAX,
+        INTERNLM3,
+        IQUESTCODER,
+        JAIS2,
         OPT,
         PHI,
         SMOLLM3,

@@ -91,6 +91,11 @@ CHECKPOINTS = {
         {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 24},
     ),
     "nanochat": ("NanoChat", {**SMALL, "head_dim": 8, "final_logit_softcapping": 2.0}),
+    "helium": ("Helium", {**SMALL, "head_dim": 8}),
+    "hyperclovax": ("HyperCLOVAX", {**SMALL, **MULTIPLIERS, "head_dim": 8, "attention_bias": True}),
+    "internlm3": ("InternLM3", {**SMALL, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoder", {**SMALL, "head_dim": 8}),
+    "jais2": ("Jais2", {**SMALL, "head_dim": 8}),
     "smollm3": (
         "SmolLM3",
         {**SMALL, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 20},
@@ -251,7 +256,7 @@ LACKS = {  # that it has by other names, or does not have
     "GPTBigCode": (*GQA, "intermediate_size"),
     "Persimmon": GQA,
 }
-CLASSES = {"GPT2": "GPT2LMHeadModel"}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM", "IQuestCoder": "LlamaForCausalLM"}
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
 
 
