@@ -28,6 +28,7 @@ from jattn.models.families.gpt_neox import GPT_NEOX
 from jattn.models.families.gpt_oss import GPT_OSS
 from jattn.models.families.gptj import GPTJ
 from jattn.models.families.granite import GRANITE
+from jattn.models.families.granite_swa import GRANITE_SWA
 from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from jattn.models.families.helium import HELIUM
@@ -64,6 +65,7 @@ from jattn.models.families.qwen3 import QWEN3
 from jattn.models.families.qwen3_moe import QWEN3_MOE
 from jattn.models.families.seed_oss import SEED_OSS
 from jattn.models.families.smollm3 import SMOLLM3
+from jattn.models.families.solar_open import SOLAR_OPEN
 from jattn.models.families.stablelm import STABLELM
 from jattn.models.families.starcoder2 import STARCODER2
 from jattn.models.families.vaultgemma import VAULTGEMMA
@@ -113,6 +115,8 @@ FAMILIES = {
         INTERNLM3,
         IQUESTCODER,
         JAIS2,
+        GRANITE_SWA,
+        SOLAR_OPEN,
         OPT,
         PHI,
         SMOLLM3,

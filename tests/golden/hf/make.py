@@ -94,6 +94,15 @@ CHECKPOINTS = {
     "helium": ("Helium", {**SMALL, "head_dim": 8}),
     "hyperclovax": ("HyperCLOVAX", {**SMALL, **MULTIPLIERS, "head_dim": 8, "attention_bias": True}),
     "internlm3": ("InternLM3", {**SMALL, "attention_bias": True, "mlp_bias": True}),
+    "granite_swa": (
+        "GraniteSWA",
+        {**SMALL, **MULTIPLIERS, "head_dim": 8, "sliding_window": 20, "layer_types": [S, F]}
+        | {"layer_rope_theta": [300.0, 0]},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {**SMALL, **{k: v for k, v in CORRECTED.items() if k != "first_k_dense_replace"}, "head_dim": 8},
+    ),
     "iquestcoder": ("IQuestCoder", {**SMALL, "head_dim": 8}),
     "jais2": ("Jais2", {**SMALL, "head_dim": 8}),
     "smollm3": (
@@ -255,6 +264,7 @@ LACKS = {  # that it has by other names, or does not have
     "GPTNeo": GQA,
     "GPTBigCode": (*GQA, "intermediate_size"),
     "Persimmon": GQA,
+    "SolarOpen": ("intermediate_size",),
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM", "IQuestCoder": "LlamaForCausalLM"}
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
