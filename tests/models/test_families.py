@@ -10,7 +10,7 @@ from flax import nnx
 
 import jattn
 from jattn.models import DecoderConfig, load
-from jattn.models.families import FAMILIES
+from jattn.models.families import FAMILIES, family_of
 from jattn.models.families.keys import COMMON
 from jattn.models.families.keys import SIZES as SIZES_OF_ALL
 from tests.conftest import GOLDEN
@@ -98,6 +98,12 @@ def test_silence_means_what_transformers_means():
     )
     spec = mistral.attention_spec(0)
     assert (mistral.model_type, spec.window, spec.num_kv_heads) == ("mistral", (4095, 0), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_class_is_that_family_s_whose_own_it_is(family):
+    """InternLM3's checkpoints may name Llama's, which is that of others, too."""
+    assert family_of({"architectures": [family.architecture]}) is family
 
 
 REFUSED = {

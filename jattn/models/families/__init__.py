@@ -175,19 +175,21 @@ def family_of(hf: Keys) -> Family:
         NotImplementedError: No family is it; the message lists those that are here.
     """
     architectures = list(hf.get("architectures") or [])
-    by_name = {name: family for family in FAMILIES.values() for name in _architectures(family)}
+    families = FAMILIES.values()  # a class of several is that one's whose own name it is
+    by_name = {name: family for family in families for name in _classes(*family.other_architectures)}
+    by_name |= {name: family for family in families for name in _classes(family.architecture)}
     model_type = hf.get("model_type")
     family = FAMILIES.get(model_type) if model_type else by_name.get(next(iter(architectures), ""))
     supported = "Supported: " + ", ".join(family.architecture for family in FAMILIES.values())
     if family is None:
         reason = ELSEWHERE.get(str(model_type), "no decoder here has it")
         raise unsupported(f"architecture {architectures or model_type}", reason, supported)
-    if architectures and not set(_architectures(family)) & set(architectures):
+    known = _classes(family.architecture, *family.other_architectures)
+    if architectures and not set(known) & set(architectures):
         raise unsupported(f"architecture {architectures[0]}", f"not a decoder for {model_type}", supported)
     return family
 
 
-def _architectures(family: Family) -> tuple[str, ...]:
-    """Its classes: of the whole and of the body, which has the same tensors but for the head."""
-    names = family.architecture, *family.other_architectures
+def _classes(*names: str) -> tuple[str, ...]:
+    """Of the whole and of the body, which has the same tensors but for the head."""
     return *names, *(re.sub("ForCausalLM$|LMHeadModel$", "Model", name) for name in names)
