@@ -85,7 +85,8 @@ def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
     they must be aliased and not copied.
 
     In a process of its own: the compiler prints its report to the process's standard output, and JAX must not
-    have started a GPU.
+    have started a GPU. JAX 0.12 compiles a kernel once a process: of a case there are those that no case
+    before had. `apart_reports` has all.
 
     Raises:
         AssertionError: Something did not compile; the message has the process's output.
@@ -93,9 +94,12 @@ def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
     return {name: kernels_in(text) for name, text in _run_alone("compile", module, names).items()}
 
 
-def report_of(module: str, names: list[str]) -> dict[str, str]:
-    """What ptxas said of `module.aot_cases()[name]`."""
-    return _run_alone("compile", module, names)
+def apart_reports(module: str, names: list[str]) -> dict[str, str]:
+    """What ptxas said of `module.aot_cases()[name]`, each compiled in a process of its own."""
+    reports: dict[str, str] = {}
+    for name in names:
+        reports |= _run_alone("compile", module, [name])
+    return reports
 
 
 def lower_all(module: str, names: list[str]) -> dict[str, str]:
@@ -136,7 +140,7 @@ def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[st
 
 
 def calls_in(report: str) -> int:
-    """Calls of Pallas kernels in a case as lowered, of its report by `report_of`."""
+    """Calls of Pallas kernels in a case as lowered, of its report by `apart_reports`."""
     return int(re.search(r"^calls of Pallas kernels: (\d+)$", report, flags=re.MULTILINE)[1])
 
 

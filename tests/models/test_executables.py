@@ -18,9 +18,9 @@ def of_few_and_many(counts):
 
 @pytest.fixture(scope="module")
 def reports():
-    """What ptxas says of each of Qwen3's steps, lowered and compiled once."""
+    """What ptxas says of each of Qwen3's steps, lowered and compiled once, by itself."""
     aot.require_plugin()
-    return aot.report_of(MODULE, [name for name in aot_cases() if name.startswith("qwen3")])
+    return aot.apart_reports(MODULE, [name for name in aot_cases() if name.startswith("qwen3")])
 
 
 def test_kernels_are_lowered_once_whatever_the_number_of_layers(reports):

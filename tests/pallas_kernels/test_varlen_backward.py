@@ -416,7 +416,7 @@ class TestAheadOfTime:
         aot.require_plugin()
         plain = "d128-plain-float16"
         names = [plain, "d64-plain-float16", "d128-cap_alibi-float16", "d128-two_kernels", "d64-two_kernels"]
-        reports = aot.report_of("tests.pallas_kernels.backward_aot_cases", names)
+        reports = aot.apart_reports("tests.pallas_kernels.backward_aot_cases", names)
         assert [name for name in names if "serialized" in reports[name]] == []
         (kernel,) = aot.kernels_in(reports[plain])
         assert kernel.spilled_bytes <= 600
