@@ -11,7 +11,6 @@ from jattn.models.layers import RMSNorm
 from jattn.models.residual import add_and_norm
 from jattn.parallel import CP, TP, Axes
 from pallas_kernels import all_reduce
-from pallas_kernels.all_reduce.reasons import why_not_all_reduce
 from pallas_kernels.checks import require, require_type, unsupported
 from pallas_kernels.support import GPU_PLATFORMS
 
@@ -76,7 +75,7 @@ def why_no_peer_memory(model: Any) -> str | None:
     if any(device.platform not in GPU_PLATFORMS for device in devices):
         return "devices are no NVIDIA GPUs"
     width = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
-    return why_not_all_reduce(dtype=model.dtype, **width) or all_reduce.why_not_peers(devices, mesh.shape[TP])
+    return all_reduce.why_not_all_reduce(dtype=model.dtype, **width) or all_reduce.why_not_peers(devices, mesh.shape[TP])
 
 
 def summed(

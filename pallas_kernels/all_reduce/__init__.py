@@ -5,4 +5,5 @@ from pallas_kernels.all_reduce.entry import all_reduce_rms_norm as all_reduce_rm
 from pallas_kernels.all_reduce.entry import why_not as why_not
 from pallas_kernels.all_reduce.memory import PeerMemory as PeerMemory
 from pallas_kernels.all_reduce.memory import make_peer_memory as make_peer_memory
+from pallas_kernels.all_reduce.reasons import why_not_all_reduce as why_not_all_reduce
 from pallas_kernels.all_reduce.reasons import why_not_peers as why_not_peers
