@@ -74,8 +74,9 @@ def why_no_peer_memory(model: Any) -> str | None:
     devices = list(mesh.devices.flat)
     if any(device.platform not in GPU_PLATFORMS for device in devices):
         return "devices are no NVIDIA GPUs"
-    width = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
-    return all_reduce.why_not_all_reduce(dtype=model.dtype, **width) or all_reduce.why_not_peers(devices, mesh.shape[TP])
+    sizes = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
+    why_no_kernel = all_reduce.why_not_all_reduce(dtype=model.dtype, **sizes)
+    return why_no_kernel or all_reduce.why_not_peers(devices, mesh.shape[TP])
 
 
 def summed(
