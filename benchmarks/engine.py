@@ -21,7 +21,7 @@ from flax import nnx
 import jattn
 from benchmarks.device_time import Rows
 from benchmarks.engine_steps import by_bucket, kernels_on_the_way
-from benchmarks.nano_workload import nano_workload
+from benchmarks.nano_workload import RUNS, nano_workload
 from benchmarks.random_decoder import random_decoder
 from benchmarks.step_kernels import traced
 from jattn.serving import Engine, SamplingParams
@@ -111,7 +111,7 @@ def of_one_engine(model: Any, cases: Sequence[str], cache_dir: str | None, rows:
     if "first_token" in cases:
         rows.add(name="first_token_1024_beside_64", **first_token(engine), **checked)
     if "nano" in cases:
-        for name, run in (("nano_bench_first", 0), ("nano_bench", 1), ("nano_bench_again", 1)):
+        for name, run in RUNS:
             rows.add(name=name, **nano_bench(engine, run), **checked)
     if "steps" in cases:
         rows.add(name="nano_steps", **by_bucket(engine), **checked)
@@ -325,9 +325,9 @@ def fp8_beside(batch: int, context: int, cache_dir: str | None) -> dict[str, Any
     return row | {"ratio": row["step_ms"] / row["step_ms_bf16"]}
 
 
-def nano_bench(engine: Engine, run: int) -> dict[str, Any]:
-    """Seconds of nano-vllm's workload; of a run that was before, prompts' keys are there."""
-    prompts, counts = nano_workload(run)
+def nano_bench(engine: Engine, run: int, **part: int) -> dict[str, Any]:
+    """Seconds of nano-vllm's workload, or a part; of a run that was before, prompts' keys are there."""
+    prompts, counts = nano_workload(run, **part)
     seconds = timed(lambda: engine.generate(prompts, WARM, max_tokens=counts))
     return {"s": seconds, "tokens_per_s": sum(counts) / seconds}
 

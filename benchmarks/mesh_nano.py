@@ -1,14 +1,13 @@
 """nano-vllm's workload through an engine whose model is on several devices."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 import jattn
-from benchmarks.engine import WARM, checked_tokens, timed
-from benchmarks.nano_workload import nano_workload
+from benchmarks.engine import checked_tokens, nano_bench
+from benchmarks.nano_workload import RUNS
 from benchmarks.random_decoder import random_decoder
 from jattn.models import use_peer_memory
 from jattn.parallel import TP
@@ -47,12 +46,8 @@ def measure_nano(case: NanoCase, mesh: Mesh, *, uses_peers: bool) -> Iterator[di
         "sums": "all_reduce" if uses_peers else "psum",
         **checked_tokens(engine, model),
     }
-    for name, run in (("nano_bench_first", 0), ("nano_bench", 1), ("nano_bench_again", 1)):
-        drawn, counts = nano_workload(run)
-        prompts = [prompt[: case.longest] for prompt in drawn[: case.requests]]
-        wanted = [min(count, case.longest) for count in counts[: case.requests]]
-        seconds = timed(functools.partial(engine.generate, prompts, WARM, max_tokens=wanted))
-        yield {"name": name, "s": seconds, "tokens_per_s": sum(wanted) / seconds, **how}
+    for name, run in RUNS:
+        yield {"name": name, **nano_bench(engine, run, requests=case.requests, longest=case.longest), **how}
 
 
 def engine_of(model: Any, case: NanoCase) -> Engine:

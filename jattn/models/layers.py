@@ -53,10 +53,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
-        wide = _over_root(x, _mean_square(x), self.eps)
+        wide = _over_root_mean_square(x, self.eps)
         weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        if self.is_offset:
-            return (wide * (weight.astype(jnp.float32) + 1.0)).astype(x.dtype)
+        weight = weight.astype(jnp.float32) + 1.0 if self.is_offset else weight
         return _weighted(wide, weight, x.dtype, rounds_once=self.rounds_once)
 
 
@@ -69,7 +68,7 @@ class BareRMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
-        return _over_root(x, _mean_square(x), self.eps).astype(x.dtype)
+        return _over_root_mean_square(x, self.eps).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -92,8 +91,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The normalised x, in x.dtype."""
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = _over_root(wide, _mean_square(wide), self.eps)
+        wide = _over_root_mean_square(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
         along = lambda param: (
             param[...].astype(jnp.float32).reshape((1,) * (x.ndim - param.ndim) + param.shape)
         )
@@ -102,12 +100,14 @@ class LayerNorm(nnx.Module):
         return (wide if self.bias is None else wide + along(self.bias)).astype(x.dtype)
 
 
-def _mean_square(x: Array, axis: int | tuple[int, ...] = -1) -> Array:
-    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=axis, keepdims=True)
-
-
-def _over_root(x: Array, mean_square: Array, eps: float) -> Array:
-    return x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)
+def _over_root_mean_square(
+    x: Float[Array, "*rows width"], eps: float, axis: int | tuple[int, ...] = -1, axis_name: str | None = None
+) -> Float32[Array, "*rows width"]:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=axis, keepdims=True)
+    if axis_name is not None:
+        mean_square = jax.lax.pmean(mean_square, axis_name)
+    return wide * jax.lax.rsqrt(mean_square + eps)
 
 
 def _weighted(wide: Array, weight: Array, dtype: DTypeLike, *, rounds_once: bool) -> Array:
@@ -143,10 +143,7 @@ class AllHeadsNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
         """The normalised x, in x.dtype."""
-        mean_square = _mean_square(x, axis=(-2, -1))
-        if self.axis_name is not None:
-            mean_square = jax.lax.pmean(mean_square, self.axis_name)
-        wide = _over_root(x, mean_square, self.spec.eps)
+        wide = _over_root_mean_square(x, self.spec.eps, (-2, -1), self.axis_name)
         return _weighted(wide, self.weight[...][None], x.dtype, rounds_once=self.spec.kind == "rms_f32")
 
 
@@ -199,8 +196,7 @@ class NormedRope:
         lengths: Int[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens heads head_dim"]:
         """Queries or keys, rotated and then normalised in f32."""
-        x = self.rope(x, positions, lengths)
-        return _over_root(x, _mean_square(x), self.eps).astype(x.dtype)
+        return _over_root_mean_square(self.rope(x, positions, lengths), self.eps).astype(x.dtype)
 
 
 class MLP(nnx.Module):

@@ -80,8 +80,8 @@ class AsyncEngine:
         reader = Reader(params.n, self._mailbox())
         self._thread.add(reader, prompt, params, request_id)
         try:
-            async for news in reader.outputs():
-                yield news
+            while reader.num_unread:
+                yield await reader.get()
         finally:
             if reader.num_unread:
                 self._thread.drop(reader)

@@ -1,7 +1,6 @@
 """Where a task finds what its request brings."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from jattn.serving.outputs import RequestError, RequestOutput, in_words
@@ -52,13 +51,6 @@ class Reader:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def outputs(self) -> AsyncGenerator[RequestOutput]:
-        """What all completions are brought, until each has ended; as `get`."""
-        while self.num_unread:
-            news = await self.get()
-            self.num_unread -= news.finish_reason is not None
-            yield news
-
     async def get(self) -> RequestOutput:
         """What one completion was brought since it was last read.
 
@@ -71,7 +63,9 @@ class Reader:
                 raise self._error
             self._waiter = self.loop.create_future()
             await self._waiter
-        return self._outputs.pop(next(iter(self._outputs)))
+        output = self._outputs.pop(next(iter(self._outputs)))
+        self.num_unread -= output.finish_reason is not None
+        return output
 
     def _request_error(self, error: Exception) -> RequestError:
         whole = RequestError(f"request {self.request_id!r} could not be finished: {in_words(error)}")

@@ -50,8 +50,8 @@ class RemoteEngine:
             if self._is_closed:
                 raise RequestError(LOST)
             self._channel.post(("add", number, prompt, params))
-            async for news in reader.outputs():
-                yield news
+            while reader.num_unread:
+                yield await reader.get()
         finally:
             del self._readers[number]
             self._channel.post(("drop", number))

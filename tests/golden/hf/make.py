@@ -101,7 +101,7 @@ CHECKPOINTS = {
     ),
     "solar_open": (
         "SolarOpen",
-        {**SMALL, **{k: v for k, v in CORRECTED.items() if k != "first_k_dense_replace"}, "head_dim": 8},
+        {**SMALL, **CORRECTED, "head_dim": 8},
     ),
     "iquestcoder": ("IQuestCoder", {**SMALL, "head_dim": 8}),
     "jais2": ("Jais2", {**SMALL, "head_dim": 8}),
@@ -264,7 +264,7 @@ LACKS = {  # that it has by other names, or does not have
     "GPTNeo": GQA,
     "GPTBigCode": (*GQA, "intermediate_size"),
     "Persimmon": GQA,
-    "SolarOpen": ("intermediate_size",),
+    "SolarOpen": ("intermediate_size", "first_k_dense_replace"),
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM", "IQuestCoder": "LlamaForCausalLM"}
 PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24

@@ -74,7 +74,9 @@ def aot_cases():
 
 def test_the_code_compiles():
     aot.require_plugin()
-    reports = aot.compile_all("tests.pallas_kernels.ptx.test_twins", list(CASES))
+    module = "tests.pallas_kernels.ptx.test_twins"
+    reports = aot.compile_all(module, list(CASES))
+    alike = [name for name, kernels in reports.items() if not kernels]  # another case has the same code
+    reports |= {name: aot.kernels_in(text) for name, text in aot.apart_reports(module, alike).items()}
     for name, kernels in reports.items():
-        assert [kernel.spilled_bytes for kernel in kernels] in ([0], []), name  # [] = the same as one before
-    assert sum(map(bool, reports.values())) > len(reports) // 2
+        assert [kernel.spilled_bytes for kernel in kernels] == [0], name
