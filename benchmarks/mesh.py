@@ -11,17 +11,17 @@ import jax
 
 from benchmarks.device_time import Rows
 from benchmarks.engine import QWEN3_8B
-from benchmarks.graphs import flags
+from benchmarks.graphs import LLAMA_8B, flags
 from benchmarks.mesh_attention import measure_attention
 from benchmarks.mesh_loop import measure_loop
 from benchmarks.mesh_nano import NanoCase, measure_nano
 from benchmarks.mesh_prefill import PromptCase, measure_prompt
-from benchmarks.mesh_steps import measure_steps
+from benchmarks.mesh_steps import measure_large, measure_steps
 from benchmarks.mesh_sums import measure_sums
 from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
-CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "nano")
+CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "nano", "large")
 
 
 class Sizes(NamedTuple):
@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
         steps: Requests of each decode step, and their context.
         loop: The model of the loop, requests and context of its step, and how many steps.
         nano: Of nano-vllm's workload.
+        large: A model that one device has no room for, requests and context of its step, how keys are stored.
     """
 
     attention: DecodeCase
@@ -46,10 +47,13 @@ class Sizes(NamedTuple):
     steps: tuple[tuple[int, int], ...]
     loop: tuple[dict[str, Any], tuple[int, int], int]
     nano: NanoCase
+    large: tuple[dict[str, Any], tuple[int, int], str]
 
 
 LOOP = QWEN3_8B | {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 LOOP |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64}
 LARGE = Sizes(
     DecodeCase(name="8x128k", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(131072,) * 8),
     DecodeCase(name="1x1m", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(2**20,)),
@@ -59,6 +63,7 @@ LARGE = Sizes(
     ((1, 1024), (64, 4096), (256, 1024)),
     (LOOP, (8, 512), 10_000),
     NanoCase(QWEN3_8B, 256, 1024, (16, 32, 64, 96, 128, 160, 192, 224, 256), (512, 2048, 8192), 24_000),
+    (LLAMA_70B, (64, 4096), "fp8_per_token_head"),
 )
 TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -71,6 +76,7 @@ SMALL = Sizes(
     ((1, 32), (3, 48)),
     (TINY, (3, 48), 20),
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
+    (TINY, (3, 48), "fp8_per_token_head"),
 )
 
 
@@ -101,6 +107,7 @@ def main(arguments: argparse.Namespace) -> None:
         "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh, uses_peers=arguments.peer_memory),
         "loop": lambda: measure_loop(*sizes.loop, mesh, uses_peers=arguments.peer_memory),
         "nano": lambda: measure_nano(sizes.nano, mesh, uses_peers=arguments.peer_memory),
+        "large": lambda: measure_large(*sizes.large, mesh, uses_peers=arguments.peer_memory),
     }
     start = time.perf_counter()
     for name in arguments.cases or CASES:

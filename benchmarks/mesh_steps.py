@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import jattn
 from benchmarks.decode import random_table
+from benchmarks.device_time import read_ceiling
 from benchmarks.graphs import Call, walls
 from benchmarks.random_decoder import random_decoder
 from jattn.models import use_peer_memory
@@ -61,6 +62,35 @@ def measure_steps(
         gc.collect()  # one model and its caches at a time
 
 
+def measure_large(
+    config: dict[str, Any], size: tuple[int, int], quantization: str, mesh: Mesh, *, uses_peers: bool
+) -> Iterator[dict[str, Any]]:
+    """A step of a model that no single device has room for, against its bytes; XLA's attention is the judge.
+
+    Args:
+        config: As `measure_steps` has it.
+        size: Requests of the step, and their context.
+        quantization: Of the caches.
+        mesh: The devices.
+        uses_peers: Sums are all_reduce's.
+    """
+    steps = Steps(random_decoder(config, mesh, implementation="xla"), [size], quantization=quantization)
+    wanted, _ = steps.results(size)
+    del steps
+    gc.collect()
+    model = random_decoder(config, mesh)
+    if uses_peers:
+        use_peer_memory(model, max_rows=size[0])
+    steps = Steps(model, [size], quantization=quantization)
+    num_bytes = steps.bytes_of_device
+    checked, taken = agreement(*steps.results(size), wanted), steps.walls(size)
+    how = {"tp": mesh.shape[TP], "sums": "all_reduce" if uses_peers else "psum"}
+    read = {"gb_of_device": num_bytes / 1e9, "gb_per_s": num_bytes / taken["in_flight_us"] / 1e3}
+    yield {"name": f"large_{size[0]}x{size[1]}", **how, **read, **checked, **taken} | steps.taken
+    if jax.default_backend() == "gpu":
+        yield {"name": "read_ceiling", "gb_per_s": read_ceiling()}
+
+
 def agreement(logits: np.ndarray, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
     """How far logits and greedy tokens are from one device's; raises SystemExit where it is too far.
 
@@ -85,7 +115,9 @@ class Steps:
         taken: Seconds to compile, and executables.
     """
 
-    def __init__(self, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, model: Any, sizes: Sequence[tuple[int, int]], *, quantization: str | None = None
+    ) -> None:
         """Compiles all of them."""
         graphdef, self.params = nnx.split(model)
         self._metadata = {size: _metadata(*size) for size in sizes}
@@ -95,7 +127,8 @@ class Steps:
         self._last = jax.device_put(jnp.zeros(self._most, jnp.int32), place)  # as a step before leaves it
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
-        self._caches = _filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
+        of_caches: Any = {"block_size": BLOCK_SIZE, "quantization": quantization}
+        self._caches = _filled(model.create_caches(num_blocks, **of_caches))
         buckets = [one.bucket for one in self._metadata.values()]
         self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
@@ -112,6 +145,13 @@ class Steps:
     def start(self, size: tuple[int, int]) -> None:
         """A step that nobody waits for."""
         _, self._caches = self._run(size, self._caches)
+
+    @property
+    def bytes_of_device(self) -> int:
+        """Of keys, and of weights but for embeddings: what a step reads whose batch fills the caches."""
+        nbytes = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+        looked_up = self.params["embed_tokens"] if "lm_head" in self.params else ()
+        return nbytes((self.params, self._caches)) - nbytes(looked_up)
 
     def walls(self, size: tuple[int, int]) -> dict[str, float]:
         """As `benchmarks.graphs.walls`."""
@@ -154,4 +194,6 @@ def _filled(caches: Any) -> Any:
 
 
 def _normal_like(key: Any, array: jax.Array) -> jax.Array:
-    return jax.random.normal(key, array.shape, array.dtype)
+    if array.dtype == jnp.float32:  # scales of what is stored in 8 bits
+        return jax.random.uniform(key, array.shape, minval=0.5, maxval=1.5)
+    return jax.random.normal(key, array.shape, jnp.bfloat16).astype(array.dtype)

@@ -13,13 +13,16 @@ from jattn.models.partitions import check_divides, sharding_of
 from jattn.parallel import TP
 
 
-def random_decoder(config: dict[str, Any], mesh: Mesh | None = None) -> Decoder:
+def random_decoder(
+    config: dict[str, Any], mesh: Mesh | None = None, *, implementation: str | None = None
+) -> Decoder:
     """A bfloat16 decoder of a config.json, the same one on each mesh; a device makes its own part alone."""
     made = DecoderConfig.from_hf(config)
     if mesh is not None:
         check_divides(made, mesh)
         made = made.spread_over(mesh.shape[TP])
-    shapes = nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    how: Any = {"dtype": jnp.bfloat16, "implementation": implementation}
+    shapes = nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), **how))
     graphdef, state = nnx.split(shapes)
     flat = nnx.to_flat_state(state)
     keys = jax.random.split(jax.random.key(0), len(flat))

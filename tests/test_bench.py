@@ -164,6 +164,9 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
     nano = [row["name"] for row in rows if row.get("tokens_per_s", 0) > 0]
     assert nano == ["nano_bench_first", "nano_bench", "nano_bench_again"]
+    (large,) = [row for row in rows if row["name"].startswith("large")]
+    assert (large["name"], large["sums"], large["executables"]) == ("large_3x48", "all_reduce", 1)
+    assert large["gb_per_s"] > 0
 
 
 def test_idle_time_is_told_by_what_ran_before_and_behind():

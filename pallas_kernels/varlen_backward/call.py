@@ -156,7 +156,7 @@ class Call:
             key=as_copied(self.key),
             value=as_copied(self.value),
             grad_out=as_copied(self.grad_out),
-            stats=self.stats(more_rows=0 if spec.adds_grad_query else UNIT),
+            stats=self.stats(more_rows=0 if spec.adds_grad_query else UNIT, sizes=spec.sizes),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
             mask=() if self.mask is None else self.mask.arrays,
@@ -169,7 +169,9 @@ class Call:
         order, *lists = self.lists
         return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
 
-    def query_inputs(self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec) -> QueryInputs:
+    def query_inputs(
+        self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec, *, sums_outputs: bool
+    ) -> QueryInputs:
         """Those of the kernel of the queries' gradient, from the other's."""
         assert schedule.queries is not None
         as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
@@ -181,7 +183,8 @@ class Call:
             schedule=PrefillScheduleRefs(schedule.queries.table, schedule.queries.num_live, None),
             mask=(),
         )
-        return QueryInputs(attention, as_copied(self.grad_out), inputs.stats)
+        out = as_copied(self.out) if sums_outputs else None
+        return QueryInputs(attention, as_copied(self.grad_out), inputs.stats, out)
 
     def query_spec(self, schedule: Schedule, spec: BackwardSpec) -> PrefillSpec:
         """What that kernel is compiled for."""
@@ -199,21 +202,25 @@ class Call:
             has_alibi=spec.has_alibi, returns_lse=False, interpret=spec.interpret,
         )  # fmt: skip
 
-    def stats(self, *, more_rows: int = 0) -> jax.Array:
+    def stats(self, *, more_rows: int, sizes: KernelSizes) -> jax.Array:
         """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32.
 
         Args:
             more_rows: Static: behind the tokens.
+            sizes: With sums_outputs the second row is 0 and grad_lse, if there is one, a third.
         """
         as_f32 = lambda x: x.astype(jnp.float32)
+        lse = as_f32(self.lse)
+        less = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)  # a row without keys has probabilities of 0
+        stacked = lambda *rows: _whole_rows(jnp.stack([less, *rows], axis=1), axis=2, more=more_rows)
+        if sizes.sums_outputs:
+            return stacked(jnp.zeros_like(less), *(() if self.grad_lse is None else (as_f32(self.grad_lse),)))
         # A kernel of its own: summed where the two are stacked, a thread would read a whole head.
         products = as_f32(self.out) * as_f32(self.grad_out)
         expected = jax.lax.optimization_barrier(products.sum(axis=-1)).T
         if self.grad_lse is not None:
             expected = expected - as_f32(self.grad_lse)
-        lse = as_f32(self.lse)
-        less = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)  # a row without keys has probabilities of 0
-        return _whole_rows(jnp.stack([less, expected], axis=1), axis=2, more=more_rows)
+        return stacked(expected)
 
     def grad_query(self, summed: jax.Array, spec: BackwardSpec) -> jax.Array:
         """From [q_heads, units, rows, 64] f32, but for the scale, to what query is."""

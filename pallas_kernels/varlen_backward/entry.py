@@ -106,12 +106,16 @@ def grads_of_call(
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
-    outputs = backward_of_keys(inputs, spec)
     live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
     if spec.adds_grad_query:
+        outputs = backward_of_keys(inputs, spec)
         grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
     else:
-        of_queries = call.query_spec(schedule, spec)
-        grads = backward_queries(call.query_inputs(inputs, schedule, of_queries), of_queries)
+        stats = jax.new_ref(inputs.stats) if sizes.sums_outputs else inputs.stats
+        of_queries, of_kernel = call.query_spec(schedule, spec), inputs._replace(stats=stats)
+        static = {"sums_outputs": sizes.sums_outputs}
+        grads = backward_queries(call.query_inputs(of_kernel, schedule, of_queries, **static), of_queries)
         grad_query = live(grads, query)
+        stats = jax.freeze(stats) if sizes.sums_outputs else stats
+        outputs = backward_of_keys(inputs._replace(stats=stats), spec)
     return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)

@@ -64,7 +64,7 @@ class QueryGradients:
             slopes = self.inputs.attention.slopes
             slope = None if slopes is None else slopes[item.head]
             self.take_item(QueryRows(item, self.wg, slope, self.spec), buffer, nth, step)
-            return step + item.num
+            return step + self.inputs.steps_before + item.num
 
         lax.fori_loop(0, rounds, take, jnp.int32(0) * rounds)
         plgpu.wait_smem_to_gmem(0)
@@ -79,7 +79,7 @@ class QueryGradients:
             return self.grads_of(rows, buffer, step)
 
         def rest() -> tuple[Tile, ...]:
-            self.ring.skip(step, jnp.int32(0), rows.item.num)
+            self.ring.skip(step, jnp.int32(0), rows.item.num + self.inputs.steps_before)
             zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
             return tuple(zeros() for _ in range(self.spec.shape.cut.chunks))
 
@@ -102,7 +102,8 @@ class QueryGradients:
     def grads_of(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
         """All keys of rows, which are in a buffer, and whose item's first are those of `step`."""
         begin, low_edge, high_edge, end = rows.share()
-        stats = self.scores.stats_of(rows)
+        expected = None if self.inputs.out is None else self.expected(self.here(rows, buffer), step)
+        stats, step = self.scores.stats_of(rows, expected), step + self.inputs.steps_before
         if self.spec.has_window:
             self.ring.skip(step, jnp.int32(0), begin)
         first = rows.first_tile(begin)
@@ -127,6 +128,26 @@ class QueryGradients:
         grads = self.products.finish(step + end - 1, state)
         self.ring.skip(step, end, rows.item.num)
         return grads
+
+    def expected(self, here: Rows, step: Scalar) -> Tile:
+        """The sum of outputs, which are where keys and values of a step are, times their gradients."""
+        for stream, stage, _ in self.ring.stages(step):
+            plgpu.barrier_wait(stream.full.at[stage])
+
+        def of(rank: int) -> Tile:
+            stream, stage, _ = self.ring.stages(step)[rank]
+            as_f32 = lambda ref: plgpu.load(ref, layout=W).astype(f32)
+            products = [
+                as_f32(stream.tiles.at[stage, chunk]) * as_f32(here.grad_out.at[chunk])
+                for chunk in range(self.spec.shape.cut.chunks)
+            ]
+            return sum(products[1:], start=products[0]).sum(axis=1)
+
+        total = lax.cond(self.wg == 0, lambda: of(0), lambda: of(1))
+        plgpu.commit_smem()
+        for stream, stage, _ in self.ring.stages(step):
+            plgpu.barrier_arrive(stream.free.at[stage])
+        return total
 
     def work(self, tile: KvTile, stats: Stats, await_keys: Callable[[], None]) -> Work:
         """What is done between the products of a tile."""

@@ -58,7 +58,8 @@ def backward_queries(inputs: QueryInputs, spec: PrefillSpec) -> jax.Array:
         grid_names=("cta",),
         num_threads=spec.sizes.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Sums are over a warp's registers; there is no shared memory left for others.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="varlen_backward_queries",
         interpret=spec.interpret,
     )
@@ -98,6 +99,33 @@ class QueryLoader(Loader):
         self.ring = KeyRing(smem.attention, pipeline, spec)
         self.arrays = inputs.attention.cache.k, inputs.attention.cache.v
         self.grad_out_g, self.grad_out_s = inputs.grad_out, smem.grad_out
+        self.out_g, self.steps_before = inputs.out, inputs.steps_before
+
+    def load_share(self, work: Worklist) -> None:
+        """See Loader; an item's outputs come before its keys."""
+        rounds, number_of = work.rounds_of(self.team)
+
+        def load(nth: Scalar, step: Scalar) -> Scalar:
+            item, row = work.in_registers(number_of(nth))
+            if self.out_g is not None:
+                self.load_outputs(item, step)
+            self.load_item(item, row, nth, step + self.steps_before)
+            return step + self.steps_before + item.num
+
+        steps = lax.fori_loop(0, rounds, load, rounds * 0)
+        if self.spec.is_interpreted:
+            self.ring.wait_until_read(steps)
+            self.wait_for_queries(rounds)
+
+    def load_outputs(self, item: Item, step: Scalar) -> None:
+        """The first warpgroup's in the place of keys, the second one's in that of values."""
+        cut = self.spec.shape.cut
+        for rank, (stream, stage, num) in enumerate(self.ring.stages(step)):
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
+            for chunk in range(cut.chunks):
+                source = self.out_g.at[(rows, item.head, *cut.at(chunk, step * 0))]
+                plgpu.copy_gmem_to_smem(source, stream.tiles.at[stage, chunk], stream.full.at[stage])
 
     def load_tile(
         self, item: Item, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None

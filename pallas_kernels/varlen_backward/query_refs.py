@@ -13,11 +13,19 @@ class QueryInputs(NamedTuple):
         attention: Queries, keys, values, slopes and the tiles of queries; no sinks, which are in `stats`.
         grad_out: As the queries.
         stats: As refs.Inputs, 64 rows longer than the tokens at least.
+        out: As the queries, where the kernel makes the second row of `stats`: the sum of outputs times their
+            gradients, less a third row if there is one. Else None.
     """
 
     attention: prefill.Inputs
     grad_out: Ref
     stats: Ref
+    out: Ref
+
+    @property
+    def steps_before(self) -> int:
+        """Stages of keys and values that an item takes for its outputs, before its keys."""
+        return 0 if self.out is None else 1
 
 
 class QuerySmem(NamedTuple):

@@ -28,11 +28,22 @@ class QueryScores:
     def __init__(self, stats: Ref, masking: Masking, spec: PrefillSpec):
         self.stats, self.masking, self.spec = stats, masking, spec
 
-    def stats_of(self, rows: QueryRows) -> Stats:
-        """Of an item's rows, some of which may be another's or nobody's."""
-        item = rows.item
-        here = lambda nth: self.stats.at[item.head, nth, pl.ds(item["first_row"] + rows.rank * M, M)]
-        return Stats(*(plgpu.load(here(nth), layout=ROW, optimized=False) for nth in range(2)))
+    def stats_of(self, rows: QueryRows, expected: Rows | None) -> Stats:
+        """Of an item's rows, some of which may be another's or nobody's.
+
+        Args:
+            rows: Which.
+            expected: The sum of outputs times their gradients, for the next kernel, too; None = it is in
+                memory. Two items that share a row store the same there.
+        """
+        item, first = rows.item, rows.item["first_row"] + rows.rank * M
+        here = lambda nth: self.stats.at[item.head, nth, pl.ds(first, M)]
+        stored = lambda nth: plgpu.load(here(nth), layout=ROW, optimized=False)
+        if expected is None:
+            return Stats(stored(0), stored(1))
+        less = expected if self.stats.shape[1] == 2 else expected - stored(2)
+        self.stats[item.head, 1, pl.ds(first, M)] = less
+        return Stats(stored(0), less)
 
     def weights(self, s: Tile, stats: Stats, tile: KvTile) -> Tile:
         """Probabilities of Q K^T, times the soft cap's derivative; 0 where a query does not see the key."""

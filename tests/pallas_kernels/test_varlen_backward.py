@@ -119,6 +119,17 @@ class TestContract:
         interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
         problem.check(grads_of(problem, interpret, sizes, deterministic=True))
 
+    @pytest.mark.parametrize("has_grad_lse", [True, False])
+    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, has_grad_lse):
+        """A request of several items, one without queries, items whose second half nobody has."""
+        score = Score(scale=0.1, window=(80, 0))
+        lens = (150, 0, 3, 70)
+        layer = {"score": score, "heads": (2, 1), "head_dim": 128, "has_grad_lse": has_grad_lse}
+        problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, **layer))
+        sizes = two_kernels(128)
+        assert sizes.sums_outputs
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
+
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
     def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
         """Several tiles of keys an item of queries, a window, a cut tile at either end."""
