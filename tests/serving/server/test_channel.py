@@ -75,3 +75,25 @@ def test_what_cannot_be_taken_ends_both_ends(caplog):
     assert one.lost()
     assert other.lost()
     assert "could not be taken" in caplog.text
+
+
+def test_messages_of_several_threads_all_come_each_thread_s_in_their_order(ends):
+    """More than the socket holds, so that now who posts sends and now the thread that waits."""
+    one, other = ends
+
+    def post(thread):
+        for number in range(200):
+            one.channel.post((thread, number, b"x" * (5_000 if number % 3 else 10)))
+
+    threads = [threading.Thread(target=post, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    found = {thread: [] for thread in range(4)}
+    for _ in range(800):
+        for thread, number, _ in other.came.get(timeout=10):
+            found[thread].append(number)
+        if all(len(numbers) == 200 for numbers in found.values()):
+            break
+    for thread in threads:
+        thread.join()
+    assert all(numbers == list(range(200)) for numbers in found.values())
