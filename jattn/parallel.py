@@ -62,6 +62,14 @@ def on_all_parts(model: Any) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, P())
 
 
+def by_vocabulary(model: Any) -> NamedSharding | None:
+    """Where logits of a model lie; None where it has no mesh."""
+    mesh = _mesh_of(model)
+    if mesh is None:
+        return None
+    return NamedSharding(mesh, P() if model.config.vocab_size % mesh.size else P(None, ALL))
+
+
 def cache_partitions(cache: PagedCache) -> PagedCache:
     """A cache with PartitionSpecs in the place of its arrays: each device holds, of its kv heads, its keys.
 

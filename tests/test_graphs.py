@@ -1,7 +1,6 @@
 """DecodeGraphs: one executable a bucket, and never another."""
 
 import concurrent.futures
-import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.metadata.batch import abstract_metadata
 from jattn.metadata.buckets import default_buckets
 from jattn.requests import row_indices
+from tests.compilations import compilations
 from tests.tiny_step import (
     BLOCK_SIZE,
     CACHE_BYTES,
@@ -46,22 +46,6 @@ MIXED = Bucket(max_decodes=2, max_prefills=3, max_prefill_tokens=8, max_blocks=M
 def first_element(params, caches, metadata, *inputs):
     """The smallest step there is."""
     return params + metadata.seq_lens[0], caches
-
-
-@contextlib.contextmanager
-def xla_compiles():
-    """A list that gets an entry for each executable that XLA compiles."""
-    compiles = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiles.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiles
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +97,11 @@ class TestCompiles:
             new_caches(),
             np.random.default_rng(0),
         )
-        with xla_compiles() as compiles:
+        with compilations() as compiles:
             graphs.precompile(PARAMS, caches, block_size=BLOCK_SIZE, inputs=shape_of, progress=False)
         assert graphs.num_compiles == len(compiles) == 2
         used = set()
-        with xla_compiles() as compiles:
+        with compilations() as compiles:
             for _ in range(1000):
                 tokens, seq_lens, tables = random_batch(rng, random_lens(rng))
                 bucket = graphs.choose([len(ids) for ids in tokens])

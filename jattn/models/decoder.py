@@ -238,8 +238,16 @@ class Decoder(nnx.Module):
         return ByReach(plan_of(metadata.far, of_reach(False)), plan_of(metadata.near, of_reach(True)))
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
-        """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says."""
-        scores = self._scores(hidden) if self.mesh is None else run_on_mesh(self, "_scores", (hidden,))
+        """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says.
+
+        Devices of a mesh have those of their part of the vocabulary, if it falls into equal ones.
+        """
+        if self.mesh is None:
+            scores = self._scores(hidden)
+        elif self.config.vocab_size % self.mesh.size == 0:
+            scores = run_on_mesh(self, "_scores", (hidden,), returns="columns")
+        else:
+            scores = run_on_mesh(self, "_gathered_scores", (hidden,))
         config = self.config
         if self.lm_head is not None and self.lm_head.bias is not None:
             bias = self.lm_head.bias[...][: self.config.vocab_size]
@@ -256,10 +264,11 @@ class Decoder(nnx.Module):
         """The product with the vocabulary."""
         head = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
         precision = matmul_precision(hidden.dtype)
-        scores = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
-        if self.axis_name is None:
-            return scores
-        gathered = jax.lax.all_gather(scores, self.axis_name, axis=1, tiled=True)
+        return jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
+
+    def _gathered_scores(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
+        """Inside shard_map, where devices' parts end with rows of zeros that are no tokens."""
+        gathered = jax.lax.all_gather(self._scores(hidden), self.axis_name, axis=1, tiled=True)
         return gathered[:, : self.config.vocab_size]
 
     def spread(self, path: tuple[Any, ...], array: Any, shape: tuple[int, ...]) -> Any:

@@ -187,7 +187,8 @@ def run_on_mesh(
         options: As arguments, by name.
         plan: As `returns="plan"` gives it, for a method that takes one; or two, by reach.
         returns: What the method's result is: "whole", what all devices have; "caches", such a thing and
-            caches; or "plan", of which each rank has its own, along a first axis of all its arrays.
+            caches; "columns", of which each device has its own; or "plan", of which each rank has its own,
+            along a first axis of all its arrays.
     """
     graphdef, state = nnx.split(model)
     paths, variables = zip(*nnx.to_flat_state(state), strict=True)
@@ -235,7 +236,9 @@ def _run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any, *, h
         run,
         mesh=how.mesh,
         in_specs=(of_values, of_caches, P(), P(CP)),
-        out_specs={"whole": P(), "caches": (P(), of_caches), "plan": P(CP)}[how.returns],
+        out_specs={"whole": P(), "caches": (P(), of_caches), "columns": P(None, ALL), "plan": P(CP)}[
+            how.returns
+        ],
         check_vma=False,  # kernels do not say over which axes their results vary
     )(values, caches, given, plan)
 

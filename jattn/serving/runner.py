@@ -94,11 +94,11 @@ class Runner:
         self._in_flight: collections.deque[InFlight] = collections.deque()
         all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
         of_all = [bucket for graphs in all_graphs for bucket in graphs.buckets]
-        self._samplers = Samplers(of_all, limits.max_num_seqs, self._vocab_size)
-        self._max_rows = self._samplers.max_rows
-        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         # Processes are told of the parameters in each step; placing them together would take all of them.
         self._sampling = StepSampling(None if processes is not None else on_all_parts(model))
+        self._samplers = Samplers(of_all, limits.max_num_seqs, model, self._sampling)
+        self._max_rows = self._samplers.max_rows
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         has_near = self._near_spec is not None
         empty = EmptySteps(self.block_size, self._samplers.rows_of, self._max_rows, has_near=has_near)
         prefixes: list[list[Any]] = [[], [np.zeros((), np.int32)]]

@@ -54,15 +54,15 @@ def step_tokens(
 
 
 class StepSampling:
-    """The sampling parameters of a step, one row a request: made anew where the requests changed."""
+    """The sampling parameters of a step, one row a request: made anew where the requests changed.
+
+    Attributes:
+        place: Where they lie; None = on one device, or known to each process alone.
+    """
 
     def __init__(self, place: jax.sharding.Sharding | None = None) -> None:
-        """Begins with none.
-
-        Args:
-            place: Where the sampler has its logits; None = on one device, or known to each process alone.
-        """
-        self._place = place
+        """Begins with none."""
+        self.place = place
         self._last: tuple[tuple[Any, ...], SamplingMetadata] | None = None
 
     def of(
@@ -75,7 +75,7 @@ class StepSampling:
         if self._last is None or self._last[0] != key:
             params = [generation.sampling_params for generation in generations]
             made = build_sampling_metadata(params, num_rows)
-            self._last = (key, made if self._place is None else jax.device_put(made, self._place))
+            self._last = (key, made if self.place is None else jax.device_put(made, self.place))
         return self._last[1], num_generated
 
 

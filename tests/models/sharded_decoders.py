@@ -22,6 +22,7 @@ import jattn  # noqa: E402
 from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
 from jattn.serving import Engine, cli  # noqa: E402
+from tests.compilations import compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.families_often import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
@@ -104,7 +105,9 @@ def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
     num_compiles = engine.stats.num_compiles
     assert engine.graphs.num_compiles == len(engine.graphs.buckets)
     uploads = watch_uploads(engine)
-    assert tokens_of(engine) == alone.tokens
+    with compilations() as compiles:
+        assert tokens_of(engine) == alone.tokens
+    assert not compiles
     assert forks_of(engine) == alone.forks
     assert set(uploads) == {1}, uploads  # array of the host's a step
     check_new_weights(engine, alone.tokens)
@@ -355,9 +358,7 @@ def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int
     found = EXCHANGES.findall(executable.as_text())
     kinds = [kind for _, kind in found]
     assert kinds.count("all-reduce") == 1 + 2 * config.num_hidden_layers, found
-    gathered = [shape for shape, kind in found if kind != "all-reduce"]
-    assert len(gathered) == 1, found
-    assert re.fullmatch(rf"f32\[\d+,{config.vocab_size}\]", gathered[0]), found
+    assert kinds.count("all-reduce") == len(kinds), found  # nothing is gathered
     memory, (params, caches) = executable.memory_analysis(), sizes
     most = (params + caches) / tp
     assert memory.argument_size_in_bytes < most + METADATA, (bucket, memory, most)

@@ -14,7 +14,7 @@ from jattn.bucket import Bucket
 from jattn.serving.engine import Engine
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.step import next_tokens
+from tests.compilations import compilations
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
 
@@ -293,13 +293,13 @@ class TestSteps:
         )
         engine.precompile(progress=False)
         assert engine.stats.num_compiles == 2
-        num_samplers = next_tokens._cache_size()
-        engine.generate([[3, 1, 4], [1] * 33], max_tokens=8)
-        assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
-        for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"min_p": 0.1}):
-            params = [SamplingParams(temperature=0.7, **hot), SamplingParams()]
-            engine.generate([[3, 1, 4], [5]], max_tokens=3, sampling_params=params)
-        assert next_tokens._cache_size() == num_samplers
+        with compilations() as compiled:
+            engine.generate([[3, 1, 4], [1] * 33], max_tokens=8)
+            assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
+            for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"min_p": 0.1}):
+                params = [SamplingParams(temperature=0.7, **hot), SamplingParams()]
+                engine.generate([[3, 1, 4], [5]], max_tokens=3, sampling_params=params)
+        assert compiled == []
 
     def test_metrics_count_from_the_call(self, golden, engine):
         results = engine.generate(golden.prompts, max_tokens=[1, 2, 3, 4], ignore_eos=True)

@@ -2,7 +2,6 @@
 
 import random
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,22 +11,13 @@ from jattn.serving import SamplingParams
 from jattn.serving.block_copies import BlockCopies
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduler import Scheduler
+from tests.compilations import compilations
 from tests.in_place import copies_of
 from tests.serving.test_prefix_cache import Pool
 from tests.serving.test_requests import drained, engine_of
 
 BLOCK_SIZE = 4
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 HOT = {"temperature": 1.5, "max_tokens": 7}
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """What XLA compiles, whoever asks for it: a list that grows."""
-    names = []
-    note = lambda event, seconds, **how: names.append(how) if event == COMPILE_EVENT else None
-    jax.monitoring.register_event_duration_secs_listener(note)
-    return names
 
 
 def scheduler_of(num_blocks=40, **limits):
@@ -256,12 +246,12 @@ class TestEngine:
         assert copies_of(program, arrays[0]["k"]) == []
         drained(engine)
 
-    def test_nothing_compiles_after_precompile(self, compiled):
+    def test_nothing_compiles_after_precompile(self):
         engine = engine_of()
         engine.precompile(progress=False)
-        compiled.clear()
         params = SamplingParams(seed=0, n=3, **HOT)
-        engine.generate([list(range(13)), list(range(50, 63))], params)
+        with compilations() as compiled:
+            engine.generate([list(range(13)), list(range(50, 63))], params)
         assert (engine.stats.num_forked_tokens, compiled) == (4 * 12, [])
 
     def test_more_copies_than_sizes_are_made_all_the_same(self):

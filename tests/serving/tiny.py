@@ -1,8 +1,5 @@
 """The smallest things that an engine can serve: a tokenizer of bytes and a model of one layer."""
 
-import contextlib
-
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -54,19 +51,3 @@ def sized_model(**options):
     for layer in model.layers:
         layer.input_layernorm = SizedNorm(layer.input_layernorm)
     return model
-
-
-@contextlib.contextmanager
-def compilations():
-    """What is compiled inside, whoever asks for it: a list that grows."""
-    names = []
-
-    def note(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield names
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
