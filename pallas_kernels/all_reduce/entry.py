@@ -30,8 +30,8 @@ def all_reduce(
         ValueError: peers is for another number of devices.
         NotImplementedError: There is no kernel for this request; the message says why.
 
-    Source: vLLM `custom_all_reduce` with one shot, by NCCL's low-latency words. Where a program is compiled
-    for no NVIDIA GPU, XLA sums.
+    Source: vLLM `custom_all_reduce` with one shot, by words as TensorRT-LLM sends them. Where a program is
+    compiled for no NVIDIA GPU, XLA sums.
     """
     of = _exchange("all_reduce", x, peers, axis_name)
     if of.rows == 0:

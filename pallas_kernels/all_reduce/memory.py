@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.all_reduce.reasons import why_not_peers
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
-from pallas_kernels.ptx.peer_words import COUNTERS, MAX_BLOCKS, block_bytes_of, memory_bytes
+from pallas_kernels.ptx.peer_words import COUNTERS, EMPTY, MAX_BLOCKS, block_bytes_of, memory_bytes
 
 
 class PeerMemory(NamedTuple):
@@ -64,8 +64,10 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
         raise unsupported("make_peer_memory", reason, "jax.lax.psum sums there")
     words = memory_bytes(mesh.shape[axis_name], block_bytes_of(max_rows, width)) // 4
     by_device = NamedSharding(mesh, P(*mesh.axis_names))
-    zeros = jax.jit(lambda: jnp.zeros((*mesh.devices.shape, words), jnp.int32), out_shardings=by_device)
-    memory = jax.block_until_ready(zeros())  # nobody writes before all is zero: calls are counted from 1
+    is_counter = jnp.arange(words) < COUNTERS // 4  # calls are counted from 1
+    empty = lambda: jnp.where(is_counter, 0, jnp.uint32(EMPTY)).view(jnp.int32)
+    made = jax.jit(lambda: jnp.broadcast_to(empty(), (*mesh.devices.shape, words)), out_shardings=by_device)
+    memory = jax.block_until_ready(made())  # nobody writes before all is empty
     entries = _entries(_addresses(memory), mesh.axis_names.index(axis_name))
     return PeerMemory(jax.device_put(entries, by_device), memory)
 

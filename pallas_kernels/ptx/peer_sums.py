@@ -13,6 +13,7 @@ from pallas_kernels.ptx.peer_words import (
     call_ends,
     each_row,
     loaded,
+    own,
     pair_of,
     places,
     registers,
@@ -145,10 +146,9 @@ class _Numbers(NamedTuple):
 
 def _summed(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -> Iterator[str]:
     """A row of all devices: waited for, added, stored; what follows."""
-    for n in of.each:
-        yield loaded(of, at.x, "d", n)
-        if norm is not None:
-            yield loaded(of, at.residual, "s", n)
+    yield from own(of, at.x)
+    if norm is not None:
+        yield from (loaded(of, at.residual, "s", n) for n in of.each)
     yield "mov.f32 total, 0f00000000;"
     for group in of.groups:
         yield from waited_for(of, group)
@@ -165,11 +165,11 @@ def _summed(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -
 def _added(of: Exchange, group: range, n: int, half: int, numbers: _Numbers) -> Iterator[str]:
     """All devices' numbers of a word, in k: added in the devices' order, so that all have the same sum."""
     for device in range(of.devices):
-        yield f"mov.b64 {{x, y}}, {word(of, group, n, device, half)};"
+        pair = word(of, group, n, device, half)
         if device == 0:
-            yield numbers.widened("x", "low", "high")
+            yield numbers.widened(pair, "low", "high")
         else:
-            yield numbers.widened("x", "f", "g") + " add.f32 low, low, f; add.f32 high, high, g;"
+            yield numbers.widened(pair, "f", "g") + " add.f32 low, low, f; add.f32 high, high, g;"
     yield numbers.rounded(f"k{2 * n + half}", "low", "high")
 
 

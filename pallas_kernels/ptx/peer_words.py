@@ -1,19 +1,22 @@
 """Words that devices write into each other's memory: where they are, how they are sent and waited for.
 
-Each 8 bytes that go to another device are 4 of an array and 4 that say which call they belong to, stored as
-one word: who reads a word with its call's number has its numbers, too, and nothing else has to be waited for.
+Memory that nobody has written to holds a word that is never sent, two zeros with a minus: who reads another
+one has what was sent, and nothing else has to be waited for. Who has read it puts that word there again.
 Thread block b of a device deals with thread block b of the others, and has memory of its own there, twice:
 
 device 0, block b, call n                             device 1, block b, call n
 ----------------------------------------------------  -------------------------
-its rows, with n beside them ---> memory n % 2 of device 1
+its rows ---> memory n % 2 of device 1
                                                       its rows ---> memory n % 2 of device 0
-read its own memory n % 2 until all of it says n
-use what came with it
+read its own memory n % 2 until all of it was sent
+make it empty again, use what came
 next call: n + 1
 
-Call n + 1 writes while a device may still read what call n brought, but nobody reads call n - 1's any more:
-who has finished call n has read all devices' rows of it, and these began call n after their call n - 1.
+Call n + 1 writes while a device may still read what call n brought, so to other memory. Call n + 2 writes
+where call n did: by then all devices have ended call n, for they began call n + 1, whose rows are there.
+
+The idea of a word that is never sent is that of TensorRT-LLM's one-shot all-reduce, after Lamport; NCCL's
+low-latency words have a number beside each four bytes, and so twice the bytes to send.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,8 @@ from pallas_kernels.ptx.programs import THREADS
 
 MAX_BLOCKS = 128
 COUNTERS = 4 * MAX_BLOCKS  # bytes at the beginning of a device's memory: each thread block's last call
-PACKET = 16  # bytes of memory that a thread writes at once: two words, 4 numbers of the array
+PACKET = 8  # bytes of memory that a thread writes at once: two words, 4 numbers of the array
+EMPTY = 0x80008000  # a word that is never sent: two zeros with a minus, in bfloat16 and in float16
 MAX_POLLS = 1 << 24  # of a thread, about 10 s: then another device's program has ended, and so does this one
 AT_ONCE = 8  # packets that a thread waits for together: registers
 
@@ -84,8 +88,9 @@ def block_bytes_of(rows: int, width: int) -> int:
 def registers(of: Exchange) -> Iterator[str]:
     """Of these functions; d are the thread's packets of the row, in pairs."""
     yield ".reg .b64 at, to, my, counter, offset, place;"
-    yield f".reg .b64 from<{of.devices}>, peer<{of.devices}>, w<{2 * max(AT_ONCE, of.devices)}>;"
+    yield f".reg .b64 from<{of.devices}>, peer<{of.devices}>;"
     yield ".reg .b32 device, call, slot, row, x, y, z, polls, pending;"
+    yield f".reg .b32 w<{2 * max(AT_ONCE, of.devices)}>;"
     yield f".reg .b32 j<{len(of.each)}>, d<{2 * len(of.each)}>;"
     yield f".reg .pred p, is_asked, is_mine<{of.devices}>, is_packet<{len(of.each)}>;"
 
@@ -148,15 +153,21 @@ def _in_row(of: Exchange, array: str, n: int) -> str:
     )
 
 
+def own(of: Exchange, array: str) -> Iterator[str]:
+    """The row's packets of an array, in d; an empty word as two zeros, so that all devices add the same."""
+    yield from (loaded(of, array, "d", n) for n in of.each)
+    for d in (f"d{2 * n + half}" for n in of.each for half in (0, 1)):
+        yield f"setp.eq.u32 p, {d}, {EMPTY}; @p mov.b32 {d}, 0;"
+
+
 def sent(of: Exchange, array: str) -> Iterator[str]:
     """The row of an array to all other devices."""
-    yield from (loaded(of, array, "d", n) for n in of.each)
+    yield from own(of, array)
     for n in of.each:
-        yield f"mov.b64 w0, {{d{2 * n}, call}}; mov.b64 w1, {{d{2 * n + 1}, call}};"
         yield f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 place, place, offset;"
         for other in range(of.devices):
             yield f"not.pred p, is_mine{other}; and.pred p, p, is_packet{n}; add.s64 to, peer{other}, place;"
-            yield "@p st.relaxed.sys.global.v2.b64 [to], {w0, w1};"
+            yield f"@p st.relaxed.sys.global.v2.b32 [to], {pair_of('d', n)};"
 
 
 def word(of: Exchange, group: range, n: int, device: int, half: int) -> str:
@@ -169,19 +180,28 @@ def waited_for(of: Exchange, group: range) -> Iterator[str]:
     words = lambda n, device: [word(of, group, n, device, half) for half in (0, 1)]
     packets = [(n, device) for n in group for device in range(of.devices)]
     for n, device in packets:
-        yield from (f"mov.b64 {w}, {{d{2 * n + half}, call}};" for half, w in enumerate(words(n, device)))
+        yield from (f"mov.b32 {w}, d{2 * n + half};" for half, w in enumerate(words(n, device)))
     yield "mov.b32 polls, 0;"
     yield f"WAIT{group.start}:"
     for n, device in packets:
-        yield f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 at, from{device}, place; add.s64 at, at, offset;"
-        yield f"not.pred is_asked, is_mine{device}; and.pred is_asked, is_asked, is_packet{n};"
-        yield f"@is_asked ld.relaxed.sys.global.v2.b64 {{{', '.join(words(n, device))}}}, [at];"
+        yield from _asked(of, n, device)
+        yield f"@is_asked ld.relaxed.sys.global.v2.b32 {{{', '.join(words(n, device))}}}, [at];"
     yield "mov.b32 pending, 0;"
     for n, device in packets:
         for w in words(n, device):
-            yield f"mov.b64 {{x, y}}, {w}; xor.b32 y, y, call; or.b32 pending, pending, y;"
+            yield f"setp.eq.u32 p, {w}, {EMPTY}; @p mov.b32 pending, 1;"
     yield f"add.u32 polls, polls, 1; setp.gt.u32 p, polls, {MAX_POLLS}; @p trap;"
     yield f"setp.ne.u32 p, pending, 0; @p bra WAIT{group.start};"
+    yield f"mov.b32 x, {EMPTY};"
+    for n, device in packets:
+        yield from _asked(of, n, device)
+        yield "@is_asked st.relaxed.sys.global.v2.b32 [at], {x, x};"
+
+
+def _asked(of: Exchange, n: int, device: int) -> Iterator[str]:
+    """The address of a device's packet n in this device's memory, and whether this thread looks there."""
+    yield f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 at, from{device}, place; add.s64 at, at, offset;"
+    yield f"not.pred is_asked, is_mine{device}; and.pred is_asked, is_asked, is_packet{n};"
 
 
 def call_ends(thread: str) -> str:

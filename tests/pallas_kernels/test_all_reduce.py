@@ -166,7 +166,7 @@ class TestErrors:
         [
             (zeros(1, 64, dtype=jnp.float32), r"no kernel for float32 \(bfloat16, float16 have one\)"),
             (zeros(1, 62), "no kernel for rows of 62 numbers"),
-            (zeros(129, 64), r"512 bytes a thread block \(peers has 256\)"),
+            (zeros(129, 64), r"256 bytes a thread block \(peers has 128\)"),
         ],
     )
     def test_what_has_no_kernel(self, x, message):

@@ -22,7 +22,9 @@ class Devices:
 
     def __init__(self, count, block_bytes, seed=0):
         self.memory, self.count, self.block_bytes = Memory(), count, block_bytes
-        self.peers = [self.memory.zeros(memory_bytes(count, block_bytes)) for _ in range(count)]
+        empty = np.full(memory_bytes(count, block_bytes) // 4, peer_words.EMPTY, np.uint32)
+        empty[: peer_words.COUNTERS // 4] = 0
+        self.peers = [self.memory.put(empty) for _ in range(count)]
         self.draw = random.Random(seed)
 
     def tables(self):
@@ -114,6 +116,17 @@ def test_three_devices_add_in_one_order():
 def test_calls_of_many_sizes_one_behind_the_other(seed):
     rng = random.Random(seed)
     check(2, [(rng.choice((1, 2, 5)), rng.choice((4, 36)), None, BF16) for _ in range(12)], seed)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+def test_zeros_with_a_minus_are_sent_too(dtype):
+    """The word that memory holds which nobody has written to: waited for, it would never come."""
+    zeros = np.full((2, 2, 64), -0.0, dtype)
+    zeros[0, 0, ::2] = 1
+    calls = [(zeros, (), None)] * 3
+    for (of_one,), (of_other,) in Devices(2, block_bytes_of(2, 64)).sums(calls):
+        np.testing.assert_array_equal(of_one.view(np.uint16), of_other.view(np.uint16))
+        np.testing.assert_array_equal(of_one.astype(np.float64), zeros.astype(np.float64).sum(axis=0))
 
 
 def test_with_one_slot_sums_go_wrong(monkeypatch):
