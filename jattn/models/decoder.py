@@ -22,6 +22,7 @@ from jattn.models.embedding import take_rows
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
 from jattn.models.layers import make_norm, matmul_precision
+from jattn.models.logits import logits_of
 from jattn.models.partitions import (
     create_on,
     mask_on_mesh,
@@ -238,27 +239,15 @@ class Decoder(nnx.Module):
         return ByReach(plan_of(metadata.far, of_reach(False)), plan_of(metadata.near, of_reach(True)))
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
-        """Next-token scores of some hidden states: scaled, soft-capped, some hidden, as the config says.
-
-        Devices of a mesh have those of their part of the vocabulary, if it falls into equal ones.
-        """
+        """Next-token scores of some hidden states. A mesh has them cut by the vocabulary, if it divides that."""
         if self.mesh is None:
             scores = self._scores(hidden)
         elif self.config.vocab_size % self.mesh.size == 0:
             scores = run_on_mesh(self, "_scores", (hidden,), returns="columns")
         else:
             scores = run_on_mesh(self, "_gathered_scores", (hidden,))
-        config = self.config
-        if self.lm_head is not None and self.lm_head.bias is not None:
-            bias = self.lm_head.bias[...][: self.config.vocab_size]
-            scores = scores + bias.astype(scores.dtype)[None, :]
-        scores = scores if config.logit_scale is None else scores * config.logit_scale
-        cap = config.final_logit_softcapping
-        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-        if config.hidden_tokens:
-            lowest = jnp.finfo(scores.dtype).min
-            scores = scores.at[:, np.array(config.hidden_tokens)].set(lowest)
-        return scores
+        bias = None if self.lm_head is None or self.lm_head.bias is None else self.lm_head.bias[...]
+        return logits_of(scores, bias, self.config)
 
     def _scores(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
         """The product with the vocabulary."""
