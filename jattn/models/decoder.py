@@ -239,7 +239,7 @@ class Decoder(nnx.Module):
         return ByReach(plan_of(metadata.far, of_reach(False)), plan_of(metadata.near, of_reach(True)))
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
-        """Next-token scores of some hidden states. A mesh has them cut by the vocabulary, if it divides that."""
+        """Next-token scores of hidden states. A mesh has them cut by the vocabulary, if it divides that."""
         if self.mesh is None:
             scores = self._scores(hidden)
         elif self.config.vocab_size % self.mesh.size == 0:
