@@ -62,12 +62,16 @@ def on_all_parts(model: Any) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, P())
 
 
+def cuts_logits(model: Any) -> bool:
+    """Whether a device has the logits of its part of the vocabulary alone: all parts are equal."""
+    mesh = _mesh_of(model)
+    return mesh is not None and model.config.vocab_size % mesh.size == 0
+
+
 def by_vocabulary(model: Any) -> NamedSharding | None:
     """Where logits of a model lie; None where it has no mesh."""
     mesh = _mesh_of(model)
-    if mesh is None:
-        return None
-    return NamedSharding(mesh, P() if model.config.vocab_size % mesh.size else P(None, ALL))
+    return None if mesh is None else NamedSharding(mesh, P(None, ALL) if cuts_logits(model) else P())
 
 
 def cache_partitions(cache: PagedCache) -> PagedCache:

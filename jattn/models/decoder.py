@@ -34,7 +34,7 @@ from jattn.models.partitions import (
 from jattn.models.scales import KVScales, static_scales
 from jattn.models.spreading import spread, whole_shape
 from jattn.models.sums import Peers, of_first_device, summed
-from jattn.parallel import Axes
+from jattn.parallel import Axes, cuts_logits
 from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         """Next-token scores of hidden states. A mesh has them cut by the vocabulary, if it divides that."""
         if self.mesh is None:
             scores = self._scores(hidden)
-        elif self.config.vocab_size % self.mesh.size == 0:
+        elif cuts_logits(self):
             scores = run_on_mesh(self, "_scores", (hidden,), returns="columns")
         else:
             scores = run_on_mesh(self, "_gathered_scores", (hidden,))
