@@ -170,9 +170,9 @@ class Call:
         return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
 
     def query_inputs(
-        self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec, sizes: KernelSizes
+        self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec, *, sums_outputs: bool
     ) -> QueryInputs:
-        """Those of the kernel of the queries' gradient, from the other's, which has `sizes`."""
+        """Those of the kernel of the queries' gradient, from the other's."""
         assert schedule.queries is not None
         as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
         attention = PrefillInputs(
@@ -183,7 +183,7 @@ class Call:
             schedule=PrefillScheduleRefs(schedule.queries.table, schedule.queries.num_live, None),
             mask=(),
         )
-        out = as_copied(self.out) if sizes.sums_outputs else None
+        out = as_copied(self.out) if sums_outputs else None
         return QueryInputs(attention, as_copied(self.grad_out), inputs.stats, out)
 
     def query_spec(self, schedule: Schedule, spec: BackwardSpec) -> PrefillSpec:

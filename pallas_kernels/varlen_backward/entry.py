@@ -12,7 +12,6 @@ from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.kernel import backward_of_keys
 from pallas_kernels.varlen_backward.lists import TileLists
 from pallas_kernels.varlen_backward.query_kernel import backward_queries
-from pallas_kernels.varlen_backward.refs import Inputs
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes, units_of
@@ -107,27 +106,16 @@ def grads_of_call(
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
-    grad_query = None
-    if not spec.adds_grad_query:
-        grad_query, inputs = grad_of_queries(call, inputs, schedule, spec)
-    outputs = backward_of_keys(inputs, spec)
-    if grad_query is None:
+    live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
+    if spec.adds_grad_query:
+        outputs = backward_of_keys(inputs, spec)
         grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
+    else:
+        stats = jax.new_ref(inputs.stats) if sizes.sums_outputs else inputs.stats
+        of_queries, of_kernel = call.query_spec(schedule, spec), inputs._replace(stats=stats)
+        static = {"sums_outputs": sizes.sums_outputs}
+        grads = backward_queries(call.query_inputs(of_kernel, schedule, of_queries, **static), of_queries)
+        grad_query = live(grads, query)
+        stats = jax.freeze(stats) if sizes.sums_outputs else stats
+        outputs = backward_of_keys(inputs._replace(stats=stats), spec)
     return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)
-
-
-def grad_of_queries(
-    call: Call, inputs: Inputs, schedule: Schedule, spec: BackwardSpec
-) -> tuple[jax.Array, Inputs]:
-    """By a kernel of its own, and the inputs of the other one, whose stats the first completes."""
-    sums = spec.sizes.sums_outputs
-    inputs = inputs._replace(stats=jax.new_ref(inputs.stats)) if sums else inputs
-    of_queries = call.query_spec(schedule, spec)
-    grads = backward_queries(call.query_inputs(inputs, schedule, of_queries, spec.sizes), of_queries)
-    inputs = inputs._replace(stats=jax.freeze(inputs.stats)) if sums else inputs
-    return live(grads, call.query), inputs
-
-
-def live(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The rows of x that `like` has, in its shape."""
-    return x.reshape(-1, *like.shape[1:])[: like.shape[0]]

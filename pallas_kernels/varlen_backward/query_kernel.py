@@ -101,12 +101,21 @@ class QueryLoader(Loader):
         self.grad_out_g, self.grad_out_s = inputs.grad_out, smem.grad_out
         self.out_g, self.steps_before = inputs.out, inputs.steps_before
 
-    def load_before_keys(self, item: Item, step: Scalar) -> Scalar:
-        """See Loader: an item's outputs, where the kernel sums these."""
-        if self.out_g is None:
-            return step
-        self.load_outputs(item, step)
-        return step + self.steps_before
+    def load_share(self, work: Worklist) -> None:
+        """See Loader; an item's outputs come before its keys."""
+        rounds, number_of = work.rounds_of(self.team)
+
+        def load(nth: Scalar, step: Scalar) -> Scalar:
+            item, row = work.in_registers(number_of(nth))
+            if self.out_g is not None:
+                self.load_outputs(item, step)
+            self.load_item(item, row, nth, step + self.steps_before)
+            return step + self.steps_before + item.num
+
+        steps = lax.fori_loop(0, rounds, load, rounds * 0)
+        if self.spec.is_interpreted:
+            self.ring.wait_until_read(steps)
+            self.wait_for_queries(rounds)
 
     def load_outputs(self, item: Item, step: Scalar) -> None:
         """The first warpgroup's in the place of keys, the second one's in that of values."""

@@ -75,19 +75,14 @@ class Loader:
 
         def load(nth: Scalar, step: Scalar) -> Scalar:
             item, row = work.in_registers(number_of(nth))
-            first = self.load_before_keys(item, step)
-            self.load_item(item, row, nth, first)
-            return first + item.num
+            self.load_item(item, row, nth, step)
+            return step + item.num
 
         steps = lax.fori_loop(0, rounds, load, rounds * 0)
         # Interpret mode insists that every completion is awaited; to the hardware it is all one.
         if self.spec.is_interpreted:
             self.ring.wait_until_read(steps)
             self.wait_for_queries(rounds)
-
-    def load_before_keys(self, item: Item, step: Scalar) -> Scalar:
-        """What takes stages of the ring before an item's keys, from `step` on; returns the keys' first."""
-        return step
 
     def load_item(self, item: Item, row: Scalar, nth: Scalar, step: Scalar) -> None:
         """An item, whose row of the schedule is `row` and whose first keys are those of `step`."""
