@@ -3,6 +3,7 @@
 Run by tests/models/test_ranked_decoders.py: `families`, `engine` or `features`.
 """
 
+import math
 import pathlib
 import re
 import sys
@@ -100,7 +101,7 @@ def check_executable(executable, bucket, engine: Engine, tp: int, cp: int, cache
     found = EXCHANGES.findall(executable.as_text())
     assert [kind for _, kind in found].count("all-reduce") == 1 + 2 * layers, found
     gathered = [re.match(r"(\w+)\[([\d,]+)\]", shape) for shape, kind in found if kind != "all-reduce"]
-    sizes = [(match[1], int(np.prod([int(n) for n in match[2].split(",")]))) for match in gathered]
+    sizes = [(match[1], math.prod(map(int, match[2].split(",")))) for match in gathered]
     assert sizes == [("f32", cp * heads * bucket.max_tokens)] * layers, found
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes, (memory, cache_bytes)

@@ -354,11 +354,11 @@ def check_parameters(model, tp: int) -> None:
 
 
 def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int, alone) -> None:
-    """Two sums a layer and one of the embedding; the logits are all that is gathered."""
+    """Two sums a layer and one of the embedding; nothing is gathered, logits neither."""
     found = EXCHANGES.findall(executable.as_text())
     kinds = [kind for _, kind in found]
     assert kinds.count("all-reduce") == 1 + 2 * config.num_hidden_layers, found
-    assert kinds.count("all-reduce") == len(kinds), found  # nothing is gathered
+    assert kinds.count("all-reduce") == len(kinds), found
     memory, (params, caches) = executable.memory_analysis(), sizes
     most = (params + caches) / tp
     assert memory.argument_size_in_bytes < most + METADATA, (bucket, memory, most)
