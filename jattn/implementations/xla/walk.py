@@ -92,8 +92,20 @@ def _prefills(query: Array, problem: Problem, tiles: QueryTiles | None) -> OutAn
 
 
 def _map_tiles(tile: Callable[..., OutAndLse], inputs: tuple[Array, ...], at_once: int) -> OutAndLse:
+    """The tiles' outputs, `at_once` of them at a time at most.
+
+    They are cut into equal batches, the last filled up with tiles of no queries: a smaller one behind them,
+    as `jax.lax.map` makes it, would be the whole walk compiled once more.
+    """
     if at_once == 1:
         return jax.lax.map(lambda xs: tile(*xs), inputs)
-    if inputs[0].shape[0] <= at_once:
+    num = inputs[0].shape[0]
+    batches = -(-num // at_once)
+    if batches == 1:
         return jax.vmap(tile)(*inputs)
-    return jax.lax.map(lambda xs: tile(*xs), inputs, batch_size=at_once)
+    size = -(-num // batches)
+    spare = batches * size - num
+    filled = (jnp.pad(x, [(0, spare), *[(0, 0)] * (x.ndim - 1)]) for x in inputs)
+    batched = tuple(x.reshape(batches, size, *x.shape[1:]) for x in filled)
+    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), batched)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], outputs)
