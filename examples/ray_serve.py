@@ -60,7 +60,7 @@ def application(
     **engine_options: Any,
 ) -> serve.Application:
     """What `ray.serve.run` runs: so many replicas of an engine, one a GPU."""
-    num_seqs = engine_options.get("max_num_seqs", 16)
+    num_seqs = engine_options.setdefault("max_num_seqs", 256)  # an engine's own on a GPU
     deployment: Any = Replica
     replica = deployment.options(
         num_replicas=num_replicas,

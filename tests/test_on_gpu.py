@@ -27,6 +27,7 @@ WITH_KERNELS = (
 # Of those whose heads are narrower than any kernel's: what attention is told by none of the others.
 WIDENED = ("bloom", "cohere2", "falcon_rw", "ministral3", "phi3_longrope", "phi3small")
 NUM_BLOCKS, BUCKET = 17, jattn.Bucket(max_decodes=4, max_prefills=2, max_prefill_tokens=128, max_blocks=8)
+SMALL_STEPS = {"max_num_seqs": 16, "max_num_batched_tokens": 512}  # fewer executables to compile
 PROMPTS = [
     "import os\nimport sys\n\n\ndef main(",
     'class Stack:\n    """A stack of items."""\n\n    def __init__(self',
@@ -87,7 +88,7 @@ def in_bf16(exact):
 def test_the_tiny_model_writes_what_16_bits_may_write():
     """Each token is float32's best, or behind it by no more than two logits may be off in 16 bits."""
     model, wide = (jattn.models.load(TINY, dtype=dtype, progress=False) for dtype in ("bfloat16", "float32"))
-    engine = jattn.serving.Engine(model, implementation=("mosaic_gpu",))
+    engine = jattn.serving.Engine(model, implementation=("mosaic_gpu",), **SMALL_STEPS)
 
     def logits(model, ids):
         graphdef, params = nnx.split(with_implementation(model, "xla"))
@@ -131,7 +132,7 @@ def test_golden_text_comes_out_of_a_gpu_too():
         model = jattn.models.load(HF / name, progress=False)
         count = sum(key.startswith("prompt") for key in expected)
         prompts = [expected[f"prompt{i}"].tolist() for i in range(count)]
-        results = jattn.serving.Engine(model).generate(prompts, max_tokens=8, ignore_eos=True)
+        results = jattn.serving.Engine(model, **SMALL_STEPS).generate(prompts, max_tokens=8, ignore_eos=True)
         for i, result in enumerate(results):
             sure = np.asarray(expected[f"margin{i}"])[:8] > 1e-3
             until = int(np.argmin(sure)) if not sure.all() else 8

@@ -11,13 +11,12 @@ from jax.typing import DTypeLike
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
 from jattn.serving.default_params import default_params
-from jattn.serving.engine_parts import CacheOptions, DraftOptions, StepOptions, make_parts
+from jattn.serving.engine_parts import CacheOptions, DraftOptions, SizeOptions, StepOptions, make_parts
 from jattn.serving.engine_stats import stats_of
 from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
 from jattn.serving.processes import must_follow, must_lead
 from jattn.serving.prompts import Prompt, Request, require_one_each
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.sizes import StepLimits
 from jattn.serving.stats import EngineStats
 from jattn.serving.streaming import stream_of
 from jattn.serving.structured_outputs import Grammars
@@ -43,8 +42,8 @@ class Engine:
         num_blocks: int | None = None,
         cache_bytes: int | None = None,
         block_size: int = 16,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         cache_dtype: DTypeLike | None = None,
@@ -66,8 +65,8 @@ class Engine:
             num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
             cache_bytes: On each device. None = enough for any step, or 80 % of what is free (1 GiB: unknown).
             block_size: Tokens of a block, on each device that has keys of its own.
-            max_num_seqs: Most requests of a step.
-            max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks.
+            max_num_seqs: Most requests of a step. None = as vLLM on a GPU, 256; fewer else (docs/serving.md).
+            max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks. None likewise.
             max_model_len: Longest context, prompt and new tokens together. None = the model's.
             enable_prefix_caching: A prompt that begins as another did is computed from where they part.
             cache_dtype: Of keys and values; None = the model's.
@@ -87,11 +86,11 @@ class Engine:
             NotImplementedError: This machine lacks the implementation; no cascades or invariance here.
             FileNotFoundError: There is no such folder, or a file of it is missing.
         """
-        limits = StepLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, batch_invariant)
+        sizes = SizeOptions(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, batch_invariant)
         cache = CacheOptions(num_blocks, cache_bytes, cache_dtype, quantization, skip_layers)
         drafts = DraftOptions(speculative, num_speculative_tokens)
         steps = StepOptions(buckets, implementation, cascade_attention, check_batches)
-        parts = make_parts(model, limits, cache, drafts, steps, enable_prefix_caching, cache_dir)
+        parts = make_parts(model, sizes, cache, drafts, steps, enable_prefix_caching, cache_dir)
         self.model, self.scheduler, self._runner, self._core, self._intake, *_ = parts
         self._processes, self._speculation = parts.processes, parts.speculation
         self.default_sampling_params = default_params(self.model)

@@ -19,6 +19,28 @@ from jattn.serving.served_model import ServedModel, as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
 from jattn.serving.speculative import as_drafter, speculation_of
+from jattn.serving.step_sizes import default_step_sizes
+
+
+class SizeOptions(NamedTuple):
+    """Of how large steps and requests are; attributes as arguments of `Engine`."""
+
+    block_size: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_model_len: int | None
+    batch_invariant: bool
+
+    def limits(self, buckets: Sequence[Bucket] | None) -> StepLimits:
+        """With the device's own sizes where none are given; no more requests than tokens are."""
+        seqs, tokens = default_step_sizes(fills_buckets=self.batch_invariant is True or buckets is not None)
+        if self.max_num_batched_tokens is not None:
+            tokens = self.max_num_batched_tokens
+        if self.max_num_seqs is not None:
+            seqs = self.max_num_seqs
+        elif isinstance(tokens, int) and tokens > 0:
+            seqs = min(seqs, tokens)
+        return StepLimits(self.block_size, seqs, tokens, self.max_model_len, self.batch_invariant)
 
 
 class CacheOptions(NamedTuple):
@@ -77,7 +99,7 @@ class EngineParts(NamedTuple):
 
 def make_parts(
     model: Any,
-    limits: StepLimits,
+    sizes: SizeOptions,
     cache: CacheOptions,
     drafts: DraftOptions,
     steps: StepOptions,
@@ -88,7 +110,7 @@ def make_parts(
 
     Args:
         model: As `Engine` has it.
-        limits: Of its steps.
+        sizes: Of its steps.
         cache: Of its layers.
         drafts: Who drafts.
         steps: How they run.
@@ -98,6 +120,7 @@ def make_parts(
     Raises:
         As `Engine`.
     """
+    limits = sizes.limits(steps.buckets)
     limits.check(cache.skip_layers, num_blocks=cache.num_blocks, cache_bytes=cache.cache_bytes)
     limits.check_features(enable_prefix_caching, drafts.speculative, steps.cascade_attention, steps.buckets)
     keep_executables_in(cache_dir)

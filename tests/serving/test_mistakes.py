@@ -34,7 +34,7 @@ WANT = {
     "Engine(type('M', (), dict.fromkeys(m.members))())": r"model must be an nnx.Module, got a M\.",
     "Engine({'a': 1})": r"model must be a jattn.models.Decoder or .*, got \{'a': 1\}\.",
     "Engine(m.model, block_size='16')": r"block_size must be an int, got '16'\.",
-    "Engine(m.model, max_num_seqs=None)": r"max_num_seqs must be an int, got None\.",
+    "Engine(m.model, max_num_seqs=2.0)": r"max_num_seqs must be an int, got 2\.0\.",
     "Engine(m.model, max_num_batched_tokens=1e3)": r"max_num_batched_tokens must be an int, got 1000\.0\.",
     "Engine(m.model, num_blocks=True)": r"num_blocks must be an int, got True\.",
     "Engine(m.model, cache_bytes=1e9)": r"cache_bytes must be an int, got 1000000000\.0\.",

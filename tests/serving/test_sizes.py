@@ -1,12 +1,15 @@
 """What the engine makes of the sizes that it was told, and of those that it was not."""
 
 import math
+import types
 
 import jax
 import pytest
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs
+from jattn.serving import Engine
+from jattn.serving.engine_parts import SizeOptions
 from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths
 from jattn.serving.step import sampler_rows, step_graphs
 from tests.serving.tiny import one_layer_model
@@ -76,6 +79,50 @@ class TestDefaultBuckets:
             asked = min(bucket.max_reqs, 256)
             assert asked <= size <= 256
             assert size < 1.5 * asked
+
+
+CPU = types.SimpleNamespace(platform="cpu")
+HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+AMPERE = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
+
+
+class TestDefaultStepSizes:
+    def limits(self, monkeypatch, device, buckets=None, **told):
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        asked = dict.fromkeys(SizeOptions._fields) | {"block_size": 16, "batch_invariant": False} | told
+        limits = SizeOptions(**asked).limits(buckets)
+        return limits.max_num_seqs, limits.max_num_batched_tokens
+
+    @pytest.mark.parametrize(
+        ("device", "sizes"), [(CPU, (16, 512)), (AMPERE, (256, 2048)), (HOPPER, (256, 8192))]
+    )
+    def test_are_the_devices(self, monkeypatch, device, sizes):
+        assert self.limits(monkeypatch, device) == sizes
+
+    @pytest.mark.parametrize(
+        ("told", "sizes"),
+        [
+            ({"max_num_seqs": 3}, (3, 8192)),
+            ({"max_num_seqs": 300}, (300, 8192)),
+            ({"max_num_batched_tokens": 1000}, (256, 1000)),
+            ({"max_num_batched_tokens": 100}, (100, 100)),
+            ({"max_num_seqs": 200, "max_num_batched_tokens": 100}, (200, 100)),
+            ({"max_num_seqs": 0, "max_num_batched_tokens": "x"}, (0, "x")),  # errors come later, by name
+            ({"max_num_batched_tokens": "x"}, (256, "x")),
+            ({"max_num_batched_tokens": 0}, (256, 0)),
+        ],
+    )
+    def test_give_way_to_what_is_told(self, monkeypatch, told, sizes):
+        assert self.limits(monkeypatch, HOPPER, **told) == sizes
+
+    def test_are_a_cpus_where_each_step_costs_its_sizes(self, monkeypatch):
+        buckets = [Bucket(max_decodes=16, max_prefills=16, max_prefill_tokens=512, max_blocks=4)]
+        assert self.limits(monkeypatch, HOPPER, buckets) == (16, 512)
+        assert self.limits(monkeypatch, HOPPER, batch_invariant=True) == (16, 512)
+
+    def test_are_what_an_engine_has(self):
+        scheduler = Engine(one_layer_model(), num_blocks=9).scheduler
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (16, 512)
 
 
 class TestFewBuckets:

@@ -38,10 +38,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     formats = [*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES]
     parser.add_argument("--quantization", choices=formats, help="of the cache [none]")
     parser.add_argument("--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]")
-    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="requests of a step [16]")
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="tokens of a step [512]"
-    )
+    own = "[as the device likes]"
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help=f"requests of a step {own}")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help=f"tokens of a step {own}")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block [16]")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="of each layer's cache [what fits]")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="the longest context [the model's]")
