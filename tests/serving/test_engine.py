@@ -514,7 +514,8 @@ class TestCacheSize:
 
     def test_the_devices_free_memory_limits_the_default(self, golden, monkeypatch):
         per_block = 3 * 2 * 16 * 2 * 32 * 4
-        device = type("Device", (), {"memory_stats": lambda self: self.stats})()
+        members = {"platform": "cpu", "memory_stats": lambda self: self.stats}
+        device = type("Device", (), members)()
         device.stats = {"bytes_limit": 30 * per_block, "bytes_in_use": 10 * per_block}
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
         assert Engine(golden.model).stats.num_blocks == 16 - 1
