@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jattn.cache import PackedKV
 from jattn.implementations.xla.backward_tile import Parts, Tokens, parts_at
 from jattn.implementations.xla.keys import chunk_size, holds_nothing
-from jattn.implementations.xla.query_tiles import prefill_tiles
+from jattn.implementations.xla.query_tiles import in_groups, prefill_tiles
 from jattn.implementations.xla.tile import Problem, Queries, chunk_range, queries_of
 from jattn.implementations.xla.varying import varying_as
 from jattn.metadata.batch import BatchMetadata
@@ -153,13 +153,7 @@ def _grouped(tiles: Tiles, past_end: int) -> Tiles:
     """The tiles in groups of QUERIES_AT_ONCE, the last one with spare tiles."""
     count, tile_q = tiles.tokens.shape
     size = min(max(QUERIES_AT_ONCE // tile_q, 1), count)
-    spare = -count % size
-
-    def cut(x: Array, fill: int) -> Array:
-        ends = [(0, spare)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, ends, constant_values=fill).reshape(-1, size, *x.shape[1:])
-
-    return Tiles(cut(tiles.tokens, past_end), *(cut(x, 0) for x in tiles[1:]))
+    return Tiles(in_groups(tiles.tokens, size, past_end), *(in_groups(x, size) for x in tiles[1:]))
 
 
 def _add_group(

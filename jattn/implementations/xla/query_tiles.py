@@ -1,7 +1,7 @@
 """The prefill region cut into tiles: up to tile_q tokens of one request each. Made once a step."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Int, Int32, Shaped
 
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree, static
@@ -63,3 +63,9 @@ def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTi
         lens=jnp.where(tile < ends[-1], jnp.clip(left, 0, tile_q), 0).astype(jnp.int32),
         tile_q=tile_q,
     )
+
+
+def in_groups(x: Shaped[Array, "tiles ..."], size: int, fill: int = 0) -> Shaped[Array, "groups size ..."]:
+    """What tiles have, in groups of `size`; the last one is filled up: spare tiles have len 0."""
+    ends = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, ends, constant_values=fill).reshape(-1, size, *x.shape[1:])

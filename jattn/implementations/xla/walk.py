@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.xla.keys import holds_nothing
-from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, prefill_tiles
+from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, in_groups, prefill_tiles
 from jattn.implementations.xla.tile import Problem, attend_tile
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
@@ -94,18 +94,15 @@ def _prefills(query: Array, problem: Problem, tiles: QueryTiles | None) -> OutAn
 def _map_tiles(tile: Callable[..., OutAndLse], inputs: tuple[Array, ...], at_once: int) -> OutAndLse:
     """The tiles' outputs, `at_once` of them at a time at most.
 
-    They are cut into equal batches, the last filled up with tiles of no queries: a smaller one behind them,
+    They are cut into equal groups, the last filled up with tiles of no queries: a smaller one behind them,
     as `jax.lax.map` makes it, would be the whole walk compiled once more.
     """
     if at_once == 1:
         return jax.lax.map(lambda xs: tile(*xs), inputs)
     num = inputs[0].shape[0]
-    batches = -(-num // at_once)
-    if batches == 1:
+    groups = -(-num // at_once)
+    if groups == 1:
         return jax.vmap(tile)(*inputs)
-    size = -(-num // batches)
-    spare = batches * size - num
-    filled = (jnp.pad(x, [(0, spare), *[(0, 0)] * (x.ndim - 1)]) for x in inputs)
-    batched = tuple(x.reshape(batches, size, *x.shape[1:]) for x in filled)
-    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), batched)
+    size = -(-num // groups)
+    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), tuple(in_groups(x, size) for x in inputs))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], outputs)
