@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.layer_spec import LayerSpec, require_one_a_layer
 from jattn.models.rope import Rope
 from jattn.models.specs import NORM_PLACEMENTS, NormSpec
 from jattn.spec import AttentionSpec
@@ -97,8 +97,7 @@ class DecoderConfig:
         require_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             require_positive(**{name: getattr(self, name)})
-        rule = f"have one entry per layer ({self.num_hidden_layers})"
-        require(len(self.layers) == self.num_hidden_layers, "layers", rule, len(self.layers))
+        require_one_a_layer("layers", self.layers, self.num_hidden_layers)
         rule = f"lie in [0, {self.vocab_size})"
         for token in self.hidden_tokens:
             require(0 <= token < self.vocab_size, "a hidden token", rule, token)

@@ -21,6 +21,7 @@ from jattn.models.config import DecoderConfig
 from jattn.models.embedding import take_rows
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.layer import DecoderLayer
+from jattn.models.layer_spec import require_one_a_layer
 from jattn.models.layers import make_norm, matmul_precision
 from jattn.models.logits import logits_of
 from jattn.models.partitions import (
@@ -145,12 +146,8 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: There is not one cache a layer, or the step does not fit its metadata.
         """
-        require(
-            caches is None or len(caches) == len(self.layers),
-            "caches",
-            f"have one entry per layer ({len(self.layers)})",
-            None if caches is None else len(caches),
-        )
+        if caches is not None:
+            require_one_a_layer("caches", caches, len(self.layers))
         if self.mesh is not None:
             options, how = {"metadata": metadata, "positions": positions}, "caches"
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)
@@ -303,7 +300,7 @@ class Decoder(nnx.Module):
             ranks.local_block_size(block_size)
         skipped = {layer % count for layer in skip_layers}
         blocks = tuple(num_blocks) if isinstance(num_blocks, Sequence) else (num_blocks,) * count
-        require(len(blocks) == count, "num_blocks", f"have one entry per layer ({count})", len(blocks))
+        require_one_a_layer("num_blocks", blocks, count)
         spec = CacheSpec(
             num_blocks=blocks[0],
             block_size=block_size,

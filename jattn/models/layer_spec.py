@@ -1,6 +1,7 @@
 """What one layer of a decoder is: a hashable value that a family reads from a config.json."""
 
 import dataclasses
+from collections.abc import Sized
 
 from jattn.models.experts import ClampedSwiGLU, Routing
 from jattn.models.rope import Rope
@@ -69,3 +70,8 @@ class LayerSpec:
             require(got == heads, "alibi_slopes", f"have one entry per query head ({heads})", got)
         if self.clip_qkv is not None:
             require_positive(clip_qkv=self.clip_qkv)
+
+
+def require_one_a_layer(name: str, given: Sized, num_layers: int) -> None:
+    """Refuses what is said layer by layer of fewer or more layers than there are."""
+    require(len(given) == num_layers, name, f"have one entry per layer ({num_layers})", len(given))

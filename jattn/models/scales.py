@@ -12,6 +12,7 @@ import numpy as np
 from jattn.cache import CacheSpec
 from jattn.models.checkpoint import float_dtype, optional_module
 from jattn.models.json_files import existing
+from jattn.models.layer_spec import require_one_a_layer
 from jattn.models.stored_tensors import read_header
 from pallas_kernels.checks import require
 
@@ -114,7 +115,7 @@ def static_scales(
         CalibrationWarning: Another static scale is missing.
     """
     layers = (LayerScales(),) * len(specs) if kv_scales is None else kv_scales.layers
-    require(len(layers) == len(specs), "kv_scales", f"have one entry per layer ({len(specs)})", len(layers))
+    require_one_a_layer("kv_scales", layers, len(specs))
     scales: list[dict[str, Any]] = []
     unmeasured: dict[int, str | None] = {}
     for layer, (known, spec) in enumerate(zip(layers, specs, strict=True)):

@@ -4,8 +4,8 @@ from jattn.models.families.family import Family, Keys
 from jattn.models.families.gpt2 import GPT2
 from jattn.models.families.reading import attention, plain_mlp, window_of
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
-from pallas_kernels.checks import require, require_one_of
+from jattn.models.layer_spec import LayerSpec, require_one_a_layer
+from pallas_kernels.checks import require_one_of
 
 _KINDS = ("global", "local")
 
@@ -13,8 +13,7 @@ _KINDS = ("global", "local")
 def _layer(keys: Keys, layer: int) -> LayerSpec:
     said = keys["attention_types"] or [[_KINDS, keys["num_hidden_layers"] // 2]]
     kinds = [kind for of, times in said for kind in list(of) * times]
-    rule = f"have one entry per layer ({keys['num_hidden_layers']})"
-    require(len(kinds) == keys["num_hidden_layers"], "attention_types", rule, len(kinds))
+    require_one_a_layer("attention_types", kinds, keys["num_hidden_layers"])
     require_one_of("attention_types", kinds[layer], _KINDS)
     window = window_of(keys["window_size"]) if kinds[layer] == "local" else None
     mlp = plain_mlp(keys, has_bias=True)

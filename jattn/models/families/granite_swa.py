@@ -16,17 +16,16 @@ from jattn.models.families.reading import (
 )
 from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.layer_spec import LayerSpec, require_one_a_layer
 from jattn.models.rope import Rope
-from pallas_kernels.checks import require
 
 
 def _rope(keys: Keys, layer: int) -> Rope | None:
-    bases, count = keys["layer_rope_theta"], keys["num_hidden_layers"]
+    bases = keys["layer_rope_theta"]
     made = rope(keys)
     if bases is None:
         return made
-    require(len(bases) == count, "layer_rope_theta", f"have one entry per layer ({count})", len(bases))
+    require_one_a_layer("layer_rope_theta", bases, keys["num_hidden_layers"])
     return dataclasses.replace(made, rope_theta=float(bases[layer])) if bases[layer] else None
 
 

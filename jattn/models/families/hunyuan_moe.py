@@ -9,18 +9,17 @@ from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
 from jattn.models.families.reading import experts, gated_mlp
 from jattn.models.families.tensors import EXPERT_TENSORS, FUSED_EXPERT_TENSORS, gated_tensors
 from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
-from pallas_kernels.checks import require
+from jattn.models.layer_spec import LayerSpec, require_one_a_layer
 
 _LISTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert")
 
 
 def _of_layer(keys: Keys, name: str, layer: int) -> Any:
     """A number for all layers, or one a layer."""
-    value, count = keys[name], keys["num_hidden_layers"]
+    value = keys[name]
     if not isinstance(value, list):
         return value
-    require(len(value) == count, name, f"have one entry per layer ({count})", len(value))
+    require_one_a_layer(name, value, keys["num_hidden_layers"])
     return value[layer]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from jattn.masks import LocalStrided
 from jattn.models.experts import Routing
 from jattn.models.families.family import Keys
-from jattn.models.layer_spec import ExpertsSpec, LayerSpec
+from jattn.models.layer_spec import ExpertsSpec, LayerSpec, require_one_a_layer
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec
 from jattn.spec import AttentionSpec
@@ -122,8 +122,7 @@ def layer_type(keys: Keys, layer: int, default: str, known: Collection[str] = (F
     types = keys["layer_types"]
     if types is None:
         return default
-    rule = f"have one entry per layer ({keys['num_hidden_layers']})"
-    require(len(types) == keys["num_hidden_layers"], "layer_types", rule, len(types))
+    require_one_a_layer("layer_types", types, keys["num_hidden_layers"])
     if types[layer] not in known:
         supported = "Supported: " + ", ".join(known)
         raise unsupported(f"layer type {types[layer]!r}", "not implemented", supported)
