@@ -70,7 +70,8 @@ def lay_batch(
         jnp.full(batch, seq_len, jnp.int32),
         num_tokens=batch * query_len,
     )
-    kv = PackedKV(k=flat(k), v=flat(v), kv_start_loc=starts * room, is_in_order=True)
+    starts = starts * room
+    kv = PackedKV(k=flat(k), v=flat(v), kv_start_loc=starts, is_in_order=True, max_seq_len=seq_len)
     return Laid(flat(q), kv, metadata, mask, query_len, q_tokens)
 
 

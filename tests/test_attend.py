@@ -108,6 +108,19 @@ class TestDispatch:
         with pytest.raises(ValueError, match=r"cache.kv_start_loc must have shape \(1,\).*got \(3,\)"):
             jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
 
+    def test_no_row_is_longer_than_its_keys_say(self, types_unchecked):
+        metadata = jattn.build_batch_metadata([2, 3], [2, 3], None)
+        starts, keys = jnp.asarray([0, 2], jnp.int32), jnp.zeros((5, 2, 16))
+        keys_of = lambda longest: jattn.PackedKV(k=keys, v=keys, kv_start_loc=starts, max_seq_len=longest)
+        attend = lambda kv: jattn.attend(jnp.zeros((5, 4, 16)), kv, metadata, self.problem().spec)
+        attend(keys_of(3))
+        with pytest.raises(ValueError, match=r"must be at least the longest row \(3 keys\), got 2"):
+            attend(keys_of(2))
+        with pytest.raises(ValueError, match=r"max_seq_len must be >= 0, got -1"):
+            keys_of(-1)
+        with pytest.raises(ValueError, match=r"max_seq_len must be an int, got 2.5"):
+            keys_of(2.5)
+
 
 STRIDED = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2)
 BLOCKS = masks.BlockMask(

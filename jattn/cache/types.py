@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jattn.cache.spec import LAYOUTS, CacheSpec, Stored
 from jattn.pytree import pytree, static
-from pallas_kernels.checks import require, require_one_of, require_shape
+from pallas_kernels.checks import require, require_int, require_one_of, require_shape
 
 type _Array = Shaped[Array, "..."] | np.ndarray
 type _Scale = Float[Array, "..."] | np.ndarray
@@ -204,14 +204,20 @@ class PackedKV:
         kv_start_loc: First key of each row of the metadata; row r has `seq_lens[r]` keys from there.
         is_in_order: Static: whoever made it says that kv_start_loc begins with 0 and ascends, padding rows'
             too, and that no two rows share a key. The kernels compute gradients only then.
+        max_seq_len: Static: no row has more keys; None = they may all be one row's. Under a mask the kernels
+            list tiles of so many keys for each row.
     """
 
     k: Float[Array, "kv_tokens kv_heads head_dim"]
     v: Float[Array, "kv_tokens kv_heads head_dim"]
     kv_start_loc: Int[Array, " reqs"]
     is_in_order: bool = static(default=False)
+    max_seq_len: int | None = static(default=None)
 
     def __post_init__(self) -> None:
+        if self.max_seq_len is not None:
+            require_int(max_seq_len=self.max_seq_len)
+            require(self.max_seq_len >= 0, "max_seq_len", "be >= 0", self.max_seq_len)
         for name, axes in (("k", 3), ("v", 3), ("kv_start_loc", 1)):
             array: Any = getattr(self, name)
             require(hasattr(array, "dtype") and hasattr(array, "ndim"), name, "be an array", repr(array))
@@ -229,6 +235,12 @@ class PackedKV:
     def head_dim(self) -> int:
         """Width of a head."""
         return self.k.shape[2]
+
+    @property
+    def most_keys_of_a_row(self) -> int:
+        """Static: what no row exceeds, said or not."""
+        num_keys = self.k.shape[0]
+        return num_keys if self.max_seq_len is None else min(self.max_seq_len, num_keys)
 
 
 def block_arrays(cache: PagedCache) -> dict[str, Any]:

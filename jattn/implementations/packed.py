@@ -36,12 +36,14 @@ class How:
         choice: What serves it.
         return_lse: Whether the log-sum-exp is wanted.
         is_in_order: PackedKV's, of these rows.
+        max_seq_len: PackedKV's.
     """
 
     spec: AttentionSpec
     choice: Choice
     return_lse: bool
     is_in_order: bool
+    max_seq_len: int | None
 
 
 class Values(NamedTuple):
@@ -90,7 +92,7 @@ def varying_together(values: Values) -> Values:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: How, values: Values, context: Context) -> OutAndLse:
     query, _, _, sinks, alibi_slopes = values
-    kv, metadata, spec, kernel = _kv(values, context), context.metadata, how.spec, how.choice.kernel
+    kv, metadata, spec, kernel = _kv(how, values, context), context.metadata, how.spec, how.choice.kernel
     options: dict[str, Any] = {"mask": context.mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if kernel is not None:
         options["return_lse"] = how.return_lse
@@ -137,18 +139,19 @@ def _backward(how: How, kept: _Kept, grads: tuple[Any, Any]) -> tuple[Values, No
     saved = xla.Saved(out, lse, grad_out, grad_lse)
     if how.choice.kernel is None or not _takes_kernel(how, values, context, wants_slopes is not None):
         given = how.spec, context.mask, values.sinks, values.alibi_slopes
-        problem = xla.Problem(_kv(values, context), context.metadata, *given)
+        problem = xla.Problem(_kv(how, values, context), context.metadata, *given)
         return Values(*xla.gradients(values.query, problem, saved)), None
     options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **saved._asdict()}
-    kv, metadata = _kv(values, context), context.metadata
+    kv, metadata = _kv(how, values, context), context.metadata
     of_arrays = mosaic_gpu.gradients(values.query, kv, metadata, how.spec, **options)
     sinks, slopes = values.sinks, values.alibi_slopes
     of_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
     return Values(*of_arrays, of_sinks, None if slopes is None else jnp.zeros_like(slopes)), None
 
 
-def _kv(values: Values, context: Context) -> PackedKV:
-    return PackedKV(k=values.k, v=values.v, kv_start_loc=context.kv_start_loc)
+def _kv(how: How, values: Values, context: Context) -> PackedKV:
+    starts, most = context.kv_start_loc, how.max_seq_len
+    return PackedKV(k=values.k, v=values.v, kv_start_loc=starts, max_seq_len=most)
 
 
 def _takes_kernel(how: How, values: Values, context: Context, wants_slopes: bool) -> bool:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import attending, masks
 from jattn.implementations import mosaic_gpu
+from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import support, varlen_backward, varlen_prefill
 
 BOUNDS = (0, 70, 70, 200, 233)
@@ -94,6 +95,43 @@ def test_gradients_by_the_kernel_are_xla_s(name):
             one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=0.02 * scale
         )
         assert scale > 0
+
+
+TEXTS, TOKENS = 3, 80
+
+
+def of_texts(mask, **how):
+    """A run of a batch whose rows of `arrays` stand one behind the other."""
+
+    def run(*arrays):
+        q, k, v = (x.reshape(TEXTS, TOKENS, *x.shape[1:]) for x in arrays)
+        return jattn.attention(q, k, v, causal=True, mask=mask, return_lse=True, **how)
+
+    return run
+
+
+def blocks_of_texts():
+    """Blocks of 16 queries see blocks of 16 keys drawn for each text and kv head, and their own."""
+    drawn = jax.random.bernoulli(jax.random.key(7), 0.4, (TEXTS, 2, 5, 5))
+    own = jnp.eye(5, dtype=bool)[None, None]
+    return masks.BlockMask(blocks=drawn | own, block_q=16, block_kv=16)
+
+
+def test_a_batch_under_a_mask_lists_tiles_of_one_text_s_keys():
+    given, mask = arrays(), blocks_of_texts()
+    want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(given)
+    wraps = mock.patch.object(tile_lists, "coverage_of_tiles", wraps=tile_lists.coverage_of_tiles)
+    with as_on_a_gpu() as called, wraps as asked:
+        got = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(given)
+    assert set(called) == {"attend", "gradients"}
+    # Tiles of 64 keys in the forward pass, of 128 in the backward one; the batch has 240.
+    widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in asked.call_args_list}
+    assert widths == {64: 2, 128: 1}
+    for one, other in zip(got, want, strict=True):
+        scale = float(jnp.abs(other).max())
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=0.02 * scale
+        )
 
 
 class TestWhatTheKernelDeclines:

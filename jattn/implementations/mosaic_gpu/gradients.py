@@ -94,9 +94,10 @@ def gradients(
     )  # fmt: skip
     listed: dict[str, Any] = {}
     if mask is not None:
-        bounds = {"num_tokens": query.shape[0], "max_seq_len": kv_tokens}
+        most = kv.most_keys_of_a_row
+        bounds = {"num_tokens": query.shape[0], "max_seq_len": most}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, **bounds)
-        listed = {"lists": lists, "mask": backward_mask(mask, spec, max_seq_len=kv_tokens)}
+        listed = {"lists": lists, "mask": backward_mask(mask, spec, max_seq_len=most)}
     if grad_lse is not None:  # what comes down to a row without keys may be anything
         grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)
     return kernel.varlen_backward(

@@ -110,8 +110,9 @@ def _prefill(
         of = functools.partial(_prefill, query, spec=spec, kernel=kernel, work=None, mask=mask, **options)
         how = {name: options[name] for name in ("return_lse", "interpret")}
         return attend_widened(query, kv, metadata, spec, of, **how)
-    starts = kv.kv_start_loc if isinstance(kv, PackedKV) else None
-    max_seq_len = kv.k.shape[0] if kernel.is_packed else None
+    starts, max_seq_len = None, None
+    if isinstance(kv, PackedKV):
+        starts, max_seq_len = kv.kv_start_loc, kv.most_keys_of_a_row if kernel.is_packed else None
     if work is None:
         work = prefill_work(kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len)
     where: dict[str, Any] = {"kv_start_loc": starts}
