@@ -15,6 +15,8 @@ from jattn.masks.integers import quotient, remainder
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
 
+MAX_PLACES = 2**31 - 1  # that a number in 32 bits tells apart
+
 
 def block_coverage(
     sees: Callable[[Any, Any], Any], query_blocks: tuple[Any, Any], key_blocks: tuple[Any, Any], count: Any
@@ -118,12 +120,18 @@ class BlockMask(Mask):
         self._check_heads(num_q_heads)
         head = quotient(jnp.asarray(head), num_q_heads // heads)
 
+        row = jnp.minimum(row, blocks.shape[0] - 1) if blocks.ndim == 4 else 0
+        first = (row * heads + head) * q_blocks
+
         def sees(a: Any, b: Any) -> Any:
             is_in = (a >= 0) & (a < q_blocks) & (b < kv_blocks)
-            index = head, jnp.clip(a, 0, q_blocks - 1), jnp.minimum(b, kv_blocks - 1)
-            if blocks.ndim == 3:
-                return blocks[index] & is_in
-            return blocks[(jnp.minimum(row, blocks.shape[0] - 1), *index)] & is_in
+            places = first + jnp.clip(a, 0, q_blocks - 1), jnp.minimum(b, kv_blocks - 1)
+            if blocks.size > MAX_PLACES:
+                seen = blocks.reshape(-1, kv_blocks).at[places]
+            else:
+                # XLA for GPUs writes down the numbers of several axes before it looks, but not one number.
+                seen = blocks.reshape(-1).at[places[0] * kv_blocks + places[1]]
+            return seen.get(mode="promise_in_bounds") & is_in
 
         return sees
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks
+from jattn.masks import blocks as block_masks
 from tests.sparsity import rules
 
 ZEROS = np.zeros((1, 2, 2), bool)
@@ -56,6 +57,19 @@ def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data
     heads = {"num_q_heads": rules.Q_HEADS, "num_kv_heads": rules.KV_HEADS}
     got = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
     np.testing.assert_array_equal(got, ruled.dense(query_len, seq_len, row))
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_an_array_whose_places_one_number_cannot_tell_apart_is_read_alike(per_row, monkeypatch):
+    drawn_blocks = np.random.default_rng(1).random((3, 2, 4, 5)) < 0.5
+    mask = masks.BlockMask(blocks=drawn_blocks if per_row else drawn_blocks[0], block_q=8, block_kv=8)
+    see = lambda: [masks.dense(mask, 24, 32, num_q_heads=4, row=row) for row in range(3)]
+    want = see()
+    monkeypatch.setattr(block_masks, "MAX_PLACES", 7)
+    np.testing.assert_array_equal(see(), want)
+    for row, seen in enumerate(want):
+        of = drawn_blocks[row if per_row else 0].repeat(2, 0).repeat(8, 1).repeat(8, 2)
+        np.testing.assert_array_equal(seen, of[:, 8:, :32])  # the last query stands at the last key
 
 
 @pytest.mark.parametrize("first", [1, 2])
