@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
@@ -25,7 +24,6 @@ from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_
 from jattn.pytree import replace
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.checks import require, require_shape, require_type
-from pallas_kernels.support import is_concrete
 
 ALIGNED_BYTES = 256  # where XLA wants the arrays of a GPU to begin
 
@@ -213,9 +211,7 @@ def _attend(
     for region, choice in layer.choices:
         part = part_of(metadata, region)
         q, kv = queries_of(query, metadata, region), _keys_of(cache, part)
-        is_in_order = isinstance(kv, PackedKV) and kv.is_in_order and part.first_row == 0
-        max_seq_len = kv.max_seq_len if isinstance(kv, PackedKV) else None
-        how = packed.How(spec, choice, return_lse, is_in_order, max_seq_len)
+        how = packed.how_of(spec, choice, kv, part.first_row, return_lse=return_lse)
         out, lse = _way_of(how, q, kv, part, plan, plan.work_of(layer, region), per_head)()
         outs.append(out)
         lses.append(lse)
@@ -339,10 +335,7 @@ def _check(
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
-        if cache.max_seq_len is not None and is_concrete(metadata.seq_lens):
-            longest = int(np.max(np.asarray(metadata.seq_lens), initial=0))
-            rule = f"be at least the longest row ({longest} keys)"
-            require(longest <= cache.max_seq_len, "cache.max_seq_len", rule, cache.max_seq_len)
+        cache.check_lens(metadata.seq_lens)
         return
     size = cache.block_size
     require(

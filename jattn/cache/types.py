@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jattn.cache.spec import LAYOUTS, CacheSpec, Stored
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require, require_int, require_one_of, require_shape
+from pallas_kernels.support import is_concrete
 
 type _Array = Shaped[Array, "..."] | np.ndarray
 type _Scale = Float[Array, "..."] | np.ndarray
@@ -241,6 +242,18 @@ class PackedKV:
         """Static: what no row exceeds, said or not."""
         num_keys = self.k.shape[0]
         return num_keys if self.max_seq_len is None else min(self.max_seq_len, num_keys)
+
+    def check_lens(self, seq_lens: Int[Array, " reqs"]) -> None:
+        """That no row has more keys than max_seq_len; where lengths are traced nobody can see it.
+
+        Raises:
+            ValueError: A row has more.
+        """
+        if self.max_seq_len is None or not is_concrete(seq_lens):
+            return
+        longest = int(np.max(np.asarray(seq_lens), initial=0))
+        rule = f"be at least the longest row ({longest} keys)"
+        require(longest <= self.max_seq_len, "cache.max_seq_len", rule, self.max_seq_len)
 
 
 def block_arrays(cache: PagedCache) -> dict[str, Any]:

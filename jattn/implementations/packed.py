@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jattn.cache import PackedKV
+from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, xla
 from jattn.implementations.choice import Choice, KernelFallbackWarning
 from jattn.implementations.derivatives import once_derivable
@@ -44,6 +44,16 @@ class How:
     return_lse: bool
     is_in_order: bool
     max_seq_len: int | None
+
+
+def how_of(
+    spec: AttentionSpec, choice: Choice, kv: PagedCache | PackedKV, first_row: int, *, return_lse: bool
+) -> How:
+    """How the rows of a region are attended, of which the step's `first_row` is the first."""
+    if isinstance(kv, PagedCache):
+        return How(spec, choice, return_lse, is_in_order=False, max_seq_len=None)
+    is_in_order = kv.is_in_order and first_row == 0
+    return How(spec, choice, return_lse, is_in_order, kv.max_seq_len)
 
 
 class Values(NamedTuple):
