@@ -28,7 +28,7 @@ REGIONS = {
     "decode": ([1, 1], [129, 17], 1),
     "prefill": ([70, 3], [150, 3], 1),
 }
-RNG = np.random.default_rng(3)
+RNG = np.random.default_rng(4)
 OWN = RNG.random((4, 2, 5, 5)) < 0.4  # [reqs, kv_heads, ...], blocks of 64
 OF_ALL = RNG.random((4, 2, 1, 20)) < 0.3  # for all queries, blocks of 16
 STRIDED = masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3, homo_head=True)
@@ -131,7 +131,7 @@ def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, 
     monkeypatch.setattr(why_not.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
     monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))
     problem, mask = problem_of(name, *options, region=region)
-    assert share_of_poison(problem) > 0.1
+    assert share_of_poison(problem) > 0.2
     first = problem.metadata.bucket.max_decodes if region == "prefill" else 0
     tokens = problem.metadata.bucket.max_decode_tokens
     part = slice(tokens, None) if region == "prefill" else slice(0, tokens)
