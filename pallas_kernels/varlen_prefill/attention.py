@@ -162,10 +162,10 @@ class Attention:
         step = step + i
         tile = rows.tile(i, edges)
 
-        def softmax(s: Tile, stored: Stored) -> Step:
+        def softmax(s: Tile, stored: Stored, before_exponents: Callable[[], None]) -> Step:
             s, row_term = self.bias.added(tile, s)
             masked = lambda s: self.masking.applied(tile, stored, s)
-            return self.softmax.step(s, row_term, masked, state.top)
+            return self.softmax.step(s, row_term, masked, state.top, before_exponents)
 
         accs, new = self.products.both(
             q_s, step, state, self.softmax.empty_step(state.top),

@@ -63,7 +63,7 @@ class Products:
         empty: Step,
         *,
         meanwhile: Callable[[], Stored],
-        softmax: Callable[[Tile, Stored], Step],
+        softmax: Callable[[Tile, Stored, Callable[[], None]], Step],
         await_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], Step]:
         """Scores of the keys of `step` and values of the step before, in flight together.
@@ -74,7 +74,8 @@ class Products:
             state: With the sums to add to, and the probabilities of the step before.
             empty: Softmax.empty_step's.
             meanwhile: Done while both are in flight.
-            softmax: Of the scores and what `meanwhile` returned, done while values are.
+            softmax: Of the scores and what `meanwhile` returned, done while values are; calls the third
+                before it makes exponents of them.
             await_values: Waits for the values of `step`.
 
         Returns:
@@ -83,6 +84,12 @@ class Products:
         k_stage, v_stage = self.ring.stage(step), self.ring.stage(step - 1)
         keys, values = self.ring.keys, self.ring.values
         plgpu.barrier_wait(keys.full.at[k_stage])
+        awaits_first = self.spec.awaits_values_first
+
+        def before_exponents() -> None:
+            if awaits_first:
+                await_values()
+                plgpu.wgmma_wait(0)
 
         def products(refs: tuple[tuple[Ref, ...], Step]) -> None:
             acc_refs, result_refs = refs
@@ -96,11 +103,11 @@ class Products:
             s, early = pl.run_scoped(issue, plgpu.ACC(self.spec.s_shape, f32))
             s = lax.optimization_barrier(s)
             plgpu.barrier_arrive(keys.free.at[k_stage])
-            results = softmax(s, early)
+            results = softmax(s, early, before_exponents)
             for ref, result in zip(jax.tree.leaves(result_refs), jax.tree.leaves(results), strict=True):
                 ref[...] = result
-            # Its branch keeps ptxas from awaiting P V before the softmax.
-            await_values()
+            if not awaits_first:
+                await_values()  # its branch keeps ptxas from awaiting P V before the softmax
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.accs)
         accs, results = pl.run_state(products)((start, empty))
@@ -141,12 +148,12 @@ class InterpretedProducts(Products):
         empty: Step,
         *,
         meanwhile: Callable[[], Stored],
-        softmax: Callable[[Tile, Stored], Step],
+        softmax: Callable[[Tile, Stored, Callable[[], None]], Step],
         await_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], Step]:
         """See Products; one after the other."""
         s = self.scores(q_s, step)
         accs = self.add_values(state.accs, state.p, step - 1)
-        results = softmax(s, meanwhile())
+        results = softmax(s, meanwhile(), lambda: None)
         await_values()
         return accs, results

@@ -65,9 +65,17 @@ class Softmax:
         accs = tuple(zeros() for _ in range(self.spec.shape.cut.chunks))
         return State(accs, sums, top, p.astype(self.spec.dtype))
 
-    def step(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Step:
+    def step(
+        self,
+        s: Tile,
+        row_term: Rows | None,
+        mask: Callable[[Tile], Tile],
+        top: Rows,
+        before_exponents: Callable[[], None],
+    ) -> Step:
         """What a later tile brings to rows with tops from before."""
         y, top, shrink, is_due = self.policy.next(s, row_term, mask, top)
+        before_exponents()
         p, sums = probabilities(y)
         return Step(p, sums, top, shrink, is_due)
 
