@@ -90,11 +90,17 @@ class Gradients:
         smem, pipeline = self.smem, self.pipeline
         stats_s, stored = smem.stats_and_columns.at[stages.grad_out], self.scores.stored(tile)
         place = Place(tile.head, tile.item.query_row(tile.nth))
+        stats = lambda which: self.scores.stats(stats_s, which)
+        given = lambda less, which: stats(which) if less is None else less
 
         def arrived(full: Ref, tile_s: Ref, stage: Scalar) -> None:
             plgpu.barrier_wait(full.at[stage])
             if tile.is_masked:
                 self.clear_queries(tile, tile_s.at[stage])
+
+        def await_last_grad_query() -> None:
+            if self.spec.adds_grad_query:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def exchange(ds: Tile) -> None:
             if smem.grad_scores is not None:
@@ -108,8 +114,10 @@ class Gradients:
             zero=tile.item["zero"],
             await_queries=lambda: arrived(pipeline.q_full, smem.query, stages.query),
             await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out, stages.grad_out),
-            probabilities=lambda s: self.scores.probabilities(s, stats_s, tile, stored),
-            grad_scores=lambda of, dp: self.scores.gradients(of, dp, stats_s),
+            await_last_grad_query=await_last_grad_query,
+            stats=stats,
+            probabilities=lambda s, less: self.scores.probabilities(s, given(less, 0), tile, stored),
+            grad_scores=lambda of, dp, less: self.scores.gradients(of, dp, given(less, 1)),
             exchange=exchange,
             release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out]),
             add_grad_query=lambda dq: self.add_grad_query(place, dq),
@@ -121,7 +129,6 @@ class Gradients:
     def add_grad_query(self, place: Place, dq: Units) -> None:
         """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
         if not self.spec.is_interpreted:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last step's
             for nth, piece in enumerate(dq):
                 self.smem.grad_query[self.wg, nth] = piece
             plgpu.commit_smem()

@@ -87,7 +87,9 @@ def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
         grid_names=("cta",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Pallas would have a warpgroup's threads wait for each other before and behind whatever they store;
+        # here they do so in commit_smem alone, and nobody reads what a thread of another warp stores before.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name=f"varlen_backward{spec.makes.suffix}",
         interpret=spec.interpret,
     )

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
-from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.refs import Smem
 from pallas_kernels.varlen_backward.scores import Probabilities
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
@@ -45,8 +45,11 @@ class Work(NamedTuple):
             values for the tensor core in registers, which there are none for.
         await_queries: Before S.
         await_grad_out: Before dP and `probabilities`: what scores are less comes with it.
-        probabilities: Of S.
-        grad_scores: Of P and dP.
+        await_last_grad_query: Before the step's own may take its place in shared memory. Long before: all
+            threads wait for each other, and here for S anyway.
+        stats: What scores are less (0), or gradients of probabilities (1): see Scores.stats.
+        probabilities: Of S and stats(0), which it loads where it is not given.
+        grad_scores: Of P, dP and stats(1), likewise.
         exchange: Makes gradients of scores, in 16 bits, known to the other warpgroup, and awaits its own.
         release_grad_out: They have been multiplied.
         add_grad_query: With the warpgroup's pieces of dS K.
@@ -55,8 +58,10 @@ class Work(NamedTuple):
     zero: Scalar
     await_queries: Callable[[], None]
     await_grad_out: Callable[[], None]
-    probabilities: Callable[[Tile], Probabilities]
-    grad_scores: Callable[[Probabilities, Tile], Tile]
+    await_last_grad_query: Callable[[], None]
+    stats: Callable[[int], Columns]
+    probabilities: Callable[[Tile, Columns | None], Probabilities]
+    grad_scores: Callable[[Probabilities, Tile, Columns | None], Tile]
     exchange: Callable[[Tile], None]
     release_grad_out: Callable[[], None]
     add_grad_query: Callable[[Units], None]
@@ -101,19 +106,27 @@ class Products:
         wg = self.wg + work.zero
         units = self.spec.units
         queries, grads = self.smem.query.at[stages.query], self.smem.grad_out.at[stages.grad_out]
+        early = self.spec.query_units == 1  # registers have no room for more
 
         def products(sum_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
                 work.await_queries()
+                of_scores = None
+                if early:
+                    work.await_grad_out()
+                    of_scores = work.stats(0)
                 self.begin_scores(s_ref, stages.query, wg)
-                work.await_grad_out()
+                if not early:
+                    work.await_grad_out()
                 self.begin_grad_p(dp_ref, stages.grad_out, wg)
+                work.await_last_grad_query()
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
-                of = work.probabilities(s)
+                of = work.probabilities(s, of_scores)
+                of_grads = work.stats(1) if early else None
                 for unit, ref in enumerate(sum_refs.value):
                     plgpu.wgmma(ref, of.p, grads.at[unit])
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
-                return work.grad_scores(of, dp).astype(self.spec.dtype)
+                return work.grad_scores(of, dp, of_grads).astype(self.spec.dtype)
 
             ds = pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
             work.exchange(ds)
@@ -153,7 +166,7 @@ class InterpretedProducts(Products):
         work.await_queries()
         s = product(spec.s_shape, lambda ref: self.begin_scores(ref, stages.query, wg))
         work.await_grad_out()
-        of = work.probabilities(s)
+        of = work.probabilities(s, None)
         if spec.makes.value:
             store_units(smem.p.at[wg], of.p, spec)
             plgpu.commit_smem()
@@ -164,7 +177,7 @@ class InterpretedProducts(Products):
             work.release_grad_out()
             return Sums((), values)
         dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
-        ds = work.grad_scores(of, dp).astype(spec.dtype)
+        ds = work.grad_scores(of, dp, None).astype(spec.dtype)
         work.exchange(ds)
         piece_of = lambda n: product(
             (UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, work.zero)

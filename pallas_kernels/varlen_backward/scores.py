@@ -76,10 +76,17 @@ class Scores:
         assert self.spec.mask is not None
         return self.spec.mask.load(self._pairs(tile), tile.item["req"], self.arrays)
 
-    def probabilities(self, s: Tile, stats_s: Ref, tile: QueryTile, stored: Stored) -> Probabilities:
-        """Of Q K^T; stats_s is [2, tile_q] in SMEM, `stored` what the mask has stored."""
+    def stats(self, stats_s: Ref, which: int) -> Columns:
+        """Of [2, tile_q] in SMEM: what scores are less (0), or gradients of probabilities (1).
+
+        To be loaded before the tensor core is given what runs beside their use: a load of shared memory waits
+        behind every product that was issued before it.
+        """
+        return plgpu.load(stats_s.at[which], layout=COLUMN, optimized=False)
+
+    def probabilities(self, s: Tile, less: Columns, tile: QueryTile, stored: Stored) -> Probabilities:
+        """Of Q K^T; `less` is stats(0), `stored` what the mask has stored."""
         y, bend = capped(s, self.spec.score)
-        less = plgpu.load(stats_s.at[0], layout=COLUMN, optimized=False)
         if tile.slope is not None:
             y, less = self._biased(y, less, tile, tile.slope)
         p, sees = jnp.exp2(y - self._wide(less)), None
@@ -90,9 +97,8 @@ class Scores:
         weight = p if bend is None else p * (1.0 - bend * bend)
         return Probabilities(p.astype(self.spec.dtype), weight, sees)
 
-    def gradients(self, of: Probabilities, grad_p: Tile, stats_s: Ref) -> Tile:
-        """Of scores, but for the scale."""
-        less = plgpu.load(stats_s.at[1], layout=COLUMN, optimized=False)
+    def gradients(self, of: Probabilities, grad_p: Tile, less: Columns) -> Tile:
+        """Of scores, but for the scale; `less` is stats(1)."""
         grad = of.weight * (grad_p - self._wide(less))
         return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
 
