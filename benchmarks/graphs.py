@@ -289,15 +289,20 @@ def walls(call: Call, rounds: int = ROUNDS) -> dict[str, float]:
         (seconds_in_flight(call, 3 * rounds) - seconds_in_flight(call, rounds)) / (2 * rounds)
         for _ in range(3)
     ]
-    polled = []
+    medians = {"sync_us": waited, "polled_us": polled(call, rounds), "in_flight_us": flights, "host_us": host}
+    return {name: 1e6 * statistics.median(times) for name, times in medians.items()}
+
+
+def polled(call: Call, rounds: int) -> list[float]:
+    """Seconds of calls that are asked again and again whether they are done."""
+    times = []
     for _ in range(rounds):
         start = time.perf_counter()
         leaf = jax.tree.leaves(call())[0]
         while not leaf.is_ready():
             pass
-        polled.append(time.perf_counter() - start)
-    medians = {"sync_us": waited, "polled_us": polled, "in_flight_us": flights, "host_us": host}
-    return {name: 1e6 * statistics.median(times) for name, times in medians.items()}
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def seconds_in_flight(call: Call, count: int) -> float:

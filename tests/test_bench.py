@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, load, scaling_model, serve, step_kernels
+from benchmarks import engine_model, engine_steps, graphs, load, scaling_model, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
@@ -174,6 +174,37 @@ def test_idle_time_is_told_by_what_ran_before_and_behind():
     assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
     assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
     assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}
+
+
+class SlowStart:
+    """A clock, and calls of 2 ms on a device that waits 50 ms for the first, which its host prepares."""
+
+    def __init__(self):
+        self.now = self.idle_from = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def call(self, caches):
+        self.now += 1e-4 if self.idle_from > self.now else 0.05
+        self.idle_from = max(self.now, self.idle_from) + 2e-3
+        return np.zeros(1), caches
+
+    def wait(self, out):
+        self.now = max(self.now, self.idle_from)
+        return out
+
+
+def test_calls_in_flight_are_timed_without_what_the_first_one_waits_for(monkeypatch):
+    start = SlowStart()
+    monkeypatch.setattr(graphs, "time", start)
+    monkeypatch.setattr(graphs.jax, "block_until_ready", start.wait)
+    call = graphs.Call(start.call, None)
+    assert graphs.seconds_in_flight(call, 10) == pytest.approx(0.05 + 10 * 2e-3)
+    taken = [graphs.seconds_in_flight(call, count) for count in (10, 30)]
+    assert (taken[1] - taken[0]) / 20 == pytest.approx(2e-3)
+    monkeypatch.setattr(graphs, "polled", lambda call, rounds: [0.0])
+    assert graphs.walls(call, rounds=10)["in_flight_us"] == pytest.approx(2000)
 
 
 @pytest.mark.parametrize(("gpus", "sums"), [(1, "psum"), (2, "all_reduce")])
