@@ -12,9 +12,10 @@ half of the keys; the third loads, by one warp. Both sides go through the same i
       TMA: keys, values, the item -----> K, V                 wait kv_full
       for each step:                                          for each step:
         wait q_free[s]                                          wait q_full[s]
-        TMA: queries ------------------> Q [stages] ----------> issue S^T = K Q^T
-        wait do_free[s]                                         wait do_full[s]
-        TMA: grad_out, stats ----------> dO [stages] ---------> issue dP^T = V dO^T
+        TMA: queries ------------------> Q [stages]             wait do_full[s]; stats
+        wait do_free[s]                                         issue S^T = K Q^T
+        TMA: grad_out, stats ----------> dO [stages]            issue dP^T = V dO^T
+                                         dQ ------------------> await that the last step's has left
                                                                 P^T = 2^(S^T - stats), beside dP^T
                                                                 issue dV += P^T dO
                                                                 dS^T = P^T (dP^T - stats), beside dV
@@ -33,6 +34,9 @@ half of the keys; the third loads, by one warp. Both sides go through the same i
 P and dS stay in registers as the left operands of dV and dK; for dQ, which sums over all keys, dS goes
 through shared memory: ds_full says that both halves are there. A warpgroup writes step i + 2's half where
 step i's was when the other has arrived for step i + 1, so has multiplied step i's.
+
+Heads of 64, whose tiles have 128 queries, have no registers for stats while S is made: they await do_full
+behind S, and load stats where they need them.
 
 Beginning a step's S before the last products of the step before are done leaves too few registers: it was 9 %
 slower at 1 x 16k and 10 % at 8 x 2k (backward-variants in benchmarks/results).

@@ -44,7 +44,7 @@ class Work(NamedTuple):
         zero: A 0 that the compiler does not know, anew each step: else it keeps 24 addresses of keys and
             values for the tensor core in registers, which there are none for.
         await_queries: Before S.
-        await_grad_out: Before dP and `probabilities`: what scores are less comes with it.
+        await_grad_out: Before dP and stats, which come with it.
         await_last_grad_query: Before the step's own may take its place in shared memory. Long before: all
             threads wait for each other, and here for S anyway.
         stats: What scores are less (0), or gradients of probabilities (1): see Scores.stats.
@@ -106,7 +106,7 @@ class Products:
         wg = self.wg + work.zero
         units = self.spec.units
         queries, grads = self.smem.query.at[stages.query], self.smem.grad_out.at[stages.grad_out]
-        early = self.spec.query_units == 1  # registers have no room for more
+        early = self.spec.query_units == 1  # those of more queries have no registers while S is made
 
         def products(sum_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
