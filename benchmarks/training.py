@@ -13,15 +13,15 @@ import numpy as np
 from flax import nnx
 
 import jattn
+from benchmarks.backward_cases import document_lens, random_blocks
 from benchmarks.device_time import Rows, kernel_times
 from jattn import masks
-from pallas_kernels.cases import LLAMA_8B, log_uniform
+from pallas_kernels.cases import LLAMA_8B
 from pallas_kernels.checks import require
 
 # What a way to attend may lose, by what XLA loses in 16 bits: FlashAttention's rule. Both against float32.
 TOLERANCE = 2.0
 ROUNDS = 5  # in which each way is timed
-BLOCK = 128  # queries, and keys, of a block of a mask
 type Attend = Callable[..., jax.Array]  # (q, k, v, mask=) [..., tokens, heads, head_dim]
 
 
@@ -56,16 +56,7 @@ class Case:
         """Of random blocks, those on the diagonal among them."""
         if self.density is None:
             return None
-        count = self.lens[0] // BLOCK
-        drawn = jax.random.uniform(jax.random.key(4), (self.heads[0], count, count)) < self.density
-        return masks.BlockMask(blocks=drawn | jnp.eye(count, dtype=bool)[None], block_q=BLOCK, block_kv=BLOCK)
-
-
-def _documents(tokens: int, seed: int) -> tuple[int, ...]:
-    """As many documents of 128 to 8k as fill so many tokens; the last one is cut."""
-    lens = np.asarray(log_uniform(tokens // 128, 128, 8192, seed))
-    lens = lens[: int((np.cumsum(lens) < tokens).sum())]
-    return (*map(int, lens), tokens - int(lens.sum()))
+        return random_blocks(self.density, self.heads[0], self.lens[0])
 
 
 SHORT, LONG = (2048,) * 8, (16384,)
@@ -74,7 +65,7 @@ CASES = {
     for case in (
         Case(name="l_8x2k", lens=SHORT),
         Case(name="l_1x16k", lens=LONG),
-        Case(name="l_documents_16k", lens=_documents(16384, 2)),
+        Case(name="l_documents_16k", lens=document_lens(16384, 2)),
         Case(name="l_1x16k_window", lens=LONG, spec={"window": (1023, 0)}, beside="l_1x16k"),
         *(
             Case(name=f"l_1x16k_blocks_{density}", lens=LONG, density=density, beside="l_1x16k")
