@@ -89,7 +89,7 @@ def attend_call(
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
     call.check_schedule(schedule, sizes)
     spec = DecodeSpec(
-        shape=call.shape(sizes), score=score, sizes=sizes, slots=schedule.slots, dtype=query.dtype,
+        shape=call.shape(sizes), score=score, sizes=sizes, num_spans=schedule.num_spans, dtype=query.dtype,
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(spec, schedule.unit_ends)

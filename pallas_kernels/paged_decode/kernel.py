@@ -54,8 +54,8 @@ def decode_partials(inputs: Inputs, spec: DecodeSpec) -> Outputs:
         functools.partial(decode_body, spec=spec),
         out_type=(output_types(inputs, spec),),
         scratch_types=(smem_types(inputs.cache, spec), pipeline_types(inputs.cache, spec)),
-        grid=(spec.slots, spec.shape.head_tiles),
-        grid_names=("slot", "head_tile"),
+        grid=(spec.num_spans, spec.shape.head_tiles),
+        grid_names=("span", "head_tile"),
         num_threads=2,
         thread_name="warpgroup",
         # Warps share nothing but Smem.merge, whose barriers stand in ptx/warp_results.py.
@@ -71,9 +71,9 @@ def decode_body(
     inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, spec: DecodeSpec
 ) -> None:
     """What a thread block does; refs of `inputs` and `outputs` are in global memory."""
-    slot, head_tile = lax.axis_index("slot"), lax.axis_index("head_tile")
+    number, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
     cache = inputs.cache
-    span = Span(slot, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
+    span = Span(number, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
 
     def produce() -> None:
         Loader(inputs, smem, pipeline, span).load_span()

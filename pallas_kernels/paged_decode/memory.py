@@ -28,7 +28,7 @@ def output_types(inputs: Inputs, spec: DecodeSpec) -> Outputs:
     max_kv = inputs.cache.block_table.shape[1] * shape.block_size
     if ids is not None:
         max_kv = ids.shape[1] * (shape.list_block_size or 0)
-    partials = num_partials(reqs, max_kv, sizes=spec.sizes, slots=spec.slots)
+    partials = num_partials(reqs, max_kv, sizes=spec.sizes, num_spans=spec.num_spans)
     per_query = jax.ShapeDtypeStruct((partials, shape.head_tiles, n), f32)
     outs = jax.ShapeDtypeStruct((partials, shape.head_tiles, cut.chunks, cut.width, n), f32)
     return Outputs(

@@ -69,11 +69,11 @@ def merge_partials(
         unit_ends: Of the schedule that the partial results were made by.
         spec: Static.
     """
-    reqs, slots, cut = unit_ends.shape[0], spec.slots, spec.shape.cut
+    reqs, num_spans, cut = unit_ends.shape[0], spec.num_spans, spec.shape.cut
     # Only a request at the end of a span may be cut; where requests are fewer than spans, look at each.
-    by_request = spec.sizes.split_kv is not None or reqs < slots
-    candidates = reqs if by_request else slots
-    share = share_of(spec, candidates=candidates, likely=slots // reqs + 2)
+    by_request = spec.sizes.split_kv is not None or reqs < num_spans
+    candidates = reqs if by_request else num_spans
+    share = share_of(spec, candidates=candidates, likely=num_spans // reqs + 2)
     kernel = plgpu.kernel(
         Merger(spec=spec, share=share, by_request=by_request).body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
@@ -127,17 +127,17 @@ class Merger:
 
     def candidate(self, unit_ends: Ref, nth: Scalar) -> Candidate:
         """The `nth` request, or the one that lies across the end of span `nth`."""
-        last, slots = unit_ends.shape[0] - 1, self.spec.slots
+        last, num_spans = unit_ends.shape[0] - 1, self.spec.num_spans
         if self.by_request:
             row, is_row, total = nth, True, unit_ends[last]
             start, end = jnp.where(row > 0, unit_ends[jnp.maximum(row - 1, 0)], 0), unit_ends[row]
         else:
             next_span = span_start(
-                unit_ends, unit_ends, nth + 1, slots=slots, is_interpreted=self.spec.is_interpreted
+                unit_ends, unit_ends, nth + 1, num_spans=num_spans, is_interpreted=self.spec.is_interpreted
             )
             row, is_row = jnp.minimum(next_span.row, last), next_span.row < last + 1
             start, end, total = next_span.start, next_span.end, next_span.total
-        first, count, first_span = partials_of(row, start, end, span_units(total, slots), self.spec.sizes)
+        first, count, first_span = partials_of(row, start, end, span_units(total, num_spans), self.spec.sizes)
         is_mine = count > 1 if self.by_request else (count > 1) & (first_span == nth) & is_row
         return Candidate(row, first, count, is_mine)
 

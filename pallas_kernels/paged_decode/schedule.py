@@ -32,19 +32,21 @@ class BlockList(NamedTuple):
     counts: Int32[Array, "reqs kv_heads"]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["slots", "unit"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["num_spans", "unit"]
+)
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
 
     Attributes:
         unit_ends: One past each request's last unit, when the requests' units are laid end to end.
-        slots: Number of spans. Whoever works on one finds its first request by itself (span_start).
+        num_spans: Of a step. Whoever works on one finds its first request by itself (span_start).
         unit: Keys of a unit.
     """
 
     unit_ends: Int32[Array, " reqs"]
-    slots: int
+    num_spans: int
     unit: int
 
 
@@ -57,11 +59,11 @@ def make_schedule(
     score: Score,
     sizes: KernelSizes,
     decode_query_len: int,
-    slots: int,
+    num_spans: int,
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
 ) -> Schedule:
-    """Cuts a step's keys into `slots` equal spans. Traced: made once a step, on the device.
+    """Cuts a step's keys into `num_spans` equal spans. Traced: made once a step, on the device.
 
     With lists, "a request" of the schedule is a request's kv head.
     """
@@ -71,7 +73,7 @@ def make_schedule(
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
-            return Schedule(unit_ends.by_platform(counts, listed=list_block_size, unit=unit), slots, unit)
+            return Schedule(unit_ends.by_platform(counts, listed=list_block_size, unit=unit), num_spans, unit)
         units = divided(counts * list_block_size + (unit - 1))
     else:
         low, high = score.row_range(seq_lens, decode_query_len)
@@ -83,7 +85,7 @@ def make_schedule(
         ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
     else:
         ends = jnp.cumsum(units)
-    return Schedule(ends.astype(jnp.int32), slots, unit)
+    return Schedule(ends.astype(jnp.int32), num_spans, unit)
 
 
 def schedule_for(
@@ -103,22 +105,22 @@ def schedule_for(
     `max_kv`, the most keys that a request can have, spares thread blocks that could never have a unit.
     """
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
-    slots = sizes.slots(1 if block_list is not None else kv_heads, group * decode_query_len)
+    num_spans = sizes.num_spans(1 if block_list is not None else kv_heads, group * decode_query_len)
     if max_kv is not None:
-        slots = min(slots, rows * -(-max_kv // (sizes.unit)))
+        num_spans = min(num_spans, rows * -(-max_kv // (sizes.unit)))
     return make_schedule(
         seq_lens,
         score=score,
         sizes=sizes,
         decode_query_len=decode_query_len,
-        slots=slots,
+        num_spans=num_spans,
         block_list=block_list,
         list_block_size=list_block_size,
     )
 
 
-def num_partials(reqs: int, max_kv: int, *, sizes: KernelSizes, slots: int) -> int:
+def num_partials(reqs: int, max_kv: int, *, sizes: KernelSizes, num_spans: int) -> int:
     """How many partial results there may be for each head."""
     if sizes.split_kv is None:
-        return reqs + slots
+        return reqs + num_spans
     return reqs * (-(-max_kv // sizes.split_kv))

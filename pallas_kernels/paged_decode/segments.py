@@ -70,7 +70,7 @@ class Span:
     """A thread block's share of the schedule, for one tile of query rows.
 
     Attributes:
-        slot: Its number.
+        number: Its number.
         head_tile: Tile of query rows of each row of the schedule.
         seq_lens: [reqs] in global memory.
         unit_ends: [rows] likewise: the schedule's.
@@ -78,7 +78,7 @@ class Span:
         spec: Static.
     """
 
-    slot: Scalar
+    number: Scalar
     head_tile: Scalar
     seq_lens: Ref
     unit_ends: Ref
@@ -94,7 +94,7 @@ class Span:
         last_row = self.unit_ends.shape[0] - 1
         begin = self._begin()
         stop = jnp.minimum(begin.unit + begin.span, begin.total)
-        zero = self.slot * 0
+        zero = self.number * 0
 
         def visit_row(_: Scalar, at: Position) -> Position:
             following_row = jnp.minimum(at.row + 1, last_row)
@@ -124,8 +124,10 @@ class Span:
 
     def _begin(self) -> SpanStart:
         of_rows = self.seq_lens if self.counts is None else self.counts
-        slots, is_interpreted = self.spec.slots, self.spec.is_interpreted
-        return span_start(self.unit_ends, of_rows, self.slot, slots=slots, is_interpreted=is_interpreted)
+        num_spans, is_interpreted = self.spec.num_spans, self.spec.is_interpreted
+        return span_start(
+            self.unit_ends, of_rows, self.number, num_spans=num_spans, is_interpreted=is_interpreted
+        )
 
     def _read(self, row: Scalar) -> ScheduleRow:
         num_listed = None if self.counts is None else self.counts[row]
@@ -141,13 +143,13 @@ class Span:
         low, high = score.row_range(seq_len, shape.query_len)
         left = jnp.maximum(jnp.minimum(end, stop) - unit, 0)
         units = left if sizes.split_kv is None else jnp.minimum(left, 1)
-        low_tile = lax.div(low, jnp.int32(sizes.tile_kv)) if num_listed is None else self.slot * 0
+        low_tile = lax.div(low, jnp.int32(sizes.tile_kv)) if num_listed is None else self.number * 0
         end_key = high if num_listed is None else num_listed * (shape.list_block_size or 0)
         high_tile = lax.div(end_key + (sizes.tile_kv - 1), jnp.int32(sizes.tile_kv))
         first_unit = lax.div(low_tile, jnp.int32(tiles_per_unit)) + (unit - start)
         first = jnp.maximum(first_unit * tiles_per_unit, low_tile)
         last = jnp.minimum((first_unit + units) * tiles_per_unit, high_tile)
-        partial = row + self.slot if sizes.split_kv is None else unit
+        partial = row + self.number if sizes.split_kv is None else unit
         num_tiles = jnp.where(high > low, last - first, 0)
         is_whole = units == end - start
         return Segment(

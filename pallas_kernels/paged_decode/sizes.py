@@ -62,7 +62,7 @@ class KernelSizes:
         """How many tiles hold `rows` query rows."""
         return -(-rows // self.row_tile(rows))
 
-    def slots(self, kv_heads: int, rows: int) -> int:
+    def num_spans(self, kv_heads: int, rows: int) -> int:
         """Thread blocks that share one kv head's work."""
         return max(self.ctas // (kv_heads * self.row_tiles(rows)), 1)
 

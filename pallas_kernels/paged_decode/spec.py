@@ -66,7 +66,7 @@ class DecodeSpec:
         shape: Its sizes.
         score: The layer.
         sizes: The kernel's sizes.
-        slots: Spans of the schedule: thread blocks for each tile of query rows.
+        num_spans: Spans of the schedule: thread blocks for each tile of query rows.
         dtype: The queries' 16 bits, in which the tensor core multiplies.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
@@ -74,7 +74,7 @@ class DecodeSpec:
     shape: Shape
     score: Score
     sizes: KernelSizes
-    slots: int
+    num_spans: int
     dtype: DTypeLike
     interpret: Interpret = None
 

@@ -89,7 +89,7 @@ def registers(of: Exchange) -> Iterator[str]:
     """Of these functions; d are the thread's packets of the row, in pairs."""
     yield ".reg .b64 at, to, my, counter, offset, place;"
     yield f".reg .b64 from<{of.devices}>, peer<{of.devices}>;"
-    yield ".reg .b32 device, call, slot, row, x, y, z, polls, pending;"
+    yield ".reg .b32 device, call, piece, row, x, y, z, polls, pending;"
     yield f".reg .b32 w<{2 * max(AT_ONCE, of.devices)}>;"
     yield f".reg .b32 j<{len(of.each)}>, d<{2 * len(of.each)}>;"
     yield f".reg .pred p, is_asked, is_mine<{of.devices}>, is_packet<{len(of.each)}>;"
@@ -107,9 +107,9 @@ def places(of: Exchange, table: str, block: str, thread: str) -> Iterator[str]:
     yield f"ld.global.b32 device, [{table}];"
     yield f"mul.wide.u32 place, device, 8; add.s64 place, place, {table}; ld.global.b64 my, [place + 8];"
     yield f"mul.wide.u32 counter, {block}, 4; add.s64 counter, counter, my;"
-    yield "ld.global.b32 call, [counter]; add.u32 call, call, 1; and.b32 slot, call, 1;"
-    # By thread block, slot and the device that writes.
-    yield f"mad.lo.u32 x, {block}, 2, slot; mul.lo.u32 x, x, {of.devices};"
+    yield "ld.global.b32 call, [counter]; add.u32 call, call, 1; and.b32 piece, call, 1;"
+    # By thread block, piece (calls use two by turns) and the device that writes.
+    yield f"mad.lo.u32 x, {block}, 2, piece; mul.lo.u32 x, x, {of.devices};"
     yield f"add.u32 y, x, device; mul.wide.u32 to, y, {of.block_bytes};"
     for n in range(of.devices):
         yield f"setp.eq.u32 is_mine{n}, device, {n};"

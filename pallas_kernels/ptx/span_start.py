@@ -37,33 +37,35 @@ class SpanStart(NamedTuple):
     value: Scalar  # the row's of `values_g`
 
 
-def span_units(total: Scalar, slots: int) -> Scalar:
+def span_units(total: Scalar, num_spans: int) -> Scalar:
     """Units of a span; at least 1."""
-    return jnp.maximum(lax.div(total + (slots - 1), jnp.int32(slots)), 1)
+    return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
 
 
-def span_start(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int, is_interpreted: bool) -> SpanStart:
-    """Where span `slot` begins.
+def span_start(
+    ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int, is_interpreted: bool
+) -> SpanStart:
+    """Where span `number` begins.
 
     Args:
         ends_g: Schedule.unit_ends.
         values_g: [reqs] int32 from 0 up: something else of each row.
-        slot: Number of the span; may be `slots`.
-        slots: Number of spans.
+        number: The span's; may be `num_spans`.
+        num_spans: Of the schedule.
         is_interpreted: Without lanes.
     """
     is_narrowed = is_interpreted or ends_g.shape[0] > MOST_AT_ONCE
-    return compared_at_once(ends_g, values_g, slot, slots=slots, is_interpreted=is_narrowed)
+    return compared_at_once(ends_g, values_g, number, num_spans=num_spans, is_interpreted=is_narrowed)
 
 
-def narrowed_down(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int) -> SpanStart:
+def narrowed_down(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
     """A few of all rows, then a few of those in between, and so on."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
-    span = span_units(total, slots)
+    span = span_units(total, num_spans)
 
     def rows_before(unit: Scalar) -> Scalar:
-        low, size = slot * 0, rows  # the row is one of [low, low + size]
+        low, size = number * 0, rows  # the row is one of [low, low + size]
         while size:
             step = -(-size // WAYS)
             lasts = [low + (i * step - 1) for i in range(1, -(-size // step) + 1)]
@@ -72,7 +74,7 @@ def narrowed_down(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int) -> Sp
             size = step - 1
         return low
 
-    unit = slot * span
+    unit = number * span
     row = rows_before(unit)
     start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
     at = jnp.minimum(row, rows - 1)
@@ -80,16 +82,23 @@ def narrowed_down(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int) -> Sp
 
 
 @with_twin(narrowed_down)
-def compared_at_once(ends_g: Ref, values_g: Ref, slot: Scalar, *, slots: int) -> SpanStart:
+def compared_at_once(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
     """See span_start; for up to MOST_AT_ONCE rows."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
     types = plgpu.RefType(), plgpu.RefType(), SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
-    return SpanStart(*run(functools.partial(_compared_at_once, slots=slots))(ends_g, values_g, slot))
+    return SpanStart(
+        *run(functools.partial(_compared_at_once, num_spans=num_spans))(ends_g, values_g, number)
+    )
 
 
 def _compared_at_once(
-    _ctx: mgpu.LaunchContext, ends_g: ir.Value, values_g: ir.Value, slot: mgpu.FragmentedArray, *, slots: int
+    _ctx: mgpu.LaunchContext,
+    ends_g: ir.Value,
+    values_g: ir.Value,
+    number: mgpu.FragmentedArray,
+    *,
+    num_spans: int,
 ) -> tuple[mgpu.FragmentedArray, ...]:
     """The same by the lanes of a warp."""
     rows = ir.MemRefType(ends_g.type).shape[0]
@@ -98,9 +107,9 @@ def _compared_at_once(
     at = [arith.minsi(lanes.add(lane, first), lanes.const(rows - 1)) for first in range(0, rows, 32)]
     ends, values = ([lanes.loaded(ref, row) for row in at] for ref in (ends_g, values_g))
     total = lanes.shuffled(ends[-1], "idx", lanes.const(31))
-    span = arith.divui(lanes.add(total, slots - 1), lanes.const(slots))
+    span = arith.divui(lanes.add(total, num_spans - 1), lanes.const(num_spans))
     span = arith.maxsi(span, lanes.const(1))
-    unit = arith.muli(fragments.scalar(slot), span)
+    unit = arith.muli(fragments.scalar(number), span)
 
     compared = lambda how, a, b: arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
     pick = lambda where, x, other: arith.select(where, x, lanes.const(other))

@@ -294,7 +294,8 @@ class TestSchedule:
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
         starts = [
-            narrowed_down(got.unit_ends, got.unit_ends, jnp.int32(slot), slots=got.slots) for slot in range(4)
+            narrowed_down(got.unit_ends, got.unit_ends, jnp.int32(number), num_spans=got.num_spans)
+            for number in range(4)
         ]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
             (0, 0, 0, 3),
@@ -307,9 +308,9 @@ class TestSchedule:
     @pytest.mark.parametrize("reqs", [1, 16, 17, 300, 4097])
     def test_a_span_begins_in_the_request_that_holds_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
-        for slot in range(8):
-            found = narrowed_down(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(slot), slots=7)
-            row = np.searchsorted(ends, slot * -(-ends[-1] // 7), side="right")
+        for number in range(8):
+            found = narrowed_down(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
+            row = np.searchsorted(ends, number * -(-ends[-1] // 7), side="right")
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
     def test_a_window_shortens_what_is_read(self):
@@ -337,26 +338,26 @@ class TestSchedule:
     @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MOST_AT_ONCE, 1000])
     def test_a_warp_finds_the_same_start(self, reqs):
         ends = jnp.cumsum(jax.random.randint(jax.random.key(reqs), (reqs,), 1, 20), dtype=jnp.int32)
-        values, slots = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
+        values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
 
         def body(ends_g, values_g, found_g):
-            slot = jax.lax.axis_index("slot")
-            found = span_start(ends_g, values_g, slot, slots=slots, is_interpreted=False)
+            number = jax.lax.axis_index("span")
+            found = span_start(ends_g, values_g, number, num_spans=num_spans, is_interpreted=False)
             for i, x in enumerate(found):
-                found_g[slot, i] = x
+                found_g[number, i] = x
 
-        shape = jax.ShapeDtypeStruct((slots + 1, len(SpanStart._fields)), jnp.int32)
-        find = plgpu.kernel(body, out_type=shape, grid=(slots + 1,), grid_names=("slot",))
+        shape = jax.ShapeDtypeStruct((num_spans + 1, len(SpanStart._fields)), jnp.int32)
+        find = plgpu.kernel(body, out_type=shape, grid=(num_spans + 1,), grid_names=("span",))
         found = SpanStart(*find(ends, values).T)
-        for slot in range(slots + 1):
-            want = narrowed_down(ends, values, jnp.int32(slot), slots=slots)
-            assert int(found.row[slot]) == int(want.row)
+        for number in range(num_spans + 1):
+            want = narrowed_down(ends, values, jnp.int32(number), num_spans=num_spans)
+            assert int(found.row[number]) == int(want.row)
             if want.row < reqs:
-                assert [int(x[slot]) for x in found] == [int(x) for x in want]
+                assert [int(x[number]) for x in found] == [int(x) for x in want]
 
     def test_there_are_no_more_spans_than_units(self):
-        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=264), max_kv=128).slots == 2
-        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=6), max_kv=1024).slots == 3
+        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2
+        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=6), max_kv=1024).num_spans == 3
 
     def test_fixed_splits_ignore_the_rest_of_the_batch(self):
         sizes = KernelSizes(tile_kv=64, stages=2, ctas=6, split_kv=128)

@@ -37,7 +37,7 @@ def kernel(
 ) -> Callable[..., tuple[Any, ...]]:
     """One warpgroup a thread block, of which `body` gets inputs, outputs and scratch."""
     out_type = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs)
-    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, grid=(grid,), grid_names=("slot",))
+    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, grid=(grid,), grid_names=("nth",))
 
 
 def load(ref: Any, layout: Any = TILE) -> Any:
@@ -243,7 +243,7 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
         def write(strip: Any, i: int, x: Any) -> None:
             store_unoptimized(found_g.at[strip, i], plgpu.layout_cast(x, BY_THREAD))
 
-        strip = lax.axis_index("slot")
+        strip = lax.axis_index("nth")
         one("on_gpu", (o_g, top_g, total_g), left_g[0], strip, write, out_g, lse_g)
 
     def twin(o, top, total, left):
@@ -267,19 +267,20 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
 def start_of_spans(reqs: int) -> Case:
     """Of a span past the last row only the first fields mean something."""
     ends = jnp.asarray(np.random.default_rng(reqs).integers(1, 20, reqs).cumsum(), jnp.int32)
-    values, slots = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
+    values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
     num = len(span_start.SpanStart._fields)
 
     def body(ends_g, values_g, found_g):
-        slot = lax.axis_index("slot")
-        found = span_start.compared_at_once.on_gpu(ends_g, values_g, slot, slots=slots)
+        number = lax.axis_index("nth")
+        found = span_start.compared_at_once.on_gpu(ends_g, values_g, number, num_spans=num_spans)
         for i, x in enumerate(found):
-            found_g[slot, i] = x
+            found_g[number, i] = x
 
     def twin(ends, values):
         refs = jax.new_ref(ends), jax.new_ref(values)
         spans = [
-            span_start.compared_at_once.twin(*refs, jnp.int32(slot), slots=slots) for slot in range(slots)
+            span_start.compared_at_once.twin(*refs, jnp.int32(number), num_spans=num_spans)
+            for number in range(num_spans)
         ]
         return (meant(jnp.asarray([list(span) for span in spans])),)
 
@@ -290,7 +291,7 @@ def start_of_spans(reqs: int) -> Case:
         )
         return jnp.where(means_nothing, 0, found)
 
-    made = kernel(body, ((slots, num), jnp.int32), grid=slots)
+    made = kernel(body, ((num_spans, num), jnp.int32), grid=num_spans)
     run = lambda *arrays: tuple(map(meant, made(*arrays)))
     return Case((ends, values), run, twin, (span_start.compared_at_once,))
 

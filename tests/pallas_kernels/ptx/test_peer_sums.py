@@ -129,11 +129,11 @@ def test_zeros_with_a_minus_are_sent_too(dtype):
         np.testing.assert_array_equal(of_one.astype(np.float64), zeros.astype(np.float64).sum(axis=0))
 
 
-def test_with_one_slot_sums_go_wrong(monkeypatch):
+def test_with_one_piece_of_memory_sums_go_wrong(monkeypatch):
     """So the tests above would see it."""
     places = peer_words.places
     of_one = lambda *args: (
-        line.replace("and.b32 slot, call, 1;", "mov.b32 slot, 0;") for line in places(*args)
+        line.replace("and.b32 piece, call, 1;", "mov.b32 piece, 0;") for line in places(*args)
     )
     monkeypatch.setattr("pallas_kernels.ptx.peer_sums.places", of_one)
     monkeypatch.setattr(peer_words, "MAX_POLLS", 2000)
