@@ -11,6 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import require_one_of
 from pallas_kernels.ptx import lanes
 from pallas_kernels.ptx.assumptions import require_tiles
 
@@ -48,6 +49,9 @@ class Matrices:
         return lanes.several(code, at, results=4, touches_memory=True)
 
 
+# What `widen` has code for. Of another type it would make wrong numbers, not none.
+EIGHT_BIT = ("int8", "float8_e5m2", "float8_e4m3fn")
+
 # Which two bytes of a register become the two halves of another.
 NEIGHBOURS = ((0, 1), (2, 3))
 EVERY_OTHER = ((0, 2), (1, 3))
@@ -59,7 +63,11 @@ def widen(
     """Four 8-bit numbers as two registers of two f16 each, exactly.
 
     An int8 goes in as the low bits of a number between 1024 and 2048, whose spacing is 1 (an old trick).
+
+    Raises:
+        ValueError: There is no code for the type.
     """
+    require_one_of("dtype", jnp.dtype(dtype).name, EIGHT_BIT)
     if dtype == jnp.int8:
         x = arith.xori(x, lanes.const(0x80808080))
         out = []
