@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.recorded import RESULTS
 
-MEASURED = "mesh-nvidia-h200-2026-11-22.jsonl"
+MEASURED = "mesh-later-nvidia-h200-2026-11-24.jsonl"
 BY, BEST = ("all_reduce_norm_", "sum_norm_"), {(1, "psum"), (2, "all_reduce")}  # rows of it that count
 REQUESTS = ((1, 1024), (1, 131_072), (1, 1_000_000), (64, 4096), (256, 4096), (512, 1024))  # what is planned
 GPUS, HOSTS, MEMORY = 8, 4, 135  # of a host; of them; GB of a GPU
