@@ -55,7 +55,7 @@ test-wheel: $(STAMP)  ## build wheel and sdist, and use them as somebody would w
 test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the time goes into compiling, so JOBS=14 helps, and PART=1/2 then PART=2/2 is two shorter runs
 	$(PYTHON) -m benchmarks gpu-tests --jobs $(JOBS) $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
 
-bench:  ## on a machine with an NVIDIA GPU whose python3 has jax: every suite, one after the other, rows to benchmarks/results
+bench:  ## on a machine with an NVIDIA GPU whose python3 has jax: every suite that writes rows of a GPU, but for tune, one after the other; rows to benchmarks/results
 	for suite in decode prefill backward training sparse write graphs host engine starts serve drafts cascades quantization experts load phi3small mesh; do $(PYTHON) -m benchmarks $$suite || exit 1; done
 
 test-latest:  ## `make test test-kernels` on the newest jax that is allowed

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from benchmarks import bars
+from benchmarks.attention_tables import decode_table, eight_bit_table, prefill_table
 from benchmarks.gpu_tests import runs_of
 from benchmarks.recorded import rows_of
 from benchmarks.serving_tables import (
@@ -87,81 +88,6 @@ def picture(name: str, file: str, beside: str) -> str:
     panels, what = PICTURES[name]
     line = bars.caption(what, file, panels(file, beside))
     return f"![{what}]({IMAGES}/{name.split()[0]}.svg)\n\n{line}"
-
-
-def decode_table(file: str, beside: str) -> str:
-    """Rows of one run against its read ceiling and FlashAttention-3 of the same run; none is left out."""
-    ceiling, *rows = rows_of(file)
-    rows = [row for row in rows if row.get("quantization", "none") == "none"]
-    peers = {row["workload"]: row["us"] for row in rows_of(beside) if row.get("peer") == "fa3_page16"}
-    speed = ceiling["gb_per_s"]
-    lines = [
-        f"{ceiling['gpu']}, jax {ceiling['jax']}, read ceiling {speed:.0f} GB/s.",
-        "",
-        "| case | us | GB/s | of the read ceiling | FA3, us | ours / FA3 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        ours, peer = row["us"], peers.get(row["name"])
-        versus = ["-", "-"] if peer is None else [f"{peer:.1f}", f"{ours / peer:.2f}"]
-        share = f"{100 * row['gb_per_s'] / speed:.0f} %"
-        cells = [row["name"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share, *versus]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def eight_bit_table(file: str, beside: str) -> str:
-    """Rows over 8-bit caches of one run, beside its rows over 16 bits and FlashAttention-3 in fp8."""
-    ceiling, *rows = rows_of(file)
-    wide = {row["name"]: row["us"] for row in rows if row["quantization"] == "none"}
-    peers = {row["workload"]: row["us"] for row in rows_of(beside) if row.get("peer") == "fa3_fp8_page16"}
-    lines = [
-        "| case | cache | us | GB/s | of the read ceiling | bf16 / ours | FA3 fp8, us | ours / FA3 fp8 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row["quantization"] == "none":
-            continue
-        name, ours, peer = row["name"], row["us"], peers.get(row["name"])
-        versus = ["-", "-"] if peer is None else [f"{peer:.1f}", f"{ours / peer:.2f}"]
-        share = f"{100 * row['gb_per_s'] / ceiling['gb_per_s']:.0f} %"
-        cells = [name, row["quantization"], f"{ours:.1f}", f"{row['gb_per_s']:.0f}", share]
-        lines.append("| " + " | ".join([*cells, f"{wide[name] / ours:.2f}", *versus]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def prefill_table(file: str, beside: str) -> str:
-    """Rows of one run against the peers of the same run; none is left out."""
-    rows = rows_of(file)
-    peers = {(row["workload"], row["peer"]): row["us"] for row in rows_of(beside) if "us" in row}
-    (ceiling,) = [row["value"] for row in rows_of(beside) if row.get("ceiling") == "bf16_matmul_TFLOPs"]
-    lines = [
-        f"TFLOP/s, {rows[0]['gpu']}, jax {rows[0]['jax']}; a matmul reached {ceiling:.0f}.",
-        "",
-        "| case | keys | ours, us | ours | FA3 | cuDNN | ours / best |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    suffixes = {"plain": "", "window": "_window1024"}
-    for row in rows:
-        workload = row["name"] + suffixes.get(row["modifier"], "_" + row["modifier"])
-        is_packed, quantization = row["block_size"] is None, row.get("quantization")
-        names = ("fa3_contig", "torch_cudnn_sdpa") if is_packed else ("fa3_page16", None)
-        if quantization is not None:  # nobody else was timed
-            names = (None, None)
-        rate = lambda us, row=row: row["tflop_per_s"] * row["us"] / us
-        found = [peers.get((workload, name)) for name in names]
-        rates = [None if us is None else rate(us) for us in found]
-        best = max((r for r in rates if r is not None), default=None)
-        cells = [
-            row["name"] + ("" if row["modifier"] == "plain" else f", {row['modifier']}"),
-            "packed" if is_packed else f"{quantization or ''} blocks of {row['block_size']}".strip(),
-            f"{row['us']:.0f}",
-            f"{row['tflop_per_s']:.0f}",
-            *("-" if r is None else f"{r:.0f}" for r in rates),
-            "-" if best is None else f"{row['tflop_per_s'] / best:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def sparse_table(file: str) -> str:
