@@ -1,16 +1,14 @@
 """cache_write: new keys and values into their slots, in place, rounded to 8 bits where the cache is."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.cache_write.kernel import Both, Refs, Shape, Side, write_rows
+from pallas_kernels.cache_write.kernel import Refs, Shape, Side, write_rows
 from pallas_kernels.cache_write.sizes import KernelSizes, default_sizes
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.shared.paged_kv import sizes_of
-from pallas_kernels.shared.types import Interpret
+from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_write
 
 
@@ -63,16 +61,16 @@ def cache_write(
     if sizes is None:
         row_bytes = kv_heads * head_dim * key.dtype.itemsize
         sizes = default_sizes(tokens, row_bytes, heads=kv_heads if is_rounded else None)
-    caches = Both(*(jax.new_ref(as_rows(cache)) for cache in (k_cache, v_cache)))
-    scales = Both(_scale_ref(k_scale), _scale_ref(v_scale))
-    new = Both(key.reshape(tokens, *flat), value.reshape(tokens, *flat))
+    caches = jax.new_ref(as_rows(k_cache)), jax.new_ref(as_rows(v_cache))
+    scales = _scale_ref(k_scale), _scale_ref(v_scale)
+    new = key.reshape(tokens, *flat), value.reshape(tokens, *flat)
     refs = Refs(new, slot_mapping.astype(jnp.int32), caches, scales)
-    sides = Both(_side(key, k_cache, k_scale), _side(value, v_cache, v_scale))
+    sides = _side(key, k_cache, k_scale), _side(value, v_cache, v_scale)
     shape = Shape(sides=sides, is_hnd=is_hnd, block_size=size, rows=sizes.rows)
     write_rows(refs, shape=shape, interpret=interpret)
     written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
     k, v = (jax.freeze(ref).reshape(k_cache.shape) for ref in caches)
-    return k, v, written(k_scale, scales.key), written(v_scale, scales.value)
+    return k, v, written(k_scale, scales[0]), written(v_scale, scales[1])
 
 
 def _check(
@@ -124,7 +122,7 @@ def _side(new: Array, cache: Array, scale: Array | None) -> Side:
     )
 
 
-def _scale_ref(scale: Array | None) -> Any:
+def _scale_ref(scale: Array | None) -> Ref:
     """Scales per token and head to write in place, or one number to read."""
     if scale is None:
         return None

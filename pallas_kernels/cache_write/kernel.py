@@ -13,10 +13,11 @@ wait until shared memory has been read
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.paged_kv import place_of_slot
 from pallas_kernels.shared.store import store_unoptimized
-from pallas_kernels.shared.types import Barriers, Interpret, Memory, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Layout, Memory, Ref, Rows, Scalar, Tile
 
 # Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -44,14 +45,14 @@ class Side:
     """
 
     heads: int
-    dtype: Any = None
+    dtype: np.dtype | None = None
     has_token_scales: bool = False
 
     def smem(self, rows: int, array: jax.Array) -> Memory:
         """Where rows pass through on their way, if they need no registers."""
         return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.dtype is None else None
 
-    def rounded(self, row: Tile, divisor: Scalar | None) -> tuple[Tile, Any]:
+    def rounded(self, row: Tile, divisor: Scalar | None) -> tuple[Tile, Rows | None]:
         """A token's [heads, head_dim] in the cache's dtype, and the heads' scales if they are made here.
 
         Args:
@@ -73,11 +74,8 @@ class Side:
         return x.astype(self.dtype), scale
 
 
-class Both(NamedTuple):
-    """Something of keys, and of values."""
-
-    key: Any
-    value: Any
+type Both[T] = tuple[T, T]
+"""Something of keys, and of values."""
 
 
 class Refs(NamedTuple):
@@ -90,10 +88,10 @@ class Refs(NamedTuple):
         scales: None, a static scale [1], or jax.Ref [blocks, kv_heads, block_size].
     """
 
-    new: Both
+    new: Both[Ref]
     slot_mapping: Ref
-    caches: Both
-    scales: Both
+    caches: Both[Ref]
+    scales: Both[Ref]
 
 
 class Smem(NamedTuple):
@@ -104,7 +102,7 @@ class Smem(NamedTuple):
         loaded: Arrived at by every copy; None where there is none.
     """
 
-    new: Both
+    new: Both[Memory]
     loaded: Barriers
 
 
@@ -119,7 +117,7 @@ class Shape:
         rows: Tokens of a thread block.
     """
 
-    sides: Both
+    sides: Both[Side]
     is_hnd: bool
     block_size: int
     rows: int
@@ -132,12 +130,13 @@ class Shape:
 
 def write_rows(refs: Refs, *, shape: Shape, interpret: Interpret = None) -> None:
     """Writes into the caches behind refs, and into the scales per token and head."""
-    smem = [side.smem(shape.rows, new) for side, new in zip(shape.sides, refs.new, strict=True)]
+    (key, value), (new_keys, new_values) = shape.sides, refs.new
+    rows_of_both = key.smem(shape.rows, new_keys), value.smem(shape.rows, new_values)
     loaded = plgpu.Barrier(num_arrivals=shape.copies) if shape.copies else None
     plgpu.kernel(
         functools.partial(write_body, shape=shape),
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output
-        scratch_types=[Smem(Both(*smem), loaded)],
+        scratch_types=[Smem(rows_of_both, loaded)],
         grid=(-(-refs.slot_mapping.shape[0] // shape.rows),),
         grid_names=("tile",),
         interpret=interpret,
@@ -191,7 +190,7 @@ def write_body(refs: Refs, unused: Ref, smem: Smem, *, shape: Shape) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def row_layout(heads: int, head_dim: int) -> Any:
+def row_layout(heads: int, head_dim: int) -> Layout:
     """Registers of a token's heads, a head a warp's own, or several warps' that hold the same.
 
     A tile of matrix products, 16 heads a warp, would be mostly padding: a token's 8 heads took 2.7 us in it,

@@ -1,3 +1,4 @@
 """What kernels share: scores and masks, the cut of head_dim that the tensor core wants."""
 
 from pallas_kernels.shared.score import Score as Score
+from pallas_kernels.shared.types import Interpret as Interpret

@@ -1,8 +1,8 @@
 """What the score of a query and a key is: the static part of a layer's attention, as kernels see it."""
 
 import dataclasses
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,11 +22,11 @@ class Score:
     sqrt_alibi: bool = False
 
     @property
-    def mask(self) -> tuple[Any, ...]:
+    def mask(self) -> tuple[bool, tuple[int | None, int | None], int | None]:
         """What decides which keys a query sees; layers that agree in it share a schedule."""
         return self.causal, self.window, self.chunk_size
 
-    def key_range(self, position: Any, seq_len: Any) -> tuple[Any, Any]:
+    def key_range(self, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First key that the query at `position` sees, and one past the last: scalars or tiles of int32."""
         left, right = self.window
         if self.causal:
@@ -42,7 +42,7 @@ class Score:
             low, high = jnp.maximum(low, chunk), jnp.minimum(high, chunk + self.chunk_size)
         return low, jnp.maximum(high, low)
 
-    def row_range(self, seq_len: Any, query_len: int) -> tuple[Any, Any]:
+    def row_range(self, seq_len: jax.Array, query_len: int) -> tuple[jax.Array, jax.Array]:
         """First key that some of a request's last `query_len` queries sees, and one past the last."""
         low, _ = self.key_range(seq_len - query_len, seq_len)
         _, high = self.key_range(seq_len - 1, seq_len)

@@ -1,7 +1,6 @@
 """What rows see of a tile of keys: ends of the request and of each row, lists, the caller's mask."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,11 +9,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.lists import num_query_blocks
+from pallas_kernels.varlen_prefill.masks import Stored
 from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, PrefillSpec, f32
 
-type Stored = Any  # what the caller's KernelMask.load returned
 type Ends = Scalar | Rows
 
 

@@ -4,21 +4,27 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.masked import WORD, has_bits, masked_by_bits
+from pallas_kernels.shared.types import Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 # What a row sees of a tile of keys, as bits, one int32 each row: bit i of word w is that of key 32 w + i.
-type Words = tuple[Any, ...]
+type Words = tuple[Rows, ...]
+
+type Stored = Any  # what a KernelMask's load returned; its sees alone looks into it
+
+type Seen = Any  # Words where KernelMask.is_words, else a Tile of Bool: its reader knows which
 
 
-def lowest_bits(num: Any) -> Any:
+def lowest_bits(num: Rows) -> Rows:
     """The `num` lowest of 32 bits, 0 to 32."""
     return jnp.where(num == WORD, -1, (jnp.int32(1) << (num & (WORD - 1))) - 1)
 
@@ -34,9 +40,9 @@ class KernelMask(NamedTuple):
         is_words: Static: which of the two.
     """
 
-    arrays: tuple[Any, ...]
-    load: Callable[["PairTile", Any, tuple[Any, ...]], Any]
-    sees: Callable[["PairTile", Any], Any]
+    arrays: tuple[jax.Array, ...]
+    load: Callable[["PairTile", Scalar, tuple[Ref, ...]], Stored]
+    sees: Callable[["PairTile", Stored], Seen]
     is_words: bool
 
 
@@ -50,44 +56,44 @@ class PairTile:
         first_key: Position of the first key; likewise.
         columns: The number of each key in the tile, f32, of the tile's shape.
         shape: Static: rows and keys.
-        interpret: Static: whether the kernel is interpreted.
+        interpret: Static: how the kernel is interpreted, if it is.
     """
 
-    head: Any
-    first_query: Any
-    first_key: Any
-    columns: Callable[[], Any]
+    head: Scalar
+    first_query: Scalar
+    first_key: Scalar
+    columns: Callable[[], Tile]
     shape: tuple[int, int]
-    interpret: Any
+    interpret: Interpret
 
     @property
-    def queries(self) -> Any:
+    def queries(self) -> Rows:
         """Position of each row."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_query
 
     @property
-    def query(self) -> Any:
+    def query(self) -> Tile:
         """Position of each pair's query."""
         return self.wide(self.queries)
 
     @property
-    def key(self) -> Any:
+    def key(self) -> Tile:
         """Position of each pair's key."""
         return self.columns().astype(jnp.int32) + self.first_key
 
-    def wide(self, x: Any) -> Any:
+    def wide(self, x: Rows) -> Tile:
         """One value a row to one a pair."""
         return lax.broadcast_in_dim(x, self.shape, [0])
 
-    def of_rows(self, x: Any) -> Any:
+    def of_rows(self, x: Scalar) -> Rows:
         """One value to that of each row. Not `queries * 0 + x`: Pallas finds no layout for unused queries."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), ROW)
 
-    def rows_from(self, ref: Any, index: tuple[Any, ...], first: Any) -> Any:
+    def rows_from(self, ref: Ref, index: Index, first: Scalar) -> Rows:
         """A value for each row: `ref[*index, first + row]`."""
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
 
-    def words_between(self, low: Any, high: Any) -> Words:
+    def words_between(self, low: Rows | None, high: Rows) -> Words:
         """Keys from column `low` of the tile up to `high`, one a row; low None: from the first."""
         words = []
         for begin in range(0, self.shape[1], WORD):
@@ -95,10 +101,10 @@ class PairTile:
             words.append(word if low is None else word & ~lowest_bits(jnp.clip(low - begin, 0, WORD)))
         return tuple(words)
 
-    def has_bits(self, words: Words) -> Any:
+    def has_bits(self, words: Words) -> Tile:
         """Whether a pair's bit is set: Bool, of the tile's shape."""
         return has_bits(words, shape=self.shape, is_interpreted=bool(self.interpret))
 
-    def masked(self, s: Any, words: Words) -> Any:
+    def masked(self, s: Tile, words: Words) -> Tile:
         """The scores of pairs whose bits are set, -inf for the others."""
         return masked_by_bits(s, words, is_interpreted=bool(self.interpret))

@@ -19,6 +19,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
+from pallas_kernels.shared import Interpret
 
 
 def why_not_gradients(
@@ -66,7 +67,7 @@ def gradients(
     grad_lse: Float[Array, "q_heads tokens"] | None,
     mask: Mask | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of query, keys and values; those of sinks follow from the same, without a kernel.
 

@@ -23,6 +23,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.shared import Interpret
 from pallas_kernels.varlen_prefill import varlen_prefill
 
 
@@ -38,7 +39,7 @@ def attend(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
     return_lse: bool = True,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
     """Output and log-sum-exp of every token of a region, as `jattn.attend` defines them.
 

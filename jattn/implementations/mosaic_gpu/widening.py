@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jattn.cache import PackedKV, PagedCache
@@ -18,6 +19,7 @@ from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_prefill as prefill_kernel
 from pallas_kernels.cache_read import TILE, cache_read, padded_len
+from pallas_kernels.shared import Interpret
 
 MAX_BYTES = 2**31  # of the buffer, unless a single request may need more
 ALIGN = 128  # keys of the widest tile: a request's rows begin where a tile does
@@ -49,7 +51,7 @@ def attend_widened(
     attend_packed: Callable[[PackedKV, BatchMetadata], tuple[Array, Array | None]],
     *,
     return_lse: bool,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
     """Output and log-sum-exp of a region over an 8-bit cache.
 
@@ -66,7 +68,7 @@ def attend_widened(
     wanted = _wanted(metadata, spec)
     rows, reqs = buffer_len(metadata, spec), metadata.bucket.max_reqs
 
-    def pass_of(first: Any) -> tuple[Any, Array, Array | None]:
+    def pass_of(first: Array) -> tuple[Array, Array, Array | None]:
         """Attends the requests from `first` on whose keys fit the buffer: the next one, output, LSE."""
         begin = wanted.starts[first]
         following = (wanted.ends <= begin + rows).sum(dtype=jnp.int32)
@@ -81,7 +83,7 @@ def attend_widened(
         kv = _read(cache, metadata, wanted, jnp.int32(0), rows, query.dtype, interpret)
         return attend_packed(kv, metadata)
 
-    def one(state: tuple[Any, Array, Array | None]) -> tuple[Any, Array, Array | None]:
+    def one(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         first, out, lse = state
         following, new, new_lse = pass_of(first)
         token, bounds = jnp.arange(query.shape[0], dtype=jnp.int32), metadata.query_start_loc
@@ -133,8 +135,8 @@ def _read(
     wanted: Wanted,
     begin: Array,
     rows: int,
-    dtype: Any,
-    interpret: Any,
+    dtype: DTypeLike,
+    interpret: Interpret,
 ) -> PackedKV:
     """Keys and values of the requests that have a seq_len; row `begin` of all rows is the buffer's first."""
     starts = wanted.starts - begin - wanted.base
