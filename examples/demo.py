@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-import jattn.models
-from jattn.bucket import Bucket
+import jattn
 from jattn.serving import Engine, GenerationResult
 
 TINY_MODEL = pathlib.Path(__file__).parent / "tiny_model"
@@ -98,8 +97,8 @@ class Screen:
 def small_engine(model: jattn.models.Decoder) -> Engine:
     """Two executables: every request decodes, or some still compute their prompts, 128 tokens a step."""
     max_blocks = min(model.config.max_position_embeddings // 16, 64)
-    decodes = Bucket(max_decodes=8, max_blocks=max_blocks)
-    mixed = Bucket(max_decodes=8, max_prefills=8, max_prefill_tokens=128, max_blocks=max_blocks)
+    decodes = jattn.Bucket(max_decodes=8, max_blocks=max_blocks)
+    mixed = jattn.Bucket(max_decodes=8, max_prefills=8, max_prefill_tokens=128, max_blocks=max_blocks)
     return Engine(
         model,
         num_blocks=max_blocks + 1,

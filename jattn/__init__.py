@@ -9,7 +9,7 @@ import warnings
 from jattn import masks, models, parallel, pytree, requests, serving, sparsity, vllm
 from jattn.attending import attend
 from jattn.bucket import Bucket
-from jattn.cache import CacheSpec, PackedKV, PagedCache, copy_blocks, swap_blocks, write_kv
+from jattn.cache import CacheSpec, PackedKV, PagedCache, blocks_of, copy_blocks, swap_blocks, write_kv
 from jattn.calibration import calibrate
 from jattn.cascade import cascade_attend
 from jattn.decoding import DecodeLoopOutput, decode_loop
@@ -49,6 +49,7 @@ __all__ = [  # noqa: RUF022  (the flow's order)
     "PagedCache",
     "PackedKV",
     "write_kv",
+    "blocks_of",
     "copy_blocks",
     "swap_blocks",
     "calibrate",

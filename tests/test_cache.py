@@ -12,7 +12,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.cache import blocks_of
 from pallas_kernels.cache_write import cache_write
 from tests.in_place import copies_of
 
@@ -28,7 +27,7 @@ def spec(**changes):
 
 def rows(cache):
     """Keys and values by slot, as numbers: [slots, kv_heads, head_dim] each."""
-    k, v = (np.asarray(x.astype(jnp.float32)) for x in blocks_of(cache, jnp.arange(cache.num_blocks)))
+    k, v = (np.asarray(x.astype(jnp.float32)) for x in jattn.blocks_of(cache, jnp.arange(cache.num_blocks)))
     k, v = (x.reshape(-1, cache.num_kv_heads, cache.head_dim) for x in (k, v))
     shapes = {0: (1, 1, 1), 1: (1, -1, 1), 2: (1, cache.num_kv_heads, -1), 3: (-1, cache.num_kv_heads, 1)}
     scaled = lambda x, s: x if s is None else x * np.asarray(s).reshape(shapes[s.ndim])
@@ -411,6 +410,14 @@ def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
 def test_a_cache_is_made_of_a_cache_spec():
     with pytest.raises(ValueError, match="spec must be a CacheSpec, got AttentionSpec"):
         jattn.PagedCache.create(jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_blocks_are_read_of_a_cache_by_ints():
+    with pytest.raises(ValueError, match=r"cache must be a PagedCache .*, got CacheSpec: CacheSpec"):
+        jattn.blocks_of(spec(), jnp.arange(2))
+    with pytest.raises(ValueError, match=r"ids must be ints, got float32\."):
+        jattn.blocks_of(create(), jnp.zeros(2))
 
 
 class TestReplace:

@@ -1,6 +1,7 @@
 """The import law: examples, benchmarks, tests -> jattn -> pallas_kernels -> jax."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -109,3 +110,19 @@ def test_ptx_says_what_it_is_given():
     for path in (ROOT / "pallas_kernels" / "ptx").glob("*.py"):
         names = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
         assert "Any" not in names, path
+
+
+def taken_of_jattn(path):
+    """(module, name) of each name that a file takes out of a package of jattn's."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jattn"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_examples_take_public_names_only():
+    public = {"jattn", *(f"jattn.{name}" for name in jattn.__all__), "jattn.serving.server"}
+    taken = {pair for path in (ROOT / "examples").rglob("*.py") for pair in taken_of_jattn(path)}
+    assert ("jattn.serving", "Engine") in taken
+    assert [(module, name) for module, name in sorted(taken) if module not in public] == []
+    hidden = [pair for pair in sorted(taken) if pair[1] not in importlib.import_module(pair[0]).__all__]
+    assert hidden == []

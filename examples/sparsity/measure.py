@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 import jattn
 from examples.sparsity.patterns import Pattern, probabilities
 from jattn import masks
-from jattn.implementations.choice import IMPLEMENTATIONS
 from jattn.masks import Mask
 from jattn.models import Decoder
 
@@ -129,8 +128,10 @@ def timed(
         num_blocks=blocks + 1, block_size=size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
     )
     cache = jattn.write_kv(jattn.PagedCache.create(room), key, value, metadata.slot_mapping)
+    serves = jattn.plan(metadata, spec, room, mask=mask, query_dtype=query.dtype).layers[0].prefill
+    assert serves is not None  # there is a prompt
     arrays = query, cache, metadata, mask
-    name, step = first_that_serves(spec, arrays)
+    step = jax.jit(lambda query, cache, metadata, mask: jattn.attend(query, cache, metadata, spec, mask=mask))
     step(*arrays).block_until_ready()
     times = []
     for _ in range(REPEATS):
@@ -140,16 +141,4 @@ def timed(
         times.append((time.perf_counter() - start) / CALLS)
     num_q, num_kv = spec.num_q_heads, spec.num_kv_heads
     density = masks.density(mask, tokens, tokens, num_q_heads=num_q, num_kv_heads=num_kv)
-    return Speed(name, 1e3 * statistics.median(times), density)
-
-
-def first_that_serves(spec: jattn.AttentionSpec, arrays: Any) -> tuple[str, Any]:
-    """The implementation that attend takes, and attention by it, compiled."""
-    for name in IMPLEMENTATIONS:
-        attend = functools.partial(jattn.attend, spec=spec, implementation=name)
-        step = jax.jit(lambda q, cache, metadata, mask, attend=attend: attend(q, cache, metadata, mask=mask))
-        try:
-            return name, step.lower(*arrays).compile()
-        except NotImplementedError:
-            continue
-    raise AssertionError("the reference serves everything")
+    return Speed(serves.implementation, 1e3 * statistics.median(times), density)

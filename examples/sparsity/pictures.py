@@ -7,7 +7,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from examples.sparsity.measure import Result
-from jattn.sparsity.pictures import COLORS, EMPTY, FULL, classes
+from jattn.masks import dense
+
+COLORS = ListedColormap(["#f2f2f2", "#1f4e79"])  # of a pair that is not seen, and of one that is
 
 
 def draw(results: dict[str, Result], tokens: int, timed_tokens: int, out: pathlib.Path) -> list[pathlib.Path]:
@@ -34,11 +36,9 @@ def draw_masks(results: dict[str, Result], tokens: int) -> Figure:
         for axis in row:
             axis.set_axis_off()
     for row, (name, result) in zip(axes, shown.items(), strict=False):
-        seen = classes(
-            result.mask, tokens, num_heads=num_heads, num_q_heads=num_heads, num_kv_heads=result.num_kv_heads
-        )
+        seen = dense(result.mask, tokens, tokens, num_q_heads=num_heads, num_kv_heads=result.num_kv_heads)
         for axis, picture in zip(row, seen, strict=True):
-            axis.imshow(picture, cmap=ListedColormap(COLORS), vmin=EMPTY, vmax=FULL, interpolation="nearest")
+            axis.imshow(picture, cmap=COLORS, vmin=0, vmax=1, interpolation="nearest")
             axis.set_xticks([])
             axis.set_yticks([])
         row[0].set_title(name, fontsize=8, loc="left")

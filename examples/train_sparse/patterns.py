@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 
 import jattn
 from jattn import masks, sparsity
-from jattn.cache import blocks_of
 
 BLOCK, TOP_K, WINDOW = 16, 4, 64  # keys of a block, blocks that a query sees, keys nearby
 
@@ -102,7 +101,7 @@ def cached_means(
     cache: jattn.PagedCache, metadata: jattn.BatchMetadata
 ) -> tuple[Float[Array, "reqs blocks kv_heads head_dim"], Float[Array, "reqs blocks kv_heads head_dim"]]:
     """Mean key and value of each of the cache's blocks of a request; right of those that are full."""
-    keys, values = blocks_of(cache, metadata.block_table)
+    keys, values = jattn.blocks_of(cache, metadata.block_table)
     return keys.astype(jnp.float32).mean(axis=2), values.astype(jnp.float32).mean(axis=2)
 
 

@@ -6,8 +6,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from jattn.masks import Mask, dense
-from jattn.sparsity.pictures import COLORS
 
+COLORS = ListedColormap(["#f2f2f2", "#1f4e79"])  # of a pair that is not seen, and of one that is
 STAGES = 4  # of training, of which masks are drawn
 
 
@@ -53,7 +53,7 @@ def draw_masks(seen: dict[str, list[np.ndarray]]) -> Figure:
     axes = figure.subplots(len(seen), STAGES, squeeze=False)
     for row, (name, stages) in zip(axes, seen.items(), strict=True):
         for axis, picture in zip(row, stages, strict=False):
-            axis.imshow(picture, cmap=ListedColormap([COLORS[0], COLORS[2]]), interpolation="nearest")
+            axis.imshow(picture, cmap=COLORS, vmin=0, vmax=1, interpolation="nearest")
         for axis in row:
             axis.set_xticks([])
             axis.set_yticks([])

@@ -4,10 +4,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jattn.cache.types import PackedKV, PagedCache, has_token_axis
+from pallas_kernels.checks import require, require_type
 
 
 def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
-    """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim]."""
+    """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim].
+
+    Args:
+        cache: The cache, of any layout.
+        ids: Which blocks; a block table, for one. Ids outside of the cache read its first or last block.
+
+    Returns:
+        What is stored, in the cache's dtypes: 8-bit numbers are not multiplied with their scales.
+
+    Raises:
+        ValueError: cache is no PagedCache, or ids are no ints.
+    """
+    require_type("cache", cache, PagedCache, "PagedCache.create makes one")
+    require(jnp.issubdtype(ids.dtype, jnp.integer), "ids", "be ints", ids.dtype)
     k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
     if cache.layout == "HND":
         return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
