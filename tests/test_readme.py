@@ -1,11 +1,13 @@
 """What the pages say is true: code runs; commands, names, links, files exist; tables are the rows'."""
 
 import ast
+import dataclasses
 import pathlib
 import re
 import shlex
 import urllib.parse
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,8 +15,13 @@ import jattn
 from benchmarks import bars
 from benchmarks.__main__ import SUITES
 from benchmarks.table import PAGES, PICTURES, filled, pictures
+from jattn.cache import write as cache_write
+from jattn.cache.spec import QUANTIZATIONS
+from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.serving.cli import build_parser
 from jattn.serving.server.app import ROUTES
+from pallas_kernels import support
+from pallas_kernels.ptx import tensor_core
 from tests.in_place import check_in_place
 from tests.readme import Block, blocks, examples, run, run_all
 
@@ -212,7 +219,7 @@ def names_in(file):
     [
         "Where is a window applied in decode?",
         "Where would a new cache format be added?",
-        "Which three files does a new mask touch?",
+        "Which files does a new mask touch?",
     ],
 )
 def test_a_walk_goes_through_files_and_functions_that_exist(title):
@@ -229,6 +236,48 @@ def test_a_walk_goes_through_files_and_functions_that_exist(title):
         wanted = {name.split(".")[-1] for name in re.findall(r"`([\w.]+)`", told)}
         assert wanted <= names_in(ROOT / path), path
     assert any("`" in told for _, told in steps)
+
+
+def test_the_walk_to_a_cache_format_goes_by_every_list_of_formats():
+    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, tensor_core.EIGHT_BIT
+    stored = {one.dtype for both in QUANTIZATIONS.values() for one in both if one.dtype is not None}
+    for formats in lists:
+        assert {jnp.dtype(x) for x in formats} == {jnp.dtype(x) for x in stored}
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiples(jattn.masks.Mask):
+    """A mask that somebody made by the walk: keys at multiples of a number, or where an array says so."""
+
+    step: int | jax.Array
+
+    def sees(self, pairs):
+        return pairs.key % self.step == 0
+
+    def coverage(self, tiles):
+        return jattn.masks.Coverage(some=True, every=False)
+
+
+def test_a_mask_touches_the_kernels_only_if_it_has_arrays():
+    static, with_array = (type("Multiples", (Multiples,), {}) for _ in range(2))
+    jax.tree_util.register_static(static)
+    jax.tree_util.register_dataclass(with_array, data_fields=["step"], meta_fields=[])
+    assert why_not_kernel_mask(static(3), 128) is None
+    reason = why_not_kernel_mask(with_array(jnp.int32(3)), 128)
+    assert reason == "there is no kernel for the arrays of a Multiples"
+
+
+def words_of(text):
+    """Word -> its meaning, of a page's table of words."""
+    section = text.split("\n## Words")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", section, re.MULTILINE))
+
+
+def test_a_word_means_the_same_to_users_and_in_the_code():
+    flow, code = words_of(FLOW), words_of((ROOT / "CONTRIBUTING.md").read_text())
+    shared = (flow.keys() & code.keys()) - {"word"}
+    assert {"block", "slot", "span", "split", "chunk"} <= shared
+    assert {word: flow[word] for word in shared} == {word: code[word] for word in shared}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

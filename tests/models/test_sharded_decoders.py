@@ -52,7 +52,7 @@ def changed(**changes):
         pytest.param(
             "replicas",
             ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.kernels,
         ),
         ("engine", ["tp 2: 2 executables", "tp 4: 2 executables", "drafts: ", "2/1 heads of 32"]),
         (

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.mlir import ir
 
-from pallas_kernels import support
-from pallas_kernels.ptx.tensor_core import EIGHT_BIT, NEIGHBOURS, widen
+from pallas_kernels.ptx.tensor_core import NEIGHBOURS, widen
 
 
 def test_an_8_bit_type_without_code_is_refused_by_name():
@@ -14,7 +13,3 @@ def test_an_8_bit_type_without_code_is_refused_by_name():
         four = ir.Operation.create("tests.four_numbers", [ir.IntegerType.get_signless(32)]).result
         with pytest.raises(ValueError, match=r"dtype must be one of 'int8'.*, got 'float8_e4m3fnuz'\."):
             widen(four, jnp.float8_e4m3fnuz, NEIGHBOURS)
-
-
-def test_what_the_kernels_say_they_serve_has_code():
-    assert set(support.EIGHT_BIT_DTYPES) == set(EIGHT_BIT)
