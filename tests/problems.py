@@ -260,10 +260,10 @@ def along(x: np.ndarray, direction: np.ndarray, length: float | np.ndarray) -> n
     return x + (length - x @ direction)[..., None] * direction
 
 
-def needle_places(seen: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Of the keys of a request and kv head that some query sees: the first, the last, and one in each 64."""
+def needle_places(seen: np.ndarray, rng: np.random.Generator, every: int = NEEDLE_EVERY) -> np.ndarray:
+    """Of the keys of a request and kv head that some query sees: the first, the last, and one in `every`."""
     places = np.flatnonzero(seen)
-    tiles = np.split(places, np.flatnonzero(np.diff(places // NEEDLE_EVERY)) + 1)
+    tiles = np.split(places, np.flatnonzero(np.diff(places // every)) + 1)
     drawn = [rng.choice(tile) for tile in tiles if tile.size]
     return np.unique([*drawn, *places[:1], *places[-1:]]).astype(int)
 

@@ -1,4 +1,10 @@
-"""Packed requests for varlen_backward: NaN in what no request owns, gradients by float64 and by 16 bits."""
+"""Packed requests for varlen_backward, with needles and poison; gradients by float64 and by 16 bits.
+
+All queries have one direction in common, and in every 32 keys there is a needle: a key of that direction,
+with a large value. In every 32 queries there is one whose output has a large gradient. So any 64 queries and
+64 keys that see each other have a pair with a large part in all three gradients: no tile can be lost unseen.
+What no request owns is NaN; a key that no query of its request sees scores high, with a huge value.
+"""
 
 import dataclasses
 
@@ -9,7 +15,10 @@ from jattn.masks import Mask, Pairs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import reference
 from pallas_kernels.varlen_prefill import key_range
+from tests.problems import NEEDLE_SCORE, UNSEEN_SCORE, UNSEEN_VALUE, along, needle_places
 
+NEEDLE_EVERY = 32  # queries, and keys, of a request: tiles of 64 begin anywhere
+NEEDLE_SIZE = 4.0  # of values and of outputs' gradients, by others'
 GRADIENTS = ("query", "key", "value")
 
 
@@ -55,7 +64,9 @@ class BackwardProblem:
         self.arrays |= {name: poison(keys, kv_heads) for name in ("key", "value")}
         self.lse, self.grad_lse = (np.full((q_heads, tokens), np.nan, np.float32) for _ in range(2))
         draw = lambda *shape: self.rng.uniform(-1, 1, shape).astype(np.float32)
-        self.slopes = np.abs(draw(q_heads)) / 4 if setting.has_alibi else None
+        # The last head of each group looks far.
+        reach = np.where(np.arange(1, q_heads + 1) % (q_heads // kv_heads) == 0, 0.01, 0.25)
+        self.slopes = (np.abs(draw(q_heads)) * reach).astype(np.float32) if setting.has_alibi else None
         self.sinks = 2 * draw(q_heads) if setting.has_sinks else None
         self.want = {name: np.zeros(self.arrays[name].shape) for name in GRADIENTS}
         self.in_16_bits = {name: np.zeros(self.arrays[name].shape) for name in GRADIENTS}
@@ -105,12 +116,10 @@ class BackwardProblem:
     def _draw(self, r):
         """A request's arrays, and its gradients."""
         setting, dtype = self.setting, jnp.dtype(self.setting.dtype)
-        (q_heads, kv_heads), dim, score = setting.heads, setting.head_dim, setting.score
+        q_heads, score = setting.heads[0], setting.score
         num, keys = setting.query_lens[r], setting.seq_lens[r]
         tokens = slice(self.starts[r], self.starts[r] + num)
         mine = slice(self.kv_starts[r], self.kv_starts[r] + keys)
-        normal = lambda rows, heads: self.rng.normal(size=(rows, heads, dim)).astype(dtype)
-        q, k, v, grad = (normal(num, q_heads), *(normal(keys, kv_heads) for _ in "kv"), normal(num, q_heads))
         grad_lse = self.rng.normal(size=(q_heads, num)).astype(np.float32)
         position = np.arange(num) + keys - num
         sees = sees_of(score, position, keys)
@@ -118,6 +127,7 @@ class BackwardProblem:
             head, query, key = np.ix_(range(q_heads), position, range(keys))
             pairs = (jnp.asarray(x, jnp.int32) for x in (head, np.full((1, 1, 1), r), query, key))
             sees = sees & np.asarray(setting.mask.sees(Pairs(*pairs, num_heads=setting.heads)))
+        q, k, v, grad = (x.astype(dtype) for x in self._draw_arrays(sees))
         bias = None
         if self.slopes is not None:
             distance = position[:, None] - np.arange(keys)
@@ -138,6 +148,36 @@ class BackwardProblem:
         for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
             here = tokens if name == "query" else mine
             self.want[name][here], self.in_16_bits[name][here] = x, round_to(y)
+
+    def _draw_arrays(self, sees):
+        """Queries, keys, values and gradients of outputs, in float64.
+
+        Args:
+            sees: Bool [queries, keys], or [q_heads, queries, keys].
+        """
+        (q_heads, kv_heads), dim, score = self.setting.heads, self.setting.head_dim, self.setting.score
+        num, keys = sees.shape[-2:]
+        draw = lambda rows, heads: self.rng.normal(size=(rows, heads, dim))
+        q, grad, k, v = draw(num, q_heads), draw(num, q_heads), draw(keys, kv_heads), draw(keys, kv_heads)
+        direction = self.rng.choice([-1.0, 1.0], dim) * dim**-0.5
+        wanted, cap = NEEDLE_SCORE, score.soft_cap
+        if cap is not None:
+            wanted = cap * np.arctanh(min(NEEDLE_SCORE / cap, 0.9))
+        length = (wanted / score.scale) ** 0.5  # of queries and needles: their product is the score
+        q = along(q, direction, length)
+        group = q_heads // kv_heads
+        of_heads = np.broadcast_to(sees, (q_heads, num, keys)).reshape(kv_heads, group, num, keys)
+        for g, seen in enumerate(of_heads.any(axis=1)):
+            of_keys, of_queries = seen.any(axis=0), seen.any(axis=1)
+            needles = needle_places(of_keys, self.rng, NEEDLE_EVERY)
+            k[:, g] = along(k[:, g], direction, 0.0)
+            k[needles, g] += length * direction
+            v[needles, g] *= NEEDLE_SIZE
+            k[~of_keys, g] = UNSEEN_SCORE / score.scale / length * direction
+            v[~of_keys, g] = UNSEEN_VALUE
+            heads = slice(g * group, (g + 1) * group)
+            grad[needle_places(of_queries, self.rng, NEEDLE_EVERY), heads] *= NEEDLE_SIZE
+        return q, k, v, grad
 
 
 def sees_of(score, position, keys):
