@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
@@ -44,7 +45,7 @@ def seen(mask, seq_len, *, row, head, first_query, first_key, tile_kv):
     place = {"head": head, "first_query": first_query, "first_key": first_key}
     tile = ArrayTile(
         **{name: jnp.int32(value) for name, value in place.items()},
-        columns=lambda: columns, shape=columns.shape, interpret=True,
+        columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     sees = made.sees(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
     queries = [i for i in range(first_query, first_query + 64) if 0 <= i < seq_len]
