@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jattn.attending import attend
@@ -15,6 +16,7 @@ from jattn.implementations.choice import Asked
 from jattn.implementations.layers import layer_of
 from jattn.masks import Mask
 from jattn.planning import choose_layers
+from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
 
 
@@ -97,6 +99,34 @@ def attend_arrays(
         spec: Static: the layer.
         implementation: Static: a name, a tuple of them, or None.
     """
+    cut = cut_of(*arrays)
+    if cut is None:
+        return _attend_arrays(arrays, rows, per_head, spec, implementation)
+
+    def attend_part(arrays: tuple[Array, Array, Array], rows: Rows, per_head: Any) -> tuple[Array, Array]:
+        rows = rows._replace(mask=cut.mask_of_part(rows.mask, spec))
+        return _attend_arrays(arrays, rows, per_head, cut.part_of(spec), implementation)
+
+    of_rows: Any = rows._replace(mask=cut.of_mask(rows.mask))
+    if rows.segment_ids is not None:
+        of_rows = of_rows._replace(segment_ids=P(*cut.texts))
+    if rows.cu_seqlens is not None:
+        of_rows = of_rows._replace(cu_seqlens=P())
+    of_heads = jax.tree.map(lambda _: P(cut.heads), per_head)
+    specs = (cut.of_queries, cut.of_keys, cut.of_keys), of_rows, of_heads
+    returns = cut.of_queries, P(*cut.texts, cut.heads, None)
+    out: tuple[Array, Array] = on_each_device(cut, attend_part, (arrays, rows, per_head), specs, returns)
+    return out
+
+
+def _attend_arrays(
+    arrays: tuple[Array, Array, Array],
+    rows: Rows,
+    per_head: dict[str, Array | None],
+    spec: AttentionSpec,
+    implementation: Asked,
+) -> tuple[Array, Array]:
+    """`attend_arrays` of what one device has."""
     has_batch = arrays[0].ndim == 4
     if rows.cu_seqlens is not None:
         laid = lay_packed(*arrays, rows.cu_seqlens, rows.mask)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks
@@ -218,6 +219,14 @@ class TestTransformations:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 4
 
+    @pytest.mark.kernels
+    def test_arrays_on_a_mesh_of_explicit_axes_stay_cut_and_nothing_is_exchanged(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.explicit_attention"], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 17
+
     def test_calls_outside_jit_are_compiled_once(self, caplog):
         given = arrays(11, head_dim=24)
         jattn.attention(*given, causal=True)
@@ -306,6 +315,48 @@ class TestRefusals:
     def test_a_keyword_that_nobody_knows_is_pythons_error(self):
         with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'"):
             jattn.attention(self.Q, self.Q, self.Q, is_causal=True)
+
+
+class TestOnAMeshOfExplicitAxes:
+    MESH = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def run(self, *partitions, kv_heads=2):
+        """Traced: there is one device here."""
+        shapes = [(4, 8, heads, 16) for heads in (4, kv_heads, kv_heads)]
+        place = lambda spec: jax.NamedSharding(self.MESH, P(*spec))
+        of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
+        return jax.eval_shape(jattn.attention, *map(of, shapes, partitions)).sharding.spec
+
+    def test_the_output_is_cut_as_what_is_cut(self):
+        whole = (None,) * 4
+        cases = {
+            ("x", None, "y", None): (("x", None, "y"), ("x", None, "y"), ("x", None, "y")),
+            (("x", "y"), None, None, None): ((), (("x", "y"),), ()),
+            whole: ((), (), ()),
+        }
+        assert {want: tuple(self.run(*given)) for want, given in cases.items()} == {
+            want: want for want in cases
+        }
+
+    def test_cut_tokens_and_heads_in_parts_are_refused(self):
+        message = r"{} on a mesh as .*: attention is cut by texts and heads alone\. .*jax\.sharding\.reshard"
+        with pytest.raises(NotImplementedError, match=message.format("q")):
+            self.run((None, "x"), (), ())
+        with pytest.raises(NotImplementedError, match=message.format("v")):
+            self.run((), (), (None, None, None, "y"))
+
+    def test_arrays_that_are_cut_differently_are_named(self):
+        message = r"q, k and v must be cut by the same axes of a mesh, or whole, got \{'q': 'x', 'k': 'y'\}"
+        with pytest.raises(ValueError, match=message):
+            self.run(("x",), ("y",), ())
+        message = r"q, k and v must have texts and heads on other axes, got \('x', 'x'\)"
+        with pytest.raises(ValueError, match=message):
+            self.run(("x",), (), (None, None, "x"))
+
+    def test_heads_on_more_devices_than_there_are_kv_heads_are_refused(self):
+        with pytest.raises(NotImplementedError, match=r"q_heads on 4 devices: 2 kv heads are no multiple"):
+            self.run((None, None, ("x", "y")), (), ())
+        assert self.run((None, None, ("x", "y")), (), (), kv_heads=1)[2] == ("x", "y")
 
 
 def test_the_signature_is_what_its_users_were_promised():

@@ -14,7 +14,7 @@ from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.interleaved import Interleaved
 from jattn.masks.local_strided import LocalStrided
-from jattn.masks.mesh_heads import OnMesh, on_mesh
+from jattn.masks.mesh_heads import OnMesh, on_mesh, row_array_ids
 from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
 from jattn.masks.traced import Document, Prefix, VerticalSlash
 
@@ -51,5 +51,6 @@ __all__ = [
     "density",
     "heads_of",
     "on_mesh",
+    "row_array_ids",
     "streaming_heads",
 ]

@@ -1,4 +1,4 @@
-"""Masks whose heads are spread over the devices of a mesh."""
+"""Masks whose heads, or rows, are spread over the devices of a mesh."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, override
 
 import jax
 
-from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
+from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles, leaves, row_arrays
 from jattn.masks.local_strided import LocalStrided
 
 
@@ -17,12 +17,12 @@ class OnMesh(Mask):
 
     Attributes:
         mask: Whose heads are counted over all devices.
-        axis_name: Static: the axis.
+        axis_name: Static: the axis, or several as one.
         num_heads_of_all: Static: query heads and kv heads of all devices, no kv head counted twice.
     """
 
     mask: Mask
-    axis_name: str = dataclasses.field(metadata={"static": True})
+    axis_name: str | tuple[str, ...] = dataclasses.field(metadata={"static": True})
     num_heads_of_all: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     row_axes: ClassVar[dict[str, int]] = {}
@@ -69,7 +69,9 @@ class OnMesh(Mask):
         return places._replace(head=places.head + first, num_heads=self.num_heads_of_all)
 
 
-def on_mesh(mask: Mask, axis_name: str, num_devices: int, num_heads_of_all: tuple[int, int]) -> Mask:
+def on_mesh(
+    mask: Mask, axis_name: str | tuple[str, ...], num_devices: int, num_heads_of_all: tuple[int, int]
+) -> Mask:
     """A mask of all heads as each of some devices sees it; the mask itself where that is the same for all.
 
     Args:
@@ -88,3 +90,8 @@ def on_mesh(mask: Mask, axis_name: str, num_devices: int, num_heads_of_all: tupl
         if is_even and (heads // num_devices * step) % mask.vert_stride == 0:
             return dataclasses.replace(mask, tp_size=num_devices)
     return OnMesh(mask=mask, axis_name=axis_name, num_heads_of_all=num_heads_of_all)
+
+
+def row_array_ids(mask: Mask) -> set[int]:
+    """`id` of each array, of a mask or of those it is composed of, that has a row for each request."""
+    return {id(array) for leaf in leaves(mask) for array in row_arrays(leaf).values()}

@@ -1,0 +1,138 @@
+"""Attention of arrays by all scores at once, where attention_fn's queries stand elsewhere than keys."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Shaped
+
+from jattn.implementations.xla import alibi_bias, pairs_of, visible
+from jattn.spec import AttentionSpec
+from pallas_kernels.checks import require, require_shape
+
+
+class Given(NamedTuple):
+    """attention_fn's arrays, which say there what they are."""
+
+    query: Float[Array, "..."]
+    key: Float[Array, "..."]
+    value: Float[Array, "..."]
+    bias: Float[Array, "..."] | None
+    mask: Shaped[Array, "..."] | None
+    input_positions: Shaped[Array, "..."] | None
+    sinks: Float[Array, " heads"] | None
+    alibi_slopes: Float[Array, " heads"] | None
+
+
+def by_scores(given: Given, spec: AttentionSpec, is_causal: bool) -> Float[Array, "..."]:
+    """The output, in memory of queries x keys."""
+    return _average(_masked_scores(given, spec, is_causal), given.value, given.sinks, spec)
+
+
+def is_positional(given: Given, spec: AttentionSpec) -> bool:
+    """Whether it matters where a query stands."""
+    of_spec = spec.causal or any(x is not None for x in (spec.window, spec.chunk_size, spec.sparsity))
+    return of_spec or given.alibi_slopes is not None
+
+
+def _masked_scores(given: Given, spec: AttentionSpec, is_causal: bool) -> Float[Array, "..."]:
+    """Scores with all that is added to them, -inf where a key is not seen."""
+    query, key, mask = given.query, given.key, given.mask
+    q_tokens, kv_tokens = query.shape[-3], key.shape[-3]
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    scores = _scores(query, key, spec, wide)  # [*batch, q_heads, q_tokens, kv_tokens]
+    sees = jnp.ones(scores.shape, bool)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, scores.shape)
+        sees = mask.astype(bool)
+        scores = scores if mask.dtype == bool else jnp.where(mask < 0, jnp.nan, scores)
+    if is_positional(given, spec):
+        shown = None if mask is None else sees
+        positions = _positions(query.shape[:-2], kv_tokens, shown, given.input_positions)
+        by_spec, slopes = _of_positions(spec, given.alibi_slopes, positions, wide)
+        sees, scores = sees & _over_batch(by_spec, scores), scores + _over_batch(slopes, scores)
+    if is_causal or (spec.causal and q_tokens == kv_tokens):
+        sees &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), scores.shape)
+    if given.bias is not None:
+        scores += jnp.broadcast_to(given.bias, scores.shape).astype(wide)
+    return jnp.where(sees, scores, -jnp.inf)
+
+
+def _scores(query: Array, key: Array, spec: AttentionSpec, dtype: DTypeLike) -> Array:
+    """Scaled and soft-capped [*batch, q_heads, q_tokens, kv_tokens]."""
+    keys = jnp.repeat(key, spec.q_heads_per_kv_head, axis=-2).astype(dtype)
+    scores = jnp.einsum("...qhd,...khd->...hqk", query.astype(dtype), keys, precision="highest")
+    scores = scores * spec.softmax_scale
+    return scores if spec.soft_cap is None else spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+
+
+def _positions(
+    queries: tuple[int, ...], kv_tokens: int, sees: Bool[Array, "..."] | None, given: Array | None
+) -> tuple[Array, Array]:
+    """Where queries and keys stand: each [tokens], or [*batch, tokens].
+
+    Args:
+        queries: (*batch, q_tokens).
+        kv_tokens: Keys.
+        sees: The mask.
+        given: input_positions.
+    """
+    *batch, q_tokens = queries
+    keys = jnp.arange(kv_tokens, dtype=jnp.int32)
+    if given is not None:
+        are_integers = jnp.issubdtype(given.dtype, jnp.integer)
+        require(are_integers, "input_positions", "be integers", given.dtype)
+        require_shape("input_positions", given.shape, queries, "*batch, q_tokens")
+        given = given.astype(jnp.int32)
+        return given, given if q_tokens == kv_tokens else jnp.broadcast_to(keys, (*batch, kv_tokens))
+    rule = f"be given for {q_tokens} queries over {kv_tokens} keys (where each query stands)"
+    require(q_tokens <= kv_tokens, "input_positions", rule, None)
+    if q_tokens == kv_tokens or sees is None:
+        return keys[:q_tokens] + (kv_tokens - q_tokens), keys
+    rule = f"be given for {q_tokens} queries over {kv_tokens} keys with a mask (where each query stands)"
+    require(q_tokens == 1, "input_positions", rule, None)
+    last = jnp.max(jnp.where(sees.any(axis=-3), keys, 0), axis=-1)  # [*batch, 1]
+    return last, jnp.broadcast_to(keys, (*batch, kv_tokens))
+
+
+def _of_positions(
+    spec: AttentionSpec, alibi_slopes: Array | None, positions: tuple[Array, Array], dtype: DTypeLike
+) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
+    """What a query sees by the spec, and ALiBi's bias: [*batch, q_heads, q_tokens, kv_tokens] or no batch."""
+    slopes = jnp.zeros(spec.num_q_heads, dtype) if alibi_slopes is None else alibi_slopes.astype(dtype)
+    slopes = slopes.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head)
+
+    def of_row(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
+        sees = visible(spec, q_positions, k_positions)
+        if spec.sparsity is not None:
+            pairs = pairs_of(spec, jnp.int32(0), q_positions, k_positions, is_prefill=True)
+            sees = sees & spec.sparsity.sees(pairs)
+        bias = alibi_bias(spec, slopes, q_positions, k_positions)
+        shape = (spec.num_q_heads, *bias.shape[2:])
+        return jnp.broadcast_to(sees, bias.shape).reshape(shape), bias.reshape(shape)
+
+    for _ in range(positions[0].ndim - 1):
+        of_row = jax.vmap(of_row)
+    return of_row(*positions)
+
+
+def _over_batch(array: Array, scores: Array) -> Array:
+    """`array`, which may lack the batch's axes, in the scores' shape."""
+    missing = (1,) * (scores.ndim - array.ndim)
+    return jnp.broadcast_to(array.reshape(missing + array.shape), scores.shape)
+
+
+def _average(scores: Array, value: Array, sinks: Array | None, spec: AttentionSpec) -> Array:
+    """softmax(scores) @ value: [*batch, q_tokens, q_heads, head_dim]."""
+    v = jnp.repeat(value, spec.q_heads_per_kv_head, axis=-2).astype(scores.dtype)
+    top = scores.max(axis=-1, initial=-jnp.inf)  # [*batch, q_heads, q_tokens]
+    sink = None if sinks is None else sinks.astype(scores.dtype)[:, None]
+    top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, _over_batch(sink, top)))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    p = jnp.exp(scores - top[..., None])
+    total = p.sum(axis=-1)
+    total = total if sink is None else total + jnp.exp(_over_batch(sink, top) - top)
+    out = jnp.einsum("...hqk,...khd->...hqd", p, v, precision="highest")
+    # A row without keys is divided by 1: it is 0, and so is its gradient.
+    return jnp.moveaxis(out / jnp.where(total == 0, 1.0, total)[..., None], -3, -2)

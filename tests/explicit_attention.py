@@ -1,0 +1,117 @@
+"""attention of arrays on a mesh of four devices of a CPU whose axes are Explicit. Run by test_dense.py."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn import masks  # noqa: E402
+
+MESH = jax.make_mesh((2, 2), ("data", "heads"))  # Explicit, which is what JAX makes
+TEXTS, BOTH = P("data"), P("data", None, "heads")
+IDS = jnp.arange(4 * 24).reshape(4, 24) // 7
+LENS = jnp.array([24, 9, 17, 1])
+SQUARE = jax.random.bernoulli(jax.random.key(9), 0.5, (4, 4, 24, 24)) | jnp.eye(24, dtype=bool)
+PER_HEAD = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
+SPARSE = jattn.AttentionSpec(
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    sparsity=masks.LocalStrided(block_size=4, local_blocks=1, vert_stride=3),
+)
+
+
+def arrays(kv_heads: int = 2) -> list[jax.Array]:
+    shapes = (4, 24, 4, 16), (4, 24, kv_heads, 16), (4, 24, kv_heads, 16)
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def place(array: jax.Array, spec: P) -> jax.Array:
+    return jax.device_put(array, jax.NamedSharding(MESH, spec))
+
+
+def exchanges(executable: Any) -> tuple[int, int]:
+    """Sums over devices, and other exchanges."""
+    names = re.findall(
+        r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", executable.as_text()
+    )
+    return names.count("all-reduce"), len(names) - names.count("all-reduce")
+
+
+def check(
+    name: str,
+    run: Callable[..., jax.Array],
+    partitions: tuple[P, P],
+    *,
+    kv_heads: int = 2,
+    of_gradients: tuple[int, int] = (0, 0),
+    given: list[jax.Array] | None = None,
+) -> None:
+    """Outputs and gradients are one device's, cut as queries are, and only gradients are exchanged."""
+    given = arrays(kv_heads) if given is None else given
+    of_queries, of_keys = partitions
+    placed = [place(x, spec) for x, spec in zip(given, (of_queries, of_keys, of_keys), strict=True)]
+    gradient = jax.grad(lambda *given: (run(*given) ** 2).sum(), argnums=(0, 1, 2))
+    for of, wanted in ((run, (0, 0)), (gradient, of_gradients)):
+        step = jax.jit(of).lower(*placed).compile()
+        assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges"
+        close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5)
+        jax.tree.map(close, step(*placed), jax.jit(of)(*given))
+    out = run(*placed)  # not under jit
+    assert out.sharding.is_equivalent_to(placed[0].sharding, out.ndim), f"{name}: {out.sharding}"
+    print(name)
+
+
+def attend(*given: jax.Array, **options: Any) -> jax.Array:
+    out, lse = jattn.attention(*given, return_lse=True, **({"causal": True} | options))
+    return out + jnp.moveaxis(lse, -2, -1)[..., None]
+
+
+def check_sinks() -> None:
+    """Each device's share of their gradient is summed over the texts."""
+    loss = lambda sinks, given: (attend(*given, sinks=sinks) ** 2).sum()
+    step = jax.jit(jax.grad(loss))
+    want = step(PER_HEAD["sinks"], arrays())
+    placed = [place(x, BOTH) for x in arrays()]
+    for spec in (P(), P("heads")):
+        np.testing.assert_allclose(step(place(PER_HEAD["sinks"], spec), placed), want, rtol=2e-6)
+    print("gradients of sinks")
+
+
+def main() -> None:
+    check_sinks()
+    of = lambda **options: functools.partial(attend, **options)
+    check("texts", of(), (TEXTS, TEXTS))
+    check("texts and heads", of(window=(5, 0)), (BOTH, BOTH))
+    check("whole keys", of(causal=False), (BOTH, P()), of_gradients=(0, 4))  # as each device has them whole
+    check("one kv head", of(), (BOTH, TEXTS), kv_heads=1, of_gradients=(1, 0))
+    check("sinks and slopes", of(**PER_HEAD), (BOTH, BOTH))
+    check("ids", of(segment_ids=IDS), (BOTH, BOTH))
+    check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
+    check("bools", of(mask=SQUARE), (BOTH, BOTH))
+    check("bools of all texts", of(mask=SQUARE[:1, :1]), (BOTH, BOTH))
+    check("one text", of(), (P(None, "heads"),) * 2, given=[x[0] for x in arrays()])
+    bounds = jnp.array([0, 5, 5, 20])
+    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, given=[x[0] for x in arrays()])
+
+    of = lambda **options: functools.partial(jattn.attention_fn, **options)
+    check("Flax", of(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
+    check("Flax, a bias", of(bias=jnp.linspace(-1, 1, 4 * 24).reshape(4, 1, 24)), (BOTH, BOTH))
+    check("Flax, a pattern", of(spec=SPARSE), (BOTH, BOTH))
+    positions = jnp.arange(24)[None] + LENS[:, None]
+    check("Flax, positions", of(spec=SPARSE, input_positions=positions), (BOTH, BOTH))
+    several = [x.reshape(2, 2, *x.shape[1:]) for x in arrays()]
+    check("Flax, more axes", of(is_causal=True), (P("data", "heads"),) * 2, given=several)
+
+
+if __name__ == "__main__":
+    main()
