@@ -152,6 +152,16 @@ class TestWhatFlaxPasses:
             with_spec()(q, kv, kv, mask=mask)
         with_spec(causal=False)(q, kv, kv, mask=mask)  # says nothing of positions
 
+    @pytest.mark.parametrize("name", POSITIONAL)
+    def test_more_queries_than_keys_must_say_where_they_stand(self, name):
+        q, kv = texts().reshape(2, LENGTH, 4, 6), texts()[:, :4].reshape(2, 4, 4, 6)
+        message = r"input_positions must be given for 6 queries over 4 keys \(where .*\), got None"
+        with pytest.raises(ValueError, match=message):
+            with_spec(**POSITIONAL[name])(q, kv, kv)
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
+        at_keys = with_spec()(q, kv, kv, input_positions=positions)
+        np.testing.assert_allclose(at_keys, jattn.attention(q, kv, kv, causal=True), atol=1e-6)
+
     def test_positions_say_where_queries_stand_in_a_longer_cache(self):
         q, k, v = (
             jax.random.normal(jax.random.key(i), (2, n, 4, 6)) for i, n in enumerate((3, LENGTH, LENGTH))
