@@ -176,10 +176,10 @@ def _takes_kernel(how: How, values: Values, context: Context, wants_slopes: bool
     asked = how.choice.asked
     if reason is None:
         return True
-    if asked is not None and "xla" not in asked and not how.spec.deterministic:
+    if asked is not None and "xla" not in asked:
         way_out = "Leave implementation=None or ask for ('mosaic_gpu', 'xla')"
         raise unsupported("a derivative of attention", f"mosaic_gpu: {reason}", way_out)
-    if asked is None and not how.spec.deterministic:
+    if asked is None:
         message = f"gradients of attention fall to xla on a GPU, which is slow: {reason}."
         warnings.warn(message, KernelFallbackWarning, stacklevel=2)
     return False

@@ -195,8 +195,34 @@ class TestWhatTheKernelDeclines:
     def test_the_same_bits_twice(self):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
         self.run(loss_of(run), arrays(), gradients_by_kernel=True)
+        self.run(
+            loss_of(functools.partial(run, implementation="mosaic_gpu")), arrays(), gradients_by_kernel=True
+        )
+
+    @pytest.mark.parametrize("what", ["mask", "slopes", "head_dim"])
+    def test_the_same_bits_twice_where_no_kernel_has_them(self, what):
+        run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
         mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
-        self.run(loss_of(functools.partial(run, mask=mask)), arrays())
+        q, k, v = arrays(head_dim=120 if what == "head_dim" else 64)
+        options = {"mask": mask} if what == "mask" else {}
+        given, reason = {
+            "mask": (1.0, r"gradients of queries over lists of tiles .* \(spec.deterministic\)"),
+            "slopes": (SLOPES, "gradients of ALiBi's slopes have no kernel"),
+            "head_dim": (1.0, "there is no kernel for gradients of head_dim 120"),
+        }[what]
+
+        def loss(given, **how):
+            slopes = {"alibi_slopes": given} if what == "slopes" else {}
+            scaled = q if slopes else (q * given).astype(q.dtype)
+            return loss_of(functools.partial(run, **options, **slopes, **how))((scaled, k, v))
+
+        with pytest.warns(
+            jattn.KernelFallbackWarning, match=f"fall to xla on a GPU, which is slow: {reason}"
+        ):
+            self.run(loss, given)
+        with pytest.raises(NotImplementedError, match=f"a derivative of attention: mosaic_gpu: {reason}"):
+            self.run(functools.partial(loss, implementation="mosaic_gpu"), given)
+        self.run(functools.partial(loss, implementation=("mosaic_gpu", "xla")), given)
 
 
 def test_layers_without_a_cache_train_by_the_kernel():
