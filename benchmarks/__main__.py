@@ -4,6 +4,7 @@ import argparse
 
 from benchmarks import (
     backward,
+    backward_peers,
     cascades,
     crowds,
     decode,
@@ -33,6 +34,7 @@ SUITES = {
     "decode": decode,
     "prefill": prefill,
     "backward": backward,
+    "backward-peers": backward_peers,
     "training": training,
     "sparse": sparse,
     "tune": tune,

@@ -67,8 +67,8 @@ def read_ceiling() -> float:
 class Rows:
     """Prints rows and appends them to a file named for the suite, the GPU and the day."""
 
-    def __init__(self, suite: str, out: str | None):
-        self.gpu = jax.devices()[0].device_kind
+    def __init__(self, suite: str, out: str | None, *, gpu: str | None = None):
+        self.gpu = gpu or jax.devices()[0].device_kind
         day = datetime.date.today().isoformat()
         name = f"{suite}-{self.gpu.replace(' ', '-').lower()}-{day}.jsonl"
         self.path = pathlib.Path(out or RESULTS) / name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks import backward, backward_cases
+from benchmarks import backward, backward_cases, backward_peers, flex_modifiers
 from jattn import masks
 from pallas_kernels import varlen_backward, varlen_prefill
 from pallas_kernels.cases import PrefillCase
@@ -106,3 +106,43 @@ def test_a_share_is_of_causal_pairs(modifier, share):
 def test_a_sink_weighs_about_as_much_as_half_of_the_keys():
     (sinks,) = backward_cases.per_head(CASE, "sinks").values()
     assert 20 < np.exp(sinks).min() < 55 < np.exp(sinks).max() < 150
+
+
+@pytest.mark.parametrize("modifier", ["plain", "full", *backward_cases.MASKS])
+@pytest.mark.parametrize("lens", [(160,), (90, 70)], ids=str)
+def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, lens):
+    """Of texts of different lengths, one behind the other, none sees another's."""
+    case = dataclasses.replace(CASE, query_lens=lens, context_lens=(0,) * len(lens))
+    mask = backward_cases.mask_of(case, modifier)
+    sees = flex_modifiers.sees_of_case(case, modifier, mask, np.asarray)
+    place = np.arange(160)
+    found = sees(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
+    want = np.zeros((2, 160, 160), bool)
+    for start, n in zip(np.cumsum(lens) - lens, lens, strict=True):
+        every = np.ones((2, n, n), bool)
+        drawn = every if mask is None else masks.dense(mask, n, n, num_q_heads=2, num_kv_heads=1)
+        mine = slice(start, start + n)
+        want[:, mine, mine] = drawn if modifier == "full" else np.tril(drawn)
+    np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
+
+
+def test_flex_attention_is_told_what_becomes_of_scores():
+    capped = flex_modifiers.score_mod_of(CASE, "soft_cap", np.asarray)
+    # torch's tensors have tanh as a method.
+    assert capped(Tensor(60.0), 0, 0, 0, 0) == pytest.approx(30 * np.tanh(2.0))
+    sloped = flex_modifiers.score_mod_of(CASE, "alibi", np.asarray)
+    assert float(sloped(1.0, 0, 1, 7, 3)) == pytest.approx(1 - 4 * 2.0**-8)
+    assert flex_modifiers.score_mod_of(CASE, "plain", np.asarray) is None
+
+
+def test_sinks_have_no_peer():
+    with pytest.raises(NotImplementedError, match="FlexAttention has no sinks"):
+        backward_peers.measure(CASE, "sinks")
+
+
+class Tensor(float):
+    def __truediv__(self, other):
+        return Tensor(float(self) / other)
+
+    def tanh(self):
+        return np.tanh(self)

@@ -17,8 +17,8 @@ from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A search for sizes, models of machines, ten minutes of clients, the tests on a GPU, and the pages.
-OTHERS = {"tune", "engine-model", "scaling-model", "crowds", "gpu-tests", "table"}
+# What needs torch, a search for sizes, models of machines, ten minutes of clients, tests on a GPU, the pages.
+OTHERS = {"backward-peers", "tune", "engine-model", "scaling-model", "crowds", "gpu-tests", "table"}
 
 
 def test_make_bench_runs_every_suite_as_one():
