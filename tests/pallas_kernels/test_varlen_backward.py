@@ -423,8 +423,8 @@ class TestAheadOfTime:
     def test_products_wait_for_each_other_nowhere_and_plain_attention_spills_at_most_600_bytes(self):
         """ptxas says what it makes wait, for want of registers or because somebody looks too early.
 
-        It says how many bytes spill, not where: read once in the machine code, plain attention's were an item's
-        addresses, of which thirteen are moved to memory or back in the loop over whole tiles.
+        It says how many bytes spill, not where. Read once in the machine code, plain attention's were an
+        item's addresses; in the loop over whole tiles thirteen are moved to memory or back.
         """
         aot.require_plugin()
         plain = "d128-plain-float16"
