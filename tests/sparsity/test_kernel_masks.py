@@ -98,6 +98,15 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block):
         assert got.size > 3000
 
 
+@pytest.mark.parametrize("first_key", [-7, -1, 0])
+def test_the_last_document_has_keys_in_a_tile_that_begins_before_the_request(first_key):
+    """As packed keys have it, whose rows begin anywhere."""
+    place = {"row": 0, "head": 0, "first_query": 0, "tile_kv": 64}
+    got, queries, keys = seen(masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **place)
+    assert (len(queries), len(keys)) == (50, 50)
+    assert got.all()
+
+
 def test_words_hold_32_marks_from_any_place_on():
     marks = np.random.default_rng(1).random((2, 50)) < 0.5
     words = np.asarray(words_of(jnp.asarray(marks))).view(np.uint32)

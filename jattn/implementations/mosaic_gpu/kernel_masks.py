@@ -179,11 +179,12 @@ def _inverted(operand: KernelMask) -> KernelMask:
 def _document(mask: Document, call: Call) -> KernelMask:
     """Of each position its document's first key, and one past the last."""
     ids = jnp.atleast_2d(jnp.asarray(mask.ids))
-    position = jnp.arange(-ROWS_BEFORE, call.max_seq_len + MAX_ROWS, dtype=jnp.int32)
+    behind_all = call.max_seq_len + MAX_ROWS  # from which a tile's first key, if negative, is taken away
+    position = jnp.arange(-ROWS_BEFORE, behind_all, dtype=jnp.int32)
     at = lambda position: ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
     begins, ends = at(position) != at(position - 1), at(position) != at(position + 1)
     first = lax.cummax(jnp.where(begins, position, 0), axis=1)
-    end = lax.cummin(jnp.where(ends, position + 1, jnp.iinfo(jnp.int32).max), axis=1, reverse=True)
+    end = lax.cummin(jnp.where(ends, position + 1, behind_all), axis=1, reverse=True)
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         index = (jnp.minimum(row, ids.shape[0] - 1),)
