@@ -335,7 +335,7 @@ def _check(
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
-        cache.check_lens(metadata.seq_lens)
+        cache.check_rows(metadata.seq_lens, metadata.query_lens)
         return
     size = cache.block_size
     require(

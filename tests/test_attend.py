@@ -108,6 +108,34 @@ class TestDispatch:
         with pytest.raises(ValueError, match=r"cache.kv_start_loc must have shape \(1,\).*got \(3,\)"):
             jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
 
+    @pytest.mark.parametrize(
+        ("num_keys", "starts", "is_in_order", "message"),
+        [
+            (9, [0, 5], False, r"cache.kv_start_loc\[1\] must leave row 1's 7 keys within k's 9, got 5"),
+            (12, [-1, 5], False, r"cache.kv_start_loc\[0\] must leave row 0's 5 keys within k's 12, got -1"),
+            (12, [7, 0], True, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
+            (
+                12,
+                [0, 4],
+                True,
+                r"cache.kv_start_loc\[1\] must be at least 5, where row 0 ends, with is_in_order, got 4",
+            ),
+        ],
+    )
+    def test_rows_are_where_their_keys_are(self, num_keys, starts, is_in_order, message):
+        metadata = jattn.build_batch_metadata([5, 7], [5, 7], None)
+        keys = jnp.ones((num_keys, 2, 16))
+        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), is_in_order=is_in_order)
+        attend = lambda kv: jattn.attend(jnp.ones((12, 4, 16)), kv, metadata, self.problem().spec)
+        with pytest.raises(ValueError, match=message):
+            attend(kv)
+        with pytest.raises(ValueError, match=message):
+            jattn.check_batch(metadata, kv)
+        keys = jnp.ones((12, 2, 16))
+        for right, is_in_order in (([0, 5], True), ([7, 0], False), ([0, 0], False)):
+            kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(right), is_in_order=is_in_order)
+            np.testing.assert_allclose(attend(kv), 1.0, rtol=1e-6)
+
     def test_no_row_is_longer_than_its_keys_say(self, types_unchecked):
         metadata = jattn.build_batch_metadata([2, 3], [2, 3], None)
         starts, keys = jnp.asarray([0, 2], jnp.int32), jnp.zeros((5, 2, 16))

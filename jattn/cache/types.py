@@ -202,9 +202,11 @@ class PackedKV:
     Attributes:
         k: [kv_tokens, kv_heads, head_dim]
         v: [kv_tokens, kv_heads, head_dim]
-        kv_start_loc: First key of each row of the metadata; row r has `seq_lens[r]` keys from there.
+        kv_start_loc: First key of each row of the metadata; row r has `seq_lens[r]` keys from there. `attend`
+            refuses rows that have keys outside of k; inside jit nobody can see them.
         is_in_order: Static: whoever made it says that kv_start_loc begins with 0 and ascends, padding rows'
-            too, and that no two rows share a key. The kernels compute gradients only then.
+            too, and that no two rows share a key. The kernels compute gradients only then. `attend` refuses
+            what is not so; inside jit nobody can see it.
         max_seq_len: Static: no row has more keys; None = they may all be one row's. Under a mask the kernels
             list tiles of so many keys for each row.
     """
@@ -243,17 +245,35 @@ class PackedKV:
         num_keys = self.k.shape[0]
         return num_keys if self.max_seq_len is None else min(self.max_seq_len, num_keys)
 
-    def check_lens(self, seq_lens: Int[Array, " reqs"]) -> None:
-        """That no row has more keys than max_seq_len; where lengths are traced nobody can see it.
+    def check_rows(self, seq_lens: Any, query_lens: Any = None) -> None:
+        """That each row's keys are among these, and are what the static fields say; where nothing is traced.
+
+        Args:
+            seq_lens: Keys of each row.
+            query_lens: Its queries: where there are none, no key is read. None = all rows have some.
 
         Raises:
-            ValueError: A row has more.
+            ValueError: A row has more keys than max_seq_len, or some outside of k, or is not in order.
         """
-        if self.max_seq_len is None or not is_concrete(seq_lens):
+        if not is_concrete(seq_lens):
             return
-        longest = int(np.max(np.asarray(seq_lens), initial=0))
-        rule = f"be at least the longest row ({longest} keys)"
-        require(longest <= self.max_seq_len, "cache.max_seq_len", rule, self.max_seq_len)
+        lens, num_keys = np.asarray(seq_lens, np.int64), self.k.shape[0]
+        longest = int(np.max(lens, initial=0))
+        if self.max_seq_len is not None:
+            rule = f"be at least the longest row ({longest} keys)"
+            require(longest <= self.max_seq_len, "cache.max_seq_len", rule, self.max_seq_len)
+        if not is_concrete(self.kv_start_loc, query_lens):
+            return
+        firsts = np.asarray(self.kv_start_loc, np.int64)
+        is_read = (lens > 0) if query_lens is None else (lens > 0) & (np.asarray(query_lens) > 0)
+        for r in np.flatnonzero(is_read & ((firsts < 0) | (firsts + lens > num_keys)))[:1]:
+            rule = f"leave row {r}'s {lens[r]} keys within k's {num_keys}"
+            require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
+        if self.is_in_order and len(firsts):
+            require(int(firsts[0]) == 0, "cache.kv_start_loc[0]", "be 0 with is_in_order", firsts[0])
+            for r in np.flatnonzero(firsts[1:] < (firsts + lens)[:-1])[:1] + 1:
+                rule = f"be at least {firsts[r - 1] + lens[r - 1]}, where row {r - 1} ends, with is_in_order"
+                require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
 
 
 def block_arrays(cache: PagedCache) -> dict[str, Any]:
