@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 from jattn.bucket import Bucket
 from jattn.cache import PackedKV
 from jattn.masks import Document, Mask, Sinks
+from jattn.masks.documents import runs_of
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.slots import PAD_SLOT_ID
 
@@ -97,10 +98,7 @@ def segments(segment_ids: Int[Array, "batch tokens"], *, as_runs: bool) -> Docum
         as_runs: Static: number the runs of equal ids instead: ids that ascend, as skipping whole tiles needs.
     """
     ids = segment_ids.astype(jnp.int32)
-    if as_runs:
-        begins = ids[:, 1:] != ids[:, :-1]
-        ids = jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    return Document(ids=ids)
+    return runs_of(ids) if as_runs else Document(ids=ids)
 
 
 def _metadata(query_start_loc: Array, seq_lens: Int32[Array, " reqs"], num_tokens: int) -> BatchMetadata:

@@ -11,7 +11,7 @@ import pytest
 import jattn
 from jattn.context_parallel import attend_on_rank
 from jattn.masks import Causal, Chunked, Interleaved, Window
-from jattn.masks.base import Pairs, Tiles
+from jattn.masks.pairs import Pairs, Tiles
 from jattn.metadata.ranks import Ranks, slots_of_rank
 from jattn.planning import plan_on_rank
 from jattn.pytree import replace

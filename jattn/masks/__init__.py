@@ -6,17 +6,19 @@ hashable and go into `AttentionSpec.sparsity`; masks that hold arrays are pytree
 where they change without a recompile.
 """
 
-from jattn.masks.base import And, Coverage, Mask, Not, Or, Pairs, Sizes, Tiles
+from jattn.masks.base import And, Mask, Not, Or
 from jattn.masks.blocks import BigBird, BlockMask, ListedBlocks
 from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
 from jattn.masks.coverage import coverage_of_tiles
+from jattn.masks.documents import Document
 from jattn.masks.drawing import dense, density, heads_of
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.interleaved import Interleaved
 from jattn.masks.local_strided import LocalStrided
 from jattn.masks.mesh_heads import OnMesh, on_mesh, row_array_ids
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
-from jattn.masks.traced import Document, Prefix, VerticalSlash
+from jattn.masks.traced import Prefix, VerticalSlash
 
 __all__ = [
     "And",

@@ -1,4 +1,4 @@
-"""What a mask is: which pairs of a query and a key see each other, and how much of a tile of pairs does."""
+"""What a mask is, and the masks that are made of others by &, | and ~."""
 
 import abc
 import dataclasses
@@ -6,95 +6,23 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, override
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import replace
 from pallas_kernels import support
 from pallas_kernels.checks import require
 
 
-class Pairs(NamedTuple):
-    """Pairs of a query and a key: int32 arrays that broadcast against each other, or scalars.
-
-    Attributes:
-        head: Query head of this device.
-        row: Row of the batch: which request. Masks of positions alone do not look at it.
-        query: Position of the query in its request.
-        key: Position of the key.
-        num_heads: Static: query heads and kv heads of this device.
-        is_prefill: Static: whether the queries stand in the prefill region.
-    """
-
-    head: Any
-    row: Any
-    query: Any
-    key: Any
-    num_heads: tuple[int, int]
-    is_prefill: bool = True
-
-
-class Tiles(NamedTuple):
-    """Tiles of pairs: every query from first_query to last_query with every key from first_key to last_key.
-
-    Both ends included; a tile has at least one pair. Other attributes are those of Pairs.
-
-    Attributes:
-        head: As Pairs.head.
-        row: As Pairs.row.
-        first_query: Position of the first query.
-        last_query: Position of the last query.
-        first_key: Position of the first key.
-        last_key: Position of the last key.
-        num_heads: Static: query heads and kv heads of this device.
-        size: Static: queries and keys of the largest tile.
-        is_prefill: Static: whether the queries stand in the prefill region.
-    """
-
-    head: Any
-    row: Any
-    first_query: Any
-    last_query: Any
-    first_key: Any
-    last_key: Any
-    num_heads: tuple[int, int]
-    size: tuple[int, int]
-    is_prefill: bool = True
-
-
-class Coverage(NamedTuple):
-    """How much of each tile is seen: `some` False = no pair, `every` True = all pairs.
-
-    `some` may be True where no pair is seen and `every` False where all are: that costs time, no more.
-    Masks by themselves are exact (but VerticalSlash); compositions with & and | may err that way.
-    """
-
-    some: Any
-    every: Any
-
-
-class Sizes(NamedTuple):
-    """What is static of a step that a mask meets.
-
-    Attributes:
-        num_q_heads: Query heads of this device.
-        num_rows: Rows of the step's metadata; None = unknown.
-        max_query_len: Bound of a request's queries; None = unknown.
-        max_seq_len: Bound of its keys, and so of the positions of queries; None = unknown.
-    """
-
-    num_q_heads: int
-    num_rows: int | None = None
-    max_query_len: int | None = None
-    max_seq_len: int | None = None
-
-
 class Mask(abc.ABC):
-    """Which keys a query sees. Compose with & and |.
+    """Which pairs of a query and a key see each other, and how much of a tile of pairs does.
+
+    Compose with & and |.
 
     Attributes:
         row_axes: Which of its arrays may have a row for each request, and how many axes they have then. A
@@ -119,6 +47,11 @@ class Mask(abc.ABC):
 
     def __invert__(self) -> "Mask":
         return self.masks[0] if isinstance(self, Not) else Not(masks=(self,))
+
+    def __bool__(self) -> bool:
+        """As numpy's arrays: `and` and `or` would silently return one of two masks."""
+        got = f"the truth value of a {type(self).__name__}, as `and`, `or` and `not` ask for it"
+        raise TypeError(f"masks must be joined by &, | and ~, got {got}.")
 
     __rand__, __ror__ = __and__, __or__
     __array_ufunc__ = None  # numpy's arrays leave & and | to masks, which say what they are not

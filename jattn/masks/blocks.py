@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.arguments import require_array, require_ints
-from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
+from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
 
@@ -91,7 +92,8 @@ class BlockMask(Mask):
         super().check(sizes)
         _, q_blocks, kv_blocks = self.blocks.shape[-3:]
         self._check_heads(sizes.num_q_heads)
-        max_query = sizes.max_seq_len if self.first_q_block is None else sizes.max_query_len
+        query_end = sizes.max_seq_len if sizes.max_query_end is None else sizes.max_query_end
+        max_query = query_end if self.first_q_block is None else sizes.max_query_len
         for axis, got, size, positions in (
             ("kv_blocks", kv_blocks, self.block_kv, sizes.max_seq_len),
             ("q_blocks", q_blocks, self.block_q, max_query),

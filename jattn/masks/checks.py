@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from jattn.masks.base import And, Mask, Not, Or, Sizes, check_is_mask
+from jattn.masks.base import And, Mask, Not, Or, check_is_mask
+from jattn.masks.pairs import Sizes
 from jattn.metadata.batch import BatchMetadata
 from pallas_kernels import support
 from pallas_kernels.checks import require

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jattn.masks.base import Coverage, Mask, Tiles
+from jattn.masks.base import Mask
+from jattn.masks.pairs import Coverage, Tiles
 
 
 def coverage_of_tiles(

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jattn.masks.arguments import require_ints
-from jattn.masks.base import Mask, Pairs, Sizes, check_is_mask, row_counts
+from jattn.masks.base import Mask, check_is_mask, row_counts
+from jattn.masks.pairs import Pairs, Sizes
 from pallas_kernels.checks import require
 
 GOLDEN_RATIO = 0.6180339887

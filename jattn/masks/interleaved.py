@@ -4,8 +4,9 @@ from typing import Any, ClassVar, override
 
 from jaxtyping import Array, Int32
 
-from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
+from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.pytree import pytree, static
 
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jattn.masks.arguments import require_ints
-from jattn.masks.base import Coverage, Mask, Pairs, Tiles
+from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Tiles
 from pallas_kernels.checks import require
 
 

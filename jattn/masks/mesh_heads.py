@@ -6,8 +6,9 @@ from typing import Any, ClassVar, override
 
 import jax
 
-from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles, leaves, row_arrays
+from jattn.masks.base import Mask, leaves, row_arrays
 from jattn.masks.local_strided import LocalStrided
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 
 
 @jax.tree_util.register_dataclass

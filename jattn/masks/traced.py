@@ -8,50 +8,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn.masks.arguments import require_array
-from jattn.masks.base import Coverage, Mask, Pairs, Sizes, Tiles
+from jattn.masks.base import Mask
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.masks.positions import distances
 from jattn.pytree import pytree
 from pallas_kernels.checks import require
-
-
-def entry(table: Any, row: Any, position: Any) -> Any:
-    """`table[row, position]`, or `table[position]` of a table for all rows; past its end its last entry."""
-    table = jnp.asarray(table)
-    position = jnp.clip(position, 0, table.shape[-1] - 1)
-    if table.ndim == 1:
-        return table[position]
-    return table[jnp.minimum(row, table.shape[0] - 1), position]
-
-
-@pytree
-class Document(Mask):
-    """Keys of the query's own document, where a request is several documents one after the other.
-
-    Attributes:
-        ids: Document of each position, for all rows [positions] or for each [reqs, positions]; never
-            decreases. Positions past the end belong to the last.
-    """
-
-    ids: Int[Array, "*reqs positions"] | Int[np.ndarray, "*reqs positions"]
-
-    row_axes: ClassVar[dict[str, int]] = {"ids": 2}
-
-    def __post_init__(self) -> None:
-        axes = {1: "[positions]", 2: "[reqs, positions]"}
-        require_array("ids", self.ids, "integer", axes)
-        require(self.ids.shape[-1] > 0, "ids", "have at least one position", self.ids.shape)
-
-    @override
-    def sees(self, pairs: Pairs) -> Any:
-        return entry(self.ids, pairs.row, pairs.query) == entry(self.ids, pairs.row, pairs.key)
-
-    @override
-    def coverage(self, tiles: Tiles) -> Coverage:
-        of = lambda position: entry(self.ids, tiles.row, position)
-        first_q, last_q = of(tiles.first_query), of(tiles.last_query)
-        first_k, last_k = of(tiles.first_key), of(tiles.last_key)
-        some = (first_q <= last_k) & (first_k <= last_q)
-        return Coverage(some, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
 
 
 @pytree
@@ -100,26 +61,29 @@ class VerticalSlash(Mask):
     Positions and distances past the ends of the arrays have no column and no slash.
 
     Attributes:
-        columns: Whether all queries see the key at a position.
-        slashes: Whether a query sees the key so many positions before it.
+        columns: Whether all queries see the key at a position; for all rows, or for each.
+        slashes: Whether a query sees the key so many positions before it; likewise.
 
     Source: MInference's vertical-slash pattern.
     """
 
-    columns: Bool[Array, "q_heads positions"] | Bool[np.ndarray, "q_heads positions"]
-    slashes: Bool[Array, "q_heads distances"] | Bool[np.ndarray, "q_heads distances"]
-    row_axes: ClassVar[dict[str, int]] = {}
+    columns: Bool[Array, "*reqs q_heads positions"] | Bool[np.ndarray, "*reqs q_heads positions"]
+    slashes: Bool[Array, "*reqs q_heads distances"] | Bool[np.ndarray, "*reqs q_heads distances"]
+    row_axes: ClassVar[dict[str, int]] = {"columns": 3, "slashes": 3}
 
     def __post_init__(self) -> None:
-        require_array("columns", self.columns, "bool", {2: "[q_heads, positions]"})
-        require_array("slashes", self.slashes, "bool", {2: "[q_heads, distances]"})
-        for name, marks in (("columns", self.columns), ("slashes", self.slashes)):
-            require(0 not in marks.shape, name, "have at least one head and one place", marks.shape)
+        for name, what in (("columns", "positions"), ("slashes", "distances")):
+            marks, axes = getattr(self, name), f"[q_heads, {what}]"
+            require_array(name, marks, "bool", {2: axes, 3: f"[reqs, *{axes}]"})
+            require(0 not in marks.shape[-2:], name, "have at least one head and one place", marks.shape)
+        rows = self.columns.shape[:-2]
+        rule = f"have the rows of columns {rows}"
+        require(self.slashes.shape[:-2] == rows, "slashes", rule, self.slashes.shape)
 
     @property
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
-        return self.columns.shape[0], 1
+        return self.columns.shape[-2], 1
 
     @override
     def check(self, sizes: Sizes) -> None:
@@ -128,28 +92,36 @@ class VerticalSlash(Mask):
 
     @classmethod
     def of(cls, columns: Array, slashes: Array, max_seq_len: int) -> "VerticalSlash":
-        """From lists [q_heads, n] of positions and of distances; outside [0, max_seq_len) is padding."""
+        """From lists of positions and of distances; outside [0, max_seq_len) is padding.
+
+        Args:
+            columns: [q_heads, n] for all rows, or [reqs, q_heads, n].
+            slashes: Likewise.
+            max_seq_len: Static: how many positions and distances the mask's arrays have.
+        """
 
         def marked(places: Array) -> Array:
-            places = jnp.where(places < 0, max_seq_len, places)
-            heads = jnp.arange(places.shape[0])[:, None]
-            return jnp.zeros((places.shape[0], max_seq_len), bool).at[heads, places].set(True, mode="drop")
+            *heads, count = places.shape
+            places = jnp.where(places < 0, max_seq_len, places).reshape(-1, count)
+            head = jnp.arange(places.shape[0])[:, None]
+            marks = jnp.zeros((places.shape[0], max_seq_len), bool).at[head, places].set(True, mode="drop")
+            return marks.reshape(*heads, max_seq_len)
 
         return cls(columns=marked(jnp.asarray(columns)), slashes=marked(jnp.asarray(slashes)))
 
     def _check_heads(self, num_q_heads: int) -> None:
-        heads = self.columns.shape[0], self.slashes.shape[0]
+        heads = self.columns.shape[-2], self.slashes.shape[-2]
         wanted = f"be one for each query head ({num_q_heads})"
-        require(heads == (num_q_heads, num_q_heads), "columns' and slashes' rows", wanted, heads)
+        require(heads == (num_q_heads, num_q_heads), "columns' and slashes' heads", wanted, heads)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
         self._check_heads(pairs.num_heads[0])
 
         def has(marks: Any, place: Any) -> Any:
-            marks = jnp.asarray(marks)
+            line, marks = line_of(marks, pairs.row, pairs.head), lines_of(marks)
             is_in = (place >= 0) & (place < marks.shape[1])
-            return marks[pairs.head, jnp.clip(place, 0, marks.shape[1] - 1)] & is_in
+            return marks[line, jnp.clip(place, 0, marks.shape[1] - 1)] & is_in
 
         return has(self.columns, pairs.key) | has(self.slashes, pairs.query - pairs.key)
 
@@ -159,9 +131,9 @@ class VerticalSlash(Mask):
 
         def marked(marks: Any, first: Any, last: Any) -> Any:
             """How many marks there are from first to last."""
-            marks = jnp.asarray(marks)
+            line, marks = line_of(marks, tiles.row, tiles.head), lines_of(marks)
             sums = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-            at = lambda place: sums[tiles.head, jnp.clip(place, 0, marks.shape[1])]
+            at = lambda place: sums[line, jnp.clip(place, 0, marks.shape[1])]
             return at(last + 1) - at(first)
 
         nearest, farthest = distances(tiles)
@@ -169,3 +141,14 @@ class VerticalSlash(Mask):
         slashes = marked(self.slashes, nearest, farthest)
         every = (columns == tiles.last_key - tiles.first_key + 1) | (slashes == farthest - nearest + 1)
         return Coverage((columns > 0) | (slashes > 0), every)
+
+
+def lines_of(marks: Any) -> Array:
+    """Marks of heads, or of rows and heads, as [lines, places]."""
+    return jnp.asarray(marks).reshape(-1, marks.shape[-1])
+
+
+def line_of(marks: Any, row: Any, head: Any) -> Any:
+    """Which of these lines a row's head has."""
+    *rows, heads, _ = marks.shape
+    return jnp.minimum(row, rows[0] - 1) * heads + head if rows else head

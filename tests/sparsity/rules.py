@@ -90,6 +90,18 @@ def documents(draw):
 
 
 @st.composite
+def documents_in_any_order(draw):
+    """Ids that rise, fall and come again."""
+    has_rows = draw(st.booleans())
+    runs = st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 12)), min_size=8, max_size=8)
+    rows = [[id_ for id_, count in draw(runs) for _ in range(count)] for _ in range(2)]
+    ids = np.array([(row * 30)[:30] for row in rows], np.int32)
+    of = lambda r, p: ids[r if has_rows else 0, min(p, 29)]
+    mask = lambda: masks.Document(ids=ids if has_rows else ids[0])
+    return Ruled(mask, lambda r, h, i, j: of(r, i) == of(r, j))
+
+
+@st.composite
 def prefixes(draw):
     lengths = draw(st.lists(st.integers(0, 30), min_size=2, max_size=2))
     return Ruled(
@@ -99,12 +111,19 @@ def prefixes(draw):
 
 @st.composite
 def vertical_slash(draw):
+    """For all rows, or for each of two."""
     places = st.lists(st.integers(-1, 35), min_size=3, max_size=3)
-    columns, slashes = (draw(st.lists(places, min_size=Q_HEADS, max_size=Q_HEADS)) for _ in range(2))
-    marks = lambda lists: np.array([[x in places for x in range(32)] for places in lists])
+    count = draw(st.integers(1, 2))
+    of_rows = st.lists(st.lists(places, min_size=Q_HEADS, max_size=Q_HEADS), min_size=count, max_size=count)
+    columns, slashes = draw(of_rows), draw(of_rows)
+
+    def marks(rows):
+        made = np.array([[[x in places for x in range(32)] for places in lists] for lists in rows])
+        return made if len(rows) > 1 else made[0]
+
     mask = lambda: masks.VerticalSlash(columns=marks(columns), slashes=marks(slashes))
-    is_in = lambda x, lists: 0 <= x < 32 and x in lists
-    return Ruled(mask, lambda r, h, i, j: is_in(j, columns[h]) or is_in(i - j, slashes[h]))
+    is_in = lambda x, rows, r, h: 0 <= x < 32 and x in rows[min(r, len(rows) - 1)][h]
+    return Ruled(mask, lambda r, h, i, j: is_in(j, columns, r, h) or is_in(i - j, slashes, r, h))
 
 
 @st.composite
@@ -161,7 +180,7 @@ WHOLE = st.one_of(
     block_masks(MAX_LEN + 15), local_strided(),
 )  # fmt: skip
 ANALYTIC = WHOLE | block_masks()
-SINGLE = ANALYTIC | vertical_slash()
+SINGLE = ANALYTIC | vertical_slash() | documents_in_any_order()
 
 
 @st.composite

@@ -179,7 +179,7 @@ def test_masks_with_arrays_change_without_a_recompile():
         ),
         (
             lambda: masks.dense(masks.VerticalSlash(columns=ZEROS[0], slashes=ZEROS[0]), 1, 1, num_q_heads=4),
-            r"columns' and slashes' rows must be one for each query head \(4\), got \(2, 2\)",
+            r"columns' and slashes' heads must be one for each query head \(4\), got \(2, 2\)",
         ),
         (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be .* at most seq_len \(2\), got 3"),
     ],
@@ -187,6 +187,21 @@ def test_masks_with_arrays_change_without_a_recompile():
 def test_nonsense_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda a, b: a and b,
+        lambda a, b: a or b,
+        lambda a, b: not a,
+        lambda a, b: (a & b) and b,
+    ],
+)
+def test_masks_are_not_joined_by_words(join):
+    causal, window = masks.Causal(), masks.Window(left=5)
+    with pytest.raises(TypeError, match=r"masks must be joined by &, \| and ~, got .* of a (Causal|And),"):
+        join(causal, window)
 
 
 def test_a_spec_takes_no_arrays():

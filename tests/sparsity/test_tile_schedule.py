@@ -70,6 +70,39 @@ def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(rul
         assert not (some & ~(partial | full)).any()
 
 
+@settings(max_examples=25)
+@given(rules.documents_in_any_order(), lengths, sizes)
+def test_documents_in_any_order_miss_no_tile_and_show_none_that_is_hidden(ruled, lens, size):
+    for partial, full, some, every in compared(ruled, lens, *size):
+        assert not (full & ~every).any()
+        assert not (some & ~(partial | full)).any()
+
+
+@settings(max_examples=15)
+@given(rules.documents(), lengths, sizes)
+def test_documents_that_ascend_are_listed_as_they_are(ruled, lens, size):
+    for partial, full, some, every in compared(ruled, lens, *size):
+        np.testing.assert_array_equal(full, every)
+        np.testing.assert_array_equal(partial, some & ~every)
+
+
+def test_padding_behind_the_documents_costs_the_tile_where_it_begins():
+    """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is lost, and one sees more than it needs."""
+    ids = np.r_[np.repeat(np.arange(1, 7), 32), np.zeros(64, int)].astype(np.int32)
+    made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
+    partial, full = (np.asarray(x)[:, 0] for x in tile_classes(made))
+    want = np.eye(8, dtype=bool)
+    want[6:, 6:] = True
+    np.testing.assert_array_equal(full, want)
+    assert not partial.any()
+    ids[190:] = 0  # the padding begins in the middle of a tile
+    made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
+    partial, full = (np.asarray(x)[:, 0] for x in tile_classes(made))
+    np.testing.assert_array_equal(full[:5, :5], want[:5, :5])
+    assert partial[5].all()
+    assert partial[:, 5].all()
+
+
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(rules.block_masks(rules.MAX_LEN + 15) | rules.local_strided(), lengths)

@@ -28,7 +28,9 @@ from jattn.masks import (
 )
 from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
+from jattn.masks.documents import come_in_runs
 from jattn.masks.integers import quotient, remainder
+from jattn.masks.traced import line_of, lines_of
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
@@ -77,7 +79,10 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
         elif isinstance(leaf, Interleaved):
             if (reason := why_not_interleaved(leaf)) is not None:
                 return reason
-        elif not leaf.is_static and not isinstance(leaf, Document | Prefix | VerticalSlash):
+        elif isinstance(leaf, Document):
+            if not come_in_runs(leaf.ids):
+                return "there is no kernel for a Document whose ids come again behind others"
+        elif not leaf.is_static and not isinstance(leaf, Prefix | VerticalSlash):
             return f"there is no kernel for the arrays of a {type(leaf).__name__}"
     return None
 
@@ -220,18 +225,19 @@ def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
 
 def _vertical_slash(mask: VerticalSlash) -> KernelMask:
     """Of each key 32 columns from it on, of each distance that and 31 smaller ones, the smallest last."""
-    columns, slashes = jnp.asarray(mask.columns), jnp.asarray(mask.slashes)
+    columns, slashes = lines_of(mask.columns), lines_of(mask.slashes)
     num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], MAX_ROWS
     of_columns = jnp.pad(words_of(columns), ((0, 0), (1, 1)))  # nothing at either end
     of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
         words = []
         for begin in range(0, tile.shape[1], WORD):
             key = tile.first_key + begin
-            column = refs[0][tile.head, jnp.clip(key, -WORD, num_columns) + WORD]
+            column = refs[0][of_column, jnp.clip(key, -WORD, num_columns) + WORD]
             distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD - 1)
-            words.append(tile.rows_from(refs[1], (tile.head,), distance + rows) | column)
+            words.append(tile.rows_from(refs[1], (of_slash,), distance + rows) | column)
         return tuple(words)
 
     return KernelMask((of_columns, of_slashes), load, lambda _, words: words, is_words=True)

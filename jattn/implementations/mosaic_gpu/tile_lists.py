@@ -18,6 +18,7 @@ from jattn.masks import (
     coverage_of_tiles,
 )
 from jattn.masks.base import leaves
+from jattn.masks.documents import with_runs
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, codes_of
 from pallas_kernels.varlen_prefill import (
@@ -134,7 +135,7 @@ def tile_lists(
         sizes: The kernel's sizes.
         call: What is static.
     """
-    factors = taken_apart(mask, sizes, is_packed=call.is_packed)
+    factors = taken_apart(with_runs(mask), sizes, is_packed=call.is_packed)
     items = _Items(schedule, spec, sizes, call)
     numbers = spec.mask_of_numbers if factors.pairs is None else spec.mask_of_numbers & factors.pairs
     some, every = items.coverage(numbers, items.first, items.last)
@@ -164,7 +165,7 @@ def packed_codes(
     Arguments are tile_lists'.
     """
     items = _Items(schedule, spec, sizes, call)
-    some, every = items.coverage(spec.mask_of_numbers & mask, items.first, items.last)
+    some, every = items.coverage(spec.mask_of_numbers & with_runs(mask), items.first, items.last)
     return codes_of(some, every & items.is_inside()[:, None, :])
 
 

@@ -1,0 +1,79 @@
+"""Documents in any order: what the kernels are given of them, and where they decline."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks
+from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
+from jattn.masks.base import leaves
+from jattn.masks.documents import Runs, come_in_runs, runs_of, with_runs
+from pallas_kernels.shared import Score
+from pallas_kernels.varlen_prefill import KernelSizes, make_schedule
+
+rows = st.lists(
+    st.lists(st.integers(-2, 4), min_size=12, max_size=12).map(lambda ids: np.asarray(ids, np.int32)),
+    min_size=1,
+    max_size=2,
+).map(np.stack)
+
+
+@settings(max_examples=30)
+@given(rows)
+def test_runs_are_documents_of_which_none_comes_again(ids):
+    runs = np.asarray(runs_of(jnp.asarray(ids)).ids)
+    for row, given_ids in zip(runs, ids, strict=True):
+        edges = given_ids[1:] != given_ids[:-1]
+        np.testing.assert_array_equal(np.diff(row), edges)
+    pairs = lambda x: x[:, :, None] == x[:, None, :]
+    assert come_in_runs(ids) == (pairs(runs) == pairs(ids)).all()
+    np.testing.assert_array_equal(runs_of(jnp.asarray(ids[0])).ids, runs[0])
+
+
+def test_every_document_of_a_mask_becomes_runs():
+    document = masks.Document(ids=np.asarray([5, 5, 2, 2, 0]))
+    mask = with_runs((~document | masks.Sinks(2)) & masks.Causal() & document)
+    assert [type(leaf) for leaf in leaves(mask)] == [Runs, masks.Sinks, masks.Causal, Runs]
+    assert [ids.tolist() for ids in jax.tree.leaves(mask)] == [[0, 0, 1, 1, 2]] * 2
+    assert with_runs(mask.masks[-1]) is mask.masks[-1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_right"),
+    [([0, 0, 1, 1], True), ([1, 1, 2, 2, 0, 0], True), ([3, -1, 2], True), ([0, 0, 1, 0], False)],
+)
+def test_kernels_decline_ids_that_come_again_where_they_are_seen(ids, is_right):
+    mask = masks.Causal() & masks.Document(ids=np.asarray([[7] * len(ids), ids]))
+    again = "there is no kernel for a Document whose ids come again behind others"
+    assert why_not_kernel_mask(mask, 64) == (None if is_right else again)
+    assert why_not_kernel_mask(jax.eval_shape(lambda: mask), 64) is None  # whose values nobody sees
+
+
+def test_the_kernels_lists_have_every_tile_of_documents_that_fall_and_no_other():
+    """The usual packing, padding 0 or -1 behind the documents."""
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=64, causal=False)
+    sizes, tokens = KernelSizes(tile_kv=64, warpgroups=2), 512
+    ids = np.r_[np.repeat([1, 2, 3], [100, 120, 130]), np.zeros(162, int)].astype(np.int32)
+    lens = jnp.asarray([0, tokens]), jnp.asarray([tokens]), jnp.asarray([0])
+    schedule = make_schedule(
+        *lens, num_tokens=tokens, score=Score(scale=1.0, causal=False), sizes=sizes, has_lists=True
+    )
+    call = tile_lists.ListsCall(tokens, is_packed=True)
+    codes = np.asarray(tile_lists.packed_codes(masks.Document(ids=ids), spec, schedule, sizes, call))[:, 0]
+    seen = ids[:, None] == ids[None, :]
+    some = seen.reshape(-1, sizes.tile_q, tokens // 64, 64).any(axis=(1, 3))
+    np.testing.assert_array_equal((codes != 0)[: len(some), : some.shape[1]], some)
+
+
+def test_attention_of_documents_that_fall_is_that_of_each():
+    ids = jnp.asarray([1] * 9 + [2] * 7 + [0] * 4, jnp.int32)
+    q, k, v = (jax.random.normal(jax.random.key(h), (1, 20, h, 8)) for h in (4, 2, 2))
+    for given_ids in (ids, jnp.roll(ids, 2)):  # rolled, 0 comes again
+        out = jattn.attention(q, k, v, causal=True, mask=masks.Document(ids=given_ids))
+        want = jattn.attention(q, k, v, causal=True, mask=given_ids[:, None] == given_ids[None, :])
+        np.testing.assert_allclose(out, want, atol=1e-6)
