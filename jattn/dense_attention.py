@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jattn.attending import attend
-from jattn.dense_checks import Rows, asked_for_segments, rows_of_arrays, spec_of_arrays
+from jattn.dense_checks import Rows, asked_for_documents, last_ahead, rows_of_arrays, spec_of_arrays
 from jattn.dense_layout import Laid, lay_batch, lay_packed, segments, unpadded
 from jattn.implementations.choice import Asked
 from jattn.implementations.layers import layer_of
@@ -58,8 +58,9 @@ def attention(
         cu_seqlens: First token of each document, and one past the last, from 0; behind is padding.
         alibi_slopes: As in `attend`.
         sinks: As in `attend`.
-        mask: A mask of jattn.masks, whose rows are texts or documents; or an array of bool, for which there
-            is no kernel, that broadcasts to [batch, q_heads, q_tokens, kv_tokens].
+        mask: A mask of jattn.masks, whose rows are texts or documents (a row for each document, or no axis
+            of rows) and reach over the longest; or an array of bool, for which there is no kernel, that
+            broadcasts to [batch, q_heads, q_tokens, kv_tokens].
         return_lse: Return the log-sum-exp too.
         implementation: As in `attend`.
         deterministic: As AttentionSpec's.
@@ -75,7 +76,7 @@ def attention(
     numbers = {"window": window, "soft_cap": soft_cap, "scale": scale, "deterministic": deterministic}
     spec = spec_of_arrays(q, k, v, causal=causal, **numbers)
     rows = rows_of_arrays(q, k, segment_ids, cu_seqlens, mask, spec)
-    asked = asked_for_segments(segment_ids, implementation)
+    asked = asked_for_documents(segment_ids, rows.mask, implementation)
     per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     out, lse = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
     return (out, lse) if return_lse else out
@@ -149,12 +150,11 @@ def _laid_batch(
     implementation: Asked,
 ) -> tuple[Laid, Asked]:
     """A batch's rows, and what serves them where that had to be asked to make their mask."""
-    right = None if spec.window is None else spec.window[1]
     is_masked = any(x is not None for x in (spec.sparsity, rows.mask, per_head["alibi_slopes"]))
     lay = functools.partial(
         lay_batch,
         *arrays,
-        last_ahead=0 if spec.causal else right,
+        last_ahead=last_ahead(spec),
         is_positional=is_masked or spec.causal or spec.window is not None or spec.chunk_size is not None,
     )
     if rows.segment_ids is None:

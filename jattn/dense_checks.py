@@ -7,7 +7,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.implementations.choice import Asked, asked_for
-from jattn.masks import BlockMask, Mask, Sizes, check_mask
+from jattn.masks import BlockMask, Document, Mask, Sizes, check_mask
+from jattn.masks.base import leaves, row_counts
+from jattn.masks.documents import come_in_runs
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, unsupported
@@ -89,11 +91,31 @@ def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: Atte
     if hasattr(mask, "dtype"):
         require(cu_seqlens is None, "mask", "be a mask of jattn.masks with cu_seqlens", f"shape {mask.shape}")
         return mask_of_array(mask, (batch, spec.num_q_heads, q_tokens, kv_tokens))
-    num_rows, is_square = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, q_tokens == kv_tokens
-    reach = q_tokens if is_square and cu_seqlens is None else None
-    sizes = Sizes(spec.num_q_heads, num_rows=num_rows, max_query_len=reach, max_seq_len=reach)
-    check_mask(mask, sizes, causal=spec.causal)
+    num_rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_mask(mask, _sizes_of(q_tokens, kv_tokens, num_rows, cu_seqlens, spec), causal=spec.causal)
+    if cu_seqlens is not None:
+        # What was chosen of all tokens as one text each document would read at its own positions.
+        way_out = "what chooses is to choose for each; arrays without an axis of rows hold for all"
+        for name, got in row_counts(mask):
+            require(got == num_rows, name, f"have a row for each of {num_rows} documents ({way_out})", got)
     return mask
+
+
+def _sizes_of(
+    q_tokens: int, kv_tokens: int, num_rows: int, cu_seqlens: Array | None, spec: AttentionSpec
+) -> Sizes:
+    """How far a mask must reach: over all queries, and the keys that anyone may see; None where traced."""
+    if cu_seqlens is None:
+        ahead = last_ahead(spec)
+        seen = kv_tokens if ahead is None else min(kv_tokens, q_tokens + ahead)
+        return Sizes(spec.num_q_heads, num_rows, q_tokens, max_seq_len=seen, max_query_end=q_tokens)
+    longest = int(np.diff(np.asarray(cu_seqlens)).max()) if support.is_concrete(cu_seqlens) else None
+    return Sizes(spec.num_q_heads, num_rows, max_query_len=longest, max_seq_len=longest)
+
+
+def last_ahead(spec: AttentionSpec) -> int | None:
+    """How far ahead of a query's own place the spec lets it see a key; None = any distance."""
+    return 0 if spec.causal else None if spec.window is None else spec.window[1]
 
 
 def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
@@ -108,23 +130,20 @@ def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
     return BlockMask(blocks=blocks, block_q=1, block_kv=1)
 
 
-def asked_for_segments(segment_ids: Array | None, implementation: Asked) -> Asked:
-    """What may serve these ids: without the kernels where an id comes again behind another."""
+def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementation: Asked) -> Asked:
+    """What may serve these ids, and a mask's: without the kernels where an id comes again behind another."""
     asked = asked_for(implementation)
-    is_for_all = segment_ids is None or "mosaic_gpu" not in asked or support.why_not_on(segment_ids)
-    if is_for_all or _come_in_runs(segment_ids):
-        return implementation if isinstance(implementation, str | None) else asked
-    rest = tuple(name for name in asked if name != "mosaic_gpu")
-    if not rest:
-        reason = "mosaic_gpu: an id comes again behind another one"
-        raise unsupported("segment_ids", reason, "Leave implementation=None or ask for 'xla'")
-    return rest
-
-
-def _come_in_runs(segment_ids: Any) -> bool:
-    """Whether equal ids stand together in each text, as far as can be seen."""
-    if not support.is_concrete(segment_ids):
-        return True
-    ids = np.atleast_2d(np.asarray(segment_ids))
-    num_runs = 1 + (ids[:, 1:] != ids[:, :-1]).sum(axis=1)
-    return all(len(np.unique(row)) == runs for row, runs in zip(ids, num_runs, strict=True) if len(row))
+    given: list[tuple[str, Any]] = [] if segment_ids is None else [("segment_ids", segment_ids)]
+    if mask is not None:
+        given += [("mask", leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document)]
+    if "mosaic_gpu" not in asked:
+        return implementation
+    for name, ids in given:
+        if support.why_not_on(ids) or come_in_runs(ids):
+            continue
+        rest = tuple(other for other in asked if other != "mosaic_gpu")
+        if not rest:
+            reason = "mosaic_gpu: an id comes again behind another one"
+            raise unsupported(name, reason, "Leave implementation=None or ask for 'xla'")
+        return rest
+    return implementation

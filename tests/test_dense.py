@@ -169,6 +169,13 @@ class TestDocuments:
         message = r"segment_ids: mosaic_gpu: an id comes again behind another one\. Leave"
         with pytest.raises(NotImplementedError, match=message):
             jattn.attention(*given, segment_ids=mixed, implementation="mosaic_gpu")
+        document = lambda ids: jattn.masks.Window(left=5) & jattn.masks.Document(ids=ids)
+        jattn.attention(*given, mask=document(in_runs))
+        assert len(seen) == 2
+        jattn.attention(*given, mask=document(mixed))
+        assert len(seen) == 2
+        with pytest.raises(NotImplementedError, match=r"^mask: mosaic_gpu: an id comes again behind another"):
+            jattn.attention(*given, mask=document(mixed), implementation="mosaic_gpu")
 
     def test_one_trace_serves_all_bounds(self, traced_once):
         _, given, _ = self.packed()
@@ -294,6 +301,50 @@ class TestRefusals:
     def test_names_the_value(self, change, message):
         with pytest.raises(ValueError, match=message):
             jattn.attention(**{"q": self.Q, "k": self.Q, "v": self.Q} | change)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"q_tokens": 8}, r"kv_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2"),
+            (
+                {"q_tokens": 8, "window": (3, 1)},
+                r"kv_blocks of 4 must be at least 3, to reach over the 9 positions .*, got 2",
+            ),
+            ({"kv_tokens": 8}, r"q_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2"),
+            (
+                {"cu_seqlens": [0, 12]},
+                r"kv_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2",
+            ),
+            (
+                {"cu_seqlens": [0, 1, 10, 12]},
+                r"kv_blocks of 4 must be at least 3, to reach over the 9 positions .*, got 2",
+            ),
+        ],
+    )
+    def test_blocks_that_do_not_reach_over_all_that_is_seen_are_named(self, change, message):
+        change = {"q_tokens": 12, "kv_tokens": 12} | change
+        lens = change.pop("q_tokens"), change.pop("kv_tokens")
+        given = arrays(*lens, batch=None if "cu_seqlens" in change else 2)
+        mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
+        change = {name: np.asarray(x) if name == "cu_seqlens" else x for name, x in change.items()}
+        with pytest.raises(ValueError, match=message):
+            jattn.attention(*given, mask=mask, **change)
+
+    @pytest.mark.parametrize(
+        ("lens", "options"),
+        [
+            ((8, 12), {"causal": True}),
+            ((8, 5), {}),
+            ((5, 8), {"window": (None, 4)}),
+            ((12, 12), {"cu_seqlens": [0, 4, 12]}),
+        ],
+    )
+    def test_blocks_that_reach_over_all_that_is_seen_are_enough(self, lens, options):
+        given = arrays(*lens, batch=None if "cu_seqlens" in options else 2)
+        mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
+        if "cu_seqlens" in options:
+            options = {"cu_seqlens": np.asarray(options["cu_seqlens"])}
+        close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
 
     @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
     def test_bounds_that_are_none_are_named(self, bounds):

@@ -33,6 +33,7 @@ def nsa(
 ) -> Float[Array, "..."]:
     """Three causal attentions, each times its gate: to blocks as one key each, to the best of them, nearby.
 
+    Documents packed into one text attend to each other: make them texts of a batch.
     Gradients reach `compress` and the gates; through these, choices are trained.
 
     Args:
@@ -46,12 +47,12 @@ def nsa(
         window: Static: keys that the window has, the query's own among them.
         block_q: Static: so many neighbours see what the first of them selects; the kernels take 8 and more,
             in training 16.
-        compress: What makes one key, or value, of a block [batch, blocks, block_size, kv_heads, head_dim];
-            None = the mean.
+        compress: What makes one key, or value, of each block: of [batch, blocks, block_size, kv_heads,
+            head_dim] it returns [batch, blocks, kv_heads, head_dim]; None = the mean.
         implementation: As in `attend`.
 
     Raises:
-        ValueError: Shapes disagree, or a size is out of range.
+        ValueError: Shapes disagree, what `compress` returns among them, or a size is out of range.
 
     Source: Native Sparse Attention (DeepSeek).
     """
@@ -62,8 +63,7 @@ def nsa(
     require_positive(block_size=block_size, block_q=block_q)
     require(window >= 1, "window", "be at least 1", window)
     require(q.shape[1] >= 1, "q", "have at least one token", q.shape)
-    short = lambda x: (compress or (lambda x: x.mean(axis=2)))(in_blocks(x, block_size)).astype(x.dtype)
-    keys, values = short(k), short(v)
+    keys, values = (_compressed(x, block_size, compress) for x in (k, v))
     how: dict[str, Any] = {"implementation": implementation}
     compressed = attention(q, keys, values, mask=EndedBlocks(block_size), **how)
     mask = selected_blocks(q, keys, block_size=block_size, num_selected=num_selected, block_q=block_q)
@@ -73,6 +73,19 @@ def nsa(
     gated = (gates[..., n, None].astype(jnp.float32) * x.astype(jnp.float32) for n, x in enumerate(parts))
     out = sum(gated, jnp.float32(0)).astype(q.dtype)
     return out if has_batch else out[0]
+
+
+def _compressed(
+    x: Float[Array, "batch tokens kv_heads head_dim"], block_size: int, compress: Compress | None
+) -> Float[Array, "batch blocks kv_heads head_dim"]:
+    """One key, or value, of each block."""
+    blocks = in_blocks(x, block_size)
+    if compress is None:
+        return blocks.mean(axis=2).astype(x.dtype)
+    made = compress(blocks)
+    want = (*blocks.shape[:2], *blocks.shape[3:])
+    require_shape("compress's result", jnp.shape(made), want, "batch, blocks, kv_heads, head_dim")
+    return made.astype(x.dtype)
 
 
 def selected_blocks(

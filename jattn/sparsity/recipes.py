@@ -1,4 +1,9 @@
-"""Published patterns as short functions: each returns a mask for causal attention."""
+"""Published patterns as short functions: each returns a mask for causal attention.
+
+What chooses does so for a whole text. Documents that are packed into one, for `segment_ids`, choose among
+each other's keys; as texts of a batch each chooses among its own. A mask has a row for each text, so
+`cu_seqlens` of several documents refuses one that was chosen of them together.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +13,7 @@ from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
 from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
 from jattn.sparsity.pooled import largest
 from jattn.sparsity.texts import as_texts
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_int, require_positive
 
 
 def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
@@ -18,7 +23,9 @@ def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
 
     Source: StreamingLLM.
     """
-    require(num_recent >= 1, "num_recent", "be at least 1", num_recent)
+    for name, count in (("num_first", num_first), ("num_recent", num_recent)):
+        require_int(**{name: count})
+        require(count >= 1, name, "be at least 1", count)
     return Sinks(num_first) | Window(left=num_recent - 1)
 
 
@@ -32,6 +39,8 @@ def moba(
 ) -> BlockMask:
     """Each query sees its own block and those before whose mean key it likes best.
 
+    Documents packed into one text choose among each other's keys: make them texts of a batch.
+
     Args:
         q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
         k: Keys, likewise.
@@ -42,6 +51,9 @@ def moba(
 
     Raises:
         ValueError: Arrays do not belong together, or a size is out of range.
+
+    Returns:
+        A mask with a row for each text.
 
     Source: MoBA.
     """
@@ -63,7 +75,8 @@ def x_attention(
     """The fewest blocks that hold `mass` of an attention that is estimated by sums over antidiagonals.
 
     Of each square of stride x stride pairs only the antidiagonal is looked at. The queries' own block and the
-    first one are always seen.
+    first one are always seen. Documents packed into one text choose among each other's keys: make them texts
+    of a batch.
 
     Args:
         q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
@@ -74,6 +87,9 @@ def x_attention(
 
     Raises:
         ValueError: Arrays do not belong together, or a number is out of range.
+
+    Returns:
+        A mask with a row for each text.
 
     Source: XAttention.
     """
@@ -108,6 +124,8 @@ def vertical_slash(
 ) -> VerticalSlash:
     """The keys and the distances in which a text's last queries have most of their attention.
 
+    Of documents packed into one text the last one's queries choose for all: make each a text.
+
     Args:
         q: Queries of one text [tokens, q_heads, head_dim]; jax.vmap, with the attention, takes several.
         k: Its keys.
@@ -117,6 +135,9 @@ def vertical_slash(
 
     Raises:
         ValueError: Arrays do not belong together, or a number is out of range.
+
+    Returns:
+        A mask with one row, the text's.
 
     Source: MInference.
     """
@@ -132,7 +153,7 @@ def vertical_slash(
     by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(shares)
     best = lambda x, count: jax.lax.top_k(jax.lax.stop_gradient(x), min(count, tokens))[1]
     columns, slashes = best(shares.sum(axis=1), num_columns), best(by_distance, num_slashes)
-    return VerticalSlash.of(columns, slashes, tokens)
+    return VerticalSlash.of(columns[None], slashes[None], tokens)
 
 
 def _side_by_side(

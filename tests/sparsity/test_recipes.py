@@ -1,6 +1,8 @@
 """Published patterns against what their papers say, one query at a time in numpy."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,58 @@ class TestArrays:
             run(q, k)
 
 
+class TestPackedDocuments:
+    """A choice is made of one text."""
+
+    BOUNDS = (0, 21, 50)
+
+    @pytest.mark.parametrize(
+        ("name", "array"),
+        [
+            ("moba", "BlockMask.blocks"),
+            ("x_attention", "BlockMask.blocks"),
+            ("vertical_slash", "VerticalSlash.columns"),
+        ],
+    )
+    def test_a_choice_of_all_of_them_is_refused(self, name, array):
+        q, k, v = (x[0] for x in arrays())
+        message = rf"{array} must have a row for each of 2 documents \(what chooses .*, got 1\."
+        run = lambda cu, mask: jattn.attention(q, k, v, causal=True, cu_seqlens=cu, mask=mask)
+        for attend in (run, jax.jit(run)):
+            with pytest.raises(ValueError, match=message):
+                attend(jnp.asarray(self.BOUNDS), RECIPES[name](q, k, v))
+        of_one = RECIPES[name](q, k, v)
+        np.testing.assert_array_equal(
+            run(jnp.asarray([0, TOKENS]), of_one), jattn.attention(q, k, v, causal=True, mask=of_one)
+        )
+
+    def test_an_array_without_rows_holds_for_all_of_them(self):
+        q, k, v = (x[0] for x in arrays())
+        mask = masks.BlockMask(blocks=RECIPES["moba"](q, k, v).blocks[0], block_q=1, block_kv=8)
+        out = jattn.attention(q, k, v, causal=True, cu_seqlens=jnp.asarray(self.BOUNDS), mask=mask)
+        for first, end in itertools.pairwise(self.BOUNDS):
+            own = jattn.attention(
+                *(x[first:end] for x in (q, k, v)), causal=True, mask=self.cut(mask, end - first)
+            )
+            np.testing.assert_allclose(out[first:end], own, atol=1e-6)
+
+    def cut(self, mask, tokens):
+        return dataclasses.replace(mask, blocks=mask.blocks[:, :tokens])
+
+    @pytest.mark.parametrize("name", ["moba", "vertical_slash"])
+    def test_rows_chosen_of_each_document_are_its_own(self, name):
+        q, k, v = (x[0] for x in arrays())
+        texts = [tuple(x[first:end] for x in (q, k, v)) for first, end in itertools.pairwise(self.BOUNDS)]
+        chosen = [RECIPES[name](*text) for text in texts]
+        long = lambda x, like: jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, like.shape, strict=True)])
+        mask = jax.tree.map(lambda a, b: jnp.concatenate([long(a, b), b]), *chosen)
+        out = jattn.attention(q, k, v, causal=True, cu_seqlens=jnp.asarray(self.BOUNDS), mask=mask)
+        want = [
+            jattn.attention(*text, causal=True, mask=one) for text, one in zip(texts, chosen, strict=True)
+        ]
+        np.testing.assert_allclose(out, jnp.concatenate(want), atol=1e-6)
+
+
 class TestTopKBlocks:
     def test_literal(self):
         scores = jnp.asarray([[0.1, 3.0, 2.0, -jnp.inf], [1.0, 1.0, 0.0, jnp.inf], [-jnp.inf] * 4])
@@ -190,6 +244,10 @@ def test_streaming_llm_sees_first_and_recent_keys():
     np.testing.assert_array_equal(seen[0], ((j < 3) | (i - j < 5)) & (j <= i))
     with pytest.raises(ValueError, match="num_recent must be at least 1, got 0"):
         sparsity.streaming_llm(num_first=3, num_recent=0)
+    with pytest.raises(ValueError, match=r"^num_first must be at least 1, got 0"):
+        sparsity.streaming_llm(num_first=0, num_recent=5)
+    with pytest.raises(ValueError, match=r"^num_first must be an int, got True"):
+        sparsity.streaming_llm(num_first=True, num_recent=5)
 
 
 class TestXAttention:
@@ -238,8 +296,8 @@ def test_vertical_slash_marks_what_the_last_queries_attend_to():
             p = softmax(keys[0, h] @ queries[0, h, i] * DIM**-0.5, np.arange(TOKENS) <= i)
             columns += p
             slashes[: i + 1] += p[i::-1]
-        assert set(np.flatnonzero(np.asarray(seen.columns)[h])) == set(np.argsort(columns)[-4:])
-        assert set(np.flatnonzero(np.asarray(seen.slashes)[h])) == set(np.argsort(slashes)[-6:])
+        assert set(np.flatnonzero(np.asarray(seen.columns)[0, h])) == set(np.argsort(columns)[-4:])
+        assert set(np.flatnonzero(np.asarray(seen.slashes)[0, h])) == set(np.argsort(slashes)[-6:])
 
 
 class TestNSA:
@@ -299,6 +357,14 @@ class TestNSA:
             ),
             ({"window": 0}, r"window must be at least 1, got 0"),
             ({"num_selected": 0}, r"k must be at least 1, got 0"),
+            (
+                {"compress": lambda x: x},
+                r"compress's result must have shape \(2, 7, 2, 8\) \(batch, .*, got \(2, 7, 8, 2, 8\)",
+            ),
+            (
+                {"compress": lambda x: x.mean(axis=2)[:, 1:]},
+                r"compress's result must have shape \(2, 7, 2, 8\) .*, got \(2, 6, 2, 8\)",
+            ),
         ],
     )
     def test_refusals(self, change, message):
