@@ -7,6 +7,7 @@ vocabulary. The rest is small, and every device has it. Devices along cp have th
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from jattn.models.config import DecoderConfig
 from jattn.models.embedding import take_rows
 from jattn.models.layers import AllHeadsNorm
 from jattn.models.specs import MLPSpec
+from jattn.models.spreading import num_copied_rows
 from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
 from jattn.planning import Plan
 from pallas_kernels.checks import require, unsupported
@@ -196,14 +198,19 @@ def run_on_mesh(
     shapes = tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values)
     is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
     assert model.mesh is not None
-    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns)
+    replicas = model.config.num_kv_head_replicas
+    how = _How(graphdef, paths, tuple(map(type, variables)), shapes, model.mesh, method, returns, replicas)
     values = () if is_abstract else values
     return _run(values, caches, arguments, options, plan, how=how)
 
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """What is static of a run: the model's structure, where its parameters are, and what to run."""
+    """What is static of a run: the model's structure, where its parameters are, and what to run.
+
+    Attributes:
+        replicas: So many neighbours of tp have the same kv heads.
+    """
 
     graphdef: Any
     paths: tuple[Path, ...]
@@ -212,6 +219,7 @@ class _How:
     mesh: Mesh
     method: str
     returns: str
+    replicas: int
 
 
 @functools.partial(jax.jit, static_argnames="how")
@@ -266,7 +274,12 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     of_first = lambda value: jnp.where(is_first, value, jnp.zeros_like(value))
     flat: dict[Path, Any] = {}
     for path, kind, value in zip(how.paths, how.kinds, values or how.shapes, strict=True):
-        flat[path] = kind(of_first(value) if values and path[-2:] in _OF_SUMS else value)
+        value = of_first(value) if values and path[-2:] in _OF_SUMS else value
+        num_rows = num_copied_rows(path, value.shape) if values and how.replicas > 1 else 0
+        if num_rows > 0:
+            groups = tuple(itertools.batched(range(how.mesh.shape[TP]), how.replicas))
+            value = _with_gradient_of_all(value, num_rows, groups)
+        flat[path] = kind(value)
     model: Any = nnx.merge(how.graphdef, nnx.from_flat_state(flat))
     tp = how.mesh.shape[TP]
     model.ranks = ranks_of(how.mesh, model.cp_kv_cache_interleave_size)
@@ -281,6 +294,28 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
         layer.axis_name, layer.peers, layer.self_attn.ranks = ALL, peers, model.ranks
         _cut_heads(layer.self_attn, tp, model.config)
     return model
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _with_gradient_of_all(value: Array, num_rows: int, groups: tuple[tuple[int, ...], ...]) -> Array:
+    """A parameter, of which each copy of some rows gets the gradient of all copies: so they stay alike.
+
+    Args:
+        value: This device's part.
+        num_rows: So many, the last ones of its last axis but one, are other devices', too.
+        groups: Devices along tp with the same copies.
+    """
+    return value
+
+
+def _sum_of_copies(num_rows: int, groups: tuple[tuple[int, ...], ...], _: None, grad: Array) -> tuple[Array]:
+    # Without `.at[]`, whose indices may be an array without elements: see `_without_empty`.
+    own, shares = jnp.split(grad, [grad.shape[-2] - num_rows], axis=-2)
+    summed = jax.lax.psum(shares, TP, axis_index_groups=[list(group) for group in groups])
+    return (jnp.concatenate([own, summed], axis=-2),)
+
+
+_with_gradient_of_all.defvjp(lambda value, num_rows, groups: (value, None), _sum_of_copies)
 
 
 def _cut_heads(attention: Any, tp: int, config: DecoderConfig) -> None:

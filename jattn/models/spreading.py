@@ -66,6 +66,18 @@ def gathered(config: DecoderConfig, path: Path, array: Any) -> Any:
     return array
 
 
+def num_copied_rows(path: Path, shape: tuple[int, ...]) -> int:
+    """Rows of a parameter's last axis but one that are copied with a kv head: the last ones.
+
+    Args:
+        path: Of the parameter.
+        shape: Of one device's part.
+    """
+    if path[-2] == "qkv_proj":
+        return 2  # key and value, behind the queries
+    return shape[-2] if _is_by_kv_heads(path, len(shape)) else 0
+
+
 def _is_by_kv_heads(path: Path, num_axes: int) -> bool:
     """Whether a parameter has a row for each kv head, as norms of each head's own."""
     return path[-2:] == ("k_norm", "weight") and num_axes == 2

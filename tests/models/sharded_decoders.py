@@ -21,6 +21,7 @@ from flax import nnx  # noqa: E402
 import jattn  # noqa: E402
 from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
+from jattn.models.spreading import spread  # noqa: E402
 from jattn.serving import Engine, cli  # noqa: E402
 from tests.compilations import compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
@@ -320,11 +321,15 @@ def check_training() -> None:
     with tempfile.TemporaryDirectory() as name:
         save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), name)
         for folder in (name, GOLDEN / "hf" / "olmo2"):
-            check_gradients(folder)
+            check_gradients(folder, tp=2)
+        check_gradients(GOLDEN / "hf" / "olmo2", tp=4)
+        for kv_heads, sizes in ((2, {"tp": 4}), (1, {"tp": 2, "cp": 2})):
+            save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=kv_heads), name)
+            check_gradients(name, **sizes)
 
 
-def check_gradients(folder: str | pathlib.Path) -> None:
-    """Of a loss over two documents."""
+def check_gradients(folder: str | pathlib.Path, **sizes: int) -> None:
+    """Of a loss over two documents; where kv heads have copies, each copy has the gradient of the head."""
     ids = np.random.default_rng(0).integers(0, 97, 24).astype(np.int32)
     metadata = jattn.build_batch_metadata([16, 8], [16, 8], None)
 
@@ -335,12 +340,13 @@ def check_gradients(folder: str | pathlib.Path) -> None:
         logs = jax.nn.log_softmax(model.logits(hidden))
         return -jax.numpy.take_along_axis(logs[:-1], ids[1:, None], axis=-1).mean()
 
-    meshes = (None, jattn.parallel.make_mesh(tp=2))
-    (loss, want), (loss_on_mesh, got) = (loss_of(load(folder, mesh=mesh, progress=False)) for mesh in meshes)
+    meshes = (None, jattn.parallel.make_mesh(**sizes))
+    models = [load(folder, mesh=mesh, progress=False) for mesh in meshes]
+    (loss, want), (loss_on_mesh, got) = map(loss_of, models)
     np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
     for (path, one), (_, other) in zip(nnx.to_flat_state(want), nnx.to_flat_state(got), strict=True):
-        one, other = one.get_value(), other.get_value()
-        assert is_cut(other, 2) == (other.ndim > 1), path
+        one, other = spread(models[1].config, path, np.asarray(one.get_value())), other.get_value()
+        assert "cp" in sizes or is_cut(other, sizes["tp"]) == (other.ndim > 1), path
         least = 1e-6 + 1e-5 * np.abs(one).max()
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=least, err_msg=str(path))
     print(f"trained: a loss of {loss:.3f}")
