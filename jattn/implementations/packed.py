@@ -86,7 +86,13 @@ class Context(NamedTuple):
 
 def attend(how: How, values: Values, context: Context) -> OutAndLse:
     """Output of a region's tokens, and their log-sum-exp or None, as `jattn.attend` defines them."""
-    return _attend(how, varying_together(values), context)
+    values = varying_together(values)
+    axes = sorted(jax.typeof(values.query).manual_axis_type.varying)
+    if how.choice.kernel is not None and axes:
+        reason = "kernels do not say over which axes their results vary"
+        way_out = "Say jax.shard_map(check_vma=False), or implementation='xla'"
+        raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, way_out)
+    return _attend(how, values, context)
 
 
 def varying_together(values: Values) -> Values:

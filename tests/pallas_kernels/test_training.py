@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import attending, masks
@@ -178,6 +180,19 @@ class TestWhatTheKernelDeclines:
         self.run(functools.partial(loss, is_in_order=True), (q, k, v), gradients_by_kernel=True)
         with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
             self.run(functools.partial(loss, is_in_order=False), (q, k, v))
+
+    def test_a_shard_map_that_checks_what_varies(self):
+        mesh, given = (
+            jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)),
+            tuple(x[None] for x in arrays()),
+        )
+        run = functools.partial(jattn.attention, causal=True)
+        over = functools.partial(jax.shard_map, run, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        loss = lambda given, **how: over(**how)(*given).astype(jnp.float32).sum()
+        self.run(functools.partial(loss, check_vma=False), given, gradients_by_kernel=True)
+        message = r"mosaic_gpu under shard_map over data: kernels do not say .*check_vma=False"
+        with as_on_a_gpu(), pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(loss, given)
 
     def test_heads_of_a_width_without_a_kernel(self):
         run = functools.partial(jattn.attention, return_lse=True)
