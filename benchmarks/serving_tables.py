@@ -66,13 +66,21 @@ def cascades_table(file: str) -> str:
 
 
 def gradients_table(file: str) -> str:
-    """varlen_backward beside cuDNN, in one run."""
+    """varlen_backward beside cuDNN, in one run; times of modifiers and masks by the plain case's."""
     rows, lines = rows_of(file), []
+    plain = {row["name"]: row["us"] for row in rows if row["modifier"] == "plain"}
     for row in rows:
-        peer, ours = row.get("cudnn_tflop_per_s"), row["tflop_per_s"]
+        is_plain, peer, ours = row["modifier"] == "plain", row.get("cudnn_tflop_per_s"), row["tflop_per_s"]
         beside = ["-", "-"] if peer is None else [f"{peer:.0f}", f"{ours / peer:.2f}"]
-        lines.append([row["name"], f"{ours:.0f}", *beside, f"{max(row['errors'].values()):.4f}"])
-    columns = ("case", "TFLOP/s", "cuDNN", "ratio", "largest error")
+        by_plain = "-" if is_plain else f"{row['us'] / plain[row['name']]:.3f}"
+        case = row["name"] if is_plain else f"{row['name']} {row['modifier']}"
+        forward = [f"{row[key]:,.0f}" for key in ("forward_us", "forward_lse_us")]
+        cells = [f"{row['us']:,.0f}", f"{ours:.0f}", *beside, f"{row['share']:.3f}", by_plain, *forward]
+        lines.append([case, *cells, f"{max(row['errors'].values()):.4f}"])
+    columns = (
+        "case", "us", "TFLOP/s", "cuDNN", "ratio", "share of pairs", "time by the plain case's",
+        "forward, us", "with an LSE", "largest error",
+    )  # fmt: skip
     return _table(rows, "; cuDNN through jax.nn.dot_product_attention", columns, lines)
 
 
