@@ -190,7 +190,7 @@ def sees_of(score, position, keys):
 
 
 def cancelling_of(q, k, v, grad, scale, sees):
-    """The largest sum of |dO V| of a pair that is seen, times what a gradient of its score is multiplied by."""
+    """The largest sum of |dO V| of a pair that is seen, times what its score's gradient is multiplied by."""
     group = q.shape[1] // k.shape[1]
     q, k, v, grad = (
         np.abs(np.asarray(x, np.float64)) for x in (q, np.repeat(k, group, 1), np.repeat(v, group, 1), grad)
