@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.choice import Asked, asked_for, hashable
 from jattn.masks import BlockMask, Document, Mask, Sizes, check_mask
 from jattn.masks.base import leaves, row_counts
 from jattn.masks.documents import come_in_runs
@@ -137,7 +137,7 @@ def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementa
     if mask is not None:
         given += [("mask", leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document)]
     if "mosaic_gpu" not in asked:
-        return implementation
+        return hashable(implementation)
     for name, ids in given:
         if support.why_not_on(ids) or come_in_runs(ids):
             continue
@@ -146,4 +146,4 @@ def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementa
             reason = "mosaic_gpu: an id comes again behind another one"
             raise unsupported(name, reason, "Leave implementation=None or ask for 'xla'")
         return rest
-    return implementation
+    return hashable(implementation)

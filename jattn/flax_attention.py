@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Shaped
 from jattn.dense_attention import attend_arrays
 from jattn.dense_checks import Rows, mask_of_array
 from jattn.flax_scores import Given, by_scores, is_positional
-from jattn.implementations.choice import Asked, asked_for, first_able
+from jattn.implementations.choice import Asked, asked_for, first_able, hashable
 from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape, unsupported
@@ -84,10 +84,9 @@ def attention_fn(
     spec = _spec_for(query, key, value, spec, is_causal)
     per_head = _per_head(spec, sinks, alibi_slopes)
     _check_scores_shape(query, key, bias=bias, mask=mask)
-    asked = implementation if isinstance(implementation, str | None) else tuple(implementation)
     given = Given(query, key, value, bias, mask, input_positions, **per_head)
     is_cut = cut_of(query, key, value) is not None
-    out = (_attend_on_devices if is_cut else _attend)(given, spec, is_causal, asked)
+    out = (_attend_on_devices if is_cut else _attend)(given, spec, is_causal, hashable(implementation))
     return out.astype(query.dtype if dtype is None else dtype)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 from jattn.attending import attend
 from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.context_parallel import attend_on_rank
-from jattn.implementations.choice import asked_for
+from jattn.implementations.choice import asked_for, hashable
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.ranks import Ranks, slots_of_rank
 from jattn.planning import Plan
@@ -36,11 +36,6 @@ def _check_made_of(
         require_positive(clip_qkv=clip_qkv)
     if alibi_slopes is not None:
         require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
-
-
-def _names(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Hashable."""
-    return implementation if isinstance(implementation, str | None) else tuple(implementation)
 
 
 class PagedAttention(nnx.Module):
@@ -109,7 +104,7 @@ class PagedAttention(nnx.Module):
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
         self.clip_qkv, self.query_scale, self.shares_kv = clip_qkv, query_scale, shares_kv
-        self.implementation, self.ranks = _names(implementation), None
+        self.implementation, self.ranks = hashable(implementation), None
         how = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self._make_projections(fuses_qkv, use_bias, use_out_bias, how)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None

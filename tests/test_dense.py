@@ -234,6 +234,14 @@ class TestTransformations:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 17
 
+    @pytest.mark.parametrize(
+        "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
+    )
+    def test_implementations_may_be_a_list(self, more):
+        given, names = arrays(12), ["xla", "reference"]
+        wanted = jattn.attention(*given, causal=True, implementation=tuple(names), **more)
+        close(jattn.attention(*given, causal=True, implementation=names, **more), wanted)
+
     def test_calls_outside_jit_are_compiled_once(self, caplog):
         given = arrays(11, head_dim=24)
         jattn.attention(*given, causal=True)

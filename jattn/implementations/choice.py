@@ -49,6 +49,11 @@ def asked_for(implementation: Asked) -> tuple[str, ...]:
     return asked
 
 
+def hashable(implementation: Asked) -> str | tuple[str, ...] | None:
+    """What was asked for, as a static argument may be. None stays None: nobody asked, so a fallback warns."""
+    return implementation if isinstance(implementation, str | None) else tuple(implementation)
+
+
 def first_able(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
     """The first name that no reason speaks against, and the reasons against those before it.
 

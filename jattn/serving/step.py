@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.bucket import Bucket
 from jattn.graphs import DecodeGraphs, GraphStep
-from jattn.implementations.choice import asked_for, first_able
+from jattn.implementations.choice import asked_for, first_able, hashable
 from jattn.module import PagedAttention
 from jattn.serving.adjustments import Adjustments, adjusted
 from jattn.serving.logprobs import TokenLogprobs, logprobs_of
@@ -157,5 +157,5 @@ def with_implementation(model: Any, implementation: str | Sequence[str] | None) 
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, PagedAttention):
-            module.implementation = implementation if isinstance(implementation, str) else (*implementation,)
+            module.implementation = hashable(implementation)
     return model
