@@ -90,8 +90,6 @@ class Gradients:
         smem, pipeline = self.smem, self.pipeline
         stats_s, stored = smem.stats_and_columns.at[stages.grad_out], self.scores.stored(tile)
         place = Place(tile.head, tile.item.query_row(tile.nth))
-        stats = lambda which: self.scores.stats(stats_s, which)
-        given = lambda less, which: stats(which) if less is None else less
 
         def arrived(full: Ref, tile_s: Ref, stage: Scalar) -> None:
             plgpu.barrier_wait(full.at[stage])
@@ -115,9 +113,9 @@ class Gradients:
             await_queries=lambda: arrived(pipeline.q_full, smem.query, stages.query),
             await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out, stages.grad_out),
             await_last_grad_query=await_last_grad_query,
-            stats=stats,
-            probabilities=lambda s, less: self.scores.probabilities(s, given(less, 0), tile, stored),
-            grad_scores=lambda of, dp, less: self.scores.gradients(of, dp, given(less, 1)),
+            stats=lambda which: self.scores.stats(stats_s, which),
+            probabilities=lambda s, less: self.scores.probabilities(s, less, tile, stored),
+            grad_scores=self.scores.gradients,
             exchange=exchange,
             release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out]),
             add_grad_query=lambda dq: self.add_grad_query(place, dq),

@@ -48,8 +48,8 @@ class Work(NamedTuple):
         await_last_grad_query: Before the step's own may take its place in shared memory. Long before: all
             threads wait for each other, and here for S anyway.
         stats: What scores are less (0), or gradients of probabilities (1): see Scores.stats.
-        probabilities: Of S and stats(0), which it loads where it is not given.
-        grad_scores: Of P, dP and stats(1), likewise.
+        probabilities: Of S and stats(0).
+        grad_scores: Of P, dP and stats(1).
         exchange: Makes gradients of scores, in 16 bits, known to the other warpgroup, and awaits its own.
         release_grad_out: They have been multiplied.
         add_grad_query: With the warpgroup's pieces of dS K.
@@ -60,8 +60,8 @@ class Work(NamedTuple):
     await_grad_out: Callable[[], None]
     await_last_grad_query: Callable[[], None]
     stats: Callable[[int], Columns]
-    probabilities: Callable[[Tile, Columns | None], Probabilities]
-    grad_scores: Callable[[Probabilities, Tile, Columns | None], Tile]
+    probabilities: Callable[[Tile, Columns], Probabilities]
+    grad_scores: Callable[[Probabilities, Tile, Columns], Tile]
     exchange: Callable[[Tile], None]
     release_grad_out: Callable[[], None]
     add_grad_query: Callable[[Units], None]
@@ -111,7 +111,6 @@ class Products:
         def products(sum_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
                 work.await_queries()
-                of_scores = None
                 if early:
                     work.await_grad_out()
                     of_scores = work.stats(0)
@@ -121,12 +120,13 @@ class Products:
                 self.begin_grad_p(dp_ref, stages.grad_out, wg)
                 work.await_last_grad_query()
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
-                of = work.probabilities(s, of_scores)
-                of_grads = work.stats(1) if early else None
+                of = work.probabilities(s, of_scores if early else work.stats(0))
+                if early:
+                    of_grads = work.stats(1)
                 for unit, ref in enumerate(sum_refs.value):
                     plgpu.wgmma(ref, of.p, grads.at[unit])
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
-                return work.grad_scores(of, dp, of_grads).astype(self.spec.dtype)
+                return work.grad_scores(of, dp, of_grads if early else work.stats(1)).astype(self.spec.dtype)
 
             ds = pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
             work.exchange(ds)
@@ -166,7 +166,7 @@ class InterpretedProducts(Products):
         work.await_queries()
         s = product(spec.s_shape, lambda ref: self.begin_scores(ref, stages.query, wg))
         work.await_grad_out()
-        of = work.probabilities(s, None)
+        of = work.probabilities(s, work.stats(0))
         if spec.makes.value:
             store_units(smem.p.at[wg], of.p, spec)
             plgpu.commit_smem()
@@ -177,7 +177,7 @@ class InterpretedProducts(Products):
             work.release_grad_out()
             return Sums((), values)
         dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
-        ds = work.grad_scores(of, dp, None).astype(spec.dtype)
+        ds = work.grad_scores(of, dp, work.stats(1)).astype(spec.dtype)
         work.exchange(ds)
         piece_of = lambda n: product(
             (UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, work.zero)

@@ -24,9 +24,9 @@ class KeyProducts(Products):
             work.await_grad_out()
             self.begin_grad_p(dp_ref, stages.grad_out, wg)
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
-            of = work.probabilities(s, None)
+            of = work.probabilities(s, work.stats(0))
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
-            ds = work.grad_scores(of, dp, None).astype(self.spec.dtype)
+            ds = work.grad_scores(of, dp, work.stats(1)).astype(self.spec.dtype)
             work.release_grad_out()
             return ds
 
@@ -57,7 +57,7 @@ class ValueProducts(KeyProducts):
 
         s = pl.run_scoped(scores, plgpu.ACC(self.spec.s_shape, f32))
         work.await_grad_out()
-        of = work.probabilities(lax.optimization_barrier(s), None)
+        of = work.probabilities(lax.optimization_barrier(s), work.stats(0))
         values = self.added(sums.value, of.p, self.smem.grad_out.at[stages.grad_out])
         work.release_grad_out()
         return Sums((), values)
