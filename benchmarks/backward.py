@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks.backward_cases import CASES, CHOICES, MASKS, mask_of, per_head, score_of, share_of
+from benchmarks.backward_cases import CASES, CHOICES, mask_of, per_head, score_of, share_of
 from benchmarks.backward_checks import GRADIENTS, worst_errors
 from benchmarks.device_time import Rows, kernel_times
 from jattn.implementations.mosaic_gpu import tile_lists
@@ -29,8 +29,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
     "larger_sets": {"l2_bytes": 32 * 10**6},
-    "one_kernel": {"mean_len": None},
+    "one_kernel": {"mean_keys": None},
     "two_kernels": {"deterministic": True},
+    "narrow_queries": {"deterministic": True, "of_queries": prefill.KernelSizes(tile_kv=64, stages=3)},
 }
 Arrays = dict[str, Any]
 
@@ -47,10 +48,9 @@ class Work:
     def sizes(self) -> backward.KernelSizes:
         """The kernel's."""
         changes = dict(VARIANTS[self.variant])
-        static = {"mean_len": sum(self.case.query_lens) // len(self.case.query_lens)}
-        static |= {name: changes.pop(name) for name in ("mean_len", "deterministic") if name in changes}
-        if self.modifier in MASKS:
-            static["mean_len"] = None
+        mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
+        static = {"mean_keys": backward.mean_keys_of(self.score, mean_len)}
+        static |= {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}
         return dataclasses.replace(backward.default_sizes(self.case.head_dim, **static), **changes)
 
     @property
@@ -126,7 +126,7 @@ class Work:
         """The gradients. Sinks are in the LSE; their own gradients need no kernel."""
         (schedule, lists), mask = made, None
         if lists is not None:
-            mask = backward_mask(arrays["mask"], self.spec, max_seq_len=self.max_seq_len)
+            mask = backward_mask(arrays["mask"], self.spec, self.sizes, max_seq_len=self.max_seq_len)
         given = {name: x for name, x in arrays.items() if name not in ("mask", "sinks")}
         of_layer = {"score": self.score, "sizes": self.sizes, "schedule": schedule}
         return backward.varlen_backward(**given, **of_layer, lists=lists, mask=mask)

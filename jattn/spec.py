@@ -56,7 +56,7 @@ class AttentionSpec:
         batch_invariant: A request's output has the same bits whatever shares its step, in any bucket that
             gives it the same region.
         deterministic: Gradients have the same bits twice. Those of queries then have a kernel of their own,
-            for seven products in all instead of five; under a mask XLA computes them.
+            for seven products in all instead of five.
         query_quantization: "int8" or "fp8_e4m3": queries are rounded to it, with a scale per token and head,
             before they meet keys that the cache holds in the same type. None = they stay as they are. It
             changes what is computed, not how fast: the kernels widen both to 16 bits.

@@ -10,13 +10,12 @@ from pallas_kernels.shared.head_dims import UNIT, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
-from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.lists import PairMask, TileLists
 from pallas_kernels.varlen_backward.query_refs import QueryInputs
 from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import Schedule, make_schedule, max_tiles
-from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes
+from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes, mean_keys_of
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_prefill import KernelMask
 from pallas_kernels.varlen_prefill.refs import CacheRefs
 from pallas_kernels.varlen_prefill.refs import Inputs as PrefillInputs
 from pallas_kernels.varlen_prefill.refs import ScheduleRefs as PrefillScheduleRefs
@@ -46,8 +45,7 @@ class Call:
         alibi_slopes: Slope of each head.
         lists: make_lists' for the call's schedule: each head's tiles of queries. Of a listed tile, rows of
             the request must be finite even where the mask hides them.
-        mask: What queries see in tiles that are listed as seen in part, as varlen_prefill takes it. Only
-            with lists.
+        mask: Which pairs see each other in tiles that are listed as seen in part. Only with lists.
     """
 
     query: jax.Array
@@ -62,7 +60,7 @@ class Call:
     kv_start_loc: jax.Array
     alibi_slopes: jax.Array | None
     lists: TileLists | None
-    mask: KernelMask | None
+    mask: PairMask | None
 
     def check(self) -> None:
         """Raises what varlen_backward raises, but for what a schedule is given."""
@@ -90,21 +88,21 @@ class Call:
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
-    def default_sizes(self, schedule: Schedule | None, *, deterministic: bool) -> KernelSizes:
+    def default_sizes(self, schedule: Schedule | None, score: Score, *, deterministic: bool) -> KernelSizes:
         """Where the caller names none; a schedule that is given says whether queries have a kernel."""
-        mean_len = None if self.lists is not None else self.query.shape[0] // self.seq_lens.shape[0]
+        mean_keys: int | None = mean_keys_of(score, self.query.shape[0] // self.seq_lens.shape[0])
         if schedule is not None:
-            mean_len, deterministic = None, deterministic or schedule.queries is not None
-        return default_sizes(self.query.shape[2], deterministic=deterministic, mean_len=mean_len)
+            mean_keys, deterministic = None, deterministic or schedule.queries is not None
+        return default_sizes(self.query.shape[2], deterministic=deterministic, mean_keys=mean_keys)
 
     def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
-        """Refuses what the kernel of the queries' gradient does not do, and its absence if it is needed."""
+        """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""
         has_kernel = sizes.of_queries is not None
         require(has_kernel or not deterministic, "sizes.of_queries", "be given with deterministic", None)
         if has_kernel and self.lists is not None:
-            way_out = "Use another implementation, or heads up to 128 without deterministic=True"
-            reason = "gradients of queries over lists of tiles have no kernel of their own"
-            raise unsupported("varlen_backward", reason, way_out)
+            require(self.lists.queries is not None, "lists.queries", "be given with sizes.of_queries", None)
+            has_mask = self.mask is None or self.mask.of_queries is not None
+            require(has_mask, "mask.of_queries", "be given with sizes.of_queries", None)
 
     @property
     def is_empty(self) -> bool:
@@ -143,6 +141,10 @@ class Call:
             what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
             require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
+            if self.lists.queries is not None and schedule.queries is not None:
+                rows = schedule.queries.table.shape[0] * q_heads
+                what = f"tiles of {self.query.shape[0]} queries, {q_heads} heads"
+                require_shape("lists.queries", self.lists.queries.table.shape, (rows, TABLE_WIDTH), what)
 
     def inputs(self, schedule: Schedule, spec: BackwardSpec) -> Inputs:
         """The kernel's; gradients of queries begin as zeros."""
@@ -159,15 +161,15 @@ class Call:
             stats=self.stats(more_rows=0 if spec.adds_grad_query else UNIT, sizes=spec.sizes),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
-            mask=() if self.mask is None else self.mask.arrays,
+            mask=() if self.mask is None else self.mask.of_keys.arrays,
             grad_query=jax.new_ref(zeros()) if spec.adds_grad_query else None,
         )
 
     def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:
         if self.lists is None:
             return ScheduleRefs(schedule.table, schedule.num_live, schedule.order, None)
-        order, *lists = self.lists
-        return ScheduleRefs(schedule.table, schedule.num_live, order, ListRefs(*lists))
+        lists = ListRefs(self.lists.entries, self.lists.num_partial, self.lists.num_full)
+        return ScheduleRefs(schedule.table, schedule.num_live, self.lists.order, lists)
 
     def query_inputs(
         self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec, *, sums_outputs: bool
@@ -175,13 +177,15 @@ class Call:
         """Those of the kernel of the queries' gradient, from the other's."""
         assert schedule.queries is not None
         as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
+        lists = None if self.lists is None else self.lists.queries
+        tiles = lists or (schedule.queries.table, schedule.queries.num_live, None)
         attention = PrefillInputs(
             query=as_copied(self.query),
             cache=CacheRefs(as_copied(self.key), as_copied(self.value), None),
             slopes=inputs.slopes,
             sinks=None,
-            schedule=PrefillScheduleRefs(schedule.queries.table, schedule.queries.num_live, None),
-            mask=(),
+            schedule=PrefillScheduleRefs(*tiles),
+            mask=() if spec.mask is None else spec.mask.arrays,
         )
         out = as_copied(self.out) if sums_outputs else None
         return QueryInputs(attention, as_copied(self.grad_out), inputs.stats, out)
@@ -197,9 +201,10 @@ class Call:
             q_heads=q_heads, group=spec.group, cut=head_cut(head_dim), in_cache=None,
             heads_at_once=heads_at_once(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes),
         )  # fmt: skip
+        mask = None if self.mask is None else self.mask.of_queries
         return PrefillSpec(
-            shape=shape, score=spec.score, sizes=sizes, dtype=spec.dtype, mask=None, has_lists=False,
-            has_alibi=spec.has_alibi, returns_lse=False, interpret=spec.interpret,
+            shape=shape, score=spec.score, sizes=sizes, dtype=spec.dtype, mask=mask,
+            has_lists=spec.has_lists, has_alibi=spec.has_alibi, returns_lse=False, interpret=spec.interpret,
         )  # fmt: skip
 
     def stats(self, *, more_rows: int, sizes: KernelSizes) -> jax.Array:

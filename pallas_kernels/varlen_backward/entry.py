@@ -10,12 +10,11 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.kernel import backward_of_keys
-from pallas_kernels.varlen_backward.lists import TileLists
+from pallas_kernels.varlen_backward.lists import PairMask, TileLists
 from pallas_kernels.varlen_backward.query_kernel import backward_queries
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes, units_of
-from pallas_kernels.varlen_prefill import KernelMask
 
 
 def varlen_backward(
@@ -34,7 +33,7 @@ def varlen_backward(
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     schedule: Schedule | None = None,
     lists: TileLists | None = None,
-    mask: KernelMask | None = None,
+    mask: PairMask | None = None,
     deterministic: bool = False,
     sizes: KernelSizes | None = None,
     interpret: Interpret = None,
@@ -94,15 +93,15 @@ def grads_of_call(
     query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
-    sizes = call.default_sizes(schedule, deterministic=deterministic) if sizes is None else sizes
+    sizes = call.default_sizes(schedule, score, deterministic=deterministic) if sizes is None else sizes
     call.check_queries(sizes, deterministic=deterministic)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
     call.check_schedule(schedule, sizes)
-    kv_heads = key.shape[1]
+    kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.of_keys
     spec = BackwardSpec(
         kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
         sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
-        has_lists=call.lists is not None, mask=call.mask, makes=Makes(key=True, value=True),
+        has_lists=call.lists is not None, mask=mask, makes=Makes(key=True, value=True),
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)

@@ -39,8 +39,7 @@ class Gradients:
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
         columns_s = smem.stats_and_columns.at[wg * 0 + spec.grad_out_stages, wg]
-        staged_s = None if smem.staged is None else smem.staged.at[wg]
-        self.scores = Scores(inputs.mask, columns_s, staged_s, wg, spec)
+        self.scores = Scores(inputs.mask, columns_s, wg, spec)
         self.products = products_of(spec)(smem, wg, spec)
 
     def work_share(self, work: Worklist) -> None:
@@ -113,7 +112,7 @@ class Gradients:
             await_queries=lambda: arrived(pipeline.q_full, smem.query, stages.query),
             await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out, stages.grad_out),
             await_last_grad_query=await_last_grad_query,
-            stats=lambda which: self.scores.stats(stats_s, which),
+            stats=lambda which: self.scores.stats(stats_s, which, tile),
             probabilities=lambda s, less: self.scores.probabilities(s, less, tile, stored),
             grad_scores=self.scores.gradients,
             exchange=exchange,

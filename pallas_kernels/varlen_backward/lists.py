@@ -12,6 +12,8 @@ from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.shared.tile_codes import SEEN, WHOLE
 from pallas_kernels.varlen_backward.schedule import COLUMNS, Schedule, item_order
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
+from pallas_kernels.varlen_prefill import KernelMask
+from pallas_kernels.varlen_prefill import TileLists as ListsOfQueries
 
 
 class TileLists(NamedTuple):
@@ -23,12 +25,27 @@ class TileLists(NamedTuple):
             need a mask, then the others. What follows is garbage.
         num_partial: So many of each list need a mask.
         num_full: And so many do not.
+        queries: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
+            for Schedule.queries.
     """
 
     order: Int32[Array, " items"]
     entries: Int32[Array, "lists max_list"]
     num_partial: Int32[Array, " lists"]
     num_full: Int32[Array, " lists"]
+    queries: ListsOfQueries | None = None
+
+
+class PairMask(NamedTuple):
+    """Which pairs see each other in tiles that are listed as seen in part.
+
+    Attributes:
+        of_keys: As it is asked where a row is a key: of KeyRows.
+        of_queries: As varlen_prefill has it, where queries have a kernel.
+    """
+
+    of_keys: KernelMask
+    of_queries: KernelMask | None = None
 
 
 class QueryTiles(NamedTuple):

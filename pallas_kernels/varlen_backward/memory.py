@@ -27,7 +27,6 @@ def smem_types(spec: BackwardSpec) -> Smem:
     keys = WARPGROUPS, spec.units, UNIT, UNIT
     queries = lambda stages: swizzled_smem((stages, spec.units, sizes.tile_q, UNIT), dtype)
     scores = WARPGROUPS, spec.query_units, UNIT, UNIT
-    has_arrays = spec.mask is not None and len(spec.mask.arrays) > 0
     pieces = WARPGROUPS, spec.pieces, UNIT, UNIT
     exchanges = spec.adds_grad_query or (spec.is_interpreted and spec.makes.key)
     both = lambda: plgpu.RefUnion((swizzled_smem(keys, dtype),), (plgpu.SMEM(keys, dtype),))
@@ -40,7 +39,6 @@ def smem_types(spec: BackwardSpec) -> Smem:
         grad_scores=swizzled_smem((BUFFERS, *scores), dtype) if exchanges else None,
         grad_query=swizzled_smem(pieces, f32) if spec.adds_grad_query else None,
         item=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
-        staged=plgpu.SMEM((WARPGROUPS, sizes.tile_q), jnp.int32) if has_arrays else None,
         p=swizzled_smem(scores, dtype) if spec.is_interpreted and spec.makes.value else None,
     )
 

@@ -40,7 +40,8 @@ class QueryGradients:
         # Here it is keys that a gradient of 0 is multiplied by.
         of_keys.values = of_keys.keys
         self.clear = Values(of_keys, spec)
-        self.scores = QueryScores(inputs.stats, Masking((), self.columns, spec), spec)
+        self.masking = Masking(inputs.attention.mask, self.columns, spec)
+        self.scores = QueryScores(inputs.stats, self.masking, spec)
         self.products = products_of(spec)(
             self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec
         )
@@ -104,7 +105,8 @@ class QueryGradients:
         begin, low_edge, high_edge, end = rows.share()
         expected = None if self.inputs.out is None else self.expected(self.here(rows, buffer), step)
         stats, step = self.scores.stats_of(rows, expected), step + self.inputs.steps_before
-        if self.spec.has_window:
+        has_lists, has_window = self.spec.has_lists, self.spec.has_window
+        if has_window and not has_lists:
             self.ring.skip(step, jnp.int32(0), begin)
         first = rows.first_tile(begin)
         await_first = lambda: self.clear.await_first(first, step + begin)
@@ -114,19 +116,20 @@ class QueryGradients:
         def take(edges: Edges) -> Callable[[Scalar, State], State]:
             def take(i: Scalar, state: State) -> State:
                 tile = rows.tile(i, edges)
-                full = self.ring.keys.full.at[self.ring.stage(step + i)]
-                work = self.work(tile, stats, lambda: plgpu.barrier_wait(full))
+                work = self.work(tile, stats, lambda: self.clear.await_next(tile, step + i))
                 return self.products.take(self.here(rows, buffer), step + i, work, state)
 
             return take
 
-        if self.spec.has_window:
+        if has_window or has_lists:
             state = lax.fori_loop(begin + 1, low_edge, take(Edges.BOTH), state)
         state = lax.fori_loop(low_edge, high_edge, take(Edges.NONE), state)
-        state = lax.fori_loop(high_edge, end, take(Edges.HIGH), state)
+        if not has_lists:
+            state = lax.fori_loop(high_edge, end, take(Edges.HIGH), state)
         self.clear.clear_last(rows, end - 1, step + end - 1)
         grads = self.products.finish(step + end - 1, state)
-        self.ring.skip(step, end, rows.item.num)
+        if not has_lists:
+            self.ring.skip(step, end, rows.item.num)
         return grads
 
     def expected(self, here: Rows, step: Scalar) -> Tile:
@@ -153,6 +156,7 @@ class QueryGradients:
         """What is done between the products of a tile."""
         return Work(
             await_keys=await_keys,
-            weights=lambda s: self.scores.weights(s, stats, tile),
+            stored=lambda: self.masking.stored(tile),
+            weights=lambda s, stored: self.scores.weights(s, stats, tile, stored),
             grad_scores=lambda weights, dp: self.scores.gradients(weights, dp, stats, tile),
         )

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.products import product
 from pallas_kernels.varlen_backward.query_ring import KeyRing
+from pallas_kernels.varlen_prefill.masks import Stored
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 
 
@@ -38,12 +39,14 @@ class Work(NamedTuple):
 
     Attributes:
         await_keys: Before S.
-        weights: Of S.
+        stored: What the mask has stored of the tile: beside the products.
+        weights: Of S and that.
         grad_scores: Of these and dP.
     """
 
     await_keys: Callable[[], None]
-    weights: Callable[[Tile], Tile]
+    stored: Callable[[], Stored]
+    weights: Callable[[Tile, Stored], Tile]
     grad_scores: Callable[[Tile, Tile], Tile]
 
 
@@ -116,8 +119,9 @@ class QueryProducts:
             plgpu.barrier_wait(values.full.at[of_values])
             self.begin_grad_p(dp_ref, rows, of_values)
             between()
+            stored = work.stored()
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.chunks + in_flight)
-            weights = work.weights(lax.optimization_barrier(s))
+            weights = work.weights(lax.optimization_barrier(s), stored)
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=in_flight))
             plgpu.barrier_arrive(values.free.at[of_values])
             return work.grad_scores(weights, dp)
@@ -170,7 +174,8 @@ class InterpretedQueryProducts(QueryProducts):
         stage, values, shape = self.ring.stage(step), self.ring.values, self.spec.s_shape
         of_values = self.ring.value_stage(step)
         work.await_keys()
-        weights = work.weights(product(shape, lambda ref: self.begin_scores(ref, rows, stage)))
+        s = product(shape, lambda ref: self.begin_scores(ref, rows, stage))
+        weights = work.weights(s, work.stored())
         plgpu.barrier_wait(values.full.at[of_values])
         grad_p = product(shape, lambda ref: self.begin_grad_p(ref, rows, of_values))
         plgpu.barrier_arrive(values.free.at[of_values])

@@ -11,6 +11,7 @@ from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_backward.capped import capped
 from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.masking import Masking
+from pallas_kernels.varlen_prefill.masks import Stored
 from pallas_kernels.varlen_prefill.query_rows import Edges, KvTile, QueryRows
 from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
 
@@ -45,13 +46,16 @@ class QueryScores:
         self.stats[item.head, 1, pl.ds(first, M)] = less
         return Stats(stored(0), less)
 
-    def weights(self, s: Tile, stats: Stats, tile: KvTile) -> Tile:
-        """Probabilities of Q K^T, times the soft cap's derivative; 0 where a query does not see the key."""
+    def weights(self, s: Tile, stats: Stats, tile: KvTile, stored: Stored) -> Tile:
+        """Probabilities of Q K^T, times the soft cap's derivative; 0 where a query does not see the key.
+
+        `stored` is what the mask has stored of the tile.
+        """
         y, bend = capped(s, self.spec.score)
         less = stats.score
         if tile.rows.slope is not None:
             y, less = self._biased(y, less, tile, tile.rows.slope)
-        p = jnp.exp2(self.masking.applied(tile, (), y - self._wide(less)))
+        p = jnp.exp2(self.masking.applied(tile, stored, y - self._wide(less)))
         return p if bend is None else p * (1.0 - bend * bend)
 
     def gradients(self, weights: Tile, grad_p: Tile, stats: Stats, tile: KvTile) -> Tile:

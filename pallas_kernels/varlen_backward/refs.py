@@ -87,8 +87,6 @@ class Smem(NamedTuple):
             where nobody adds up dQ and registers are multiplied.
         grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out; or None.
         item: [columns]: the item's row of the schedule's table.
-        staged: [warpgroups, tile_q] int32: a mask's numbers of the queries on their way into registers; None
-            where a mask has no arrays.
         p: [warpgroups, query units, 64, 64]: probabilities where nothing multiplies registers; or None.
     """
 
@@ -100,7 +98,6 @@ class Smem(NamedTuple):
     grad_scores: Ref
     grad_query: Ref
     item: Ref
-    staged: Ref
     p: Ref
 
     @property

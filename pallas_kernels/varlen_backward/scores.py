@@ -1,6 +1,6 @@
 """Of a warpgroup's keys and a tile of queries: probabilities, and gradients of scores. A row is a key."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +13,7 @@ from pallas_kernels.varlen_backward.items import Item
 from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_backward.schedule import query_range
 from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
-
-type Stored = Any  # what the caller's KernelMask.load returned
+from pallas_kernels.varlen_prefill.masks import Stored
 
 
 class QueryTile(NamedTuple):
@@ -46,22 +45,20 @@ class Probabilities(NamedTuple):
     Attributes:
         p: Probabilities, in 16 bits.
         weight: The same in f32, times the soft cap's derivative.
-        sees: Which pairs are seen, or None where all are.
+        is_masked: Static: as the tile is; 0 where a pair is not seen.
     """
 
     p: Tile
     weight: Tile
-    sees: Tile | None
+    is_masked: bool
 
 
 class Scores:
     """Of one warpgroup."""
 
-    def __init__(
-        self, arrays: tuple[Ref, ...], columns_s: Ref, staged_s: Ref, wg: Scalar, spec: BackwardSpec
-    ):
+    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
         """With the mask's arrays, and of shared memory what refs.Smem has for it."""
-        self.arrays, self.columns_s, self.staged_s, self.wg, self.spec = arrays, columns_s, staged_s, wg, spec
+        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
 
     def store_columns(self) -> None:
         """Numbers the queries of a tile."""
@@ -76,43 +73,43 @@ class Scores:
         assert self.spec.mask is not None
         return self.spec.mask.load(self._pairs(tile), tile.item["req"], self.arrays)
 
-    def stats(self, stats_s: Ref, which: int) -> Columns:
+    def stats(self, stats_s: Ref, which: int, tile: QueryTile) -> Columns:
         """Of [2, tile_q] in SMEM: what scores are less (0), or gradients of probabilities (1).
 
         To be loaded before the tensor core is given what runs beside their use: a load of shared memory waits
         behind every product that was issued before it.
         """
-        return plgpu.load(stats_s.at[which], layout=COLUMN, optimized=False)
+        less = plgpu.load(stats_s.at[which], layout=COLUMN, optimized=False)
+        if which or tile.slope is None or self.spec.score.sqrt_alibi:
+            return less
+        return less + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
 
     def probabilities(self, s: Tile, less: Columns, tile: QueryTile, stored: Stored) -> Probabilities:
         """Of Q K^T; `less` is stats(0), `stored` what the mask has stored."""
         y, bend = capped(s, self.spec.score)
         if tile.slope is not None:
-            y, less = self._biased(y, less, tile, tile.slope)
-        p, sees = jnp.exp2(y - self._wide(less)), None
-        if tile.is_masked:
-            sees = self._sees(tile, stored)
-            p = jnp.where(sees, p, 0.0)
+            y = self._biased(y, tile, tile.slope)
+        y = y - self._wide(less)
+        p = jnp.exp2(self._masked(y, tile, stored) if tile.is_masked else y)
         # Not the cap's part and p: registers are short.
         weight = p if bend is None else p * (1.0 - bend * bend)
-        return Probabilities(p.astype(self.spec.dtype), weight, sees)
+        return Probabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
 
     def gradients(self, of: Probabilities, grad_p: Tile, less: Columns) -> Tile:
         """Of scores, but for the scale; `less` is stats(1)."""
         grad = of.weight * (grad_p - self._wide(less))
-        return grad if of.sees is None else jnp.where(of.sees, grad, 0.0)
+        return jnp.where(of.weight > 0.0, grad, 0.0) if of.is_masked else grad
 
-    def _biased(self, y: Tile, less: Columns, tile: QueryTile, slope: Scalar) -> tuple[Tile, Columns]:
-        """With ALiBi's slope times the distance; of what is linear a column's part is in `less`."""
+    def _biased(self, y: Tile, tile: QueryTile, slope: Scalar) -> Tile:
+        """With ALiBi's slope times the distance; of what is linear a column's part is in stats(0)."""
         first = self._positions(tile) - tile.item.position(tile.nth)
-        if self.spec.score.sqrt_alibi:
-            distances = jnp.maximum(self._columns() - self._of_rows(first.astype(f32)), 0.0)
-            return y - jnp.sqrt(distances) * slope, less
-        column = plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
-        return y + self._of_rows(first.astype(f32) * slope), less + column * slope
+        if not self.spec.score.sqrt_alibi:
+            return y + self._of_rows(first.astype(f32) * slope)
+        distances = jnp.maximum(self._columns() - self._of_rows(first.astype(f32)), 0.0)
+        return y - jnp.sqrt(distances) * slope
 
-    def _sees(self, tile: QueryTile, stored: Stored) -> Tile:
-        """Which pairs are seen: of each key the queries from one on up to another."""
+    def _masked(self, y: Tile, tile: QueryTile, stored: Stored) -> Tile:
+        """-inf where a pair is not seen: of each key the queries from one on up to another see it at most."""
         item = tile.item
         first, seq_len = item["first_position"], item["seq_len"]
         row = self._rows() + self.wg * UNIT
@@ -120,24 +117,24 @@ class Scores:
         is_live = (row >= item["begin"]) & (row < item["end"])
         high = jnp.where(is_live, high, low)
         position = item.position(tile.nth)
-        low, high = (self._of_rows((end - position).astype(f32)) for end in (low, high))
-        columns = self._columns()
-        sees, mask = (columns >= low) & (columns < high), self.spec.mask
+        low, high = low - position, high - position
+        pairs, mask = self._pairs(tile), self.spec.mask
+        words = pairs.words_between(low, high)
         if mask is None:
-            return sees
-        pairs = self._pairs(tile)
-        by_mask = mask.sees(pairs, stored)
-        return sees & (pairs.has_bits(by_mask) if mask.is_words else by_mask)
+            return pairs.masked(y, words)
+        seen = mask.sees(pairs, stored)
+        if mask.is_words:
+            return pairs.masked(y, tuple(a & b for a, b in zip(seen, words, strict=True)))
+        return pairs.masked(jnp.where(seen, y, -jnp.inf), words)
 
     def _pairs(self, tile: QueryTile) -> KeyRows:
         return KeyRows(
             head=tile.head,
             first_query=tile.item.position(tile.nth),
             first_key=tile.item["key_position"] + self.wg * UNIT,
-            columns=lambda: self._of_rows(self._rows().astype(f32)),
-            shape=(self.spec.sizes.tile_q, UNIT),
+            columns=self._columns,
+            shape=self.spec.s_shape,
             interpret=self.spec.interpret,
-            staged=self.staged_s,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:

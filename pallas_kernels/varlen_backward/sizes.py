@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
 
 WARPGROUPS = 2  # that compute: each has half of a tile's keys
@@ -71,17 +72,26 @@ TWO_KERNELS = {
 # Two kernels take 8 % longer than the fused one, but that needs zeros for dQ and dQ in 16 bits: 175 us
 # for 16k tokens of 32 heads of 128, however long the requests. At 2k tokens a request two are 4 % faster, at
 # 512 17 %, at 16k 7 % slower (backward-two-kernels). Heads of 64 have not been measured with two.
-SHORT = 3072  # tokens of a request
+FEW_KEYS = 1536  # that a query sees
 
 
-def default_sizes(head_dim: int, *, deterministic: bool = False, mean_len: int | None = None) -> KernelSizes:
+def mean_keys_of(score: Score, mean_len: int) -> int:
+    """How many keys a query sees at most, in the mean of requests of `mean_len` tokens."""
+    left, right = score.window
+    keys, right = (mean_len // 2, 0) if score.causal else (mean_len, right)
+    if score.chunk_size is not None:
+        keys = min(keys, score.chunk_size // 2 if score.causal else score.chunk_size)
+    return keys if left is None or right is None else min(keys, left + 1 + right)
+
+
+def default_sizes(head_dim: int, *, deterministic: bool = False, mean_keys: int | None = None) -> KernelSizes:
     """The sizes of varlen_backward where the caller names none.
 
     Args:
         head_dim: Width of a head, which support.why_not_backward took.
         deterministic: Gradients are to have the same bits twice.
-        mean_len: Tokens of a request; None where there are lists, of which the kernel of queries knows none.
+        mean_keys: Keys that a query sees, as mean_keys_of has it; None = many.
     """
     units = -(-head_dim // UNIT)
-    is_short = mean_len is not None and mean_len <= SHORT and units == 2
-    return (TWO_KERNELS if deterministic or is_short or units not in TABLE else TABLE)[units]
+    sees_few = mean_keys is not None and mean_keys <= FEW_KEYS and units == 2
+    return (TWO_KERNELS if deterministic or sees_few or units not in TABLE else TABLE)[units]

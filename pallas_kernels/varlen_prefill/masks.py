@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.masked import WORD, has_bits, masked_by_bits
-from pallas_kernels.shared.types import Index, Interpret, Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-# What a row sees of a tile of keys, as bits, one int32 each row: bit i of word w is that of key 32 w + i.
+# What a row has of a tile's columns, as bits, one int32 each row: bit i of word w is that of column 32 w + i.
 type Words = tuple[Rows, ...]
 
 type Stored = Any  # what a KernelMask's load returned; its sees alone looks into it
@@ -52,12 +52,14 @@ class PairTile:
 
     Attributes:
         head: Query head.
-        first_query: Position of the first row; may lie before the request, as those of later rows behind it.
+        first_query: Position of the first query; may lie before the request, a later one behind it.
         first_key: Position of the first key; likewise.
-        columns: The number of each key in the tile, f32, of the tile's shape.
-        shape: Static: rows and keys.
+        columns: The number of each column in the tile, f32, of the tile's shape.
+        shape: Static: rows and columns.
         interpret: Static: how the kernel is interpreted, if it is.
     """
+
+    has_key_rows: ClassVar[bool] = False
 
     head: Scalar
     first_query: Scalar
@@ -67,14 +69,42 @@ class PairTile:
     interpret: Interpret
 
     @property
-    def queries(self) -> Rows:
+    def first_row(self) -> Scalar:
+        """Position of the first row."""
+        return self.first_query
+
+    @property
+    def first_column(self) -> Scalar:
+        """Position of the first column."""
+        return self.first_key
+
+    @property
+    def rows(self) -> Rows:
         """Position of each row."""
-        return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_query
+        return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_row
+
+    @property
+    def num_queries(self) -> int:
+        """Of the tile."""
+        return self.shape[0]
+
+    @property
+    def queries(self) -> Rows | Columns:
+        """Position of each query."""
+        return self.rows
+
+    def of_queries(self, x: Scalar) -> Rows | Columns:
+        """One value to that of each query."""
+        return self.of_rows(x)
+
+    def wide_queries(self, x: Rows | Columns) -> Tile:
+        """One value a query to one a pair."""
+        return self.wide(x)
 
     @property
     def query(self) -> Tile:
         """Position of each pair's query."""
-        return self.wide(self.queries)
+        return self.wide(self.rows)
 
     @property
     def key(self) -> Tile:
@@ -86,7 +116,7 @@ class PairTile:
         return lax.broadcast_in_dim(x, self.shape, [0])
 
     def of_rows(self, x: Scalar) -> Rows:
-        """One value to that of each row. Not `queries * 0 + x`: Pallas finds no layout for unused queries."""
+        """One value to that of each row. Not `rows * 0 + x`: Pallas finds no layout for unused rows."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), ROW)
 
     def rows_from(self, ref: Ref, index: Index, first: Scalar) -> Rows:
@@ -94,7 +124,7 @@ class PairTile:
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
 
     def words_between(self, low: Rows | None, high: Rows) -> Words:
-        """Keys from column `low` of the tile up to `high`, one a row; low None: from the first."""
+        """Columns from `low` of the tile up to `high`, one a row; low None: from the first."""
         words = []
         for begin in range(0, self.shape[1], WORD):
             word = lowest_bits(jnp.clip(high - begin, 0, WORD))

@@ -40,19 +40,19 @@ def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
     return lambda arrays: run(**arrays), (arrays,)
 
 
-def listed_case(head_dim, mask):
+def listed_case(head_dim, mask, *, deterministic=False):
     """Over lists, as attention under a mask of jattn has them."""
     _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     static = {"kv_tokens": 8192, "kv_heads": 8, "head_dim": head_dim}
-    of_layer = {"score": Score(scale=0.1), "sizes": default_sizes(head_dim)}
+    of_layer = {"score": Score(scale=0.1), "sizes": default_sizes(head_dim, deterministic=deterministic)}
 
     def run(arrays, mask):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
-        schedule = make_schedule(*lens, **static, **of_layer)
+        schedule = make_schedule(*lens, **static, num_tokens=8192, **of_layer)
         bounds = {"num_tokens": 8192, "max_seq_len": 8192, "sizes": of_layer["sizes"]}
         listed = {"lists": backward_lists(mask, spec, lens, schedule, **bounds), "schedule": schedule}
-        of_mask = backward_mask(mask, spec, max_seq_len=8192)
+        of_mask = backward_mask(mask, spec, of_layer["sizes"], max_seq_len=8192)
         return varlen_backward(**arrays, **of_layer, **listed, mask=of_mask)
 
     return run, (arrays, mask)  # as an argument: XLA would fold what it makes of stored numbers
@@ -74,5 +74,10 @@ def aot_cases():
         dtype = ("bfloat16", "float16")[(nth + nth // len(FEATURES)) % 2]
         found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
     found |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
+    found |= {
+        f"d{head_dim}-two_kernels-{name}": listed_case(head_dim, mask, deterministic=True)
+        for head_dim in (64, 128, 256)
+        for name, mask in LISTED.items()
+    }
     two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=default_sizes(dim, deterministic=True))
     return found | {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}

@@ -29,7 +29,7 @@ from pallas_kernels.varlen_backward import (
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
 from tests import aot
 from tests.pallas_kernels.backward_problem import BackwardProblem, Setting
-from tests.pallas_kernels.test_varlen_backward import plain_arguments
+from tests.pallas_kernels.test_varlen_backward import plain_arguments, two_kernels
 
 INTERPRETED = plgpu.InterpretGPUParams()
 LENS = (150, 0, 3, 270)
@@ -75,10 +75,10 @@ def grads_of(problem, *, sizes=None, interpret=None):
         tokens, kv_tokens = (arguments[name].shape[0] for name in ("query", "key"))
         of_heads = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
         of_layer = {**of_heads, "score": setting.score, "sizes": sizes}
-        schedule = make_schedule(*lens, kv_tokens=kv_tokens, **of_layer)
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **of_layer)
         static = {"max_seq_len": max(setting.seq_lens)}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, num_tokens=tokens, **static)
-        options = {"lists": lists, "mask": backward_mask(mask, spec, **static)}
+        options = {"lists": lists, "mask": backward_mask(mask, spec, sizes, **static)}
         of_call = {"score": setting.score, "sizes": sizes, "interpret": interpret}
         return varlen_backward(**arguments, schedule=schedule, **options, **of_call)
 
@@ -95,6 +95,22 @@ class TestContract:
     def test_equals_float64_with_narrow_tiles_and_a_window(self, name):
         problem = problem_of(name, head_dim=96, window=(60, 0))
         problem.check(grads_of(problem, sizes=KernelSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("name", MASKS)
+    def test_equals_float64_where_queries_have_a_kernel(self, name):
+        problem = problem_of(name)
+        problem.check(grads_of(problem, sizes=two_kernels(64), interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("name", ["documents_and_window", "strided"])
+    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, name):
+        problem, sizes = problem_of(name, head_dim=128, window=(90, 0)), two_kernels(128)
+        assert sizes.sums_outputs
+        problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
+    def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
+        problem = problem_of("blocks_of_16", head_dim=head_dim, lens=(3, 135))
+        problem.check(grads_of(problem, sizes=two_kernels(head_dim), interpret=INTERPRETED))
 
 
 class TestLists:
@@ -122,9 +138,8 @@ class TestLists:
 
 class TestRefusals:
     def test_a_mask_without_lists(self):
-        mask = backward_mask(
-            MASKS["formula"], jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64), max_seq_len=16
-        )
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+        mask = backward_mask(MASKS["formula"], spec, KernelSizes(), max_seq_len=16)
         with pytest.raises(ValueError, match="lists must be given with a mask, got None"):
             varlen_backward(**plain_arguments(mask=mask))
 
@@ -166,3 +181,12 @@ class TestOnGpu:
     def test_equals_float64(self, name, head_dim):
         problem = problem_of(name, head_dim=head_dim, lens=(150, 0, 3, 270))
         problem.check(grads_of(problem))
+
+    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    def test_equals_float64_where_queries_have_a_kernel(self, name, head_dim):
+        problem, sizes = problem_of(name, head_dim=head_dim), default_sizes(head_dim, deterministic=True)
+        first = grads_of(problem, sizes=sizes)
+        problem.check(first)
+        for one, other in zip(first, grads_of(problem, sizes=sizes), strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -204,11 +204,12 @@ class TestWhatTheKernelDeclines:
         run = functools.partial(jattn.attention, return_lse=True)
         self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
         mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
-        with pytest.warns(jattn.KernelFallbackWarning, match=f"no kernel of their own .head_dim {head_dim}"):
-            self.run(loss_of(functools.partial(run, mask=mask)), arrays(head_dim=head_dim))
+        run = functools.partial(run, mask=mask)
+        self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
 
-    def test_the_same_bits_twice(self):
-        run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
+    @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
+    def test_the_same_bits_twice(self, mask):
+        run = functools.partial(jattn.attention, return_lse=True, deterministic=True, mask=mask)
         self.run(loss_of(run), arrays(), gradients_by_kernel=True)
         self.run(
             loss_of(functools.partial(run, implementation="mosaic_gpu")), arrays(), gradients_by_kernel=True
@@ -217,11 +218,11 @@ class TestWhatTheKernelDeclines:
     @pytest.mark.parametrize("what", ["mask", "slopes", "head_dim"])
     def test_the_same_bits_twice_where_no_kernel_has_them(self, what):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
-        mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
+        mask = jattn.masks.BlockMask(blocks=np.ones((1, 30, 2), bool), block_q=8, block_kv=128)
         q, k, v = arrays(head_dim=120 if what == "head_dim" else 64)
         options = {"mask": mask} if what == "mask" else {}
         given, reason = {
-            "mask": (1.0, r"gradients of queries over lists of tiles .* \(spec.deterministic\)"),
+            "mask": (1.0, "there is no kernel for blocks of 8 queries"),
             "slopes": (SLOPES, "gradients of ALiBi's slopes have no kernel"),
             "head_dim": (1.0, "there is no kernel for gradients of head_dim 120"),
         }[what]
@@ -270,8 +271,10 @@ class TestOnGpu:
             one, other = one.astype(jnp.float32), other.astype(jnp.float32)
             np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * float(jnp.abs(other).max()))
 
-    def test_deterministic_gradients_have_the_same_bits(self):
-        run = functools.partial(jattn.attention, return_lse=True, causal=True, deterministic=True)
+    @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
+    def test_deterministic_gradients_have_the_same_bits(self, mask):
+        how = {"return_lse": True, "causal": True, "mask": mask, "deterministic": True}
+        run = functools.partial(jattn.attention, **how)
         step = jax.jit(jax.grad(loss_of(run)))
         for one, other in zip(step(arrays()), step(arrays()), strict=True):
             np.testing.assert_array_equal(one, other)

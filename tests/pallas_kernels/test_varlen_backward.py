@@ -15,6 +15,7 @@ from pallas_kernels.varlen_backward import (
     KernelSizes,
     default_sizes,
     make_schedule,
+    mean_keys_of,
     reference,
     varlen_backward,
 )
@@ -353,15 +354,38 @@ class TestRefusals:
         arguments.pop("score")
         call = Call(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
         fused, two = default_sizes(64), default_sizes(64, deterministic=True)
-        assert call.default_sizes(None, deterministic=False) == fused
+        assert call.default_sizes(None, Score(scale=1.0), deterministic=False) == fused
         for sizes in (fused, two):
             schedule = call.make_schedule(Score(scale=1.0), sizes)
-            assert call.default_sizes(schedule, deterministic=False) == sizes
+            assert call.default_sizes(schedule, Score(scale=1.0), deterministic=False) == sizes
 
     def test_short_requests_have_two_kernels(self):
-        has_two = lambda dim, mean_len: default_sizes(dim, mean_len=mean_len).of_queries is not None
-        assert [has_two(128, mean_len) for mean_len in (None, 512, 2048, 16384)] == [False, True, True, False]
-        assert not has_two(64, 512)
+        has_two = lambda dim, mean_keys: default_sizes(dim, mean_keys=mean_keys).of_queries is not None
+        assert [has_two(128, mean_keys) for mean_keys in (None, 256, 1024, 8192)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
+        assert not has_two(64, 256)
+
+    @pytest.mark.parametrize(
+        ("score", "keys"),
+        [
+            ({}, 500),
+            ({"causal": False}, 1000),
+            ({"window": (99, 0)}, 100),
+            ({"window": (9999, 0)}, 500),
+            ({"window": (99, None)}, 100),
+            ({"window": (None, 4)}, 500),
+            ({"causal": False, "window": (9, 30)}, 40),
+            ({"causal": False, "window": (9, None)}, 1000),
+            ({"chunk_size": 400}, 200),
+            ({"causal": False, "chunk_size": 400}, 400),
+        ],
+    )
+    def test_how_many_keys_a_query_sees(self, score, keys):
+        assert mean_keys_of(Score(scale=1.0, **score), 1000) == keys
 
     def test_a_kernel_of_queries_that_is_not_there(self):
         with pytest.raises(ValueError, match=r"sizes\.of_queries must be given with deterministic, got None"):

@@ -1,12 +1,14 @@
 """From a mask to the lists of tiles that varlen_backward walks through."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
-from jattn.implementations.mosaic_gpu.tile_lists import ListsCall, packed_codes
-from jattn.masks import Mask
+from jattn.implementations.mosaic_gpu.tile_lists import ListsCall, packed_codes, tile_lists
+from jattn.masks import Interleaved, Mask
+from jattn.masks.base import leaves
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
@@ -25,20 +27,27 @@ class PackedLens(NamedTuple):
 
 def why_not_backward_lists(mask: Mask, sizes: backward.KernelSizes) -> str | None:
     """Why varlen_backward cannot serve a mask; None if it can."""
-    return why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q)
+    if any(isinstance(leaf, Interleaved) for leaf in leaves(mask)):
+        return "there is no kernel for gradients over keys that lie on several devices"
+    reason, own = why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q), sizes.of_queries
+    return reason if reason is not None or own is None else why_not_kernel_mask(mask, own.tile_kv)
 
 
-def backward_mask(mask: Mask, spec: AttentionSpec, *, max_seq_len: int) -> prefill.KernelMask:
+def backward_mask(
+    mask: Mask, spec: AttentionSpec, sizes: backward.KernelSizes, *, max_seq_len: int
+) -> backward.PairMask:
     """What varlen_backward computes for each pair of a tile that is seen in part. Traced.
 
     Args:
         mask: Beyond the spec's numbers; why_not_backward_lists is None.
         spec: The layer.
+        sizes: The kernel's sizes.
         max_seq_len: Static: bound of the requests' lengths.
     """
-    num_heads = spec.num_q_heads, spec.num_kv_heads
-    call = Call(num_heads, is_prefill=True, is_packed=True, max_seq_len=max_seq_len, tile_kv=KEYS)
-    return kernel_mask(mask, call)
+    num_heads, own = (spec.num_q_heads, spec.num_kv_heads), sizes.of_queries
+    of = functools.partial(Call, num_heads, is_prefill=True, is_packed=True, max_seq_len=max_seq_len)
+    of_queries = None if own is None else kernel_mask(mask, of(tile_kv=own.tile_kv))
+    return backward.PairMask(kernel_mask(mask, of(tile_kv=KEYS, has_key_rows=True)), of_queries)
 
 
 def backward_lists(
@@ -69,4 +78,8 @@ def backward_lists(
     codes = packed_codes(mask, spec, tiles, of_queries, ListsCall(max_seq_len, is_packed=True))
     column = lambda name: tiles.table[:, prefill.COLUMNS.index(name)]
     query_tiles = backward.QueryTiles(tiles.first_tiles, column("begin"), column("end"))
-    return backward.make_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
+    lists = backward.make_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
+    if sizes.of_queries is None or schedule.queries is None:
+        return lists
+    call = ListsCall(max_seq_len, is_packed=True)
+    return lists._replace(queries=tile_lists(mask, spec, schedule.queries, sizes.of_queries, call))

@@ -48,11 +48,7 @@ def why_not_gradients(
         return "gradients of ALiBi's slopes have no kernel"
     if mask is None:
         return None
-    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
-    if sizes.of_queries is not None:
-        why = "spec.deterministic" if spec.deterministic else f"head_dim {spec.head_dim}"
-        return f"gradients of queries over lists of tiles have no kernel of their own ({why})"
-    return why_not_backward_lists(mask, sizes)
+    return why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic))
 
 
 def gradients(
@@ -86,8 +82,8 @@ def gradients(
     """
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
-    mean_len = None if mask is not None else query.shape[0] // max(lens.seq_lens.shape[0], 1)
-    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic, mean_len=mean_len)
+    mean_keys = kernel.mean_keys_of(score, query.shape[0] // max(lens.seq_lens.shape[0], 1))
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic, mean_keys=mean_keys)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
@@ -98,7 +94,7 @@ def gradients(
         most = kv.most_keys_of_a_row
         bounds = {"num_tokens": query.shape[0], "max_seq_len": most}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, **bounds)
-        listed = {"lists": lists, "mask": backward_mask(mask, spec, max_seq_len=most)}
+        listed = {"lists": lists, "mask": backward_mask(mask, spec, sizes, max_seq_len=most)}
     if grad_lse is not None:  # what comes down to a row without keys may be anything
         grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)
     return kernel.varlen_backward(

@@ -49,6 +49,7 @@ class Call(NamedTuple):
         is_packed: Whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
         max_seq_len: Bound of the requests' lengths.
         tile_kv: Keys of a tile.
+        has_key_rows: A tile's rows are keys, as varlen_backward's are.
     """
 
     num_heads: tuple[int, int]
@@ -56,6 +57,7 @@ class Call(NamedTuple):
     is_packed: bool
     max_seq_len: int
     tile_kv: int
+    has_key_rows: bool = False
 
 
 def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS) -> str | None:
@@ -104,7 +106,7 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
         case Interleaved():
             return interleaved_mask(mask)
         case VerticalSlash():
-            return _vertical_slash(mask)
+            return _seen_by_keys(mask) if call.has_key_rows else _vertical_slash(mask)
     assert isinstance(mask, BlockMask)
     return _blocks(mask, call)
 
@@ -142,9 +144,10 @@ def _window(mask: Mask) -> KernelMask | None:
     left, right = mask.left, mask.right
 
     def sees(tile: PairTile, _: Any) -> Words:
-        own = tile.queries - tile.first_key
-        high = tile.of_rows(jnp.int32(tile.shape[1])) if right is None else own + (right + 1)
-        return tile.words_between(None if left is None else own - left, high)
+        own = tile.rows - tile.first_column
+        before, behind = (right, left) if tile.has_key_rows else (left, right)
+        high = tile.of_rows(jnp.int32(tile.shape[1])) if behind is None else own + (behind + 1)
+        return tile.words_between(None if before is None else own - before, high)
 
     return KernelMask((), lambda *_: (), sees, is_words=True)
 
@@ -182,7 +185,7 @@ def _inverted(operand: KernelMask) -> KernelMask:
 
 
 def _document(mask: Document, call: Call) -> KernelMask:
-    """Of each position its document's first key, and one past the last."""
+    """Of each position its document's first, and one past the last: for queries what for keys."""
     ids = jnp.atleast_2d(jnp.asarray(mask.ids))
     behind_all = call.max_seq_len + MAX_ROWS  # from which a tile's first key, if negative, is taken away
     position = jnp.arange(-ROWS_BEFORE, behind_all, dtype=jnp.int32)
@@ -193,11 +196,11 @@ def _document(mask: Document, call: Call) -> KernelMask:
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         index = (jnp.minimum(row, ids.shape[0] - 1),)
-        place = jnp.maximum(tile.first_query + ROWS_BEFORE, 0)
+        place = jnp.maximum(tile.first_row + ROWS_BEFORE, 0)
         return tuple(tile.rows_from(ref, index, place) for ref in refs)
 
     def sees(tile: PairTile, ends: tuple[Any, Any]) -> Words:
-        return tile.words_between(*(x - tile.first_key for x in ends))
+        return tile.words_between(*(x - tile.first_column for x in ends))
 
     return KernelMask((first, end), load, sees, is_words=True)
 
@@ -209,7 +212,7 @@ def _prefix(mask: Prefix) -> KernelMask:
         return refs[0][jnp.minimum(row, lengths.shape[0] - 1)]
 
     def sees(tile: PairTile, length: Any) -> Words:
-        return tile.words_between(None, jnp.where(tile.queries < length, length - tile.first_key, 0))
+        return tile.words_between(None, jnp.where(tile.rows < length, length - tile.first_column, 0))
 
     return KernelMask((lengths,), load, sees, is_words=True)
 
@@ -243,6 +246,26 @@ def _vertical_slash(mask: VerticalSlash) -> KernelMask:
     return KernelMask((of_columns, of_slashes), load, lambda _, words: words, is_words=True)
 
 
+def _seen_by_keys(mask: VerticalSlash) -> KernelMask:
+    """Of each key whether it is a column, in all bits; of each distance that and 31 greater ones."""
+    columns, slashes = lines_of(mask.columns), lines_of(mask.slashes)
+    num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], MAX_ROWS
+    of_columns = jnp.pad(0 - columns.astype(jnp.int32), ((0, 0), (rows, rows)))
+    of_slashes = jnp.pad(words_of(slashes)[:, ::-1], ((0, 0), (rows, rows)))
+
+    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
+        of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
+        first = jnp.clip(tile.first_key, -rows, num_columns)
+        column, words = tile.rows_from(refs[0], (of_column,), first + rows), []
+        for begin in range(0, tile.shape[1], WORD):
+            behind = num_slashes - 1 - (tile.first_query + begin - tile.first_key)  # the next key is nearer
+            at = jnp.clip(behind, -rows, num_slashes + WORD - 1) + rows
+            words.append(tile.rows_from(refs[1], (of_slash,), at) | column)
+        return tuple(words)
+
+    return KernelMask((of_columns, of_slashes), load, lambda _, words: words, is_words=True)
+
+
 def _blocks(mask: BlockMask, call: Call) -> KernelMask:
     """Of each block of queries, and of each 16th block of keys, 32 blocks of keys from it on."""
     blocks = jnp.asarray(mask.blocks)
@@ -270,18 +293,18 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
             return jnp.where(is_in, mine, 0)
 
         if block_q is None:
-            return tile.of_rows(word(jnp.int32(0)))
+            return tile.of_queries(word(jnp.int32(0)))
         queries, first = tile.queries, quotient(jnp.maximum(tile.first_query, 0), block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
-        bits = tile.of_rows(word(first - ahead))
-        for nth in range(1, blocks_of_tile(tile.shape[0], block_q)):
+        bits = tile.of_queries(word(first - ahead))
+        for nth in range(1, blocks_of_tile(tile.num_queries, block_q)):
             is_there = queries >= (first + nth) * block_q
             bits = jnp.where(is_there, word(first + nth - ahead), bits)
         return bits
 
     def sees(tile: PairTile, bits: Any) -> Any:
         nth = quotient(tile.key, block_kv) - first_block(tile)
-        return lax.shift_right_logical(tile.wide(bits), nth) & 1 != 0
+        return lax.shift_right_logical(tile.wide_queries(bits), nth) & 1 != 0
 
     # Where tiles begin with a block or lie in one, which keys of a tile a bit stands for is static.
     is_aligned = not call.is_packed and (call.tile_kv % block_kv == 0 or block_kv % call.tile_kv == 0)
