@@ -17,7 +17,12 @@ from benchmarks.backward_cases import CASES, CHOICES, mask_of, per_head, score_o
 from benchmarks.backward_checks import GRADIENTS, worst_errors
 from benchmarks.device_time import Rows, kernel_times
 from jattn.implementations.mosaic_gpu import tile_lists
-from jattn.implementations.mosaic_gpu.backward_lists import PackedLens, backward_lists, backward_mask
+from jattn.implementations.mosaic_gpu.backward_lists import (
+    PackedLens,
+    backward_lists,
+    backward_mask,
+    backward_sizes,
+)
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.cases import PrefillCase
@@ -48,10 +53,13 @@ class Work:
     def sizes(self) -> backward.KernelSizes:
         """The kernel's."""
         changes = dict(VARIANTS[self.variant])
-        mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
-        static = {"mean_keys": backward.mean_keys_of(self.score, mean_len)}
-        static |= {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}
-        return dataclasses.replace(backward.default_sizes(self.case.head_dim, **static), **changes)
+        static = {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}
+        if static:
+            return dataclasses.replace(backward.default_sizes(self.case.head_dim, **static), **changes)
+        mask = jax.eval_shape(lambda: mask_of(self.case, self.modifier))
+        how = {"mean_len": sum(self.case.query_lens) // len(self.case.query_lens)}
+        sizes = backward_sizes(mask, self.spec, **how, has_alibi=self.modifier == "alibi")
+        return dataclasses.replace(sizes, **changes)
 
     @property
     def score(self) -> Score:
@@ -60,9 +68,11 @@ class Work:
 
     @property
     def spec(self) -> jattn.AttentionSpec:
-        """The layer, as masks are asked about it."""
-        heads = {"num_q_heads": self.case.q_heads, "num_kv_heads": self.case.kv_heads}
-        return jattn.AttentionSpec(**heads, head_dim=self.case.head_dim)
+        """The layer."""
+        heads, score = {"num_q_heads": self.case.q_heads, "num_kv_heads": self.case.kv_heads}, self.score
+        window = None if score.window == (None, None) else score.window
+        numbers = {"causal": score.causal, "window": window, "soft_cap": score.soft_cap}
+        return jattn.AttentionSpec(**heads, head_dim=self.case.head_dim, **numbers)
 
     @property
     def max_seq_len(self) -> int:

@@ -1,6 +1,7 @@
 """A call of varlen_backward: whether it may be, and the kernel's inputs made of it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,13 @@ class Call:
         mean_keys: int | None = mean_keys_of(score, self.query.shape[0] // self.seq_lens.shape[0])
         if schedule is not None:
             mean_keys, deterministic = None, deterministic or schedule.queries is not None
-        return default_sizes(self.query.shape[2], deterministic=deterministic, mean_keys=mean_keys)
+        is_biased = score.soft_cap is not None or self.alibi_slopes is not None
+        choice: dict[str, Any] = {
+            "deterministic": deterministic,
+            "mean_keys": mean_keys,
+            "is_biased": is_biased,
+        }
+        return default_sizes(self.query.shape[2], **choice)
 
     def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
         """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""

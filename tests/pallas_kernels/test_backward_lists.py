@@ -14,6 +14,7 @@ from jattn.implementations.mosaic_gpu.backward_lists import (
     PackedLens,
     backward_lists,
     backward_mask,
+    backward_sizes,
     why_not_backward_lists,
 )
 from pallas_kernels.list_tiles import codes_of
@@ -111,6 +112,34 @@ class TestContract:
     def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
         problem = problem_of("blocks_of_16", head_dim=head_dim, lens=(3, 135))
         problem.check(grads_of(problem, sizes=two_kernels(head_dim), interpret=INTERPRETED))
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("mask", "leaves_few"),
+        [
+            (None, False),
+            (MASKS["blocks_of_16"], True),
+            (MASKS["vertical_slash"], False),
+            (MASKS["formula"], False),
+            (MASKS["formula"] & MASKS["documents"], True),
+            (MASKS["vertical_slash"] | MASKS["strided"], False),
+            (masks.Sinks(4) | masks.Window(left=40), True),
+            (masks.Window(right=3), False),
+            (~masks.Sinks(4), False),
+        ],
+    )
+    def test_masks_that_leave_few_keys_of_long_requests_have_two_kernels(self, mask, leaves_few):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
+        sizes = backward_sizes(mask, spec, mean_len=10**5, has_alibi=False)
+        assert (sizes.of_queries is not None) == leaves_few
+
+    @pytest.mark.parametrize(("changes", "has_two"), [({}, True), ({"soft_cap": 9.0}, False)])
+    def test_a_cap_or_slopes_want_fewer_keys(self, changes, has_two):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
+        of = lambda *, has_alibi: backward_sizes(None, spec, mean_len=8192, has_alibi=has_alibi)
+        assert (of(has_alibi=False).of_queries is not None) == has_two
+        assert of(has_alibi=True).of_queries is None
 
 
 class TestLists:

@@ -1,13 +1,26 @@
 """From a mask to the lists of tiles that varlen_backward walks through."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
+from jattn.implementations.mosaic_gpu.kernels import score_of
 from jattn.implementations.mosaic_gpu.tile_lists import ListsCall, packed_codes, tile_lists
-from jattn.masks import Interleaved, Mask
+from jattn.masks import (
+    And,
+    BigBird,
+    BlockMask,
+    Chunked,
+    Document,
+    Interleaved,
+    LocalStrided,
+    Mask,
+    Or,
+    Sinks,
+    Window,
+)
 from jattn.masks.base import leaves
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_backward as backward
@@ -31,6 +44,44 @@ def why_not_backward_lists(mask: Mask, sizes: backward.KernelSizes) -> str | Non
         return "there is no kernel for gradients over keys that lie on several devices"
     reason, own = why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q), sizes.of_queries
     return reason if reason is not None or own is None else why_not_kernel_mask(mask, own.tile_kv)
+
+
+def backward_sizes(
+    mask: Mask | None, spec: AttentionSpec, *, mean_len: int, has_alibi: bool
+) -> backward.KernelSizes:
+    """The sizes of varlen_backward for a layer.
+
+    Args:
+        mask: Beyond the spec's numbers; None = nothing is masked.
+        spec: The layer.
+        mean_len: Queries of a request.
+        has_alibi: Whether scores have a bias.
+    """
+    mean_keys = backward.mean_keys_of(score_of(spec), mean_len)
+    if mask is not None and _leaves_few(mask):
+        mean_keys = 0
+    is_biased = has_alibi or spec.soft_cap is not None
+    choice: dict[str, Any] = {
+        "deterministic": spec.deterministic,
+        "mean_keys": mean_keys,
+        "is_biased": is_biased,
+    }
+    return backward.default_sizes(spec.head_dim, **choice)
+
+
+def _leaves_few(mask: Mask) -> bool:
+    """Whether masks of this kind leave a query few of a long request's keys; how many, arrays alone know.
+
+    Columns and slashes, few as they are, lie in most tiles.
+    """
+    match mask:
+        case And():
+            return any(map(_leaves_few, mask.masks))
+        case Or():
+            return all(map(_leaves_few, mask.masks))
+        case Window():
+            return mask.left is not None
+    return isinstance(mask, BigBird | BlockMask | Chunked | Document | LocalStrided | Sinks)
 
 
 def backward_mask(

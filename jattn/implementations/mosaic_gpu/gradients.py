@@ -11,6 +11,7 @@ from jattn.implementations.mosaic_gpu.backward_lists import (
     PackedLens,
     backward_lists,
     backward_mask,
+    backward_sizes,
     why_not_backward_lists,
 )
 from jattn.implementations.mosaic_gpu.kernels import score_of
@@ -82,8 +83,8 @@ def gradients(
     """
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
-    mean_keys = kernel.mean_keys_of(score, query.shape[0] // max(lens.seq_lens.shape[0], 1))
-    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic, mean_keys=mean_keys)
+    mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
+    sizes = backward_sizes(mask, spec, mean_len=mean_len, has_alibi=alibi_slopes is not None)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
