@@ -4,6 +4,7 @@ from pallas_kernels.varlen_backward.entry import varlen_backward as varlen_backw
 from pallas_kernels.varlen_backward.lists import PairMask as PairMask
 from pallas_kernels.varlen_backward.lists import QueryTiles as QueryTiles
 from pallas_kernels.varlen_backward.lists import TileLists as TileLists
+from pallas_kernels.varlen_backward.lists import keys_of_code as keys_of_code
 from pallas_kernels.varlen_backward.lists import make_lists as make_lists
 from pallas_kernels.varlen_backward.schedule import Schedule as Schedule
 from pallas_kernels.varlen_backward.schedule import make_schedule as make_schedule

@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.paged_kv import clear_unseen
+from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_backward.items import Item, Worklist
+from pallas_kernels.varlen_backward.items import Item, Worklist, tile_of
 from pallas_kernels.varlen_backward.memory import BUFFERS
 from pallas_kernels.varlen_backward.products import (
     Place,
@@ -69,8 +70,17 @@ class Gradients:
             slope = self.slope(head)
 
             def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
-                tile = lambda i: QueryTile(item, head, steps.tile(i), slope, is_masked)
-                return lambda i, sums: self.take_step(tile(i), step + i, sums)
+                def take(i: Scalar, sums: Sums) -> Sums:
+                    entry = steps.entry(i)
+                    nth = tile_of(entry) if self.spec.has_parts else entry
+                    tile = QueryTile(item, head, nth, slope, is_masked)
+                    if not self.spec.has_parts:
+                        return self.take_step(tile, step + i, sums)
+                    is_seen = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
+                    work = lambda: self.take_step(tile, step + i, sums)
+                    return lax.cond(is_seen, work, lambda: self.let_pass(step + i, sums))
+
+                return take
 
             sums = lax.fori_loop(0, steps.num_masked, of_tile(True), sums)
             sums = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), sums)
@@ -81,6 +91,15 @@ class Gradients:
     def slope(self, head: Scalar) -> Scalar | None:
         """ALiBi's of a query head, times log2(e)."""
         return None if self.inputs.slopes is None else self.inputs.slopes[head]
+
+    def let_pass(self, step: Scalar, sums: Sums) -> Sums:
+        """A tile of queries that see none of the warpgroup's keys."""
+        stages, pipeline = self.spec.stages_of(step), self.pipeline
+        plgpu.barrier_wait(pipeline.q_full.at[stages.query])
+        plgpu.barrier_wait(pipeline.do_full.at[stages.grad_out])
+        plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out])
+        plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
+        return sums
 
     def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
         """A tile of queries."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.refs import ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import COLUMNS
@@ -19,12 +20,16 @@ class Steps(NamedTuple):
     Attributes:
         num_masked: The first so many need a mask.
         num: All of them.
-        tile: `tile(i)`: the i-th one's tile, counted in the request.
+        entry: `entry(i)`: the i-th one's tile, counted in the request, and what a list says of it.
     """
 
     num_masked: Scalar
     num: Scalar
-    tile: Callable[[Scalar], Scalar]
+    entry: Callable[[Scalar], Scalar]
+
+    def tile(self, i: Scalar) -> Scalar:
+        """The i-th one's tile."""
+        return tile_of(self.entry(i))
 
 
 class Item:
@@ -98,6 +103,11 @@ class Worklist:
         row = lax.div(number, kv_heads)
         columns = self.schedule.table.at[row] if columns is None else columns
         return Item(lax.rem(number, kv_heads), row, columns, self.schedule.lists, self.spec)
+
+
+def tile_of(entry: Scalar) -> Scalar:
+    """Which tile of the request an entry is of."""
+    return entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
 
 def aligned(row: Scalar) -> Scalar:

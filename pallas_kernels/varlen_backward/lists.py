@@ -3,13 +3,16 @@
 What varlen_prefill's lists are, transposed: those say of a tile of queries which tiles of keys it sees.
 """
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
-from pallas_kernels.shared.tile_codes import SEEN, WHOLE
+from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.tile_codes import SEEN, WHOLE, codes_of
 from pallas_kernels.varlen_backward.schedule import COLUMNS, Schedule, item_order
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
 from pallas_kernels.varlen_prefill import KernelMask
@@ -22,7 +25,8 @@ class TileLists(NamedTuple):
     Attributes:
         order: As Schedule.order.
         entries: Of each row of the schedule and each query head, tiles of the request's queries: those that
-            need a mask, then the others. What follows is garbage.
+            need a mask, then the others. What follows is garbage. Where queries have a kernel, an entry says
+            from bit QUERY_BLOCK_SHIFT on which warpgroup's keys, 64 each, are seen; the other lets it pass.
         num_partial: So many of each list need a mask.
         num_full: And so many do not.
         queries: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
@@ -77,8 +81,8 @@ def make_lists(
         query_tiles: The tiles of queries: each request's begin where its first query stands, at the last row
             before it that 8 divides, `sizes.tile_q` apart.
         codes: list_tiles.codes_of's of each tile of queries and each tile of its request's keys, which begin
-            likewise, 128 apart: no tile is seen where a tile of queries is not live or a tile of keys lies
-            outside the request.
+            likewise, `keys_of_code(sizes)` apart: no tile is seen where a tile of queries is not live or a
+            tile of keys lies outside the request.
         kv_heads: Static.
         sizes: Static.
     """
@@ -90,22 +94,34 @@ def make_lists(
     return TileLists(order, *listed)
 
 
+def keys_of_code(sizes: KernelSizes) -> int:
+    """How many keys make_lists is told of at once: a warpgroup's where these need not wait for each other."""
+    return TILE_KV if sizes.of_queries is None else UNIT
+
+
 def _transposed(
     schedule: Schedule, query_tiles: QueryTiles, codes: Array, sizes: KernelSizes
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Codes of each tile of keys and each tile of its request's queries."""
-    num = codes.shape[0]
+    num, num_keys = codes.shape[0], keys_of_code(sizes)
     column = lambda name: schedule.table[:, COLUMNS.index(name)]
     first, behind = (query_tiles.first_tiles[column("req") + more] for more in (0, 1))
     tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
-    is_mine = (tile < behind[:, None]) & (column("number") < codes.shape[2])[:, None]
+    is_mine = tile < behind[:, None]
     is_mine &= (jnp.arange(len(schedule.table)) < schedule.num_live)[:, None]
-    tile, number = jnp.minimum(tile, num - 1), jnp.minimum(column("number"), codes.shape[2] - 1)
-    found = codes[tile, :, number[:, None]]  # [key_tiles, query_tiles, q_heads]
-    is_full = (query_tiles.end - query_tiles.begin) == sizes.tile_q
-    is_cut = (column("end") - column("begin")) < TILE_KV
-    is_whole = is_full[tile] & ~is_cut[:, None]
-    seen = jnp.where(is_mine[:, :, None], found & (1 << SEEN), 0)
-    whole = jnp.where(is_whole[:, :, None], found & (1 << WHOLE), 0)
-    kept = jnp.where(seen != 0, seen | whole, 0)
-    return kept.astype(jnp.uint8).transpose(0, 2, 1)
+    tile = jnp.minimum(tile, num - 1)
+    is_full = ((query_tiles.end - query_tiles.begin) == sizes.tile_q)[tile]
+
+    def of_part(begin: int) -> tuple[Array, Array]:
+        """Whether some keys, and all, from row `begin` on are seen: [key_tiles, query_tiles, q_heads]."""
+        number = (column("number") * TILE_KV + begin) // num_keys
+        is_there = is_mine & (number < codes.shape[2])[:, None]
+        is_whole = (column("begin") <= begin) & (column("end") >= begin + num_keys)
+        found = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
+        has = lambda bit, where: (found & (1 << bit) != 0) & where[:, :, None]
+        return has(SEEN, is_there), has(WHOLE, is_full & is_whole[:, None])
+
+    some, every = zip(*map(of_part, range(0, TILE_KV, num_keys)), strict=True)
+    whole = functools.reduce(operator.and_, (~a | b for a, b in zip(some, every, strict=True)))
+    kept = codes_of(functools.reduce(operator.or_, some), whole, some if len(some) > 1 else ())
+    return kept.transpose(0, 2, 1)

@@ -105,6 +105,11 @@ class BackwardSpec:
         return self.cut.chunks
 
     @property
+    def has_parts(self) -> bool:
+        """A list says of each warpgroup whether a tile is for it: for dQ one would wait for the other."""
+        return self.has_lists and not self.adds_grad_query
+
+    @property
     def s_shape(self) -> tuple[int, int]:
         """A warpgroup's scores: its keys and a tile of queries."""
         return UNIT, self.sizes.tile_q

@@ -19,6 +19,7 @@ from jattn.implementations.mosaic_gpu.backward_lists import (
 )
 from pallas_kernels.list_tiles import codes_of
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.varlen_backward import (
     KernelSizes,
     QueryTiles,
@@ -163,6 +164,25 @@ class TestLists:
         # Keys from 192 on are none: of the second tile nothing is whole.
         assert found == {0: ([1, 2], 1), 1: ([2], 1)}
         assert lists.order.tolist()[:2] == [numbers.index(0), numbers.index(1)]
+
+    def test_an_entry_says_which_warpgroup_s_keys_are_seen(self):
+        """Literal codes of 64 keys each: a half that nobody sees makes no tile one that needs a mask."""
+        sizes, lens = default_sizes(128, deterministic=True), jnp.asarray([192], jnp.int32)
+        starts = jnp.asarray([0, 192], jnp.int32)
+        static = {"kv_tokens": 192, "kv_heads": 1, "head_dim": 128, "score": Score(scale=1.0, causal=False)}
+        schedule = make_schedule(starts, lens, starts[:1], **static, num_tokens=192, sizes=sizes)
+        some = jnp.asarray([[[0, 1, 1]], [[1, 1, 0]], [[1, 0, 0]]], bool)
+        every = jnp.asarray([[[0, 1, 1]], [[1, 0, 0]], [[0, 0, 0]]], bool)
+        ends = jnp.asarray([64, 64, 64], jnp.int32)
+        tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
+        lists = make_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        numbers, found = schedule.table[:, COLUMNS.index("number")].tolist(), {}
+        for row, number in enumerate(numbers[:2]):
+            partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
+            entries = lists.entries[row, : partial + full].tolist()
+            found[number] = [divmod(entry, 1 << QUERY_BLOCK_SHIFT) for entry in entries], partial
+        # (which halves, tile of queries): the first tile's second half whole, of others something in part.
+        assert found == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
 
 
 class TestRefusals:

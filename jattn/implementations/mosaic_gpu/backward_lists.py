@@ -123,7 +123,7 @@ def backward_lists(
         max_seq_len: Static: bound of the requests' lengths.
     """
     teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
-    of_queries = prefill.KernelSizes(tile_kv=backward.TILE_KV, warpgroups=2, teams=teams)
+    of_queries = prefill.KernelSizes(tile_kv=backward.keys_of_code(sizes), warpgroups=2, teams=teams)
     score = Score(scale=1.0, causal=spec.causal)  # no number of these is looked at
     tiles = prefill.make_schedule(*lens, num_tokens=num_tokens, score=score, sizes=of_queries, has_lists=True)
     codes = packed_codes(mask, spec, tiles, of_queries, ListsCall(max_seq_len, is_packed=True))
