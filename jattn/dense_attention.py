@@ -1,21 +1,18 @@
 """The front door without requests: attention of arrays, in jax.nn's layout or packed, for training."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jattn.attending import attend
-from jattn.dense_checks import Rows, asked_for_documents, last_ahead, rows_of_arrays, spec_of_arrays
-from jattn.dense_layout import Laid, lay_batch, lay_packed, segments, unpadded
-from jattn.implementations.choice import Asked
-from jattn.implementations.layers import layer_of
+from jattn.automatic_arrays import are_automatic
+from jattn.dense_checks import Rows, asked_for_documents, rows_of_arrays, spec_of_arrays
+from jattn.dense_parts import Attended, How, Values, attend_part, attend_parts, partitions
+from jattn.implementations.choice import Asked, asked_for
 from jattn.masks import Mask
-from jattn.planning import choose_layers
 from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
 
@@ -90,7 +87,7 @@ def attend_arrays(
     *,
     spec: AttentionSpec,
     implementation: Asked,
-) -> tuple[Array, Array]:
+) -> Attended:
     """`attention` of what belongs together, with its log-sum-exp; compiled once, called eagerly, too.
 
     Args:
@@ -100,69 +97,14 @@ def attend_arrays(
         spec: Static: the layer.
         implementation: Static: a name, a tuple of them, or None.
     """
+    values, how = Values(*arrays, per_head), How(spec, implementation)
     cut = cut_of(*arrays)
-    if cut is None:
-        return _attend_arrays(arrays, rows, per_head, spec, implementation)
-
-    def attend_part(arrays: tuple[Array, Array, Array], rows: Rows, per_head: Any) -> tuple[Array, Array]:
-        rows = rows._replace(mask=cut.mask_of_part(rows.mask, spec))
-        return _attend_arrays(arrays, rows, per_head, cut.part_of(spec), implementation)
-
-    of_rows: Any = rows._replace(mask=cut.of_mask(rows.mask))
-    if rows.segment_ids is not None:
-        of_rows = of_rows._replace(segment_ids=P(*cut.texts))
-    if rows.cu_seqlens is not None:
-        of_rows = of_rows._replace(cu_seqlens=P())
-    of_heads = jax.tree.map(lambda _: P(cut.heads), per_head)
-    specs = (cut.of_queries, cut.of_keys, cut.of_keys), of_rows, of_heads
-    returns = cut.of_queries, P(*cut.texts, cut.heads, None)
-    out: tuple[Array, Array] = on_each_device(cut, attend_part, (arrays, rows, per_head), specs, returns)
-    return out
-
-
-def _attend_arrays(
-    arrays: tuple[Array, Array, Array],
-    rows: Rows,
-    per_head: dict[str, Array | None],
-    spec: AttentionSpec,
-    implementation: Asked,
-) -> tuple[Array, Array]:
-    """`attend_arrays` of what one device has."""
-    has_batch = arrays[0].ndim == 4
-    if rows.cu_seqlens is not None:
-        laid = lay_packed(*arrays, rows.cu_seqlens, rows.mask)
-    else:
-        q, k, v = arrays if has_batch else (x[None] for x in arrays)
-        laid, implementation = _laid_batch((q, k, v), rows, per_head, spec, implementation)
-    how: Any = {"mask": laid.mask, "implementation": implementation, **per_head}
-    out, lse = attend(laid.query, laid.kv, laid.metadata, spec, return_lse=True, **how)
-    if rows.cu_seqlens is None:
-        out, lse = unpadded(laid, out), jnp.moveaxis(unpadded(laid, lse.T), 1, 2)
-        out, lse = (out, lse) if has_batch else (out[0], lse[0])
-    return out, lse
-
-
-def _laid_batch(
-    arrays: tuple[Array, Array, Array],
-    rows: Rows,
-    per_head: dict[str, Array | None],
-    spec: AttentionSpec,
-    implementation: Asked,
-) -> tuple[Laid, Asked]:
-    """A batch's rows, and what serves them where that had to be asked to make their mask."""
-    is_masked = any(x is not None for x in (spec.sparsity, rows.mask, per_head["alibi_slopes"]))
-    lay = functools.partial(
-        lay_batch,
-        *arrays,
-        last_ahead=last_ahead(spec),
-        is_positional=is_masked or spec.causal or spec.window is not None or spec.chunk_size is not None,
-    )
-    if rows.segment_ids is None:
-        return lay(rows.mask), implementation
-    both = lambda mask: mask if rows.mask is None else mask & rows.mask
-    laid = lay(both(segments(rows.segment_ids, as_runs=True)))
-    layer = layer_of(spec, None, laid.query.dtype)
-    chosen = choose_layers(laid.metadata, (layer,), laid.mask, implementation=implementation)[0].prefill
-    if chosen is None or chosen.implementation == "mosaic_gpu":
-        return laid, implementation
-    return lay(both(segments(rows.segment_ids, as_runs=False))), chosen.implementation
+    if cut is not None:
+        of_values, of_rows, returns = partitions(cut, values, rows)
+        run = functools.partial(attend_part, cut, how)
+        attended: Attended = on_each_device(cut, run, (values, rows), (of_values, of_rows), returns)
+        return attended
+    before_xla = itertools.takewhile(lambda name: name != "xla", asked_for(implementation))
+    if are_automatic(arrays) and "reference" not in before_xla:  # which has second derivatives, too
+        return attend_parts(how, values, rows)
+    return attend_part(None, how, values, rows)

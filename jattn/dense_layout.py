@@ -90,6 +90,14 @@ def unpadded(laid: Laid, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return x.reshape(batch, laid.row_tokens, *x.shape[1:])[:, : laid.q_tokens]
 
 
+def repadded(laid: Laid, x: Shaped[Array, "..."], filler: float) -> Shaped[Array, "..."]:
+    """From [batch, q_tokens, ...] to [tokens, ...], the way back of `unpadded`, with a filler for padding."""
+    batch, behind = x.shape[0], laid.row_tokens - laid.q_tokens
+    widths = ((0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2))
+    wide = jnp.pad(x, widths, constant_values=filler)
+    return wide.reshape(batch * laid.row_tokens, *x.shape[2:])
+
+
 def segments(segment_ids: Int[Array, "batch tokens"], *, as_runs: bool) -> Document:
     """The mask under which a token sees those of its own id.
 

@@ -102,7 +102,11 @@ def _attend_on_devices(
     places |= {name: cut.of_scores(x) for name in ("bias", "mask") if (x := getattr(given, name)) is not None}
     places["input_positions"] = P(*cut.texts)
     specs: Any = (None if x is None else places[name] for name, x in given._asdict().items())
-    run = lambda given: _attend(given, cut.part_of(spec), is_causal, implementation)
+
+    def run(given: Given) -> Array:
+        given = given._replace(key=cut.keys_of_part(given.key), value=cut.keys_of_part(given.value))
+        return _attend(given, cut.part_of(spec), is_causal, implementation)
+
     out: Array = on_each_device(cut, run, (given,), (Given(*specs),), cut.of_queries)
     return out
 

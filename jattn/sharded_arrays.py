@@ -1,7 +1,8 @@
-"""Arrays on a mesh whose axes are Explicit: which texts and heads a device has, and attention of these alone.
+"""Arrays on a mesh: which texts and heads a device has, and attention of these alone.
 
-Their types say how they are cut, so attention runs by `jax.shard_map` over the axes that cut texts and heads:
-no text needs another one, no head another one's keys. Axes that are Auto show nothing while tracing.
+No text needs another one, no head another one's keys. Where axes are Explicit the arrays' types say how they
+are cut, and attention runs by `jax.shard_map`. Axes that are Auto show nothing while tracing:
+`automatic_arrays`.
 """
 
 import dataclasses
@@ -25,10 +26,10 @@ class Cut(NamedTuple):
     """How attention is cut.
 
     Attributes:
-        mesh: The arrays' abstract mesh.
+        mesh: The arrays' mesh.
         texts: What cuts each axis before the tokens.
         heads: What cuts the query heads.
-        kv_heads: What cuts the kv heads: as the query heads, or, of one kv head, nothing.
+        kv_heads: What cuts the kv heads: as many of the first of those axes as divide them.
     """
 
     mesh: Any
@@ -49,7 +50,7 @@ class Cut(NamedTuple):
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The mesh's axes that cut anything."""
-        return tuple(name for axes in (*self.texts, self.heads) for name in _names(axes))
+        return tuple(name for axes in (*self.texts, self.heads) for name in names_of(axes))
 
     def of_scores(self, array: Array) -> P:
         """The partition of what broadcasts to [*batch, q_heads, q_tokens, kv_tokens]."""
@@ -63,18 +64,36 @@ class Cut(NamedTuple):
 
     def part_of(self, spec: AttentionSpec) -> AttentionSpec:
         """The layer of one device's heads."""
+        kv_heads = 1 if self._sharers > 1 else spec.num_kv_heads // size_of(self.mesh, self.kv_heads)
         heads: dict[str, Any] = {
-            "num_q_heads": spec.num_q_heads // _size(self.mesh, self.heads),
-            "num_kv_heads": spec.num_kv_heads // _size(self.mesh, self.kv_heads),
+            "num_q_heads": spec.num_q_heads // size_of(self.mesh, self.heads),
+            "num_kv_heads": kv_heads,
         }
         return dataclasses.replace(spec, **heads, sparsity=self.mask_of_part(spec.sparsity, spec))
+
+    def keys_of_part(self, keys: Array) -> Array:
+        """The keys, or values, that a device's query heads see, of those that it has. Traced, on each device.
+
+        Devices that cut query heads finer than kv heads have kv heads in common, of which each needs one.
+        """
+        kv_heads = keys.shape[-2]
+        if self._sharers == 1 or kv_heads == 1:
+            return keys
+        sharing = names_of(self.heads)[len(names_of(self.kv_heads)) :]
+        first = jax.lax.axis_index(sharing) * kv_heads // self._sharers
+        return jax.lax.dynamic_slice_in_dim(keys, first, 1, axis=-2)
+
+    @property
+    def _sharers(self) -> int:
+        """How many devices have the same kv heads, and different query heads."""
+        return size_of(self.mesh, self.heads) // size_of(self.mesh, self.kv_heads)
 
     def mask_of_part(self, mask: Mask | None, spec: AttentionSpec) -> Mask | None:
         """A mask of all heads as each device sees it; `spec` is that of all heads."""
         if mask is None or self.heads is None:
             return mask
         num_heads = spec.num_q_heads, spec.num_kv_heads
-        return on_mesh(mask, self.heads, _size(self.mesh, self.heads), num_heads)
+        return on_mesh(mask, self.heads, size_of(self.mesh, self.heads), num_heads)
 
 
 def cut_of(q: Array, k: Array, v: Array) -> Cut | None:
@@ -82,7 +101,7 @@ def cut_of(q: Array, k: Array, v: Array) -> Cut | None:
 
     Raises:
         ValueError: They are cut differently.
-        NotImplementedError: Tokens or head_dim are cut, or heads finer than kv heads.
+        NotImplementedError: Tokens or head_dim are cut, or a device would have parts of several kv heads.
     """
     arrays = {"q": q, "k": k, "v": v}
     shardings = {name: jax.typeof(array).sharding for name, array in arrays.items()}
@@ -97,11 +116,14 @@ def cut_of(q: Array, k: Array, v: Array) -> Cut | None:
             raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, way_out)
     said = {name: (*of.spec[:-3], of.spec[-2]) for name, of in cut.items()}
     *texts, heads = (_agreed(said, axis) for axis in range(q.ndim - 2))
-    size, kv_heads = _size(meshes[0], heads), k.shape[-2]
-    if kv_heads % size and kv_heads > 1:
-        what, reason = f"q_heads on {size} devices", f"{kv_heads} kv heads are no multiple of them"
+    size, num_kv_heads = size_of(meshes[0], heads), k.shape[-2]
+    if not are_apart(meshes[0], heads, num_kv_heads):
+        what, reason = (
+            f"q_heads on {size} devices",
+            f"{num_kv_heads} kv heads are no multiple or part of them",
+        )
         raise unsupported(what, reason, "Give fewer devices heads (jax.sharding.reshard)")
-    found = Cut(meshes[0], tuple(texts), heads, heads if kv_heads % size == 0 else None)
+    found = Cut(meshes[0], tuple(texts), heads, first_that_divide(meshes[0], heads, num_kv_heads))
     names = found.axis_names
     require(len(set(names)) == len(names), "q, k and v", "have texts and heads on other axes", names)
     return found
@@ -135,11 +157,27 @@ def _agreed(said: dict[str, tuple[Axes, ...]], axis: int) -> Axes:
     return next(iter(found.values()), None)
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
+def names_of(axes: Axes) -> tuple[str, ...]:
+    """Axes of a mesh as a tuple of them."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _size(mesh: Any, axes: Axes) -> int:
-    return math.prod(mesh.shape[name] for name in _names(axes))
+def size_of(mesh: Any, axes: Axes) -> int:
+    """Into how many parts axes of a mesh cut."""
+    return math.prod(mesh.shape[name] for name in names_of(axes))
+
+
+def first_that_divide(mesh: Any, axes: Axes, size: int) -> Axes:
+    """As many of the first axes of a mesh as cut so many into equal parts; None where none does."""
+    names = names_of(axes)
+    most = next(n for n in range(len(names), -1, -1) if size % size_of(mesh, names[:n]) == 0)
+    return axes if most == len(names) else names[:most] or None
+
+
+def are_apart(mesh: Any, heads: Axes, num_kv_heads: int) -> bool:
+    """Whether axes that cut query heads give each device whole kv heads, or heads of one kv head alone."""
+    cut_kv_heads = size_of(mesh, first_that_divide(mesh, heads, num_kv_heads))
+    kept, sharers = num_kv_heads // cut_kv_heads, size_of(mesh, heads) // cut_kv_heads
+    return sharers == 1 or sharers % kept == 0

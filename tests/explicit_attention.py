@@ -94,6 +94,8 @@ def main() -> None:
     check("texts and heads", of(window=(5, 0)), (BOTH, BOTH))
     check("whole keys", of(causal=False), (BOTH, P()), of_gradients=(0, 4))  # as each device has them whole
     check("one kv head", of(), (BOTH, TEXTS), kv_heads=1, of_gradients=(1, 0))
+    by_device = P(None, None, ("data", "heads"))
+    check("two kv heads of four devices", of(), (by_device, P()), of_gradients=(1, 2))
     check("sinks and slopes", of(**PER_HEAD), (BOTH, BOTH))
     check("ids", of(segment_ids=IDS), (BOTH, BOTH))
     check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))

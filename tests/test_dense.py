@@ -232,7 +232,15 @@ class TestTransformations:
             [sys.executable, "-m", "tests.explicit_attention"], capture_output=True, text=True, cwd=ROOT
         )
         assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 17
+        assert len(done.stdout.splitlines()) == 18
+
+    @pytest.mark.kernels
+    def test_arrays_on_a_mesh_of_auto_axes_stay_cut_under_plain_jit_and_nothing_is_exchanged(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.automatic_attention"], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 21
 
     @pytest.mark.parametrize(
         "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
@@ -379,9 +387,9 @@ class TestRefusals:
 class TestOnAMeshOfExplicitAxes:
     MESH = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
-    def run(self, *partitions, kv_heads=2):
+    def run(self, *partitions, q_heads=4, kv_heads=2):
         """Traced: there is one device here."""
-        shapes = [(4, 8, heads, 16) for heads in (4, kv_heads, kv_heads)]
+        shapes = [(4, 8, heads, 16) for heads in (q_heads, kv_heads, kv_heads)]
         place = lambda spec: jax.NamedSharding(self.MESH, P(*spec))
         of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
         return jax.eval_shape(jattn.attention, *map(of, shapes, partitions)).sharding.spec
@@ -412,10 +420,12 @@ class TestOnAMeshOfExplicitAxes:
         with pytest.raises(ValueError, match=message):
             self.run(("x",), (), (None, None, "x"))
 
-    def test_heads_on_more_devices_than_there_are_kv_heads_are_refused(self):
-        with pytest.raises(NotImplementedError, match=r"q_heads on 4 devices: 2 kv heads are no multiple"):
-            self.run((None, None, ("x", "y")), (), ())
-        assert self.run((None, None, ("x", "y")), (), (), kv_heads=1)[2] == ("x", "y")
+    def test_devices_that_would_need_parts_of_several_kv_heads_are_refused(self):
+        by_device = (None, None, ("x", "y"))
+        with pytest.raises(NotImplementedError, match=r"q_heads on 4 devices: 3 kv heads are no multiple or"):
+            self.run(by_device, (), (), q_heads=12, kv_heads=3)
+        for kv_heads in (1, 2, 4):
+            assert self.run(by_device, (), (), kv_heads=kv_heads)[2] == ("x", "y")
 
 
 def test_the_signature_is_what_its_users_were_promised():

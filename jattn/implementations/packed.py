@@ -137,13 +137,18 @@ class _Kept(NamedTuple):
 
 def _forward(how: How, values: Values, context: Context) -> tuple[OutAndLse, _Kept]:
     """Called with CustomVJPPrimal for each array."""
-    slopes = values.alibi_slopes
-    wants_slopes = () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
+    wants_slopes = _wants_slopes(values)
     values, context = jax.tree.map(lambda primal: primal.value, (values, context))
     values = once_derivable(values)
     out, lse = _attend(dataclasses.replace(how, return_lse=True), values, context)
     assert lse is not None
     return (out, lse if how.return_lse else None), _Kept(values, context, out, lse, wants_slopes)
+
+
+def _wants_slopes(values: Values) -> tuple[()] | None:
+    """`_Kept`'s, of CustomVJPPrimal in the place of arrays."""
+    slopes = values.alibi_slopes
+    return () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
 
 
 def _backward(how: How, kept: _Kept, grads: tuple[Any, Any]) -> tuple[Values, None]:
@@ -192,3 +197,23 @@ def _takes_kernel(how: How, values: Values, context: Context, wants_slopes: bool
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recall(how: How, values: Values, context: Context, attended: tuple[Array, Array]) -> tuple[Array, Array]:
+    """What `attend` gave before, output and log-sum-exp, with its derivative: nothing is attended anew."""
+    return attended
+
+
+def _recall_forward(
+    how: How, values: Values, context: Context, attended: tuple[Array, Array]
+) -> tuple[tuple[Array, Array], _Kept]:
+    """Called with CustomVJPPrimal for each array."""
+    wants_slopes = _wants_slopes(values)
+    values, context, (out, lse) = jax.tree.map(lambda primal: primal.value, (values, context, attended))
+    return (out, lse), _Kept(values, context, out, lse, wants_slopes)
+
+
+recall.defvjp(
+    _recall_forward, lambda how, kept, grads: (*_backward(how, kept, grads), None), symbolic_zeros=True
+)
