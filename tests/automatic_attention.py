@@ -60,7 +60,7 @@ def check(
     of_gradients: tuple[int, int] = (0, 0),
     mesh: Any = MESH,
 ) -> None:
-    """Outputs and gradients are one device's, by these exchanges alone, and each has no more than its part."""
+    """Outputs and gradients are one device's, by these exchanges alone; none has more than its part."""
     given = arrays() if given is None else given
     partitions = (
         (partitions[0],) + (partitions[1],) * 2 + partitions[2:] if len(partitions) == 2 else partitions
@@ -135,7 +135,7 @@ def gradients(
 ) -> Any:
     """In the place of the backward kernel, as opaque to XLA."""
     problem = xla.Problem(kv, metadata, spec, mask, None, alibi_slopes)
-    return xla.gradients(opaque(query), problem, xla.Saved(**saved))[:3]
+    return xla.gradients(query, problem, xla.Saved(**saved | {"grad_out": opaque(saved["grad_out"])}))[:3]
 
 
 def check_kernels() -> None:

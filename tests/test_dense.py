@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks
+from jattn import dense_attention, masks
 from jattn.implementations.xla.scores import num_first_keys
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -426,6 +427,67 @@ class TestOnAMeshOfExplicitAxes:
             self.run(by_device, (), (), q_heads=12, kv_heads=3)
         for kv_heads in (1, 2, 4):
             assert self.run(by_device, (), (), kv_heads=kv_heads)[2] == ("x", "y")
+
+
+class TestOnAMeshOfAutoAxes:
+    """One device here, by the way of several; tests/automatic_attention.py has four."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_several(self):
+        with mock.patch.object(dense_attention, "are_automatic", return_value=True):
+            yield
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize(
+        ("lens", "options"),
+        [
+            ((24, 24), {"causal": True, "window": (7, 0), "soft_cap": 4.0}),
+            ((20, 9), {"causal": True, "segment_ids": None}),
+            ((9, 20), {"window": (3, 2)}),
+            ((24, 24), {"segment_ids": jnp.arange(48).reshape(2, 24) // 7}),
+            ((24, 24), {"cu_seqlens": jnp.array([0, 5, 5, 20])}),
+        ],
+    )
+    def test_outputs_and_gradients_are_the_reference_s(self, lens, options):
+        q, k, v = arrays(*lens, batch=None if "cu_seqlens" in options else 2, head_dim=24)
+        per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
+
+        def loss(given, per_head, implementation):
+            how = {"return_lse": True, "implementation": implementation}
+            out, lse = jattn.attention(*given, **per_head, **options, **how)
+            return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
+
+        for of in ((0, 1), 0, 1):
+            step = jax.jit(jax.grad(loss, of, has_aux=True), static_argnums=2)
+            got, want = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
+            jax.tree.map(functools.partial(close, atol=2e-5), got, want)
+
+    def test_only_the_wanted_is_derived(self):
+        q, k, v = arrays(7, head_dim=24)
+        slopes = jnp.linspace(0.1, 0.4, 4)
+        of_out = jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes).sum())(k)
+        of_lse = jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True)[1].sum())(q)
+        by = {"implementation": "reference"}
+        close(of_out, jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes, **by).sum())(k), 2e-5)
+        close(of_lse, jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True, **by)[1].sum())(q), 2e-5)
+
+    def test_a_second_derivative_is_refused_and_the_reference_has_it(self):
+        q, k, v = arrays(7, head_dim=24)
+        first = lambda q, by: jax.grad(lambda q: (jattn.attention(q, k, v, implementation=by) ** 2).sum())(q)
+        with pytest.raises(NotImplementedError, match="a derivative of a derivative of attention"):
+            jax.grad(lambda q: first(q, None).sum())(q)
+        assert bool(jnp.isfinite(jax.grad(lambda q: first(q, "reference").sum())(q)).all())
+
+    def test_vmap_and_functions_that_close_over_arrays(self):
+        given, ids = arrays(8, batch=3, head_dim=24), jnp.arange(8) // 3
+
+        def run(*given):
+            by_ids = masks.MaskFunction(lambda head, query, key: ids[query] == ids[key])
+            return jattn.attention(*given, mask=by_ids)
+
+        want = jattn.attention(*given, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
+        close(run(*given), want)
+        close(jax.vmap(run)(*given), want)
 
 
 def test_the_signature_is_what_its_users_were_promised():

@@ -206,7 +206,7 @@ def recall(how: How, values: Values, context: Context, attended: tuple[Array, Ar
 
 
 def _recall_forward(
-    how: How, values: Values, context: Context, attended: tuple[Array, Array]
+    how: How, values: Values, context: Context, attended: Any
 ) -> tuple[tuple[Array, Array], _Kept]:
     """Called with CustomVJPPrimal for each array."""
     wants_slopes = _wants_slopes(values)

@@ -291,3 +291,23 @@ class TestOnGpu:
         assert text.count("mosaic_gpu") >= 2
         grads = jax.tree.leaves(nnx.jit(nnx.grad(loss))(layer, x))
         assert all(bool(jnp.isfinite(grad).all()) for grad in grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+@pytest.mark.parametrize("cut", [P("gpus"), P(None, None, "gpus")], ids=["texts", "heads"])
+def test_kernels_attend_what_each_gpu_has_under_plain_jit(cut):
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    mesh = jax.make_mesh((2,), ("gpus",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    run = functools.partial(jattn.attention, causal=True, return_lse=True, implementation="mosaic_gpu")
+    step = jax.jit(jax.grad(loss_of(run)))
+    given = tuple(x.reshape(2, 120, *x.shape[1:]) for x in arrays())
+    on_two = step.lower(jax.device_put(given, jax.NamedSharding(mesh, cut))).compile()
+    text = on_two.as_text()
+    assert not [
+        name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text
+    ]
+    assert text.count("mosaic_gpu") >= 2
+    got = on_two(jax.device_put(given, jax.NamedSharding(mesh, cut)))
+    assert_near(jax.device_get(got), step(given))
