@@ -46,6 +46,11 @@ def place(given: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH)
     return [jax.device_put(x, jax.NamedSharding(mesh, of)) for x, of in zip(given, partitions, strict=True)]
 
 
+def close(got: jax.Array, want: jax.Array) -> None:
+    """Sums over several devices round otherwise."""
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=4e-5 * max(1.0, float(jnp.abs(want).max())))
+
+
 def loss_of(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda *given: (run(*given) ** 2).sum()
 
@@ -71,7 +76,6 @@ def check(
         step = jax.jit(of).lower(*placed).compile()
         assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges, not {wanted}"
         got = step(*placed)
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=4e-5)
         jax.tree.map(close, got, jax.jit(of)(*given))
         for x, one in zip(jax.tree.leaves(got), like, strict=True):
             sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, one)]
@@ -177,9 +181,8 @@ def check_transformations() -> None:
     given, placed = arrays(), place(arrays(), (BOTH,) * 3)
     of_sums = lambda of: jax.jit(jax.grad(lambda *given: (of(*given) ** 2).sum()))
     want = of_sums(attend)(*given)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=4e-5)
-    for name, of in (("checkpoint", jax.checkpoint(attend)), ("vmap", jax.vmap(attend))):
-        close(of_sums(of)(*placed), want, err_msg=name)
+    for of in (jax.checkpoint(attend), jax.vmap(attend)):
+        close(of_sums(of)(*placed), want)
     with jax.set_mesh(MESH):
         close(of_sums(attend)(*placed), want)
     over = functools.partial(jax.shard_map, attend, mesh=MESH, check_vma=False)
