@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from benchmarks.decode import TOLERANCE, random_table, some_results, worst_error
 from benchmarks.device_time import wall_time
+from jattn.context_parallel import share_of_rank
+from jattn.metadata.ranks import Ranks
 from jattn.parallel import TP, make_mesh
 from jattn.pytree import replace
 from pallas_kernels.cases import DecodeCase
@@ -27,16 +29,18 @@ class Way(NamedTuple):
         cache: Where keys and values are [blocks, block_size, kv_heads, head_dim].
         tables: Where block tables are [device, reqs, max_blocks].
         parts: Devices that heads, and that keys are spread over.
+        merge: How results of all keys are made of each device's: MERGES.
     """
 
     queries: P
     cache: P
     tables: P
     parts: tuple[int, int]
+    merge: str | None = None
 
 
 def measure_attention(case: DecodeCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """A row each for one device, for heads spread and for keys spread: microseconds of an attend in a chain.
+    """A row each for one device, heads spread, and keys spread with each merge: us of an attend in a chain.
 
     One device's results are held to the reference's, and the others', too.
     """
@@ -47,20 +51,22 @@ def measure_attention(case: DecodeCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
     ways = {
         "none": (make_mesh(), whole[None], Way(P(), P(), P(), (1, 1))),
         "heads": (mesh, whole[None], Way(P(None, TP), P(None, None, TP), P(), (count, 1))),
-        "keys": (mesh, tables, Way(P(), P(TP), P(TP), (1, count))),
+        **{f"keys {how}": (mesh, tables, Way(P(), P(TP), P(TP), (1, count), how)) for how in MERGES},
     }
     of_one = None
-    for split, (on, table, way) in ways.items():
+    for name, (on, table, way) in ways.items():
+        split = name.split()[0]
         specs = way.queries, way.cache, way.cache, way.tables, P()
         places = tuple(NamedSharding(on, spec) for spec in specs)
         given = jax.device_put((query, k, v, table, _metadata(case, way)), places)
         error = worst_error(jnp.asarray(jax.device_get(_attends(case, on, way, 1)(*given))), wanted)
         if error > TOLERANCE:
-            raise SystemExit(f"attention split by {split} is {error} off: no rows")
+            raise SystemExit(f"attention split by {name} is {error} off: no rows")
         us = wall_time(_attends(case, on, way, CHAIN), *given, layers=1) / CHAIN
         of_one = us if of_one is None else of_one
         row = {"us": us, "gb_per_s": case.num_bytes(4 * case.head_dim) / us / 1e3, "speedup": of_one / us}
-        yield {"name": f"attention_{case.name}", "split": split, **row, "max_error": error}
+        how = {"split": split, **({} if way.merge is None else {"merge": way.merge})}
+        yield {"name": f"attention_{case.name}", **how, **row, "max_error": error}
 
 
 def _inputs(case: DecodeCase, count: int) -> tuple[jax.Array, ...]:
@@ -89,7 +95,7 @@ def _metadata(case: DecodeCase, way: Way) -> jattn.BatchMetadata:
 
 def _attends(case: DecodeCase, mesh: Mesh, way: Way, times: int) -> Callable[..., jax.Array]:
     """So many attends, one fed by the other, each device on its part."""
-    by_heads, by_keys = way.parts
+    by_heads, _ = way.parts
     heads = {"num_q_heads": case.q_heads // by_heads, "num_kv_heads": case.kv_heads // by_heads}
     spec = jattn.AttentionSpec(head_dim=case.head_dim, **heads)
 
@@ -98,17 +104,40 @@ def _attends(case: DecodeCase, mesh: Mesh, way: Way, times: int) -> Callable[...
         plan = jattn.plan(own, spec, cache)
         for _ in range(times):
             out, lse = jattn.attend(query, cache, own, spec, plan, return_lse=True)
-            query = out if by_keys == 1 else _merged(out, lse)
+            query = out if way.merge is None else MERGES[way.merge](out, lse)
         return query
 
     given = way.queries, way.cache, way.cache, way.tables, P()
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=way.queries, check_vma=False))
 
 
-def _merged(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """What all devices have of their keys, as one."""
+def _gathered(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """All devices' results on each, which merges them."""
     outs, lses = jax.lax.all_gather(out, TP), jax.lax.all_gather(lse, TP)
     merged = outs[0], lses[0]
     for i in range(1, len(outs)):
         merged = jattn.merge_attn_states(*merged, outs[i], lses[i])
     return merged[0].astype(out.dtype)
+
+
+def _summed(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """The sum of what each device's result counts for, as `attend_on_rank` has it."""
+    return jax.lax.psum(_share(out, lse), TP)
+
+
+def _scattered(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """A part of the heads' sums on each device, as vLLM has it, and all of them again as the next queries."""
+    part = jax.lax.psum_scatter(_share(out, lse), TP, scatter_dimension=1, tiled=True)
+    return jax.lax.all_gather(part, TP, axis=1, tiled=True)
+
+
+def _share(out: jax.Array, lse: jax.Array) -> jax.Array:
+    return share_of_rank(out, lse, Ranks(axis_name=TP, size=jax.lax.axis_size(TP)))
+
+
+# vLLM's: cp_lse_ag_out_ar sums, cp_lse_ag_out_rs scatters.
+MERGES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "all_gather": _gathered,
+    "all_reduce": _summed,
+    "reduce_scatter": _scattered,
+}

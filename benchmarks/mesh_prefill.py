@@ -1,4 +1,4 @@
-"""Attention of a long prompt on several devices against one: heads spread, chunks as an engine has them."""
+"""Attention of a long prompt on several devices against one: by heads and by keys, in an engine's chunks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from benchmarks.decode import TOLERANCE, random_table, some_results, worst_error
+from jattn.context_parallel import attend_on_rank
+from jattn.metadata.ranks import Ranks
 from jattn.parallel import TP, make_mesh
 from pallas_kernels.cases import DecodeCase
 
-BLOCK_SIZE, ROUNDS = 16, 3
+BLOCK_SIZE, ROUNDS = 32, 3  # of two ranks each has 16 tokens of a block
 
 
 class PromptCase(NamedTuple):
@@ -38,9 +40,28 @@ class PromptCase(NamedTuple):
     head_dim: int
 
 
-def measure_prompt(case: PromptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """A row for one device and one for the mesh: milliseconds of all chunks of a layer's attention.
+class Cut(NamedTuple):
+    """What lies where.
 
+    Attributes:
+        queries: [chunk, q_heads, head_dim]; the results lie there, too.
+        cache: Keys and values, [blocks, block_size, kv_heads, head_dim].
+    """
+
+    queries: P
+    cache: P
+
+    def on_each_device(self, run: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+        """`run(query, k, v, metadata)` of what a device has."""
+        given = self.queries, self.cache, self.cache, P()
+        how: dict[str, Any] = {"in_specs": given, "out_specs": self.queries, "check_vma": False}
+        return jax.jit(jax.shard_map(run, mesh=mesh, **how))
+
+
+def measure_prompt(case: PromptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """A row for one device, heads spread and keys spread: milliseconds of all chunks of a layer's attention.
+
+    With keys spread every device has the results of all heads, the sums of what each device's count for.
     Two queries of the last chunk are held to the reference's results first.
     """
     table, num_blocks = random_table([case.tokens], BLOCK_SIZE)
@@ -49,13 +70,15 @@ def measure_prompt(case: PromptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
     arrays = draw(0, (case.chunk, case.q_heads, case.head_dim)), draw(1, cache), draw(2, cache)
     wanted, checked = _wanted(case, arrays, table)
     of_one = None
-    for split, on in (("none", make_mesh()), ("heads", mesh)):
-        heads, everywhere = NamedSharding(on, P(None, TP)), NamedSharding(on, P())
-        caches = NamedSharding(on, P(None, None, TP))
-        given = jax.device_put(arrays, (heads, caches, caches))
+    query, k, v = arrays
+    for split, on in (("none", make_mesh()), ("heads", mesh), ("keys", mesh)):
+        cut = Cut(P(), P(None, TP)) if split == "keys" else Cut(P(None, TP), P(None, None, TP))
+        place = [NamedSharding(on, spec) for spec in (cut.queries, cut.cache, cut.cache)]
+        shared = [_by_ranks(x, on.shape[TP]) for x in (k, v)] if split == "keys" else [k, v]
+        given = jax.device_put((query, *shared), tuple(place))
         ends = range(case.chunk, case.tokens + 1, case.chunk)
-        steps = [jax.device_put(_metadata(case, end, table), everywhere) for end in ends]
-        attends = _attends(case, on)
+        steps = [jax.device_put(_metadata(case, end, table), NamedSharding(on, P())) for end in ends]
+        attends = _attends_by_keys(case, on, cut) if split == "keys" else _attends(case, on, cut)
         error = worst_error(jnp.asarray(jax.device_get(attends(*given, steps[-1])[checked])), wanted)
         if error > TOLERANCE:
             raise SystemExit(f"a prompt split by {split} is {error} off: no rows")
@@ -90,7 +113,14 @@ def _metadata(case: PromptCase, end: int, table: np.ndarray) -> jattn.BatchMetad
     return jattn.build_batch_metadata([case.chunk], [end], table, **how)
 
 
-def _attends(case: PromptCase, mesh: Mesh) -> Callable[..., jax.Array]:
+def _by_ranks(cache: jax.Array, ranks: int) -> jax.Array:
+    """A cache whose blocks are cut into equal parts, one a rank: every so many-th token each."""
+    blocks, block_size, *rest = cache.shape
+    parts = cache.reshape(blocks, block_size // ranks, ranks, *rest)
+    return parts.swapaxes(1, 2).reshape(cache.shape)
+
+
+def _attends(case: PromptCase, mesh: Mesh, cut: Cut) -> Callable[..., jax.Array]:
     count = mesh.shape[TP]
     heads = {"num_q_heads": case.q_heads // count, "num_kv_heads": case.kv_heads // count}
     spec = jattn.AttentionSpec(head_dim=case.head_dim, **heads)
@@ -100,9 +130,17 @@ def _attends(case: PromptCase, mesh: Mesh) -> Callable[..., jax.Array]:
         out: jax.Array = jattn.attend(query, cache, metadata, spec, jattn.plan(metadata, spec, cache))
         return out
 
-    cut, caches = P(None, TP), P(None, None, TP)
-    how: dict[str, Any] = {"in_specs": (cut, caches, caches, P()), "out_specs": cut, "check_vma": False}
-    return jax.jit(jax.shard_map(run, mesh=mesh, **how))
+    return cut.on_each_device(run, mesh)
+
+
+def _attends_by_keys(case: PromptCase, mesh: Mesh, cut: Cut) -> Callable[..., jax.Array]:
+    spec = jattn.AttentionSpec(num_q_heads=case.q_heads, num_kv_heads=case.kv_heads, head_dim=case.head_dim)
+    ranks = Ranks(axis_name=TP, size=mesh.shape[TP])
+
+    def run(query: Any, k: Any, v: Any, metadata: Any) -> jax.Array:
+        return jax.lax.psum(attend_on_rank(query, jattn.PagedCache(k=k, v=v), metadata, spec, ranks), TP)
+
+    return cut.on_each_device(run, mesh)
 
 
 def _seconds(attends: Callable[..., jax.Array], given: Any, steps: list[Any]) -> float:
