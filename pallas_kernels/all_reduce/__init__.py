@@ -1,4 +1,4 @@
-"""Sums over the GPUs of a process, which write into each other's memory: for a decode step's few rows."""
+"""Sums over the GPUs of a host, which write into each other's memory: for a decode step's few rows."""
 
 from pallas_kernels.all_reduce.entry import all_reduce as all_reduce
 from pallas_kernels.all_reduce.entry import all_reduce_rms_norm as all_reduce_rms_norm

@@ -19,7 +19,7 @@ def all_reduce(
     Numbers are added in f32 in the devices' order and rounded once: all devices have the same bits. They must
     make the same calls in the same order, and of two calls with one PeerMemory one must depend on the other's
     result, as the sums of a decoder do: XLA may run at once, or turn round, what does not. A device waits for
-    the others about 10 seconds; then its program fails, and all of it with that.
+    the others about 80 seconds; then its program fails, and all of it with that.
 
     Args:
         x: Of 16-bit numbers.

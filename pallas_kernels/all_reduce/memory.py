@@ -1,5 +1,6 @@
 """Memory that devices write to behind XLA's back, and the table of where each device's lies."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,9 +10,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
+from pallas_kernels.all_reduce.processes import Addresses, open_memory
 from pallas_kernels.all_reduce.reasons import why_not_peers
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 from pallas_kernels.ptx.peer_words import COUNTERS, EMPTY, MAX_BLOCKS, block_bytes_of, memory_bytes
+from pallas_kernels.support import GPU_PLATFORMS
+
+_WAY_OUT = "jax.lax.psum sums there"
 
 
 class PeerMemory(NamedTuple):
@@ -22,7 +27,7 @@ class PeerMemory(NamedTuple):
 
     Attributes:
         table: Of each device its number along the axis that is summed over, 0, and the addresses of those
-            devices' memory, low halves first.
+            devices' memory, low halves first, as the device's process has them.
         memory: Of each device what the others write to. XLA only holds it.
     """
 
@@ -43,9 +48,11 @@ class PeerMemory(NamedTuple):
 def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -> PeerMemory:
     """Memory for sums of arrays of up to so many rows, on all devices of a mesh.
 
+    Where the mesh's devices are of several processes, all of them call at once, and all succeed or none does.
+
     Args:
-        mesh: GPUs of this process that reach each other's memory, by NVLink; or other devices, where sums are
-            XLA's and the memory is never touched.
+        mesh: GPUs of one host that reach each other's memory, by NVLink, of one process or of all that
+            `jax.distributed` knows; or other devices, where sums are XLA's and the memory is never touched.
         axis_name: Of the mesh: what is summed over.
         max_rows: Of an array; on each device 4 * max_rows * width bytes for each of the summing devices are
             taken, max_rows rounded up to thread blocks (128 rows).
@@ -54,6 +61,8 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
     Raises:
         ValueError: The mesh has no such axis, a size is no positive int, or width no multiple of 4.
         NotImplementedError: These devices cannot write into each other's memory; the message says why.
+
+    Source: vLLM `CustomAllreduce.create_shared_buffer`, whose memory is the driver's own, and XLA's here.
     """
     require_one_of("axis_name", axis_name, mesh.axis_names)
     require_int(max_rows=max_rows, width=width)
@@ -61,33 +70,43 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
     require(width % 4 == 0, "width", "be a multiple of 4", width)
     reason = why_not_peers(list(mesh.devices.flat), mesh.shape[axis_name])
     if reason is not None:
-        raise unsupported("make_peer_memory", reason, "jax.lax.psum sums there")
+        raise unsupported("make_peer_memory", reason, _WAY_OUT)
     words = memory_bytes(mesh.shape[axis_name], block_bytes_of(max_rows, width)) // 4
     by_device = NamedSharding(mesh, P(*mesh.axis_names))
     is_counter = jnp.arange(words) < COUNTERS // 4  # calls are counted from 1
     empty = lambda: jnp.where(is_counter, 0, jnp.uint32(EMPTY)).view(jnp.int32)
     made = jax.jit(lambda: jnp.broadcast_to(empty(), (*mesh.devices.shape, words)), out_shardings=by_device)
-    memory = jax.block_until_ready(made())  # nobody writes before all is empty
-    entries = _entries(_addresses(memory), mesh.axis_names.index(axis_name))
-    return PeerMemory(jax.device_put(entries, by_device), memory)
+    memory = jax.block_until_ready(made())  # nobody writes before all is empty, in other processes neither:
+    addresses = _addresses(mesh, memory)  # they wait here for what this one says of its memory
+    return PeerMemory(_table(mesh, axis_name, addresses), memory)
 
 
-def _addresses(memory: jax.Array) -> np.ndarray:
-    """uint64, of each device of the mesh."""
-    found = np.zeros(memory.shape[:-1], np.uint64)
-    for shard in memory.addressable_shards:
-        place = tuple(part.start or 0 for part in shard.index[:-1])
-        found[place] = shard.data.unsafe_buffer_pointer()
+def _addresses(mesh: Mesh, memory: jax.Array) -> Addresses:
+    """Of all devices' memory, for those of this process."""
+    here = {shard.device: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
+    devices = list(mesh.devices.flat)
+    is_shared = any(device.platform in GPU_PLATFORMS for device in devices) and len(here) < len(devices)
+    if not is_shared:  # of other platforms' processes: nobody asks where their memory is
+        return {(one.id, other.id): here.get(other, 0) for one in here for other in devices}
+    found = open_memory(devices, here)
+    if isinstance(found, str):
+        raise unsupported("make_peer_memory", found, _WAY_OUT)
     return found
 
 
-def _entries(addresses: np.ndarray, axis: int) -> np.ndarray:
-    """PeerMemory.table."""
-    count = addresses.shape[axis]
-    entries = np.zeros((*addresses.shape, 2 + 2 * count), np.int32)
-    shape = [1] * addresses.ndim
-    shape[axis] = count
-    entries[..., 0] = np.arange(count).reshape(shape)
-    of_all = np.moveaxis(addresses, axis, -1)[..., None, :]  # the same for all that sum together
-    entries[..., 2:] = np.moveaxis(np.repeat(of_all, count, axis=-2), -2, axis).copy().view(np.int32)
-    return entries
+def _table(mesh: Mesh, axis_name: str, addresses: Mapping[tuple[int, int], int]) -> jax.Array:
+    """PeerMemory.table, of which each process makes the rows of its own devices."""
+    axis, count = mesh.axis_names.index(axis_name), mesh.shape[axis_name]
+
+    def row(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        place = [part.start or 0 for part in index[:-1]]
+        along: list[int | slice] = [*place]
+        along[axis] = slice(None)  # those that sum together
+        device = mesh.devices[tuple(place)]
+        of_all = np.array([addresses[device.id, other.id] for other in mesh.devices[tuple(along)]], np.uint64)
+        entries = np.concatenate([np.array([place[axis], 0], np.int32), of_all.view(np.int32)])
+        return entries.reshape(*(1 for _ in place), -1)
+
+    shape = (*mesh.devices.shape, 2 + 2 * count)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(*mesh.axis_names)), row)

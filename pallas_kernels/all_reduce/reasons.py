@@ -1,6 +1,5 @@
 """Which sums and which devices all_reduce serves."""
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 
@@ -8,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.all_reduce.driver import Driver, DriverError
+from pallas_kernels.all_reduce.processes import open_memory
 from pallas_kernels.support import DTYPES, GPU_PLATFORMS, why_not_device
 
 MAX_PEERS = 8
@@ -16,33 +17,43 @@ MAX_PEERS = 8
 def why_not_peers(devices: Sequence[jax.Device], count: int) -> str | None:
     """Why devices cannot write into each other's memory, as all_reduce does; None if they can, or need not.
 
+    Where devices are GPUs of several processes, all processes call at once, open a few bytes of each other's
+    memory, and get the same answer.
+
     Args:
         devices: Of a mesh.
         count: Of them, that sum together.
     """
-    if len({device.process_index for device in devices}) > 1:
-        return "devices are of several processes, and addresses mean something in one"
     if count > MAX_PEERS:
         return f"{count} devices would sum together (at most {MAX_PEERS})"
     gpus = [device for device in devices if device.platform in GPU_PLATFORMS]
     unfit = next(filter(None, map(why_not_device, gpus)), None)
-    return unfit if unfit is not None or len(gpus) < 2 else _why_no_reach(gpus)
+    if unfit is not None or len(gpus) < 2:
+        return unfit
+    processes, among = len({device.process_index for device in gpus}), jax.process_count()
+    if processes not in (1, among):
+        return f"devices are of {processes} of {among} processes (all of them have some, or one has all)"
+    return _why_no_reach(gpus) if processes == 1 else _why_not_opened(gpus)
 
 
 def _why_no_reach(gpus: Sequence[jax.Device]) -> str | None:
     """Why a GPU cannot address another's memory, by the driver, which XLA asks before it opens the way."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no CUDA driver to ask whether GPUs reach each other's memory"
-    for one, other in itertools.permutations(gpus, 2):
-        numbers, can = [ctypes.c_int(-1), ctypes.c_int(-1)], ctypes.c_int(0)
-        for number, gpu in zip(numbers, (one, other), strict=True):
-            cuda.cuDeviceGet(ctypes.byref(number), ctypes.c_int(gpu.local_hardware_id))
-        failed = cuda.cuDeviceCanAccessPeer(ctypes.byref(can), *numbers)
-        if failed or not can.value:
-            return f"GPU {one.local_hardware_id} does not reach the memory of GPU {other.local_hardware_id}"
+        driver = Driver()
+        for one, other in itertools.permutations((gpu.local_hardware_id for gpu in gpus), 2):
+            if not driver.reaches(one, other):
+                return f"GPU {one} does not reach the memory of GPU {other}"
+    except DriverError as error:
+        return str(error)
     return None
+
+
+def _why_not_opened(gpus: Sequence[jax.Device]) -> str | None:
+    """Why a process cannot open another's memory: a GPU may be hidden from a driver that reaches it."""
+    own = [gpu for gpu in gpus if gpu.process_index == jax.process_index()]
+    arrays = {gpu: jnp.zeros(1, jnp.int32, device=gpu) for gpu in own}
+    found = open_memory(gpus, {gpu: array.unsafe_buffer_pointer() for gpu, array in arrays.items()})
+    return found if isinstance(found, str) else None
 
 
 def why_not_all_reduce(*, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int) -> str | None:

@@ -28,7 +28,8 @@ MAX_BLOCKS = 128
 COUNTERS = 4 * MAX_BLOCKS  # bytes at the beginning of a device's memory: each thread block's last call
 PACKET = 8  # bytes of memory that a thread writes at once: two words, 4 numbers of the array
 EMPTY = 0x80008000  # a word that is never sent: two zeros with a minus, in bfloat16 and in float16
-MAX_POLLS = 1 << 24  # of a thread, about 10 s: then another device's program has ended, and so does this one
+# Of a thread, about 80 s, for another process may still compile; then that has ended, and so does this one.
+MAX_POLLS = 1 << 27
 AT_ONCE = 8  # packets that a thread waits for together: registers
 
 

@@ -1,10 +1,6 @@
 """Several processes run one engine: process 0 says what, and none outlives another's failure for long."""
 
 import json
-import pathlib
-import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -17,8 +13,8 @@ from jattn.serving.cli import main
 from jattn.serving.processes import processes_of
 from tests.serving.requests_of_processes import SIZES, asked, drafted
 from tests.serving.tiny import one_layer_model
+from tests.two_processes import free_port, run_both
 
-ROOT = pathlib.Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}  # on four, each held twice
 SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itself watches takes 100 and more
 
@@ -31,31 +27,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def run_two(folder, what):
     """Exit code, lines of stdout and stderr of both processes."""
     port = free_port()
     return run_both(
         ["tests.serving.several_processes", str(port), str(rank), str(folder), what] for rank in range(2)
     )
-
-
-def run_both(commands):
-    """Likewise, of a module with its words each."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    both = [subprocess.Popen([sys.executable, "-m", *command], **pipes) for command in commands]
-    try:
-        done = [process.communicate(timeout=240) for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    said = lambda out: [line for line in out.splitlines() if not line.startswith("[Gloo]")]
-    return [(one.returncode, said(out), err) for one, (out, err) in zip(both, done, strict=True)]
 
 
 def last_json(lines):
