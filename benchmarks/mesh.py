@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks import processes
 from benchmarks.device_time import Rows
 from benchmarks.engine import QWEN3_8B
 from benchmarks.graphs import LLAMA_8B, flags
@@ -22,6 +23,7 @@ from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
 CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "nano", "large")
+OF_PROCESSES = ("sums", "steps")
 
 
 class Sizes(NamedTuple):
@@ -89,11 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer-memory", action="store_true", help="steps sum by all_reduce, too; loop and nano alone"
     )
     parser.add_argument("--out", help="folder of the rows")
+    processes.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every case on one device and on several."""
-    count = arguments.devices
+    """Every case on one device and on several; of several processes the first writes the rows."""
+    count, cases = arguments.devices, CASES if arguments.processes == 1 else OF_PROCESSES
+    if arguments.processes > 1 and (others := set(arguments.cases) - set(cases)):
+        raise SystemExit(f"{sorted(others)} are no cases of several processes ({', '.join(cases)}): no rows")
+    if processes.is_started_elsewhere(arguments):
+        return
     if len(jax.devices()) < count:
         print(f"mesh: {count} devices are wanted, {len(jax.devices())} are here: no rows", flush=True)
         return
@@ -110,6 +117,8 @@ def main(arguments: argparse.Namespace) -> None:
         "large": lambda: measure_large(*sizes.large, mesh, uses_peers=arguments.peer_memory),
     }
     start = time.perf_counter()
-    for name in arguments.cases or CASES:
+    for name in arguments.cases or cases:
         for row in measures[name]():
-            rows.add(**row, num_devices=count, after_s=time.perf_counter() - start, **flags())
+            if jax.process_index() == 0:
+                where = {"num_devices": count, "processes": jax.process_count()}
+                rows.add(**row, **where, after_s=time.perf_counter() - start, **flags())

@@ -16,6 +16,7 @@ import jattn
 from benchmarks.decode import random_table
 from benchmarks.device_time import read_ceiling
 from benchmarks.graphs import Call, walls
+from benchmarks.processes import on_host
 from benchmarks.random_decoder import random_decoder
 from jattn.models import use_peer_memory
 from jattn.parallel import TP, on_all_parts
@@ -140,7 +141,7 @@ class Steps:
     def results(self, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         """Logits [reqs, vocab] and greedy tokens [reqs] of a step."""
         (logits, tokens), self._caches = self._run(size, self._caches)
-        return np.asarray(logits, np.float32)[: size[0]], np.asarray(tokens)[: size[0]]
+        return on_host(logits).astype(np.float32)[: size[0]], on_host(tokens)[: size[0]]
 
     def start(self, size: tuple[int, int]) -> None:
         """A step that nobody waits for."""

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, graphs, load, scaling_model, serve, step_kernels
+from benchmarks import engine_model, engine_steps, graphs, load, processes, scaling_model, serve, step_kernels
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
 from tests.serving.server.running import small_engine
@@ -167,6 +167,44 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     (large,) = [row for row in rows if row["name"].startswith("large")]
     assert (large["name"], large["sums"], large["executables"]) == ("large_3x48", "all_reduce", 1)
     assert large["gb_per_s"] > 0
+
+
+@pytest.mark.kernels
+def test_steps_are_measured_with_a_process_a_device(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "mesh", "steps", "--small", "--peer-memory"]
+    command += ["--processes", "2", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    (file,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]  # one process writes
+    how = (1, "psum"), (2, "psum"), (2, "all_reduce")
+    wanted = [(name, *one, 2) for one in how for name in ("step_1x32", "step_3x48")]
+    assert [(row["name"], row["tp"], row["sums"], row["processes"]) for row in rows] == wanted
+    assert all(row["error"] < 0.05 for row in rows if "error" in row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "3"], "2 devices are no equal parts of 3 processes: no rows"),
+        (
+            ["--processes", "2", "nano"],
+            r"\['nano'\] are no cases of several processes \(sums, steps\): no rows",
+        ),
+    ],
+)
+def test_processes_that_cannot_measure_end(options, message):
+    SUITES["mesh"].add_arguments(parser := argparse.ArgumentParser())
+    with pytest.raises(SystemExit, match=message):
+        SUITES["mesh"].main(parser.parse_args(options))
+
+
+def test_a_process_that_fails_ends_the_others(monkeypatch):
+    """Which would wait for it."""
+    one = "import sys, time; time.sleep(99 * (sys.argv[-1] != '1')); sys.exit(3)"
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", one))
+    SUITES["mesh"].add_arguments(parser := argparse.ArgumentParser())
+    with pytest.raises(SystemExit, match=r"processes ended with \[None, 3\]: no more rows"):
+        SUITES["mesh"].main(parser.parse_args(["--processes", "2"]))
 
 
 def test_idle_time_is_told_by_what_ran_before_and_behind():

@@ -37,7 +37,7 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
 
     A model whose `peers` are None sums by XLA. In larger steps, and where the model's numbers have not 16
     bits, XLA sums as before. To be called before an engine is made of the model; the memory is the model's
-    from then on.
+    from then on. Where its devices are of several processes, all of them call at once.
 
     Args:
         model: A decoder on a mesh (`jattn.models.load`), of GPUs of one host that reach each other by NVLink.
@@ -60,6 +60,8 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
 
 def why_no_peer_memory(model: Any) -> str | None:
     """Why nothing is gained by `use_peer_memory`, or it would raise; None if it serves.
+
+    All processes that the model's devices are of call at once, and get the same answer.
 
     Args:
         model: A decoder, or its shapes.

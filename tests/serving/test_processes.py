@@ -1,6 +1,7 @@
 """Several processes run one engine: process 0 says what, and none outlives another's failure for long."""
 
 import json
+import os
 import time
 
 import jax
@@ -76,6 +77,33 @@ class TestTwoProcesses:
         assert all(code != 0 for code, *_ in ends), ends
         assert all(said in error for *_, error in told), ends
         assert ended_at - last_json([line for _, lines, _ in ends for line in lines])["failed_at"] < SECONDS
+
+
+def tokens_of_peers(where):
+    """By each kind of sums, and of one device."""
+    port = str(free_port())
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    module = "tests.serving.peers_of_processes"
+    (code, lines, error), (other_code, _, other_error) = run_both(
+        [[module, port, str(rank), where] for rank in range(2)], environment
+    )
+    assert (code, other_code) == (0, 0), error + other_error
+    return last_json(lines)
+
+
+@pytest.mark.kernels
+def test_two_processes_sum_by_all_reduce_in_an_engine():
+    found = tokens_of_peers("cpu")
+    assert found["peers"] == found["psum"] == found["alone"]
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+def test_two_processes_of_a_gpu_each_sum_in_an_engine():
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    found = tokens_of_peers("gpu")
+    assert found["peers"] == found["psum"] == found["alone"]
 
 
 @pytest.mark.kernels

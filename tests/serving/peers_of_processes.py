@@ -1,0 +1,61 @@
+"""One of two processes, with a device each, that run one engine whose sums are all_reduce's: PORT RANK WHERE.
+
+WHERE is "cpu", or "gpu", each process seeing its own. Run by test_processes.py.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+
+PORT, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if WHERE == "gpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[RANK]
+else:
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, RANK)
+
+import jax.numpy as jnp  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn.models import load, use_peer_memory  # noqa: E402
+from jattn.models.sums import why_no_peer_memory  # noqa: E402
+from jattn.serving import Engine  # noqa: E402
+
+MODEL = "examples/tiny_model"
+SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 33, "max_model_len": 64}
+PROMPTS = ["def f(", "class "]
+
+
+def generated(engine: Engine) -> list[list[int]]:
+    return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=16)]
+
+
+def of_both(*, uses_peers: bool) -> Any:
+    """Tokens in process 0; None in the other, which follows."""
+    model = load(MODEL, mesh=jattn.parallel.make_mesh(tp=2), dtype=jnp.bfloat16, progress=False)
+    if uses_peers:
+        reason = why_no_peer_memory(model)  # what `jattn serve` asks
+        assert reason == (None if WHERE == "gpu" else "devices are no NVIDIA GPUs"), reason
+        use_peer_memory(model)
+    engine = Engine(model, **SIZES)
+    if RANK > 0:
+        engine.follow()
+        return None
+    tokens = generated(engine)
+    engine.close()
+    return tokens
+
+
+def main() -> None:
+    found = {"psum": of_both(uses_peers=False), "peers": of_both(uses_peers=True)}
+    if RANK == 0:
+        found["alone"] = generated(Engine(load(MODEL, dtype=jnp.bfloat16, progress=False), **SIZES))
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
