@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
-from pallas_kernels.all_reduce.processes import Addresses, open_memory
+from pallas_kernels.all_reduce.processes import Addresses, share_memory
 from pallas_kernels.all_reduce.reasons import why_not_peers
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 from pallas_kernels.ptx.peer_words import COUNTERS, EMPTY, MAX_BLOCKS, block_bytes_of, memory_bytes
@@ -28,11 +28,13 @@ class PeerMemory(NamedTuple):
     Attributes:
         table: Of each device its number along the axis that is summed over, 0, and the addresses of those
             devices' memory, low halves first, as the device's process has them.
-        memory: Of each device what the others write to. XLA only holds it.
+        memory: Of each device what the others write to. XLA only holds it. Where GPUs are of several
+            processes, what they write to is the driver's, kept as long as the process lives, and this says
+            by its shape alone how large that is: [*mesh, 0, words], an array of no bytes.
     """
 
     table: Int32[Array, "*mesh entries"]
-    memory: Int32[Array, "*mesh words"]
+    memory: Int32[Array, "... words"]
 
     @property
     def devices(self) -> int:
@@ -62,7 +64,7 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
         ValueError: The mesh has no such axis, a size is no positive int, or width no multiple of 4.
         NotImplementedError: These devices cannot write into each other's memory; the message says why.
 
-    Source: vLLM `CustomAllreduce.create_shared_buffer`, whose memory is the driver's own, and XLA's here.
+    Source: vLLM `CustomAllreduce.create_shared_buffer`, whose memory is the driver's; XLA's in one process.
     """
     require_one_of("axis_name", axis_name, mesh.axis_names)
     require_int(max_rows=max_rows, width=width)
@@ -72,26 +74,37 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
     if reason is not None:
         raise unsupported("make_peer_memory", reason, _WAY_OUT)
     words = memory_bytes(mesh.shape[axis_name], block_bytes_of(max_rows, width)) // 4
+    make = _of_processes if _is_of_processes(mesh) else _of_one
+    addresses, memory = make(mesh, words)
+    return PeerMemory(_table(mesh, axis_name, addresses), memory)
+
+
+def _is_of_processes(mesh: Mesh) -> bool:
+    """Whether GPUs are of several; of other platforms nobody asks where their memory is."""
+    devices = list(mesh.devices.flat)
+    are_gpus = any(device.platform in GPU_PLATFORMS for device in devices)
+    return are_gpus and len({device.process_index for device in devices}) > 1
+
+
+def _of_one(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
+    """Addresses of memory that XLA makes, and it."""
     by_device = NamedSharding(mesh, P(*mesh.axis_names))
     is_counter = jnp.arange(words) < COUNTERS // 4  # calls are counted from 1
     empty = lambda: jnp.where(is_counter, 0, jnp.uint32(EMPTY)).view(jnp.int32)
     made = jax.jit(lambda: jnp.broadcast_to(empty(), (*mesh.devices.shape, words)), out_shardings=by_device)
-    memory = jax.block_until_ready(made())  # nobody writes before all is empty, in other processes neither:
-    addresses = _addresses(mesh, memory)  # they wait here for what this one says of its memory
-    return PeerMemory(_table(mesh, axis_name, addresses), memory)
-
-
-def _addresses(mesh: Mesh, memory: jax.Array) -> Addresses:
-    """Of all devices' memory, for those of this process."""
+    memory = jax.block_until_ready(made())  # nobody writes before all is empty
     here = {shard.device: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
-    devices = list(mesh.devices.flat)
-    is_shared = any(device.platform in GPU_PLATFORMS for device in devices) and len(here) < len(devices)
-    if not is_shared:  # of other platforms' processes: nobody asks where their memory is
-        return {(one.id, other.id): here.get(other, 0) for one in here for other in devices}
-    found = open_memory(devices, here)
+    return {(one.id, other.id): here.get(other, 0) for one in here for other in mesh.devices.flat}, memory
+
+
+def _of_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
+    """Addresses of memory that the driver makes, and PeerMemory.memory."""
+    counters = COUNTERS // 4
+    found = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
     if isinstance(found, str):
         raise unsupported("make_peer_memory", found, _WAY_OUT)
-    return found
+    shape, by_device = (*mesh.devices.shape, 0, words), NamedSharding(mesh, P(*mesh.axis_names))
+    return found, jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=by_device)()
 
 
 def _table(mesh: Mesh, axis_name: str, addresses: Mapping[tuple[int, int], int]) -> jax.Array:

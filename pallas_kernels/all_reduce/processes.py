@@ -5,11 +5,17 @@ collective of all processes of `jax.distributed`: so they agree, and nobody wait
 
 process 0                              process 1
 -------------------------------------  -------------------------------------
-handles of its memory        --------> <--------        handles of its memory
+allocates and fills                    allocates and fills
+handles, or why it has none  --------> <--------  handles, or why it has none
 opens those of process 1               opens those of process 0
 None, or why it could not    --------> <--------    None, or why it could not
+
+The memory is the driver's (cuMemAlloc): of XLA's pool the driver makes no handles. What `share_memory` made is
+kept as long as the process lives, and open in the others: nothing tells a process when the last kernel of
+another one that writes there has ended, and memory must not be freed before all have closed it.
 """
 
+import itertools
 import json
 import pathlib
 import socket
@@ -20,7 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pallas_kernels.all_reduce.driver import Driver, DriverError, Exported
+from pallas_kernels.all_reduce.driver import Driver, DriverError
 
 MAX_BYTES = 8192  # of what a process says: 8 GPUs' handles take 2,000
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -28,63 +34,118 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 type Addresses = dict[tuple[int, int], int]  # by the id of the device that asks, and of the one asked for
 
 
-def open_memory(devices: Sequence[jax.Device], here: Mapping[jax.Device, int]) -> Addresses | str:
-    """Addresses of all devices' memory, for each device of this process; or why one process has them not.
+def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]]) -> Addresses | str:
+    """Addresses of new memory of all devices, for each device of this process; or why one process has none.
 
     To be called by all processes at once, which get addresses all, or the same reason. No device's memory is
-    looked at before all processes have called.
+    looked at before all processes have filled theirs.
 
     Args:
-        devices: Of all processes.
-        here: Addresses of the memory on this process's devices.
+        devices: GPUs, of all processes.
+        runs: What fills each device's memory: words of 32 bits, and how many of each.
     """
-    said, failed = _told(lambda: _exported(here))
+    own: dict[jax.Device, int] = {}
+    found: Addresses = {}
+    failed = _shared(devices, runs, own, found)
+    if failed is None:
+        return found
+    _given_back(own, found)
+    return failed
+
+
+def why_not_shared(devices: Sequence[jax.Device]) -> str | None:
+    """Why share_memory would fail, by trying it with a word; None if not. To be called by all processes at once."""
+    own: dict[jax.Device, int] = {}
+    found: Addresses = {}
+    failed = _shared(devices, [(0, 1)], own, found)
+    left = _given_back(own, found)
+    return left if failed is None else failed
+
+
+def _shared(
+    devices: Sequence[jax.Device],
+    runs: Sequence[tuple[int, int]],
+    own: dict[jax.Device, int],
+    found: Addresses,
+) -> str | None:
+    """share_memory; own gets the memory of this process's devices. On failure both have what there is by then."""
+    said, failed = _told(lambda: _made(devices, runs, own))
     if failed is not None:
         return failed
     hosts = {one["host"]: one["name"] for one in said}
     if len(hosts) > 1:
         return f"devices are of several hosts ({', '.join(sorted(hosts.values()))})"
     places = {int(device): place for one in said for device, place in one["places"].items()}
-    found: Addresses = {}
-    _, failed = _told(lambda: found.update(_opened(devices, here, places)))
-    return found if failed is None else failed
+    _, failed = _told(lambda: _open(devices, own, places, found))
+    return failed
 
 
-def _exported(here: Mapping[jax.Device, int]) -> dict[str, Any]:
-    """The host of this process and, by the ids of its devices, their UUIDs and where their memory is."""
-    driver, places = Driver(), {}
-    for device, address in here.items():
+def _made(
+    devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]], own: dict[jax.Device, int]
+) -> dict[str, Any]:
+    """The host of this process and, by the ids of its devices, their UUIDs and handles of their memory."""
+    driver, num_bytes, places = Driver(), 4 * sum(times for _, times in runs), {}
+    for device in devices:
+        if device.process_index != jax.process_index():
+            continue
         number = device.local_hardware_id
         try:
-            exported = driver.exported(number, address)
+            own[device] = driver.allocate(number, num_bytes)
+            driver.fill(number, own[device], runs)
+            places[device.id] = driver.uuid(number), driver.handle(number, own[device])
         except DriverError as error:
-            hint = f"{error}; leave XLA_PYTHON_CLIENT_ALLOCATOR at its default"
-            raise DriverError(f"XLA's memory cannot be opened by other processes ({hint})") from error
-        places[device.id] = driver.uuid(number), *exported
+            lacks = f"GPU {device.id} has no {num_bytes} bytes, besides XLA's, that others can open ({error})"
+            raise DriverError(lacks) from error
     name = socket.gethostname()
     return {"host": _BOOT_ID.read_text() if _BOOT_ID.exists() else name, "name": name, "places": places}
 
 
-def _opened(
-    devices: Sequence[jax.Device], here: Mapping[jax.Device, int], places: Mapping[int, Any]
-) -> Addresses:
-    """What this process's devices find; the driver is asked about GPUs that it does not hide."""
-    driver, found = Driver(), {}
+def _open(
+    devices: Sequence[jax.Device],
+    own: Mapping[jax.Device, int],
+    places: Mapping[int, Any],
+    found: Addresses,
+) -> None:
+    """Addresses that this process's devices find. Of GPUs that it does not see, opening alone says if it goes."""
+    driver = Driver()
     numbers = driver.numbers()
-    for one in here:
-        for other in devices:
-            if other in here:
-                found[one.id, other.id] = here[other]
+    for one, other in itertools.product(own, devices):
+        number, names = one.local_hardware_id, (f"GPU {one.id}", f"GPU {other.id}")
+        uuid, handle = places[other.id]
+        seen = numbers.get(uuid)
+        if one != other and seen is not None and not driver.reaches(number, seen):
+            raise DriverError(f"{names[0]} does not reach the memory of {names[1]}")
+        try:
+            if other not in own:
+                found[one.id, other.id] = driver.open(number, handle)
                 continue
-            uuid, handle, offset = places[other.id]
-            seen, names = numbers.get(uuid), (f"GPU {one.id}", f"GPU {other.id}")
-            if seen is not None and not driver.reaches(one.local_hardware_id, seen):
-                raise DriverError(f"{names[0]} does not reach the memory of {names[1]}")
-            try:
-                found[one.id, other.id] = driver.opened(one.local_hardware_id, Exported(handle, offset))
-            except DriverError as error:
-                raise DriverError(f"{names[0]} cannot open the memory of {names[1]} ({error})") from error
-    return found
+            if one != other:
+                driver.let_reach(number, other.local_hardware_id)
+            found[one.id, other.id] = own[other]
+        except DriverError as error:
+            raise DriverError(f"{names[0]} cannot open the memory of {names[1]} ({error})") from error
+
+
+def _given_back(own: Mapping[jax.Device, int], found: Addresses) -> str | None:
+    """Frees the memory of all processes, each when all have closed it; or why one could not."""
+    by_id = {device.id: device for device in own}
+
+    def close() -> None:
+        driver = Driver()
+        for (one, other), address in found.items():
+            if other not in by_id:
+                driver.close(by_id[one].local_hardware_id, address)
+
+    def free() -> None:
+        driver = Driver()
+        for device, address in own.items():
+            driver.free(device.local_hardware_id, address)
+
+    _, failed = _told(close)
+    if failed is not None:
+        return failed
+    _, failed = _told(free)
+    return failed
 
 
 def _told(make: Callable[[], Any]) -> tuple[list[Any], str | None]:

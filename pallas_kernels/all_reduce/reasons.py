@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.all_reduce.driver import Driver, DriverError
-from pallas_kernels.all_reduce.processes import open_memory
+from pallas_kernels.all_reduce.processes import why_not_shared
 from pallas_kernels.support import DTYPES, GPU_PLATFORMS, why_not_device
 
 MAX_PEERS = 8
@@ -18,7 +18,7 @@ def why_not_peers(devices: Sequence[jax.Device], count: int) -> str | None:
     """Why devices cannot write into each other's memory, as all_reduce does; None if they can, or need not.
 
     Where devices are GPUs of several processes, all processes call at once, open a few bytes of each other's
-    memory, and get the same answer.
+    memory, which they give back, and get the same answer.
 
     Args:
         devices: Of a mesh.
@@ -33,7 +33,7 @@ def why_not_peers(devices: Sequence[jax.Device], count: int) -> str | None:
     processes, among = len({device.process_index for device in gpus}), jax.process_count()
     if processes not in (1, among):
         return f"devices are of {processes} of {among} processes (all of them have some, or one has all)"
-    return _why_no_reach(gpus) if processes == 1 else _why_not_opened(gpus)
+    return _why_no_reach(gpus) if processes == 1 else why_not_shared(gpus)
 
 
 def _why_no_reach(gpus: Sequence[jax.Device]) -> str | None:
@@ -46,14 +46,6 @@ def _why_no_reach(gpus: Sequence[jax.Device]) -> str | None:
     except DriverError as error:
         return str(error)
     return None
-
-
-def _why_not_opened(gpus: Sequence[jax.Device]) -> str | None:
-    """Why a process cannot open another's memory: a GPU may be hidden from a driver that reaches it."""
-    own = [gpu for gpu in gpus if gpu.process_index == jax.process_index()]
-    arrays = {gpu: jnp.zeros(1, jnp.int32, device=gpu) for gpu in own}
-    found = open_memory(gpus, {gpu: array.unsafe_buffer_pointer() for gpu, array in arrays.items()})
-    return found if isinstance(found, str) else None
 
 
 def why_not_all_reduce(*, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int) -> str | None:

@@ -2,9 +2,15 @@
 
 import struct
 
+import numpy as np
+
 SEEN_AT = 1 << 50  # added to an address of process n by who opens it: n + 1 times this
-ALLOCATION = 1 << 16  # bytes: addresses lie somewhere in one
-NOT_PERMITTED = 800
+OUT_OF_MEMORY, ALREADY_ENABLED, NOT_PERMITTED = 2, 704, 800
+ERRORS = {
+    1: b"CUDA_ERROR_INVALID_VALUE",
+    OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY",
+    NOT_PERMITTED: b"CUDA_ERROR_NOT_PERMITTED",
+}
 
 
 class Cuda:
@@ -14,16 +20,22 @@ class Cuda:
         rank: The process's number.
         num_own: GPUs of each process; its own come first, as XLA numbers devices of a CPU.
         hides_others: The driver shows the process its own alone.
-        reaches: Whether a GPU reaches another.
+        reaches: Whether a GPU reaches the other process's.
         failing: Name of a call that fails.
         context: Contexts that were pushed and not popped.
-        open: Handles that were opened, with how often.
+        allocated: Memory by its address: of it alone there are handles, as XLA's pool has none.
+        contexts: Of which context that is, likewise.
+        is_filling: Something is being filled.
+        open: Handles that are open, with how often.
+        ways: Pairs of contexts, the second of whose memory the first one reaches.
+        log: What was done to memory.
     """
 
     def __init__(self, rank, *, num_own=1, hides_others=False, reaches=True, failing=None):
         self.rank, self.num_own, self.hides_others = rank, num_own, hides_others
         self.reaches, self.failing = reaches, failing
-        self.context, self.open = [], {}
+        self.context, self.allocated, self.contexts, self.is_filling = [], {}, {}, False
+        self.open, self.ways, self.log = {}, set(), []
 
     def __call__(self, name):
         """In the place of ctypes.CDLL."""
@@ -32,16 +44,26 @@ class Cuda:
 
     def __getattribute__(self, name):
         failing = object.__getattribute__(self, "__dict__").get("failing")
-        return (lambda *_: NOT_PERMITTED) if name == failing else object.__getattribute__(self, name)
+        if name == failing:
+            return lambda *_: OUT_OF_MEMORY if name == "cuMemAlloc_v2" else NOT_PERMITTED
+        if name.startswith(("cuMem", "cuIpc")):
+            assert self.context, name
+            self.log.append(name)
+        return object.__getattribute__(self, name)
 
     def cuGetErrorName(self, status, text):
-        text._obj.value = {NOT_PERMITTED: b"CUDA_ERROR_NOT_PERMITTED"}.get(status.value)
+        text._obj.value = ERRORS.get(status.value)
 
     def cuDeviceGet(self, device, number):
+        assert 0 <= number.value < self.num_visible
         device._obj.value = number.value
 
+    @property
+    def num_visible(self):
+        return self.num_own * (1 if self.hides_others else 2)
+
     def cuDeviceGetCount(self, count):
-        count._obj.value = self.num_own * (1 if self.hides_others else 2)
+        count._obj.value = self.num_visible
 
     def cuDeviceGetUuid_v2(self, uuid, device):
         own = device.value < self.num_own
@@ -49,9 +71,10 @@ class Cuda:
         uuid._obj[:2] = [rank, device.value % self.num_own]
 
     def cuDeviceCanAccessPeer(self, can, one, other):
-        can._obj.value = self.reaches or one.value == other.value
+        can._obj.value = self.reaches or other.value < self.num_own
 
     def cuDevicePrimaryCtxRetain(self, context, device):
+        assert device.value < self.num_own, "a process has no context of the other's GPU"
         context._obj.value = 1 + device.value
 
     def cuCtxPushCurrent_v2(self, context):
@@ -60,21 +83,48 @@ class Cuda:
     def cuCtxPopCurrent_v2(self, context):
         context._obj.value = self.context.pop()
 
-    def cuMemGetAddressRange_v2(self, base, size, address):
+    def cuCtxEnablePeerAccess(self, other, flags):
+        assert flags.value == 0
+        way = self.context[-1], other.value
+        assert way[0] != way[1]
+        is_new = way not in self.ways
+        self.ways.add(way)
+        return 0 if is_new else ALREADY_ENABLED
+
+    def cuCtxSynchronize(self):
         assert self.context
-        base._obj.value = address.value - address.value % ALLOCATION
-        size._obj.value = ALLOCATION
+        self.is_filling = False
+
+    def cuMemAlloc_v2(self, address, size):
+        made = np.full(size.value // 4, 0xDEADBEEF, np.uint32)
+        address._obj.value = made.ctypes.data
+        self.allocated[made.ctypes.data], self.contexts[made.ctypes.data] = made, self.context[-1]
+
+    def cuMemsetD32_v2(self, address, word, count):
+        of = next(at for at, made in self.allocated.items() if 0 <= address.value - at < made.nbytes)
+        first = (address.value - of) // 4
+        assert first + count.value <= self.allocated[of].size
+        self.allocated[of][first : first + count.value] = word.value
+        self.is_filling = True
+
+    def cuMemFree_v2(self, address):
+        assert self.contexts.pop(address.value) == self.context[-1]
+        del self.allocated[address.value]
 
     def cuIpcGetMemHandle(self, handle, base):
-        assert self.context
-        assert base.value % ALLOCATION == 0
+        assert not self.is_filling
+        if self.contexts.get(base.value) != self.context[-1]:
+            return 1
         handle._obj.reserved[:16] = struct.pack("<QQ", self.rank, base.value)
 
     def cuIpcOpenMemHandle_v2(self, base, handle, flags):
-        assert self.context
         assert flags.value == 1
-        key = bytes(handle.reserved)
-        rank, there = struct.unpack_from("<QQ", key)
+        rank, there = struct.unpack_from("<QQ", bytes(handle.reserved))
         assert rank != self.rank, "a process does not open what is its own"
-        self.open[key] = self.open.get(key, 0) + 1
         base._obj.value = there + SEEN_AT * (1 + rank)
+        self.open[base._obj.value] = self.open.get(base._obj.value, 0) + 1
+
+    def cuIpcCloseMemHandle(self, base):
+        self.open[base.value] -= 1
+        if self.open[base.value] == 0:
+            del self.open[base.value]

@@ -3,6 +3,7 @@
 PORT RANK WHERE, which is "cpu"; "gpu", each process seeing its own GPU alone; "gpus", each seeing both.
 """
 
+import itertools
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 from pallas_kernels.all_reduce import driver, make_peer_memory, memory, processes, reasons  # noqa: E402
+from pallas_kernels.ptx.peer_words import COUNTERS, EMPTY, block_bytes_of, memory_bytes  # noqa: E402
 from tests.pallas_kernels import sums_on_devices  # noqa: E402
 from tests.pallas_kernels.cuda_of_processes import SEEN_AT, Cuda  # noqa: E402
 
@@ -29,12 +31,19 @@ if WHERE == "cpu":
 jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, RANK, **LOCAL)
 
 
-def check_table() -> None:
+def check_table(cuda: Cuda) -> None:
     """Each process has its own memory where it is, and the other's where it found that."""
     mesh = sums_on_devices.mesh_of(2, 2)  # tp goes from process to process
     peers = make_peer_memory(mesh, "tp", max_rows=3, width=8)
-    shards = peers.memory.addressable_shards
-    addresses = {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in shards}
+    assert (peers.devices, peers.block_bytes) == (2, block_bytes_of(3, 8))
+    assert peers.memory.size == 0
+    own = sorted(jax.local_devices(), key=lambda device: device.local_hardware_id)
+    addresses = {own[context - 1].id: address for address, context in cuda.contexts.items()}
+    assert sorted(addresses) == sorted(device.id for device in own)  # and nothing of the trial is left
+    for memory_of_one in cuda.allocated.values():
+        filled = memory_of_one[: memory_bytes(2, peers.block_bytes) // 4]
+        assert np.all(filled[: COUNTERS // 4] == 0)
+        assert np.all(filled[COUNTERS // 4 :] == EMPTY)
     words = np.array(list(addresses.items()), np.uint64).view(np.uint32)  # JAX has no 64 bits here
     both = multihost_utils.process_allgather(words).copy().view(np.uint64)
     everywhere = dict(both.reshape(-1, 2).tolist())
@@ -46,14 +55,39 @@ def check_table() -> None:
         wanted[number] = addresses[shard.device.id]
         assert (number, zero) == (RANK, 0)
         assert np.array(halves, np.int32).view(np.uint64).tolist() == wanted
+    opened = {everywhere[one.id] + SEEN_AT * (2 - RANK) for one in jax.devices() if one not in own}
+    assert cuda.open == dict.fromkeys(opened, 2)  # by each of this process's devices
+    assert cuda.ways == {(1, 2), (2, 1)}
+    assert not cuda.context
+
+
+def check_trial(cuda: Cuda) -> None:
+    """Nothing stays of it, and nobody frees before all have closed."""
+    collect = multihost_utils.process_allgather
+
+    def collect_and_note(*args: object, **named: object) -> object:
+        cuda.log.append("all were told")
+        return collect(*args, **named)
+
+    multihost_utils.process_allgather, cuda.log[:] = collect_and_note, []
+    assert reasons.why_not_peers(jax.devices(), 4) is None
+    multihost_utils.process_allgather = collect
+    assert not cuda.allocated
+    assert not cuda.open
+    steps = [name for name, _ in itertools.groupby(cuda.log)]
+    ends = ["cuIpcCloseMemHandle", "all were told", "cuMemFree_v2", "all were told"]
+    assert steps[-6:] == ["cuIpcOpenMemHandle_v2", "all were told", *ends], steps
 
 
 def refused(**of_one: object) -> str:
     """What both are told where the driver of process 1 is as it is said."""
+    cuda = Cuda(RANK, num_own=2, **(of_one if RANK == 1 else {}))
+    use(cuda)
     try:
-        use(Cuda(RANK, num_own=2, **(of_one if RANK == 1 else {})))
         make_peer_memory(sums_on_devices.mesh_of(4), "tp", max_rows=1, width=8)
     except NotImplementedError as error:
+        assert not cuda.allocated
+        assert not cuda.open
         return str(error)
     raise AssertionError("it was made")
 
@@ -64,14 +98,21 @@ def use(cuda: Cuda) -> None:
 
 def check_agreement() -> None:
     """One cannot, so none does; each prints what it is told."""
-    for failing in ("cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuDevicePrimaryCtxRetain"):
+    for failing in (
+        "cuMemAlloc_v2",
+        "cuIpcGetMemHandle",
+        "cuIpcOpenMemHandle_v2",
+        "cuDevicePrimaryCtxRetain",
+    ):
         print(refused(failing=failing), flush=True)
     print(refused(reaches=False), flush=True)
-    use(Cuda(RANK, num_own=2, hides_others=True, reaches=False))  # which nobody can ask then
-    assert reasons.why_not_peers(jax.devices(), 4) is None
-    memory.open_memory, opens = lambda *_: "it is too late", memory.open_memory
+    print(refused(failing="cuCtxEnablePeerAccess"), flush=True)
+    cuda = Cuda(RANK, num_own=2, hides_others=True, reaches=False)  # which nobody can ask then
+    use(cuda)
+    check_trial(cuda)
+    share, memory.share_memory = memory.share_memory, lambda *_: "it is too late"
     print(refused(), flush=True)
-    memory.open_memory = opens
+    memory.share_memory = share
     processes._BOOT_ID = processes.pathlib.Path("no/such/file")
     socket.gethostname = lambda: f"host{RANK}"
     print(refused(), flush=True)
@@ -83,9 +124,7 @@ def main() -> None:
         reasons.why_not_device = lambda device: None
         cuda = Cuda(RANK, num_own=2)
         use(cuda)
-        check_table()
-        assert not cuda.context
-        assert len(cuda.open) >= 2  # memory of both GPUs of the other process
+        check_table(cuda)
     sums_on_devices.main(WHERE)
     if WHERE == "cpu":
         check_agreement()

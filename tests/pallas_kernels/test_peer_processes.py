@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from pallas_kernels.all_reduce import driver, reasons
-from pallas_kernels.all_reduce.driver import Driver, DriverError, Exported
-from tests.pallas_kernels.cuda_of_processes import ALLOCATION, SEEN_AT, Cuda
+from pallas_kernels.all_reduce.driver import Driver, DriverError
+from tests.pallas_kernels.cuda_of_processes import SEEN_AT, Cuda
 from tests.two_processes import free_port, run_both
 
 RIGHT = {
@@ -15,11 +15,12 @@ RIGHT = {
     "gpu": ("4096 wide: right", "1028 wide: right"),
 }
 REFUSED = (
-    "process 1: XLA's memory cannot be opened by other processes (cuIpcGetMemHandle says "
-    "CUDA_ERROR_NOT_PERMITTED; leave XLA_PYTHON_CLIENT_ALLOCATOR at its default)",
+    "has no 4 bytes, besides XLA's, that others can open (cuMemAlloc_v2 says CUDA_ERROR_OUT_OF_MEMORY)",
+    "that others can open (cuIpcGetMemHandle says CUDA_ERROR_NOT_PERMITTED)",
     "cannot open the memory of GPU 0 (cuIpcOpenMemHandle_v2 says CUDA_ERROR_NOT_PERMITTED)",
-    "cuDevicePrimaryCtxRetain says CUDA_ERROR_NOT_PERMITTED",
+    "that others can open (cuDevicePrimaryCtxRetain says CUDA_ERROR_NOT_PERMITTED)",
     "does not reach the memory of GPU 0",
+    "(cuCtxEnablePeerAccess says CUDA_ERROR_NOT_PERMITTED)",
     "make_peer_memory: it is too late. jax.lax.psum sums there",
     "make_peer_memory: devices are of several hosts (host0, host1). jax.lax.psum sums there",
 )
@@ -66,6 +67,12 @@ def test_devices_of_a_part_of_the_processes_are_refused(monkeypatch, types_unche
     assert reasons.why_not_peers([GPU(0), GPU(1)], 2) == reason
 
 
+def use_memory(driver, address):
+    driver.fill(0, address, [(0, 6)])
+    driver.handle(0, address)
+    driver.free(0, address)
+
+
 class TestDriver:
     @pytest.fixture
     def cuda(self, monkeypatch):
@@ -73,14 +80,22 @@ class TestDriver:
         monkeypatch.setattr(driver.ctypes, "CDLL", cuda)
         return cuda
 
-    def test_another_process_finds_an_address_where_its_allocation_is(self, cuda):
-        exported = Driver().exported(0, 5 * ALLOCATION + 24)
-        assert exported.offset == 24
+    def test_another_process_finds_memory_that_was_allocated(self, cuda):
+        address = Driver().allocate(0, 24)
+        handle = Driver().handle(0, address)
         cuda.rank = 1
         for times in (1, 2):
-            assert Driver().opened(0, exported) == SEEN_AT + 5 * ALLOCATION + 24
+            assert Driver().open(0, handle) == SEEN_AT + address
             assert set(cuda.open.values()) == {times}
         assert cuda.context == []  # as it was before
+
+    def test_of_other_memory_there_is_no_handle(self, cuda):
+        array = jax.numpy.zeros(8)  # XLA's
+        with pytest.raises(DriverError, match="cuIpcGetMemHandle says CUDA_ERROR_INVALID_VALUE"):
+            Driver().handle(0, array.unsafe_buffer_pointer())
+
+    def test_memory_shares_no_block_with_other_memory(self, cuda):
+        assert cuda.allocated[Driver().allocate(0, (1 << 21) + 4)].nbytes == 2 << 21
 
     def test_a_gpu_that_is_hidden_has_no_number(self, cuda):
         assert sorted(Driver().numbers().values()) == [0, 1]
@@ -88,17 +103,19 @@ class TestDriver:
         assert Driver().numbers() == {Driver().uuid(0): 0}
 
     @pytest.mark.parametrize(
-        "failing", ["cuMemGetAddressRange_v2", "cuIpcGetMemHandle", "cuCtxPushCurrent_v2"]
+        "failing",
+        ["cuMemsetD32_v2", "cuCtxSynchronize", "cuIpcGetMemHandle", "cuCtxPushCurrent_v2", "cuMemFree_v2"],
     )
     def test_a_call_that_fails_is_named(self, cuda, failing):
+        address = Driver().allocate(0, 24)
         cuda.failing = failing
         with pytest.raises(DriverError, match=f"{failing} says CUDA_ERROR_NOT_PERMITTED"):
-            Driver().exported(0, 24)
+            use_memory(Driver(), address)
 
     def test_a_status_without_a_name_is_a_number(self, cuda, monkeypatch):
         monkeypatch.setattr(cuda, "cuIpcOpenMemHandle_v2", lambda *_: 999)
         with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 says 999"):
-            Driver().opened(0, Exported("00" * 64, 0))
+            Driver().open(0, "00" * 64)
 
     def test_there_must_be_one(self, monkeypatch):
         def none(name):
