@@ -10,8 +10,8 @@ handles, or why it has none  --------> <--------  handles, or why it has none
 opens those of process 1               opens those of process 0
 None, or why it could not    --------> <--------    None, or why it could not
 
-The memory is the driver's (cuMemAlloc): of XLA's pool the driver makes no handles. What `share_memory` made is
-kept as long as the process lives, and open in the others: nothing tells a process when the last kernel of
+The memory is the driver's (cuMemAlloc): of XLA's pool the driver makes no handles. What `share_memory` made
+is kept as long as the process lives, and open in the others: nothing tells a process when the last kernel of
 another one that writes there has ended, and memory must not be freed before all have closed it.
 """
 
@@ -54,7 +54,7 @@ def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]])
 
 
 def why_not_shared(devices: Sequence[jax.Device]) -> str | None:
-    """Why share_memory would fail, by trying it with a word; None if not. To be called by all processes at once."""
+    """Why share_memory would fail, by trying it with a word; None if not. All processes call at once."""
     own: dict[jax.Device, int] = {}
     found: Addresses = {}
     failed = _shared(devices, [(0, 1)], own, found)
@@ -68,7 +68,7 @@ def _shared(
     own: dict[jax.Device, int],
     found: Addresses,
 ) -> str | None:
-    """share_memory; own gets the memory of this process's devices. On failure both have what there is by then."""
+    """share_memory; own gets the memory of this process's devices. Where it fails both have what there is."""
     said, failed = _told(lambda: _made(devices, runs, own))
     if failed is not None:
         return failed
@@ -106,7 +106,7 @@ def _open(
     places: Mapping[int, Any],
     found: Addresses,
 ) -> None:
-    """Addresses that this process's devices find. Of GPUs that it does not see, opening alone says if it goes."""
+    """Addresses that this process's devices find. Of GPUs that it does not see, opening decides."""
     driver = Driver()
     numbers = driver.numbers()
     for one, other in itertools.product(own, devices):

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.all_reduce import driver, reasons
 from pallas_kernels.all_reduce.driver import Driver, DriverError
-from tests.pallas_kernels.cuda_of_processes import SEEN_AT, Cuda
+from tests.pallas_kernels.cuda_of_processes import ERRORS, NOT_PERMITTED, SEEN_AT, Cuda
 from tests.two_processes import free_port, run_both
 
 RIGHT = {
@@ -113,8 +113,9 @@ class TestDriver:
             use_memory(Driver(), address)
 
     def test_a_status_without_a_name_is_a_number(self, cuda, monkeypatch):
-        monkeypatch.setattr(cuda, "cuIpcOpenMemHandle_v2", lambda *_: 999)
-        with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 says 999"):
+        monkeypatch.delitem(ERRORS, NOT_PERMITTED)
+        cuda.failing = "cuIpcOpenMemHandle_v2"
+        with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 says 800"):
             Driver().open(0, "00" * 64)
 
     def test_there_must_be_one(self, monkeypatch):
