@@ -107,6 +107,11 @@ def check_agreement() -> None:
         print(refused(failing=failing), flush=True)
     print(refused(reaches=False), flush=True)
     print(refused(failing="cuCtxEnablePeerAccess"), flush=True)
+    cuda = Cuda(RANK, num_own=2, failing="cuIpcOpenMemHandle_v2" if RANK == 1 else None)
+    use(cuda)
+    assert "cannot open" in str(processes.share_memory(jax.devices(), [(0, 1)]))  # though the trial went well
+    assert not cuda.allocated
+    assert not cuda.open
     cuda = Cuda(RANK, num_own=2, hides_others=True, reaches=False)  # which nobody can ask then
     use(cuda)
     check_trial(cuda)
