@@ -36,6 +36,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -117,6 +118,16 @@ def ptx_of(module: str, names: list[str]) -> dict[str, str]:
     return _run_alone("compile", module, names, MOSAIC_GPU_DUMP_PTX="1")
 
 
+def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int]]:
+    """Collectives, and calls of Pallas kernels, of `module.aot_cases()[name]` compiled for two devices.
+
+    A case has in the place of donated numbers how its arguments are cut over the axis "x".
+    """
+    reports = _run_alone("partition", module, names)
+    words = {name: text.splitlines()[-1].split() for name, text in reports.items()}  # ptxas reports first
+    return {name: (set(found[1:]), int(found[0])) for name, found in words.items()}
+
+
 def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[str, str]:
     """What is printed of each case; `more` is said in the environment."""
     folder = plugin_folder()
@@ -155,17 +166,33 @@ def kernels_in(report: str) -> list[Kernel]:
     ]
 
 
+def partition(mesh, function, arguments, cut) -> None:
+    """Compiles for the mesh, and prints calls of Pallas kernels and names of collectives."""
+    import jax
+
+    sharding = jax.sharding.NamedSharding(mesh, cut)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    text = jax.jit(function).lower(*placed).compile().as_text()
+    calls = len(re.findall(r'custom_call_target="mosaic_gpu', text))
+    print(calls, *(name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text))
+
+
 def main(what: str, module: str, names: list[str]) -> None:
     """Compiles, lowers or counts, and prints; runs in a process that _run_alone starts."""
     import jax
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    mesh = jax.sharding.Mesh([topology.devices[0]], ("x",))
+    num = 2 if what == "partition" else 1
+    of_host = {"target_config": TARGET, "topology": f"1x1x{num}"}
+    topology = topologies.get_topology_desc(platform="cuda", **of_host)
+    mesh = jax.sharding.Mesh(topology.devices, ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     cases = importlib.import_module(module).aot_cases()
     for name in names:
         print(f"== {name}", flush=True)
+        if what == "partition":
+            partition(mesh, *cases[name])
+            continue
         function, arguments, *numbers = cases[name]
         donated = numbers[0] if numbers else ()
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)

@@ -24,7 +24,7 @@ from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_nam
 from jattn.models.json_files import read_json
 from jattn.models.layers import Constant
 from jattn.models.partitions import check_divides, sharding_of
-from jattn.models.placing import OnMesh, read_parameter
+from jattn.models.placing import OnMesh, check_host, read_parameter
 from jattn.models.scales import KVScales, is_scale
 from jattn.models.spreading import gathered, spread, whole_shape
 from jattn.models.tensor_files import SCALES_FILE
@@ -141,10 +141,13 @@ def load(
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
             Or the model does not fall into the mesh's parts.
-        NotImplementedError: The config asks for what is not here, or a mesh for a cut that is not.
+        NotImplementedError: The config asks for what is not here, a mesh for a cut that is not, or JAX has no CPU
+            backend to make a mesh's parameters with.
         ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
+    if mesh is not None:
+        check_host()
     config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
     generation_config = GenerationConfig.read(directory)
     tensors = _tensors(directory, config)

@@ -14,6 +14,7 @@ from jattn.models.hf_tensors import Join
 from jattn.models.host_parameters import write_parameter
 from jattn.models.stored_tensors import StoredTensor
 from jattn.models.weight_formats import Tensor
+from pallas_kernels.checks import unsupported
 
 type Place = Callable[[np.ndarray], Array]
 
@@ -78,6 +79,19 @@ def read_parameter(
         for source in tensor.sources:
             source.release()
     return array
+
+
+def check_host() -> None:
+    """Parameters of several devices are made by JAX's CPU backend.
+
+    Raises:
+        NotImplementedError: There is none.
+    """
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as error:
+        way_out = "Let it name cpu, too: JAX_PLATFORMS=cuda,cpu"
+        raise unsupported("load(mesh=)", f"JAX_PLATFORMS leaves out the host ({error})", way_out) from error
 
 
 def _on_host(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> np.ndarray:

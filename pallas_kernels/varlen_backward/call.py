@@ -169,7 +169,7 @@ class Call:
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
             mask=() if self.mask is None else self.mask.of_keys.arrays,
-            grad_query=jax.new_ref(zeros()) if spec.adds_grad_query else None,
+            grad_query=zeros() if spec.adds_grad_query else None,
         )
 
     def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:

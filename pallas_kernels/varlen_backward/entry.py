@@ -1,16 +1,19 @@
 """varlen_backward: gradients of packed attention."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.types import Interpret
+from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.kernel import backward_of_keys
 from pallas_kernels.varlen_backward.lists import PairMask, TileLists
+from pallas_kernels.varlen_backward.memory import output_types
 from pallas_kernels.varlen_backward.query_kernel import backward_queries
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes
@@ -107,14 +110,41 @@ def grads_of_call(
     inputs = call.inputs(schedule, spec)
     live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
     if spec.adds_grad_query:
-        outputs = backward_of_keys(inputs, spec)
-        grad_query = call.grad_query(jax.freeze(inputs.grad_query), spec)
+        of_keys = lambda summed: backward_of_keys(inputs._replace(grad_query=summed), spec)
+        outputs, summed = _with_ref(of_keys, inputs.grad_query, output_types(inputs, spec))
+        grad_query = call.grad_query(summed, spec)
     else:
-        stats = jax.new_ref(inputs.stats) if sizes.sums_outputs else inputs.stats
-        of_queries, of_kernel = call.query_spec(schedule, spec), inputs._replace(stats=stats)
-        static = {"sums_outputs": sizes.sums_outputs}
-        grads = backward_queries(call.query_inputs(of_kernel, schedule, of_queries, **static), of_queries)
+        of_queries, stats = call.query_spec(schedule, spec), inputs.stats
+        given = call.query_inputs(inputs, schedule, of_queries, sums_outputs=sizes.sums_outputs)
+        grads_of = lambda stats: backward_queries(given._replace(stats=stats), of_queries)
+        if sizes.sums_outputs:
+            grads, stats = _with_ref(grads_of, stats, given.attention.query)
+        else:
+            grads = grads_of(stats)
         grad_query = live(grads, query)
-        stats = jax.freeze(stats) if sizes.sums_outputs else stats
         outputs = backward_of_keys(inputs._replace(stats=stats), spec)
     return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)
+
+
+def _with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[Any, Array]:
+    """What `run` returns, given a reference to what the array holds, and what that holds then.
+
+    jax.new_ref has an effect, with which JAX lowers nothing for XLA's partitioner. The HLO is the same.
+
+    Args:
+        run: Calls a kernel.
+        array: What the reference holds first.
+        types: Arrays, or types, like the results.
+    """
+    empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), types)
+
+    def body(refs: tuple[Ref, Any]) -> None:
+        ref, result_refs = refs
+
+        def store(to: Ref, x: Array) -> None:
+            to[...] = x
+
+        jax.tree.map(store, result_refs, run(ref))
+
+    array, results = pl.run_state(body)((array, empty))
+    return results, array

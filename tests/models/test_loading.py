@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from jattn.models import Decoder, checkpoint, host_parameters, load, loading, placing, save
+from jattn.parallel import make_mesh
 from tests.conftest import GOLDEN
 from tests.models.families import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
 
@@ -243,3 +244,12 @@ def test_a_saved_file_may_replace_the_one_it_came_from(tmp_path):
     save_file({"x": np.zeros(1000)}, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
     assert isinstance(model, Decoder)
+
+
+def test_a_mesh_wants_the_host_before_a_file_is_read(tmp_path, monkeypatch):
+    def local_devices(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    with pytest.raises(NotImplementedError, match="leaves out the host .*: JAX_PLATFORMS=cuda,cpu"):
+        load(tmp_path / "nowhere", mesh=make_mesh(), progress=False)

@@ -18,6 +18,8 @@ from jattn import attending, masks
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import support, varlen_backward, varlen_prefill
+from tests import aot
+from tests.pallas_kernels.partition_aot_cases import aot_cases
 
 BOUNDS = (0, 70, 70, 200, 233)
 SLOPES = jnp.linspace(0.05, 0.2, 4)
@@ -252,6 +254,24 @@ def test_layers_without_a_cache_train_by_the_kernel():
     with as_on_a_gpu() as called:
         jax.eval_shape(jax.grad(functools.partial(loss, layer)), x)
     assert set(called) == {"attend", "gradients"}
+
+
+class TestAheadOfTime:
+    """Plain jit over two H200s, which XLA's partitioner cuts by asking."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if name in ("sinks by heads", "mask by texts") else pytest.mark.slow)
+            for name in aot_cases()
+        ],
+    )
+    def test_kernels_get_what_lies_on_a_device_and_nothing_is_exchanged(self, name):
+        aot.require_plugin()
+        (found,) = aot.exchanges_of("tests.pallas_kernels.partition_aot_cases", [name]).values()
+        exchanges, kernels = found
+        assert not exchanges
+        assert kernels >= 2
 
 
 @pytest.mark.gpu

@@ -83,6 +83,8 @@ def tokens_of_peers(where):
     """By each kind of sums, and of one device."""
     port = str(free_port())
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    if where == "gpu":
+        environment["JAX_PLATFORMS"] = "cuda,cpu"  # parameters of a mesh are made on the host
     module = "tests.serving.peers_of_processes"
     (code, lines, error), (other_code, _, other_error) = run_both(
         [[module, port, str(rank), where] for rank in range(2)], environment

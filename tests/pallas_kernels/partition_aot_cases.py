@@ -1,0 +1,39 @@
+"""Training under plain jit on two H200s, to compile ahead of time: what is cut, by what the layer has."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks
+from pallas_kernels import support
+
+TEXTS, TOKENS, Q_HEADS, KV_HEADS = 2, 256, 8, 2
+BY_TEXTS, BY_HEADS = P("x"), P(None, None, "x")
+LAYERS = {
+    "plain": {},
+    "sinks": {"sinks": np.linspace(-1.0, 1.0, Q_HEADS, dtype=np.float32), "window": (99, 0)},
+    "slopes": {"alibi_slopes": np.linspace(0.1, 0.3, Q_HEADS, dtype=np.float32), "soft_cap": 9.0},
+    "segments": {"segment_ids": np.arange(TOKENS)[None].repeat(TEXTS, axis=0) // 90},
+    "mask": {"mask": masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2, homo_head=True)},
+    "same bits": {"deterministic": True},
+}
+
+
+def case(head_dim, cut, **how):
+    """Gradients of q, k and v, as on a GPU: the device that traces is none."""
+    support.why_not_on = lambda *_: None
+    run = functools.partial(jattn.attention, causal=True, implementation="mosaic_gpu", **how)
+    loss = lambda q, k, v: (run(q, k, v).astype(jnp.float32) ** 2).sum()
+    of = lambda heads: jax.ShapeDtypeStruct((TEXTS, TOKENS, heads, head_dim), jnp.bfloat16)
+    return jax.grad(loss, argnums=(0, 1, 2)), (of(Q_HEADS), of(KV_HEADS), of(KV_HEADS)), cut
+
+
+def aot_cases():
+    """Name -> (function, abstract arguments, how each of them is cut)."""
+    found = {f"{name} by texts": case(64, BY_TEXTS, **how) for name, how in LAYERS.items()}
+    found |= {f"{name} by heads": case(128, BY_HEADS, **how) for name, how in LAYERS.items()}
+    return found
