@@ -150,9 +150,11 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    splits = [(row["name"], row["split"]) for row in rows if "split" in row]
-    names = (["attention_2x128"] * 3, ["attention_1x256"] * 3, ["prompt_96"] * 2)
-    assert splits == [pair for name in names for pair in zip(name, ("none", "heads", "keys"), strict=False)]
+    splits = [(row["name"], row["split"], row.get("merge")) for row in rows if "split" in row]
+    merges = [("keys", merge) for merge in ("all_gather", "all_reduce", "reduce_scatter")]
+    decode, whole = ("attention_2x128", "attention_1x256"), [("none", None), ("heads", None)]
+    wanted = [(name, *how) for name in decode for how in (*whole, *merges)]
+    assert splits == wanted + [("prompt_96", *how) for how in (*whole, ("keys", None))]
     sums = "sum", "all_reduce", "sum_norm", "all_reduce_norm"
     wanted = [f"{what}_{rows}x64" for rows in (1, 2) for what in sums]
     assert [row["name"] for row in rows if "bytes" in row] == wanted

@@ -141,8 +141,8 @@ def load(
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
             Or the model does not fall into the mesh's parts.
-        NotImplementedError: The config asks for what is not here, a mesh for a cut that is not, or JAX has no CPU
-            backend to make a mesh's parameters with.
+        NotImplementedError: The config asks for what is not here, a mesh for a cut that is not, or JAX has no
+            CPU backend to make a mesh's parameters with.
         ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)

@@ -251,5 +251,5 @@ def test_a_mesh_wants_the_host_before_a_file_is_read(tmp_path, monkeypatch):
         raise RuntimeError(f"Unknown backend {backend}")
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    with pytest.raises(NotImplementedError, match="leaves out the host .*: JAX_PLATFORMS=cuda,cpu"):
+    with pytest.raises(NotImplementedError, match=r"leaves out the host .*: JAX_PLATFORMS=cuda,cpu"):
         load(tmp_path / "nowhere", mesh=make_mesh(), progress=False)
