@@ -1,7 +1,6 @@
 """A call of varlen_backward: whether it may be, and the kernel's inputs made of it."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,26 +89,29 @@ class Call:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
     def default_sizes(self, schedule: Schedule | None, score: Score, *, deterministic: bool) -> KernelSizes:
-        """Where the caller names none; a schedule that is given says whether queries have a kernel."""
-        mean_keys: int | None = mean_keys_of(score, self.query.shape[0] // self.seq_lens.shape[0])
-        if schedule is not None:
-            mean_keys, deterministic = None, deterministic or schedule.queries is not None
-        is_biased = score.soft_cap is not None or self.alibi_slopes is not None
-        choice: dict[str, Any] = {
-            "deterministic": deterministic,
-            "mean_keys": mean_keys,
-            "is_biased": is_biased,
-        }
-        return default_sizes(self.query.shape[2], **choice)
+        """Where the caller names none; what is given with tiles in it says whether queries have a kernel."""
+        head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
+        if given is not None:
+            return default_sizes(head_dim, deterministic=deterministic or given.queries is not None)
+        return default_sizes(
+            head_dim,
+            deterministic=deterministic,
+            mean_keys=mean_keys_of(score, self.query.shape[0] // self.seq_lens.shape[0]),
+            is_biased=score.soft_cap is not None or self.alibi_slopes is not None,
+        )
 
     def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
         """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""
         has_kernel = sizes.of_queries is not None
         require(has_kernel or not deterministic, "sizes.of_queries", "be given with deterministic", None)
-        if has_kernel and self.lists is not None:
-            require(self.lists.queries is not None, "lists.queries", "be given with sizes.of_queries", None)
-            has_mask = self.mask is None or self.mask.of_queries is not None
-            require(has_mask, "mask.of_queries", "be given with sizes.of_queries", None)
+        if self.lists is None:
+            return
+        if not has_kernel:  # whose lists say more of a tile
+            require(self.lists.queries is None, "sizes.of_queries", "be given with lists.queries", None)
+            return
+        require(self.lists.queries is not None, "lists.queries", "be given with sizes.of_queries", None)
+        has_mask = self.mask is None or self.mask.of_queries is not None
+        require(has_mask, "mask.of_queries", "be given with sizes.of_queries", None)
 
     @property
     def is_empty(self) -> bool:

@@ -28,6 +28,7 @@ from pallas_kernels.varlen_backward import (
     make_schedule,
     varlen_backward,
 )
+from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
 from tests import aot
 from tests.pallas_kernels.backward_problem import BackwardProblem, Setting
@@ -185,6 +186,17 @@ class TestLists:
         assert found == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
 
 
+def lists_for(sizes):
+    """Of plain_arguments."""
+    arguments, score = plain_arguments(), Score(scale=1.0)
+    lens = PackedLens(*(arguments[field] for field in PackedLens._fields))
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+    static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": score, "sizes": sizes}
+    schedule = make_schedule(*lens, **static, num_tokens=16)
+    bounds = {"num_tokens": 16, "max_seq_len": 16, "sizes": sizes}
+    return backward_lists(MASKS["strided"], spec, lens, schedule, **bounds)
+
+
 class TestRefusals:
     def test_a_mask_without_lists(self):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
@@ -205,6 +217,24 @@ class TestRefusals:
         assert max_tiles(16, 1) == 1
         with pytest.raises(ValueError, match=rf"lists.{name} must have shape .* got \(1,"):
             varlen_backward(**arguments, schedule=schedule, lists=lists)
+
+    @pytest.mark.parametrize(
+        ("made_for", "given", "message"),
+        [
+            ({}, {"deterministic": True}, r"lists\.queries must be given with sizes\.of_queries, got None"),
+            ({"deterministic": True}, {}, r"sizes\.of_queries must be given with lists\.queries, got None"),
+        ],
+    )
+    def test_lists_for_other_kernels(self, made_for, given, message):
+        arguments, lists = plain_arguments(), lists_for(default_sizes(64, **made_for))
+        with pytest.raises(ValueError, match=message):
+            varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **given))
+
+    @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
+    def test_lists_say_which_kernels_they_are_for(self, sizes):
+        arguments = plain_arguments(lists=lists_for(sizes), mask=None, grad_lse=None, alibi_slopes=None)
+        score = arguments.pop("score")
+        assert Call(**arguments).default_sizes(None, score, deterministic=False) == sizes
 
     def test_blocks_too_small(self):
         mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
