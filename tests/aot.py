@@ -167,9 +167,15 @@ def kernels_in(report: str) -> list[Kernel]:
 
 
 def partition(mesh, function, arguments, cut) -> None:
-    """Compiles for the mesh, and prints calls of Pallas kernels and names of collectives."""
+    """Compiles for the mesh, and prints calls of Pallas kernels and names of collectives.
+
+    As on a GPU, from the first trace to the partitioner's: the device of this process is none.
+    """
     import jax
 
+    from pallas_kernels import support
+
+    support.why_not_on = lambda *_: None
     sharding = jax.sharding.NamedSharding(mesh, cut)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     text = jax.jit(function).lower(*placed).compile().as_text()
