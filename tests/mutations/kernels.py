@@ -12,7 +12,7 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
-from tests.pallas_kernels import backward_problem
+from tests.pallas_kernels import backward_problem, test_backward_lists
 from tests.problems import AttentionProblem, Setting
 
 WINDOW = (100, 0)
@@ -89,3 +89,10 @@ def check_backward(window=(None, None), *, deterministic=False) -> None:
     }
     kernel = functools.partial(varlen_backward.varlen_backward, score=score, **static)
     problem.check(jax.jit(kernel)(**problem.arguments))
+
+
+def check_backward_lists(mask="strided") -> None:
+    """Two kernels over lists: blocks of 64, of which a tile of keys holds two, or bits of a mask's arrays."""
+    problem, sizes = test_backward_lists.problem_of(mask), test_backward_lists.two_kernels(64)
+    interpret = plgpu.InterpretGPUParams()
+    problem.check(test_backward_lists.grads_of(problem, sizes=sizes, interpret=interpret))

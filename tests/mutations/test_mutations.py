@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jattn.implementations.mosaic_gpu import backward_lists as backward_lists_of
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import merge
 from pallas_kernels.paged_decode.segments import Span
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import items as backward_items
+from pallas_kernels.varlen_backward import lists as lists_of_keys
 from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import scores as backward_scores
+from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_prefill import call as prefill_call
 from pallas_kernels.varlen_prefill import items
 from tests.mutations import kernels
@@ -156,6 +159,30 @@ def one_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backward_items.Item, "head", lambda item, nth: right(item, nth * 0))
 
 
+def swapped_parts(patch: pytest.MonkeyPatch) -> None:
+    right = lists_of_keys.codes_of
+    wrong = lambda some, every, parts=(): right(some, every, tuple(parts)[::-1])
+    patch.setattr(lists_of_keys, "codes_of", wrong)
+
+
+def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(first)`: where what a mask has stored for rows that are keys is read from."""
+    right = KeyRows.rows_from
+    wrong = lambda tile, ref, index, first: right(tile, ref, index, change(first))
+    return lambda patch: patch.setattr(KeyRows, "rows_from", wrong, raising=False)
+
+
+def queries_codes(patch: pytest.MonkeyPatch) -> None:
+    right = backward_lists_of.tile_lists
+
+    def wrong(*args, **kwargs):
+        with pytest.MonkeyPatch.context() as inner:
+            codes(without_a_seen_tile)(inner)
+            return right(*args, **kwargs)
+
+    patch.setattr(backward_lists_of, "tile_lists", wrong)
+
+
 def fewer(first, low, high, num):
     return (
         first,
@@ -165,6 +192,7 @@ def fewer(first, low, high, num):
     )
 
 
+backward_lists = kernels.check_backward_lists
 decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode, split_kv=64)
 decode_window = functools.partial(kernels.check_decode, kernels.WINDOW)
 prefill, lists = kernels.check_prefill, kernels.check_lists
@@ -278,22 +306,36 @@ MUTATIONS = {
     "queries-end": Mutation("each query loses its last key", queries, key_range(high=-1)),
     "queries-future": Mutation("each query sees the key behind its own", queries, key_range(high=1)),
     "backward-head": Mutation("a query head of each group is taken for all", backward, one_head),
+    "backward-parts": Mutation(
+        "a warpgroup lets pass what the other one's keys are not seen by", backward_lists, swapped_parts
+    ),
+    "backward-distance": Mutation(
+        "each key is seen by the queries one further than a slash",
+        functools.partial(backward_lists, "vertical_slash"),
+        rows_from(lambda first: first + 1),
+    ),
+    "queries-list": Mutation(
+        "a list of the queries' kernel lacks a tile that is seen", backward_lists, queries_codes
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "check",
-    [decode, in_splits, decode_window, prefill, prefill_window, lists, backward, backward_window, queries],
-    ids=[
-        "decode",
-        "in_splits",
-        "decode_window",
-        "prefill",
-        "prefill_window",
-        "lists",
-        "backward",
-        "backward_window",
-        "queries",
+    [
+        pytest.param(check, id=name)
+        for name, check in {
+            "decode": decode,
+            "in_splits": in_splits,
+            "decode_window": decode_window,
+            "prefill": prefill,
+            "prefill_window": prefill_window,
+            "lists": lists,
+            "backward": backward,
+            "backward_window": backward_window,
+            "queries": queries,
+            "backward_lists": backward_lists,
+        }.items()
     ],
 )
 def test_the_kernels_pass_as_they_are(check):
