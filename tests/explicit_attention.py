@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)  # of which a mesh takes the first
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402

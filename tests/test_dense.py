@@ -241,7 +241,7 @@ class TestTransformations:
             [sys.executable, "-m", "tests.automatic_attention"], capture_output=True, text=True, cwd=ROOT
         )
         assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 21
+        assert len(done.stdout.splitlines()) == 22
 
     @pytest.mark.parametrize(
         "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
