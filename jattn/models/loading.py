@@ -146,8 +146,7 @@ def load(
         ImportError: tokenizers or tqdm is missing.
     """
     directory = pathlib.Path(directory)
-    if mesh is not None:
-        check_host()
+    check_host(mesh)
     config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
     generation_config = GenerationConfig.read(directory)
     tensors = _tensors(directory, config)
