@@ -15,6 +15,7 @@ import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask, words_of
 from jattn.implementations.mosaic_gpu.tile_lists import taken_apart
+from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_prefill import KernelSizes, PairTile
 from tests.sparsity import rules
 
@@ -23,12 +24,12 @@ pytestmark = pytest.mark.kernels  # minutes, together
 HEADS = (rules.Q_HEADS, rules.KV_HEADS)
 
 
-class ArrayTile(PairTile):
+class OfArrays:
     """A tile over arrays, not refs in a kernel."""
 
     @property
-    def queries(self):
-        return jnp.arange(self.shape[0], dtype=jnp.int32) + self.first_query
+    def rows(self):
+        return jnp.arange(self.shape[0], dtype=jnp.int32) + self.first_row
 
     def of_rows(self, x):
         return jnp.full(self.shape[:1], x)
@@ -38,19 +39,38 @@ class ArrayTile(PairTile):
         return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
 
 
-def seen(mask, seq_len, *, row, head, first_query, first_key, tile_kv):
-    """What the kernel makes of the request's pairs among 64 queries and so many keys; their positions."""
-    made = kernel_mask(mask, Call(HEADS, True, first_key % tile_kv != 0, seq_len, tile_kv))
-    columns = jnp.broadcast_to(jnp.arange(tile_kv, dtype=jnp.float32)[None], (64, tile_kv))
+class Queries(OfArrays, PairTile):
+    """64 queries and some keys."""
+
+
+class Keys(OfArrays, KeyRows):
+    """64 keys and some queries."""
+
+    @property
+    def queries(self):
+        return jnp.arange(self.shape[1], dtype=jnp.int32) + self.first_query
+
+    def of_queries(self, x):
+        return jnp.full(self.shape[1:], x)
+
+
+def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=Queries):
+    """What the kernel makes of the request's pairs among 64 rows and so many columns; their positions."""
+    of_keys = tile_of.has_key_rows
+    (num_queries, num_keys) = (num_columns, 64) if of_keys else (64, num_columns)
+    is_packed = of_keys or first_key % num_columns != 0
+    made = kernel_mask(mask, Call(HEADS, True, is_packed, seq_len, num_keys, of_keys))
+    columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
     place = {"head": head, "first_query": first_query, "first_key": first_key}
-    tile = ArrayTile(
+    tile = tile_of(
         **{name: jnp.int32(value) for name, value in place.items()},
         columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     sees = made.sees(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
-    queries = [i for i in range(first_query, first_query + 64) if 0 <= i < seq_len]
-    keys = [j for j in range(first_key, first_key + tile_kv) if 0 <= j < seq_len]
+    queries = [i for i in range(first_query, first_query + num_queries) if 0 <= i < seq_len]
+    keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
     sees = np.broadcast_to(tile.has_bits(sees) if made.is_words else sees, tile.shape)
+    sees = sees.T if of_keys else sees
     return sees[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
 
 
@@ -60,7 +80,8 @@ tiles = st.fixed_dictionaries(
         "head": st.integers(0, rules.Q_HEADS - 1),
         "first_query": st.integers(-15, 40),
         "first_key": st.just(0) | st.integers(-7, 40),
-        "tile_kv": st.sampled_from([64, 128]),
+        "num_columns": st.sampled_from([64, 128]),
+        "tile_of": st.sampled_from([Queries, Keys]),
     }
 )
 
@@ -68,7 +89,8 @@ tiles = st.fixed_dictionaries(
 @settings(max_examples=40)
 @given(rules.SINGLE | rules.compositions(), tiles, st.booleans())
 def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
-    if why_not_kernel_mask(ruled.mask, 128) is not None:
+    of_keys = tile["tile_of"] is Keys
+    if why_not_kernel_mask(ruled.mask, 128, rows=128 if of_keys else 64) is not None:
         return
     mask = ruled.mask
     if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
@@ -82,7 +104,8 @@ def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
 
 @pytest.mark.parametrize(("first_query", "first_key"), [(70, -3), (300, 128), (515, 256), (700, 64)])
 @pytest.mark.parametrize("block", [16, 24, 32, 128])
-def test_positions_far_on_have_their_own_bits(first_query, first_key, block):
+@pytest.mark.parametrize("tile_of", [Queries, Keys])
+def test_positions_far_on_have_their_own_bits(first_query, first_key, block, tile_of):
     rng = np.random.default_rng(0)
     marks = rng.random((2, rules.Q_HEADS, 600)) < 0.3
     slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1])
@@ -91,7 +114,7 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block):
     ids = np.cumsum(rng.random((1, 650)) < 0.02, axis=1).astype(np.int32)
     for mask in (slashed, blocked, masks.Document(ids=ids)):
         place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
-        got, queries, keys = seen(mask, 764, tile_kv=128, **place)
+        got, queries, keys = seen(mask, 764, num_columns=128, tile_of=tile_of, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
         wanted = mask.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
         np.testing.assert_array_equal(got, wanted)
@@ -101,7 +124,7 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block):
 @pytest.mark.parametrize("first_key", [-7, -1, 0])
 def test_the_last_document_has_keys_in_a_tile_that_begins_before_the_request(first_key):
     """As packed keys have it, whose rows begin anywhere."""
-    place = {"row": 0, "head": 0, "first_query": 0, "tile_kv": 64}
+    place = {"row": 0, "head": 0, "first_query": 0, "num_columns": 64}
     got, queries, keys = seen(masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **place)
     assert (len(queries), len(keys)) == (50, 50)
     assert got.all()
