@@ -46,19 +46,24 @@ def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]])
     """
     own: dict[jax.Device, int] = {}
     found: Addresses = {}
-    failed = _shared(devices, runs, own, found)
-    if failed is None:
-        return found
-    _given_back(own, found)
-    return failed
+    is_shared = False
+    try:
+        failed = _shared(devices, runs, own, found)
+        is_shared = failed is None
+    finally:
+        if not is_shared:  # whatever went wrong, the others do so, too
+            _given_back(own, found)
+    return found if failed is None else failed
 
 
 def why_not_shared(devices: Sequence[jax.Device]) -> str | None:
     """Why share_memory would fail, by trying it with a word; None if not. All processes call at once."""
     own: dict[jax.Device, int] = {}
     found: Addresses = {}
-    failed = _shared(devices, [(0, 1)], own, found)
-    left = _given_back(own, found)
+    try:
+        failed = _shared(devices, [(0, 1)], own, found)
+    finally:
+        left = _given_back(own, found)
     return left if failed is None else failed
 
 
@@ -149,15 +154,22 @@ def _given_back(own: Mapping[jax.Device, int], found: Addresses) -> str | None:
 
 
 def _told(make: Callable[[], Any]) -> tuple[list[Any], str | None]:
-    """What each process makes, in their order; and why the first that could not did not."""
+    """What each process makes, in their order; and why the first that could not did not.
+
+    Raises what is no answer of the driver in its own process, when the others have heard of it.
+    """
+    unforeseen: Exception | None = None
     try:
         said = {"made": make()}
-    except DriverError as error:
+    except Exception as error:  # the others wait for a word, whatever went wrong
+        unforeseen = None if isinstance(error, DriverError) else error
         said = {"failed": f"process {jax.process_index()}: {error}"}
     encoded = json.dumps(said).encode()
     assert len(encoded) <= MAX_BYTES, len(encoded)
     words = np.zeros(MAX_BYTES, np.uint8)
     words[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     heard = [json.loads(bytes(one).rstrip(b"\0")) for one in multihost_utils.process_allgather(words)]
+    if unforeseen is not None:
+        raise unforeseen
     failed = next((one["failed"] for one in heard if "failed" in one), None)
     return [one.get("made") for one in heard], failed

@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from pallas_kernels.all_reduce import driver, reasons
+from pallas_kernels.all_reduce import driver, processes, reasons
 from pallas_kernels.all_reduce.driver import Driver, DriverError
 from tests.pallas_kernels.cuda_of_processes import ERRORS, NOT_PERMITTED, SEEN_AT, Cuda
 from tests.two_processes import free_port, run_both
@@ -65,6 +65,17 @@ def test_devices_of_a_part_of_the_processes_are_refused(monkeypatch, types_unche
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     reason = "devices are of 2 of 3 processes (all of them have some, or one has all)"
     assert reasons.why_not_peers([GPU(0), GPU(1)], 2) == reason
+
+
+def test_the_others_hear_of_what_nobody_foresaw(monkeypatch):
+    said = []
+    hear = lambda words: (said.append(bytes(words).rstrip(b"\0").decode()), words[None])[1]
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", hear)
+    monkeypatch.setattr(processes, "Driver", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        processes.share_memory(jax.devices(), [(0, 1)])
+    heard = '{"failed": "process 0: integer division or modulo by zero"}'
+    assert said == [heard, heard]  # of sharing, and of giving back, which the others take part in
 
 
 def use_memory(driver, address):
