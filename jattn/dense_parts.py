@@ -15,7 +15,7 @@ from jattn.automatic_arrays import by_partitioner, labels, sum_of_parts
 from jattn.dense_checks import Rows, last_ahead
 from jattn.dense_layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
 from jattn.implementations import packed
-from jattn.implementations.choice import Asked
+from jattn.implementations.choice import Asked, Choice
 from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.layers import layer_of
 from jattn.metadata.regions import part_of
@@ -112,18 +112,22 @@ def _laid_batch(
         return lay(rows.mask), implementation
     both = lambda mask: mask if rows.mask is None else mask & rows.mask
     laid = lay(both(segments(rows.segment_ids, as_runs=True)))
-    layer = layer_of(spec, None, laid.query.dtype)
-    chosen = choose_layers(laid.metadata, (layer,), laid.mask, implementation=implementation)[0].prefill
+    chosen = _chosen(laid, how)
     if chosen is None or chosen.implementation == "mosaic_gpu":
         return laid, implementation
     return lay(both(segments(rows.segment_ids, as_runs=False))), chosen.implementation
 
 
+def _chosen(laid: Laid, how: How) -> Choice | None:
+    """What is to serve rows; None where there is no token."""
+    layer = layer_of(how.spec, None, laid.query.dtype)
+    asked = how.implementation
+    return choose_layers(laid.metadata, (layer,), laid.mask, implementation=asked)[0].prefill
+
+
 def _recalled(laid: Laid, how: How, per_head: dict[str, Array | None], attended: Attended) -> Attended:
     """Outputs and log-sum-exps of all rows, known already, with the derivative of what serves these."""
-    spec, implementation = how
-    layer = layer_of(spec, None, laid.query.dtype)
-    chosen = choose_layers(laid.metadata, (layer,), laid.mask, implementation=implementation)[0].prefill
+    spec, chosen = how.spec, _chosen(laid, how)
     if chosen is None:  # there is no token
         return attended
     part, mask = part_of(laid.metadata, "prefill"), spec.mask_with(laid.mask)

@@ -13,3 +13,4 @@ from pallas_kernels.varlen_backward.sizes import WARPGROUPS as WARPGROUPS
 from pallas_kernels.varlen_backward.sizes import KernelSizes as KernelSizes
 from pallas_kernels.varlen_backward.sizes import default_sizes as default_sizes
 from pallas_kernels.varlen_backward.sizes import mean_keys_of as mean_keys_of
+from pallas_kernels.varlen_backward.sizes import sizes_of_layer as sizes_of_layer

@@ -14,7 +14,7 @@ from pallas_kernels.varlen_backward.lists import PairMask, TileLists
 from pallas_kernels.varlen_backward.query_refs import QueryInputs
 from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import Schedule, make_schedule, max_tiles
-from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes, mean_keys_of
+from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes, sizes_of_layer
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_prefill.refs import CacheRefs
 from pallas_kernels.varlen_prefill.refs import Inputs as PrefillInputs
@@ -93,12 +93,9 @@ class Call:
         head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
         if given is not None:
             return default_sizes(head_dim, deterministic=deterministic or given.queries is not None)
-        return default_sizes(
-            head_dim,
-            deterministic=deterministic,
-            mean_keys=mean_keys_of(score, self.query.shape[0] // self.seq_lens.shape[0]),
-            is_biased=score.soft_cap is not None or self.alibi_slopes is not None,
-        )
+        how = {"has_alibi": self.alibi_slopes is not None, "deterministic": deterministic}
+        mean_len = self.query.shape[0] // self.seq_lens.shape[0]
+        return sizes_of_layer(head_dim, score, mean_len=mean_len, **how)
 
     def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
         """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""
@@ -170,7 +167,7 @@ class Call:
             stats=self.stats(more_rows=0 if spec.adds_grad_query else UNIT, sizes=spec.sizes),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
-            mask=() if self.mask is None else self.mask.of_keys.arrays,
+            mask=() if spec.mask is None else spec.mask.arrays,
             grad_query=zeros() if spec.adds_grad_query else None,
         )
 

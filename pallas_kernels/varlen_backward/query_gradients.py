@@ -40,8 +40,8 @@ class QueryGradients:
         # Here it is keys that a gradient of 0 is multiplied by.
         of_keys.values = of_keys.keys
         self.clear = Values(of_keys, spec)
-        self.masking = Masking(inputs.attention.mask, self.columns, spec)
-        self.scores = QueryScores(inputs.stats, self.masking, spec)
+        masking = Masking(inputs.attention.mask, self.columns, spec)
+        self.scores = QueryScores(inputs.stats, masking, spec)
         self.products = products_of(spec)(
             self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec
         )
@@ -156,7 +156,7 @@ class QueryGradients:
         """What is done between the products of a tile."""
         return Work(
             await_keys=await_keys,
-            stored=lambda: self.masking.stored(tile),
+            stored=lambda: self.scores.masking.stored(tile),
             weights=lambda s, stored: self.scores.weights(s, stats, tile, stored),
             grad_scores=lambda weights, dp: self.scores.gradients(weights, dp, stats, tile),
         )

@@ -101,3 +101,15 @@ def default_sizes(
     few = FEW_KEYS_WITH_BIAS if is_biased else FEW_KEYS
     sees_few = mean_keys is not None and mean_keys <= few and units == 2
     return (TWO_KERNELS if deterministic or sees_few or units not in TABLE else TABLE)[units]
+
+
+def sizes_of_layer(
+    head_dim: int, score: Score, *, mean_len: int, has_alibi: bool, deterministic: bool
+) -> KernelSizes:
+    """default_sizes for requests of `mean_len` tokens in the mean; 0 = their queries see few keys anyway."""
+    return default_sizes(
+        head_dim,
+        deterministic=deterministic,
+        mean_keys=mean_keys_of(score, mean_len),
+        is_biased=has_alibi or score.soft_cap is not None,
+    )

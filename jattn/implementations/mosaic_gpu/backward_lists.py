@@ -1,7 +1,7 @@
 """From a mask to the lists of tiles that varlen_backward walks through."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -57,16 +57,9 @@ def backward_sizes(
         mean_len: Queries of a request.
         has_alibi: Whether scores have a bias.
     """
-    mean_keys = backward.mean_keys_of(score_of(spec), mean_len)
-    if mask is not None and _leaves_few(mask):
-        mean_keys = 0
-    is_biased = has_alibi or spec.soft_cap is not None
-    choice: dict[str, Any] = {
-        "deterministic": spec.deterministic,
-        "mean_keys": mean_keys,
-        "is_biased": is_biased,
-    }
-    return backward.default_sizes(spec.head_dim, **choice)
+    mean_len = 0 if mask is not None and _leaves_few(mask) else mean_len
+    how = {"has_alibi": has_alibi, "deterministic": spec.deterministic}
+    return backward.sizes_of_layer(spec.head_dim, score_of(spec), mean_len=mean_len, **how)
 
 
 def _leaves_few(mask: Mask) -> bool:
