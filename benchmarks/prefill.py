@@ -18,7 +18,13 @@ from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, make_schedule, varlen_prefill
+from pallas_kernels.varlen_prefill import (
+    KernelSizes,
+    Load,
+    default_sizes,
+    make_schedule,
+    varlen_prefill,
+)
 
 TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
 CHECKED_TOKENS = 24
@@ -69,7 +75,10 @@ class Work:
         lens = arrays["query_start_loc"], arrays["seq_lens"], arrays.get("kv_start_loc")
         if self.quantization != "none":
             lens = *lens[:2], self.read_starts(arrays["block_table"])
-        return make_schedule(*lens, num_tokens=arrays["query"].shape[0], score=self.score, sizes=self.sizes)
+        num_tokens, q_heads, _ = arrays["query"].shape
+        return make_schedule(
+            *lens, num_tokens=num_tokens, score=self.score, sizes=self.sizes, q_heads=q_heads
+        )
 
     def __str__(self) -> str:
         stored = "" if self.quantization == "none" else f" {self.quantization}"
@@ -78,7 +87,8 @@ class Work:
 
 def name_of(sizes: KernelSizes) -> str:
     """How rows name tiles."""
-    return f"q{sizes.tile_q} kv{sizes.tile_kv} stages{sizes.stages} buffers{sizes.query_buffers}"
+    splits = "" if sizes.max_splits == 1 else f" splits{sizes.max_splits}"
+    return f"q{sizes.tile_q} kv{sizes.tile_kv} stages{sizes.stages} buffers{sizes.query_buffers}{splits}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(PREFILL)}; default all")
     parser.add_argument("--block-size", type=int, nargs="+", default=[0, 16], help="0: packed keys, no cache")
     parser.add_argument("--modifier", nargs="+", default=["plain"], choices=MODIFIERS)
+    parser.add_argument("--whole", action="store_true", help="besides, as if queries were many")
     parser.add_argument(
         "--quantization", nargs="+", default=["none"], choices=QUANTIZATIONS, help="of keys in blocks"
     )
@@ -99,11 +110,14 @@ def main(arguments: argparse.Namespace) -> None:
     for name, block_size, modifier, quantization in options:
         if quantization != "none" and not block_size:
             continue  # packed keys are what an 8-bit cache is read into
-        work = default_work(PREFILL[name], block_size or None, modifier, quantization)
-        try:
-            rows.add(**measure(work))
-        except Exception as error:  # the other rows still count
-            print(f"{work}: {type(error).__name__}: {error}"[:500], flush=True)
+        works = [default_work(PREFILL[name], block_size or None, modifier, quantization)]
+        if a.whole and works[0].sizes.max_splits > 1:
+            works.append(dataclasses.replace(works[0], sizes=default_sizes(PREFILL[name].head_dim)))
+        for work in works:
+            try:
+                rows.add(**measure(work))
+            except Exception as error:  # the other rows still count
+                print(f"{work}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
 def default_work(
@@ -111,7 +125,9 @@ def default_work(
 ) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
-    sizes = default_sizes(case.head_dim)
+    num_tokens, max_kv = sum(case.query_lens), max(case.seq_lens)
+    load = None if block_size is None else Load(num_tokens, case.q_heads, max_kv)
+    sizes = default_sizes(case.head_dim, load=load)
     return Work(case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization)
 
 
@@ -204,7 +220,8 @@ def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> flo
             blocks = host("block_table")[r][at // work.block_size]
             k, v = (exact(name)[blocks, at % work.block_size] for name in ("key", "value"))
         q = host("query")[token].astype(np.float32).reshape(case.kv_heads, -1, case.head_dim)
-        s = np.einsum("hgd,khd->hgk", q, k.astype(np.float32)) * score.scale
+        k, v = (x.astype(np.float32).transpose(1, 0, 2) for x in (k, v))
+        s = q @ k.transpose(0, 2, 1) * score.scale
         if score.soft_cap is not None:
             s = np.tanh(s / score.soft_cap) * score.soft_cap
         if "alibi_slopes" in arrays:
@@ -214,7 +231,7 @@ def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> flo
         total = p.sum(axis=-1, keepdims=True)
         if "sinks" in arrays:
             total += np.exp(host("sinks").reshape(case.kv_heads, -1, 1) - top)
-        want = np.einsum("hgk,khd->hgd", p / total, v.astype(np.float32))
+        want = p / total @ v
         error = np.abs(result[token].astype(np.float32).reshape(want.shape) - want).max()
         errors.append(math.inf if np.isnan(error) else float(error))
     return max(errors)

@@ -16,6 +16,7 @@ from jattn.implementations.mosaic_gpu import widening
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import contract
 from tests.contract import Problem
+from tests.pallas_kernels.cut_everywhere import cut_everywhere
 from tests.pallas_kernels.listed_problem import ListedProblem
 from tests.regions import attend_region
 
@@ -51,6 +52,7 @@ CASES = {
     "by token": {"region": "groups", "stored": "int8_token_head", "sinks": True},
     "window": {"region": "groups", "stored": "fp8_scalar", "window": (40, None), "kv": "HND"},
     "chunk": {"region": "two", "stored": "int8_scalar", "chunk_size": 70},
+    "splits": {"region": "groups", "stored": "int8_scalar", "sinks": True},
     "mask": {"region": "two", "stored": "int8_static_v", "mask": DILATED, "window": (64, None)},
 }
 
@@ -61,8 +63,10 @@ SLOW = ("window", "chunk")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )
-def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, name):
+def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, name, monkeypatch):
+    """Splits, too, where their number does not depend on the pass."""
     case = dict(CASES[name])
+    cuts = cut_everywhere(monkeypatch) if name == "splits" else []
     mask = case.pop("mask", None)
     plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
     case = plain | {"heads": (2, 1), "head_dim": 64, "block_size": 16, "dtype": "bfloat16"} | case
@@ -75,6 +79,7 @@ def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, na
     assert widening.buffer_len(metadata, problem.spec) < widening.worst_buffer_len(metadata, problem.spec)
     for a, b in zip(at_once, in_passes, strict=True):
         np.testing.assert_array_equal(a, b)
+    assert len(cuts) == 2 * (name == "splits")
 
 
 LLAMA = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)

@@ -4,4 +4,10 @@ from pallas_kernels.varlen_prefill.entry import varlen_prefill
 from pallas_kernels.varlen_prefill.lists import TileLists, make_lists, num_query_blocks
 from pallas_kernels.varlen_prefill.masks import WORD, KernelMask, PairTile, Words
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, Schedule, key_range, make_schedule
-from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY, WARPGROUP_ROWS, KernelSizes, default_sizes
+from pallas_kernels.varlen_prefill.sizes import (
+    SHARED_MEMORY,
+    WARPGROUP_ROWS,
+    KernelSizes,
+    Load,
+    default_sizes,
+)

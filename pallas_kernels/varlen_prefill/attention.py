@@ -5,15 +5,13 @@ meanwhile.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.softmax import normalized
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_prefill.bias import Bias
 from pallas_kernels.varlen_prefill.items import Worklist
 from pallas_kernels.varlen_prefill.masking import Masking, Stored
@@ -22,24 +20,10 @@ from pallas_kernels.varlen_prefill.products import InterpretedProducts, Products
 from pallas_kernels.varlen_prefill.query_rows import Edges, QueryRows
 from pallas_kernels.varlen_prefill.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.varlen_prefill.softmax import Softmax, State, Step
-from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, W, f32
-from pallas_kernels.varlen_prefill.store import store_rows
-from pallas_kernels.varlen_prefill.tops import rows_of, wide
+from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.store import Attended, store_attended, store_partial
+from pallas_kernels.varlen_prefill.tops import rows_of
 from pallas_kernels.varlen_prefill.values import Values
-
-
-class Attended(NamedTuple):
-    """Rows behind all of their keys.
-
-    Attributes:
-        accs: P V, not normalized: a chunk of a head each.
-        top: What scores were less, of each row.
-        total: Sum of its probabilities.
-    """
-
-    accs: tuple[Tile, ...]
-    top: Rows
-    total: Rows
 
 
 class Attention:
@@ -176,13 +160,16 @@ class Attention:
         return self.softmax.joined(accs, state.total, new)
 
     def store(self, rows: QueryRows, buffer: Scalar, attended: Attended) -> None:
-        """Normalized rows, and their log-sum-exp."""
-        item, sink = rows.item, None
-        if self.inputs.sinks is not None:
-            sink = jnp.where(item["seq_len"] > 0, self.inputs.sinks[item.head], -jnp.inf)
-        factor, lse = normalized(attended.top, attended.total, sink)
-        if self.outputs.lse is not None:
-            here = pl.ds(pl.multiple_of(rows.rank * M, M), M)
-            self.outputs.lse[item["number"], item.head, here] = lse
-        outs = tuple((acc * wide(factor, acc)).astype(self.spec.dtype) for acc in attended.accs)
-        store_rows(self.outputs.out, rows, self.queries.query.at[buffer], self.queries.out.at[buffer], outs)
+        """Rows behind all of their keys, or what a split brings."""
+        buffers = self.queries.query.at[buffer], self.queries.out.at[buffer]
+
+        def whole() -> None:
+            store_attended(self.outputs, self.inputs.sinks, rows, attended, *buffers)
+
+        partials = self.outputs.partials
+        if partials is None:
+            whole()
+        else:
+            is_split = rows.item["partial"] >= 0
+            pl.when(is_split)(lambda: store_partial(partials, rows, attended))
+            pl.when(jnp.logical_not(is_split))(whole)

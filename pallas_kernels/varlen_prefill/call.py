@@ -22,9 +22,10 @@ from pallas_kernels.varlen_prefill.schedule import (
     Schedule,
     heads_at_once,
     make_schedule,
+    max_rows,
     max_tiles,
 )
-from pallas_kernels.varlen_prefill.sizes import KernelSizes
+from pallas_kernels.varlen_prefill.sizes import KernelSizes, Load, default_sizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
 
@@ -100,6 +101,12 @@ class Call:
         num_axes = 3 if self.block_table is None else 4
         require(self.key.ndim == num_axes, "key", f"have {num_axes} axes", self.key.shape)
 
+    def default_sizes(self) -> KernelSizes:
+        """What is chosen where the caller names none."""
+        num_tokens, q_heads, head_dim = self.query.shape
+        load = None if self.block_table is None else Load(num_tokens, q_heads, self.max_kv)
+        return default_sizes(head_dim, has_lists=self.lists is not None, load=load)
+
     def check_lists(self, sizes: KernelSizes) -> None:
         """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
         has_lists = self.lists is not None
@@ -114,10 +121,12 @@ class Call:
     def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
-        rows = max_tiles(num_tokens, reqs, sizes.tile_q)
+        rows = max_rows(num_tokens, reqs, q_heads=q_heads, sizes=sizes)
         what = f"{num_tokens} tokens of {reqs} requests in tiles of {sizes.tile_q}"
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), what)
+        has_splits = schedule.merges is not None
+        require(has_splits == (sizes.max_splits > 1), "max_splits", "be the schedule's", sizes.max_splits)
         if lists is not None:
             what = f"{rows} tiles of queries, {q_heads} heads"
             require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
@@ -126,9 +135,8 @@ class Call:
     def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
         """Its own."""
         seq_lens = self.seq_lens
-        if self.block_table is not None and self.block_size is not None:  # no table is read behind its end
-            max_kv = self.block_table.shape[1] * self.block_size
-            seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), max_kv)
+        if self.block_table is not None:  # no table is read behind its end
+            seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), self.max_kv)
         return make_schedule(
             self.query_start_loc,
             seq_lens,
@@ -136,6 +144,7 @@ class Call:
             num_tokens=self.query.shape[0],
             score=score,
             sizes=sizes,
+            q_heads=self.query.shape[1],
         )
 
     @property
@@ -164,9 +173,17 @@ class Call:
             kv_tokens = min(kv_tokens, math.prod(self.block_table.shape)) * self.block_size
         return 4 * kv_tokens * self.key.shape[-1]
 
-    def shape(self, schedule: Schedule, sizes: KernelSizes) -> Shape:
+    @property
+    def max_kv(self) -> int:
+        """Keys of a request, at most."""
+        if self.block_table is None or self.block_size is None:
+            return self.key.shape[0]
+        return self.block_table.shape[1] * self.block_size
+
+    def shape(self, sizes: KernelSizes) -> Shape:
         """Static sizes."""
-        (_, q_heads, head_dim), rows = self.query.shape, schedule.table.shape[0]
+        num_tokens, q_heads, head_dim = self.query.shape
+        rows = max_tiles(num_tokens, self.seq_lens.shape[0], sizes.tile_q)
         cut, in_cache = head_cut(head_dim), None
         if self.block_size is not None:
             is_hnd = self.layout == "HND"

@@ -9,8 +9,9 @@ from pallas_kernels.varlen_prefill.call import Call
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists
 from pallas_kernels.varlen_prefill.masks import KernelMask
+from pallas_kernels.varlen_prefill.merge import merge_splits
 from pallas_kernels.varlen_prefill.schedule import Schedule
-from pallas_kernels.varlen_prefill.sizes import KernelSizes, default_sizes
+from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 
 
@@ -85,7 +86,7 @@ def attend_call(
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_prefill."""
     call.check()
     num_tokens, q_heads, head_dim = call.query.shape
-    sizes = default_sizes(head_dim, has_lists=call.lists is not None) if sizes is None else sizes
+    sizes = call.default_sizes() if sizes is None else sizes
     call.check_lists(sizes)
     if call.is_empty:
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
@@ -93,11 +94,14 @@ def attend_call(
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
     call.check_schedule(schedule, sizes)
     spec = PrefillSpec(
-        shape=call.shape(schedule, sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
+        shape=call.shape(sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
         interpret=interpret,
     )  # fmt: skip
-    outputs = prefill(call.inputs(schedule, spec), schedule.table.shape[0], spec)
+    inputs = call.inputs(schedule, spec)
+    outputs = prefill(inputs, schedule.table.shape[0], spec)
+    if schedule.merges is not None:
+        outputs = merge_splits(outputs, schedule.table, schedule.merges, inputs.sinks, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
     if outputs.lse is None:
         return out, None

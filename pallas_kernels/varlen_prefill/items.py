@@ -12,10 +12,13 @@ from pallas_kernels.varlen_prefill.refs import ScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, kv_tile_range, tile_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
+from pallas_kernels.varlen_prefill.splits import SPLIT_COLUMNS
 
 
 class Item:
-    """A tile of queries of one head; traced scalars. Keys of tile i begin at position i * tile_kv - skew.
+    """A tile of queries of one head, before all of its keys or a split; traced scalars.
+
+    Keys of tile i begin at position i * tile_kv - skew.
 
     `item["position"]` is a column of the schedule: in a register if the caller has it there, else read anew
     at every use.
@@ -50,6 +53,12 @@ class Item:
         self.first, self.num = kv_tile_range(low, high, self.skew, self.tile_kv)
         if spec.has_lists:
             self.num = column("num")
+        if spec.has_splits:
+            skipped = column("skipped")
+            self.first, self.num = (
+                self.first + skipped,
+                jnp.clip(self.num - skipped, 0, column("split_tiles")),
+            )
 
     def entry(self, i: Scalar) -> Scalar:
         """What the list says of the item's tile i; where there is none, the tile's number."""
@@ -78,7 +87,7 @@ class Worklist:
         self.schedule, self.spec = schedule, spec
         self.num_rows = schedule.num_live[0]
         self.num_items = self.num_rows * (1 if spec.has_lists else spec.shape.q_heads)
-        self.columns = (*COLUMNS, *ITEM_COLUMNS) if spec.has_lists else COLUMNS
+        self.columns = columns_of(spec)
 
     def rounds_of(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """How many items this team has, and the function from their place among these to their number.
@@ -123,6 +132,13 @@ class Worklist:
         rest = number - nth * per_set
         row, is_turned = lax.div(rest, at_once), lax.rem(sets - 1 - nth, jnp.int32(2)) == 1
         return jnp.where(is_turned, num_rows - 1 - row, row), nth * at_once + lax.rem(rest, at_once)
+
+
+def columns_of(spec: PrefillSpec) -> tuple[str, ...]:
+    """What the schedule's table has of an item."""
+    if spec.has_lists:
+        return *COLUMNS, *ITEM_COLUMNS
+    return (*COLUMNS, *SPLIT_COLUMNS) if spec.has_splits else COLUMNS
 
 
 def aligned(row: Scalar) -> Scalar:

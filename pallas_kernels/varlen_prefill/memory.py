@@ -8,18 +8,28 @@ from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.types import Memory
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
 from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE
-from pallas_kernels.varlen_prefill.refs import AlibiOperands, Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_prefill.refs import AlibiOperands, Inputs, Outputs, Partials, Pipeline, Smem
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, f32
+from pallas_kernels.varlen_prefill.splits import most_partials
 
 REGISTERS = 65536  # of an SM
 
 
 def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
-    """The output, and the log-sum-exp of every row of every tile."""
+    """The output, the log-sum-exp of every row of every tile, partial results."""
     shape = num_tiles, spec.shape.q_heads, spec.sizes.tile_q
     lse = jax.ShapeDtypeStruct(shape, f32) if spec.returns_lse else None
-    return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse)
+    partials = _partial_types(spec) if spec.has_splits else None
+    return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials)
+
+
+def _partial_types(spec: PrefillSpec) -> Partials:
+    sizes, cut, heads = spec.sizes, spec.shape.cut, spec.shape.q_heads
+    most = most_partials(heads, sizes)
+    a_row = jax.ShapeDtypeStruct((most, heads, sizes.tile_q), f32)
+    out = jax.ShapeDtypeStruct((most, heads, cut.chunks, sizes.tile_q, cut.width), f32)
+    return Partials(out=out, top=a_row, total=a_row)
 
 
 def smem_types(spec: PrefillSpec) -> Smem:

@@ -63,8 +63,46 @@ class Outputs(NamedTuple):
     Attributes:
         out: As query.
         lse: [tiles, q_heads, tile_q] f32, tiles in the order of the tokens, or None.
+        partials: Of tiles whose keys are cut, which the two above do not have; None where none can be.
     """
 
+    out: Ref
+    lse: Ref
+    partials: "Partials | None"
+
+
+class Partials(NamedTuple):
+    """Rows behind the keys of a split, f32.
+
+    Attributes:
+        out: [partials, q_heads, chunks, tile_q, width]: P V, not normalized.
+        top: [partials, q_heads, tile_q]: what scores were less.
+        total: The same of the probabilities' sums.
+    """
+
+    out: Ref
+    top: Ref
+    total: Ref
+
+
+class MergeRefs(NamedTuple):
+    """What the merge reads, and the output and LSE that it writes in place.
+
+    Attributes:
+        partials: As Outputs.partials.
+        table: [rows, columns]: as ScheduleRefs.table.
+        num_live: [1]: tiles of queries that are cut.
+        rows: [most]: of each the first split's row of the table.
+        sinks: As Inputs.sinks.
+        out: As Outputs.out.
+        lse: As Outputs.lse.
+    """
+
+    partials: Partials
+    table: Ref
+    num_live: Ref
+    rows: Ref
+    sinks: Ref
     out: Ref
     lse: Ref
 

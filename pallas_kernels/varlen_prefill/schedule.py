@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
+from pallas_kernels.checks import require
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, KernelSizes
+from pallas_kernels.varlen_prefill.splits import Merges, cut_tiles, merges_of, most_partials, num_splits
 
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
 
@@ -18,18 +20,21 @@ class Schedule(NamedTuple):
     """The tiles of a step, shared by the layers of one mask.
 
     Attributes:
-        table: One row a tile: COLUMNS. The longest first, or in the order of the tokens where lists are to be
-            made, which say how long it takes. Rows from `num_live` on are 0.
-        num_live: How many tiles there are.
+        table: One row a tile: COLUMNS; or, where keys may be cut, one a split, with splits.SPLIT_COLUMNS
+            behind. The longest first, or in the order of the tokens where lists are to be made, which say how
+            long it takes. Rows from `num_live` on are 0.
+        num_live: How many of them there are.
         first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
             last request counts as one more request.
         first_rows: Row at which that tile begins, perhaps before the request and before row 0.
+        merges: The tiles whose keys are cut; None where none can be.
     """
 
     table: Int32[Array, "tiles columns"]
     num_live: Int32[Array, " 1"]
     first_tiles: Int32[Array, " bounds"]
     first_rows: Int32[Array, " bounds"]
+    merges: Merges | None = None
 
 
 # What a kernel reads of a tile:
@@ -76,6 +81,12 @@ def max_tiles(num_tokens: int, reqs: int, tile_q: int) -> int:
     return (num_tokens + (ALIGN - 1) * (reqs + 1)) // tile_q + reqs + 1
 
 
+def max_rows(num_tokens: int, reqs: int, *, q_heads: int, sizes: KernelSizes) -> int:
+    """Rows of a schedule's table: tiles, and splits besides where keys may be cut."""
+    extra = most_partials(q_heads, sizes) if sizes.max_splits > 1 else 0
+    return max_tiles(num_tokens, reqs, sizes.tile_q) + extra
+
+
 def make_schedule(
     query_start_loc: Int[Array, " bounds"],
     seq_lens: Int[Array, " reqs"],
@@ -84,6 +95,7 @@ def make_schedule(
     num_tokens: int,
     score: Score,
     sizes: KernelSizes,
+    q_heads: int | None = None,
     has_lists: bool = False,
 ) -> Schedule:
     """Cuts each request's tokens into tiles, and the padding behind the last into tiles without keys.
@@ -98,9 +110,64 @@ def make_schedule(
         num_tokens: Static: tokens, padding included.
         score: Static: tells how long a tile takes.
         sizes: Static.
+        q_heads: Static: query heads; needed where sizes.max_splits is not 1.
         has_lists: Static: lists are to be made for the tiles, which then begin where the request does, as the
             blocks of masks do.
+
+    Raises:
+        ValueError: q_heads is needed, or keys are to be cut under lists.
     """
+    may_cut = sizes.max_splits > 1
+    require(not (may_cut and has_lists), "max_splits", "be 1 with lists", sizes.max_splits)
+    require(not (may_cut and q_heads is None), "q_heads", "be given where keys may be cut", q_heads)
+    lens = query_start_loc, seq_lens, kv_start_loc
+    tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
+    firsts = tiles.first_tiles, tiles.first_rows
+    if q_heads is not None and may_cut:
+        splits = num_splits(tiles.kv_tiles, tiles.is_live, q_heads=q_heads, sizes=sizes)
+        rows = max_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)
+        cut = cut_tiles(tiles.kv_tiles, splits, rows=rows)
+        table = _table([*[column[cut.tile] for column in tiles.columns], *cut.columns], cut.is_live)
+        table, places = _longest_first(table, jnp.where(cut.is_live, -cut.num_tiles, 1))
+        merges = merges_of(cut, places, most=most_partials(q_heads, sizes) // 2)
+        return Schedule(table, splits.sum(dtype=jnp.int32)[None], *firsts, merges)
+    table = _table(tiles.columns, tiles.is_live)
+    if not has_lists:
+        table, _ = _longest_first(table, jnp.where(tiles.is_live, -tiles.kv_tiles, 1))
+    return Schedule(table, tiles.num_live, *firsts)
+
+
+class Tiles(NamedTuple):
+    """The tiles of queries of a step, in the order of the tokens.
+
+    Attributes:
+        columns: COLUMNS.
+        is_live: Whether there is such a tile.
+        num_live: How many there are.
+        kv_tiles: Tiles of keys that each sees.
+        first_tiles: See Schedule.
+        first_rows: See Schedule.
+    """
+
+    columns: list[Int32[Array, " tiles"]]
+    is_live: Bool[Array, " tiles"]
+    num_live: Int32[Array, " 1"]
+    kv_tiles: Int32[Array, " tiles"]
+    first_tiles: Int32[Array, " bounds"]
+    first_rows: Int32[Array, " bounds"]
+
+
+def _tiles_of(
+    query_start_loc: Int[Array, " bounds"],
+    seq_lens: Int[Array, " reqs"],
+    kv_start_loc: Int[Array, " reqs"] | None,
+    *,
+    num_tokens: int,
+    score: Score,
+    sizes: KernelSizes,
+    has_lists: bool,
+) -> Tiles:
+    """See make_schedule."""
     reqs, tile_q = seq_lens.shape[0], sizes.tile_q
     starts = query_start_loc.astype(jnp.int32)
     ends = jnp.concatenate([starts[1:], jnp.full((1,), num_tokens, jnp.int32)])
@@ -129,11 +196,14 @@ def make_schedule(
     low, high = tile_range(score, position + begin, position + end - 1, seq_len)
     _, kv_tiles = kv_tile_range(low, high, kv_start, sizes.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
-    table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
-    live = jnp.where(is_live[:, None], table, 0)
-    if not has_lists:
-        live = _longest_first(live, jnp.where(is_live, -kv_tiles, 1))
-    return Schedule(live, last_tiles[-1:], first_tiles, first_rows)
+    return Tiles(columns, is_live, last_tiles[-1:], kv_tiles, first_tiles, first_rows)
+
+
+def _table(columns: list[Int32[Array, " rows"]], is_live: Array) -> Int32[Array, "rows columns"]:
+    """Columns side by side, as wide as TMA wants them; rows that are not live are 0."""
+    zero = jnp.zeros_like(columns[0])
+    table = jnp.stack([*columns, *[zero] * (TABLE_WIDTH - len(columns))], axis=1)
+    return jnp.where(is_live[:, None], table, 0)
 
 
 def _requests_of(
@@ -149,12 +219,12 @@ def _requests_of(
 
 def _longest_first(
     table: Int32[Array, "tiles columns"], keys: Int32[Array, " tiles"]
-) -> Int32[Array, "tiles columns"]:
-    """The rows in the order of their keys."""
+) -> tuple[Int32[Array, "tiles columns"], Int32[Array, " tiles"]]:
+    """The rows in the order of their keys, and each one's place."""
     places = sorted_places(keys[None])[0]
     if len(table) > COMPARED_TWICE:
         places = jax.lax.optimization_barrier(places)
-    return jnp.zeros_like(table).at[places].set(table)
+    return jnp.zeros_like(table).at[places].set(table), places
 
 
 def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:

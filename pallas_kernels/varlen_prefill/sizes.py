@@ -1,6 +1,7 @@
 """The sizes that the prefill kernel is compiled for."""
 
 import dataclasses
+from typing import NamedTuple
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.gpu import NUM_SMS
@@ -24,6 +25,8 @@ class KernelSizes:
         ctas: Thread blocks of the grid; each stays on its SM and works through its share of the tiles.
         batch_invariant: A row's bits do not depend on the other rows of its tile, also where a window or
             lists hide the tile's first keys from it.
+        max_splits: Into so many splits the keys of a tile of queries may be cut, so that a few tiles before
+            many keys keep all thread blocks busy (FlashAttention's num_splits); 1: into none. Lists are not.
     """
 
     tile_kv: int = 128
@@ -33,14 +36,17 @@ class KernelSizes:
     query_buffers: int = 2
     ctas: int = NUM_SMS
     batch_invariant: bool = False
+    max_splits: int = 1
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
         require_one_of("warpgroups", self.warpgroups, (2, 3))
         require_one_of("teams", self.teams, (1, self.warpgroups))
         require_one_of("query_buffers", self.query_buffers, (1, 2))
-        require_positive(stages=self.stages, ctas=self.ctas)
+        require_positive(stages=self.stages, ctas=self.ctas, max_splits=self.max_splits)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
+        is_one = self.max_splits == 1 or not self.batch_invariant
+        require(is_one, "max_splits", "be 1 where a row's bits are its own", self.max_splits)
 
     @property
     def team_size(self) -> int:
@@ -79,15 +85,54 @@ LIST_TABLE = {
     192: KernelSizes(tile_kv=64, stages=2),
     256: KernelSizes(tile_kv=64, stages=2, query_buffers=1),
 }
+# By how much longer LIST_TABLE's two warpgroups take than TABLE's three, all rows live (prefill-tiles).
+COST_OF_TWO = {64: 1.16, 128: 1.03}
+MAX_SPLITS = 16
+# Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
+MIN_KV_OF_SPLITS = 4096
+# With more items than that for each thread block the last round is a small part of all.
+ITEMS_OF_SPLITS = 2
 
 
-def default_sizes(head_dim: int, *, has_lists: bool = False, batch_invariant: bool = False) -> KernelSizes:
+class Load(NamedTuple):
+    """Static bounds of a call over a cache, without lists.
+
+    Attributes:
+        num_tokens: Tokens of all requests.
+        q_heads: Query heads.
+        max_kv: Keys of a request.
+    """
+
+    num_tokens: int
+    q_heads: int
+    max_kv: int
+
+
+def default_sizes(
+    head_dim: int, *, has_lists: bool = False, batch_invariant: bool = False, load: Load | None = None
+) -> KernelSizes:
     """The sizes of varlen_prefill where the caller names none.
 
     Args:
         head_dim: Width of a head.
         has_lists: Lists say which tiles of keys an item is to see.
         batch_invariant: As KernelSizes has it.
+        load: Tells whether queries are so few that their keys may have to be cut; None: they are not.
     """
-    sizes = (LIST_TABLE if has_lists else TABLE)[head_cut(head_dim).padded_dim]
-    return dataclasses.replace(sizes, batch_invariant=batch_invariant)
+    padded_dim = head_cut(head_dim).padded_dim
+    sizes = (LIST_TABLE if has_lists else TABLE)[padded_dim]
+    if batch_invariant:
+        return dataclasses.replace(sizes, batch_invariant=True)
+    return sizes if load is None or has_lists else _sizes_of_few(padded_dim, load)
+
+
+def _sizes_of_few(padded_dim: int, load: Load) -> KernelSizes:
+    """For a load that may be of few queries: then tiles as tall as they fill, of keys that may be cut."""
+    sizes = TABLE[padded_dim]
+    tiles = lambda sizes: -(-load.num_tokens // sizes.tile_q)
+    if tiles(sizes) * load.q_heads > ITEMS_OF_SPLITS * sizes.ctas or load.max_kv < MIN_KV_OF_SPLITS:
+        return sizes
+    two = LIST_TABLE[padded_dim]
+    if tiles(two) * two.tile_q * COST_OF_TWO.get(padded_dim, 1) < tiles(sizes) * sizes.tile_q:
+        sizes = two
+    return dataclasses.replace(sizes, max_splits=MAX_SPLITS)

@@ -93,6 +93,11 @@ class PrefillSpec:
         return self.shape.cut.padded_dim == M and not self.has_lists
 
     @property
+    def has_splits(self) -> bool:
+        """An item may be a part of its rows' keys: a split."""
+        return self.sizes.max_splits > 1 and not self.has_lists
+
+    @property
     def copies(self) -> int:
         """TMA copies that bring the keys of a tile, or its values."""
         in_cache = self.shape.in_cache

@@ -1,16 +1,81 @@
 """A warpgroup's output into global memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.store import store_unoptimized
-from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.items import aligned
 from pallas_kernels.varlen_prefill.query_rows import QueryRows
+from pallas_kernels.varlen_prefill.refs import Outputs, Partials
 from pallas_kernels.varlen_prefill.spec import M
+from pallas_kernels.varlen_prefill.tops import wide
+
+
+class Attended(NamedTuple):
+    """Rows behind all of their keys, or behind those of a split.
+
+    Attributes:
+        accs: P V, not normalized: a chunk of a head each.
+        top: What scores were less, of each row.
+        total: Sum of its probabilities.
+    """
+
+    accs: tuple[Tile, ...]
+    top: Rows
+    total: Rows
+
+
+def store_attended(
+    outputs: Outputs, sinks: Ref, rows: QueryRows, attended: Attended, swizzled_s: Ref, plain_s: Ref
+) -> None:
+    """Writes rows behind all of their keys, normalized, and their log-sum-exp.
+
+    Args:
+        outputs: Where to.
+        sinks: As Inputs.sinks.
+        rows: Which.
+        attended: What they are.
+        swizzled_s: See store_rows.
+        plain_s: See store_rows.
+    """
+    factor, lse = factor_and_lse(rows, attended.top, attended.total, sinks)
+    if outputs.lse is not None:
+        store_lse(outputs.lse, rows, lse)
+    outs = tuple((acc * wide(factor, acc)).astype(rows.spec.dtype) for acc in attended.accs)
+    store_rows(outputs.out, rows, swizzled_s, plain_s, outs)
+
+
+def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple[Rows, Rows]:
+    """What P V is multiplied by, and the log-sum-exp, once a sink has joined; see Attended."""
+    item, sink = rows.item, None
+    if sinks is not None:
+        sink = jnp.where(item["seq_len"] > 0, sinks[item.head], -jnp.inf)
+    return normalized(top, total, sink)
+
+
+def store_lse(lse_g: Ref, rows: QueryRows, lse: Rows) -> None:
+    """Writes a warpgroup's rows of Outputs.lse."""
+    lse_g[rows.item["number"], rows.item.head, rows_of_tile(rows)] = lse
+
+
+def store_partial(partials: Partials, rows: QueryRows, attended: Attended) -> None:
+    """Writes rows behind the keys of a split: all of the warpgroup's, live or not."""
+    at, here = (rows.item["partial"], rows.item.head), rows_of_tile(rows)
+    for chunk, acc in enumerate(attended.accs):
+        store_unoptimized(partials.out.at[(*at, chunk, here)], acc)
+    partials.top[(*at, here)] = attended.top
+    partials.total[(*at, here)] = attended.total
+
+
+def rows_of_tile(rows: QueryRows) -> Slice:
+    """A warpgroup's among those of its tile."""
+    return pl.ds(pl.multiple_of(rows.rank * M, M), M)
 
 
 def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs: Sequence[Tile]) -> None:
@@ -23,35 +88,44 @@ def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs:
         plain_s: The same memory.
         outs: A chunk of a head each, in 16 bits.
     """
-    item, cut = rows.item, rows.spec.shape.cut
+    head, cut = rows.item.head, rows.spec.shape.cut
+
+    def to(live: Slice, chunk: int) -> Ref:
+        return out_g.at[(live, head, *cut.at(chunk, head * 0))]
+
+    store_live(to, rows, swizzled_s, plain_s, outs)
+
+
+def store_live(
+    to: Callable[[Slice, int], Ref], rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs: Sequence[Tile]
+) -> None:
+    """As store_rows; `to(rows, nth)` is where the nth of outs goes."""
+    item = rows.item
     first = item["first_row"] + rows.rank * M
     begin, end = (jnp.clip(row - rows.rank * M, 0, M) for row in (item["begin"], item["end"]))
     num = jnp.maximum(end - begin, 0)
 
-    def to(live: Slice, chunk: int) -> Ref:
-        return out_g.at[(live, item.head, *cut.at(chunk, first * 0))]
-
     @pl.when(num == M)
     def _() -> None:
-        for chunk, out in enumerate(outs):
-            swizzled_s[chunk] = out
+        for nth, out in enumerate(outs):
+            swizzled_s[nth] = out
         plgpu.commit_smem()
-        for chunk in range(cut.chunks):
+        for nth in range(len(outs)):
             live = pl.ds(aligned(first), M)
-            plgpu.copy_smem_to_gmem(swizzled_s.at[chunk], to(live, chunk))
+            plgpu.copy_smem_to_gmem(swizzled_s.at[nth], to(live, nth))
 
     @pl.when((num > 0) & (num < M))
     def _() -> None:
-        for chunk, out in enumerate(outs):
-            store_unoptimized(plain_s.at[chunk], out)
+        for nth, out in enumerate(outs):
+            store_unoptimized(plain_s.at[nth], out)
         plgpu.commit_smem()
         offset, size = begin, M // 2
         while size:
 
             @pl.when((num & size) != 0)
             def _(offset: Scalar = offset, size: int = size) -> None:
-                for chunk in range(cut.chunks):
-                    piece = plain_s.at[chunk, pl.ds(offset, size)]
-                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), chunk))
+                for nth in range(len(outs)):
+                    piece = plain_s.at[nth, pl.ds(offset, size)]
+                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), nth))
 
             offset, size = offset + (num & size), size // 2

@@ -18,12 +18,14 @@ FEATURES = {
     "cross_window": {"causal": False, "window": (100, 4)},
     "cross": {"causal": False},
 }
+OF_SPLITS = "-splits"  # ends the names of kernels whose items may be splits
+FEW, MANY = (256, 65536), (8192, 16384)  # tokens of all requests and keys of one, at most
 LOADERS = [("packed", None), *itertools.product(("NHD", "HND"), (8, 16, 64, 256))]
 
 
-def case(head_dim, layout, block_size, dtype, *, has_sinks=False, has_alibi=False, **score):
+def case(head_dim, layout, block_size, dtype, *, sizes=MANY, has_sinks=False, has_alibi=False, **score):
     shape = jax.ShapeDtypeStruct
-    tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
+    (tokens, max_kv), reqs, q_heads, kv_heads = sizes, 24, 32, 8
     arrays = {
         "query": shape((tokens, q_heads, head_dim), dtype),
         "query_start_loc": shape((reqs + 1,), jnp.int32),
@@ -35,7 +37,7 @@ def case(head_dim, layout, block_size, dtype, *, has_sinks=False, has_alibi=Fals
     else:
         per_block = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
         kv = shape((10_000, *per_block, head_dim), dtype)
-        arrays["block_table"] = shape((reqs, 16384 // block_size), jnp.int32)
+        arrays["block_table"] = shape((reqs, max_kv // block_size), jnp.int32)
     per_head = shape((q_heads,), jnp.float32)
     arrays |= {"sinks": per_head} if has_sinks else {}
     arrays |= {"alibi_slopes": per_head} if has_alibi else {}
@@ -59,4 +61,9 @@ def aot_cases():
     found["d128-cross_left_window-NHD16-bfloat16"] = case(
         128, "NHD", 16, jnp.dtype("bfloat16"), causal=False, window=(100, None)
     )
+    for nth, (head_dim, feature) in enumerate(itertools.product((64, 80, 128, 256), FEATURES)):
+        layout, block_size = LOADERS[1 + nth % (len(LOADERS) - 1)]
+        dtype = ("bfloat16", "float16")[nth // 2 % 2]
+        made = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **FEATURES[feature])
+        found[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = made
     return found

@@ -20,7 +20,7 @@ from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, contract, races
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
-from tests.pallas_kernels.prefill_aot_cases import aot_cases
+from tests.pallas_kernels.prefill_aot_cases import OF_SPLITS, aot_cases
 
 # Query and sequence lengths: several tiles, tiles with one live row, rows that 8 does not divide, nothing.
 LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}
@@ -158,9 +158,11 @@ class TestAheadOfTime:
         The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
         Most are spilled under windows and chunks, and by heads of 256: 192 bytes by both together.
         """
-        (kernel,) = compiled()[name]
+        kernel, *merge = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
         assert kernel.spilled_bytes <= (200 if name.startswith("d256-chunk") else 136)
+        assert len(merge) == name.endswith(OF_SPLITS)
+        assert all(kernel.spilled_bytes == 0 for kernel in merge)
 
     @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16"])
     def test_plain_attention_spills_nothing(self, name):

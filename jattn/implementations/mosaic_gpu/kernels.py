@@ -65,7 +65,8 @@ class PrefillKernel:
     @property
     def split(self) -> str:
         """How a request's work is shared among thread blocks."""
-        return "by tiles of queries"
+        most = self.sizes.max_splits
+        return "by tiles of queries" + ("" if most == 1 else f", the keys of each in up to {most} splits")
 
 
 type Kernel = DecodeKernel | PrefillKernel

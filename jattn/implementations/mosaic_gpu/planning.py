@@ -54,8 +54,9 @@ def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
         return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
     if kernel.is_packed or kernel.is_widened:
         return None
-    of_lists = (spec.num_q_heads, spec.num_kv_heads) if kernel.has_lists else ()
-    return "prefill", *of_lists, *mask, kernel.sizes, kernel.has_lists
+    counts_heads = kernel.has_lists or kernel.sizes.max_splits > 1
+    of_heads = (spec.num_q_heads, spec.num_kv_heads) if counts_heads else ()
+    return "prefill", *of_heads, *mask, kernel.sizes, kernel.has_lists
 
 
 def decode_work(
@@ -121,6 +122,7 @@ def prefill_work(
         num_tokens=metadata.bucket.max_tokens,
         score=score_of(spec),
         sizes=kernel.sizes,
+        q_heads=spec.num_q_heads,
         has_lists=kernel.has_lists,
     )
     if mask is None:

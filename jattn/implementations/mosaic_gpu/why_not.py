@@ -93,7 +93,10 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
     if reason is not None:
         return reason
     if mask is None:
-        sizes = prefill_kernel.default_sizes(spec.head_dim, batch_invariant=spec.batch_invariant)
+        max_kv, num_tokens = region.max_blocks * region.block_size, region.bucket.max_tokens
+        load = None if is_packed else prefill_kernel.Load(num_tokens, spec.num_q_heads, max_kv)
+        invariant = spec.batch_invariant
+        sizes = prefill_kernel.default_sizes(spec.head_dim, batch_invariant=invariant, load=load)
     else:
         sizes = sparse_sizes(spec, mask)
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
