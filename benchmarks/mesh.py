@@ -14,7 +14,7 @@ from benchmarks.device_time import Rows
 from benchmarks.engine import QWEN3_8B
 from benchmarks.graphs import LLAMA_8B, flags
 from benchmarks.mesh_attention import measure_attention
-from benchmarks.mesh_loop import measure_loop
+from benchmarks.mesh_loop import measure_decode_loop, measure_loop
 from benchmarks.mesh_nano import NanoCase, measure_nano
 from benchmarks.mesh_prefill import PromptCase, measure_prompt
 from benchmarks.mesh_steps import measure_large, measure_steps
@@ -22,7 +22,7 @@ from benchmarks.mesh_sums import measure_sums
 from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
-CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "nano", "large")
+CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "decode_loop", "nano", "large")
 OF_PROCESSES = ("sums", "steps")
 
 
@@ -37,6 +37,7 @@ class Sizes(NamedTuple):
         config: Of the model.
         steps: Requests of each decode step, and their context.
         loop: The model of the loop, requests and context of its step, and how many steps.
+        decode_loop: Of `config`'s loop on the device: requests, context, rounds.
         nano: Of nano-vllm's workload.
         large: A model that one device has no room for, requests and context of its step, how keys are stored.
     """
@@ -48,6 +49,7 @@ class Sizes(NamedTuple):
     config: dict[str, Any]
     steps: tuple[tuple[int, int], ...]
     loop: tuple[dict[str, Any], tuple[int, int], int]
+    decode_loop: tuple[tuple[int, int], int]
     nano: NanoCase
     large: tuple[dict[str, Any], tuple[int, int], str]
 
@@ -64,6 +66,7 @@ LARGE = Sizes(
     QWEN3_8B,
     ((1, 1024), (64, 4096), (256, 1024)),
     (LOOP, (8, 512), 10_000),
+    ((1, 1024), 64),
     NanoCase(QWEN3_8B, 256, 1024, (16, 32, 64, 96, 128, 160, 192, 224, 256), (512, 2048, 8192), 24_000),
     (LLAMA_70B, (64, 4096), "fp8_per_token_head"),
 )
@@ -77,6 +80,7 @@ SMALL = Sizes(
     TINY,
     ((1, 32), (3, 48)),
     (TINY, (3, 48), 20),
+    ((3, 48), 5),
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
     (TINY, (3, 48), "fp8_per_token_head"),
 )
@@ -88,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument(
-        "--peer-memory", action="store_true", help="steps sum by all_reduce, too; loop and nano alone"
+        "--peer-memory", action="store_true", help="steps sum by all_reduce, too; loops and nano alone"
     )
     parser.add_argument("--out", help="folder of the rows")
     processes.add_arguments(parser)
@@ -113,6 +117,9 @@ def main(arguments: argparse.Namespace) -> None:
         "sums": lambda: measure_sums(sizes.sums, mesh),
         "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh, uses_peers=arguments.peer_memory),
         "loop": lambda: measure_loop(*sizes.loop, mesh, uses_peers=arguments.peer_memory),
+        "decode_loop": lambda: measure_decode_loop(
+            sizes.config, *sizes.decode_loop, mesh, uses_peers=arguments.peer_memory
+        ),
         "nano": lambda: measure_nano(sizes.nano, mesh, uses_peers=arguments.peer_memory),
         "large": lambda: measure_large(*sizes.large, mesh, uses_peers=arguments.peer_memory),
     }

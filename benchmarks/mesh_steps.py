@@ -129,7 +129,7 @@ class Steps:
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
         of_caches: Any = {"block_size": BLOCK_SIZE, "quantization": quantization}
-        self._caches = _filled(model.create_caches(num_blocks, **of_caches))
+        self._caches = filled(model.create_caches(num_blocks, **of_caches))
         buckets = [one.bucket for one in self._metadata.values()]
         self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
@@ -184,7 +184,7 @@ def _metadata(reqs: int, context: int) -> jattn.BatchMetadata:
     return jattn.build_batch_metadata([1] * reqs, [context] * reqs, table, **how)
 
 
-def _filled(caches: Any) -> Any:
+def filled(caches: Any) -> Any:
     """Caches with random keys and values, the same ones however they lie on devices."""
     leaves, tree = jax.tree.flatten(caches)
     del caches

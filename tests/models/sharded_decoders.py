@@ -19,6 +19,7 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
+from jattn.decoding import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
 from jattn.models.spreading import spread  # noqa: E402
@@ -119,6 +120,29 @@ def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
         executable = watched.args[0]
         check_executable(executable, bucket, model.config, (params, caches), tp, alone.memory[bucket])
     print(f"tp {tp}: {num_compiles} executables, {params} and {caches} bytes")
+
+
+def check_decode_loop(folder: pathlib.Path, tp: int) -> None:
+    """`decode_loop` over a model on a mesh makes one device's tokens, and its caches stay cut."""
+
+    def loop(mesh: Any) -> DecodeLoopOutput:
+        model = load(folder, mesh=mesh, progress=False)
+        table = np.arange(1, 9).reshape(2, 4)
+        metadata = jattn.build_batch_metadata([1, 1], [5, 9], table, bucket=jattn.Bucket(max_decodes=2))
+
+        def step(model: Decoder, caches: Any, metadata: Any, tokens: Any) -> tuple[Any, Any]:
+            hidden, caches = model(tokens, caches, metadata)
+            return model.logits(hidden), caches
+
+        greedy = lambda logits, index: logits.argmax(axis=-1)
+        caches, tokens = model.create_caches(9), np.asarray([3, 4], np.int32)
+        return decode_loop(step, model, caches, metadata, tokens, num_steps=12, sample=greedy)
+
+    wanted, found = loop(None), loop(jattn.parallel.make_mesh(tp=tp))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    assert len(np.unique(wanted.tokens)) > 2
+    assert all(is_cut(array, tp) for cache in found.caches for array in (cache.k, cache.v))
+    print(f"decode_loop on {tp}")
 
 
 def watch_uploads(engine: Engine) -> list[int]:
@@ -402,6 +426,7 @@ def main() -> None:
                 check_feature(folder, feature)
             check_what_leaves_it(folder)
             check_steps_without_caches(folder)
+            check_decode_loop(folder, 2)
             return
         alone = alone_of(folder)
         for tp in (2, 4):

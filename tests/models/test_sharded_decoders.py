@@ -63,6 +63,7 @@ def changed(**changes):
                 "batch_invariant on 2",
                 "saved and",
                 "without caches",
+                "decode_loop on 2",
             ],
         ),
     ],
