@@ -220,28 +220,13 @@ class TestTransformations:
             close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
 
     @pytest.mark.kernels
-    def test_shard_map_over_texts_and_heads_adds_no_exchange_between_devices(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.sharded_attention"], capture_output=True, text=True, cwd=ROOT
-        )
+    @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 18), ("automatic", 22)])
+    def test_arrays_on_a_mesh_stay_cut_and_nothing_is_exchanged(self, axes, lines):
+        """Under shard_map over texts and heads, on Explicit axes, and on Auto ones under plain jit."""
+        command = [sys.executable, "-m", f"tests.{axes}_attention"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 4
-
-    @pytest.mark.kernels
-    def test_arrays_on_a_mesh_of_explicit_axes_stay_cut_and_nothing_is_exchanged(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.explicit_attention"], capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 18
-
-    @pytest.mark.kernels
-    def test_arrays_on_a_mesh_of_auto_axes_stay_cut_under_plain_jit_and_nothing_is_exchanged(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.automatic_attention"], capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 22
+        assert len(done.stdout.splitlines()) == lines
 
     @pytest.mark.parametrize(
         "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
