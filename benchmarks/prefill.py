@@ -26,7 +26,7 @@ from pallas_kernels.varlen_prefill import (
     varlen_prefill,
 )
 
-TOLERANCE = 2e-2  # bf16 outputs of about 0.1 to 4; the tests hold the kernel to a tighter bound
+TOLERANCE = 2e-2  # of a token's largest output; the tests hold the kernel to a tighter bound
 CHECKED_TOKENS = 24
 MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -191,7 +191,10 @@ def measure(work: Work, device: contextlib.AbstractContextManager[Any] | None = 
 
 
 def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> float:
-    """Against float32 on the host: a few tokens, the first and the last of all among them, every q head."""
+    """Against float32 on the host: a few tokens, the first and the last of all among them, every q head.
+
+    Relative to a token's largest output: behind many keys all of them are small.
+    """
     case, score = work.case, work.score
     starts = np.concatenate([[0], np.cumsum(case.query_lens)])
     tokens = np.random.default_rng(1).integers(0, starts[-1], CHECKED_TOKENS)
@@ -232,6 +235,6 @@ def worst_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> flo
         if "sinks" in arrays:
             total += np.exp(host("sinks").reshape(case.kv_heads, -1, 1) - top)
         want = p / total @ v
-        error = np.abs(result[token].astype(np.float32).reshape(want.shape) - want).max()
+        error = np.abs(result[token].astype(np.float32).reshape(want.shape) - want).max() / np.abs(want).max()
         errors.append(math.inf if np.isnan(error) else float(error))
     return max(errors)

@@ -166,7 +166,7 @@ class TestKernels:
         decode, prefill = (kernel.KernelSizes(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_sizes", lambda *args, **kwargs: decode)
         monkeypatch.setattr(kernels[1], "default_sizes", lambda *args, **kwargs: prefill)
-        in_entry = "pallas_kernels.varlen_prefill.entry.default_sizes"
+        in_entry = "pallas_kernels.varlen_prefill.call.default_sizes"
         monkeypatch.setattr(in_entry, lambda *args, **kwargs: prefill)
         monkeypatch.setattr(support, "why_not_on", lambda *_: None)
         interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())

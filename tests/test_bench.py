@@ -1,6 +1,7 @@
 """What `make bench` runs: every suite that writes rows of its own."""
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -8,12 +9,25 @@ import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import engine_model, engine_steps, graphs, load, processes, scaling_model, serve, step_kernels
+from benchmarks import (
+    engine_model,
+    engine_steps,
+    graphs,
+    load,
+    prefill,
+    processes,
+    scaling_model,
+    serve,
+    step_kernels,
+)
 from benchmarks.__main__ import SUITES, main
 from benchmarks.mesh_steps import agreement
+from pallas_kernels.cases import PrefillCase
+from pallas_kernels.varlen_prefill import reference
 from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -160,7 +174,8 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     assert [row["name"] for row in rows if "bytes" in row] == wanted
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    assert steps == [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
+    wanted = [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
+    assert steps == wanted + [("decode_loop_3x48", *one) for one in how]
     loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
     assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
@@ -264,3 +279,20 @@ def test_the_plan_for_more_gpus_begins_with_what_two_took(gpus, sums):
 def test_the_page_has_the_plan():
     page = (ROOT / "docs" / "scaling.md").read_text()
     assert scaling_model.table(scaling_model.Model.measured()) in page
+
+
+def test_prefill_is_held_to_the_size_of_each_token_s_output():
+    """Behind many keys outputs are small: one of zeros is all wrong there, too."""
+    case = PrefillCase(
+        name="few", q_heads=2, kv_heads=1, head_dim=64, query_lens=(3, 4), context_lens=(1000, 0)
+    )
+    work = prefill.default_work(case, 16, "plain")
+    arrays = prefill.inputs(work)
+    table, lens = np.asarray(arrays["block_table"]), case.seq_lens
+    kv = [arrays[name][table] for name in ("key", "value")]
+    k, v = ([x[r].reshape(-1, 1, 64)[: lens[r]] for r in range(2)] for x in kv)
+    of = functools.partial(reference.attend_request, scale=64**-0.5)
+    queries = jnp.split(arrays["query"][:7], [3])
+    right = np.concatenate([of(*request) for request in zip(queries, k, v, strict=True)])
+    assert prefill.worst_error(right, arrays, work) < 1e-4
+    assert prefill.worst_error(np.zeros_like(right), arrays, work) == 1

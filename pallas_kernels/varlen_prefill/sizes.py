@@ -85,8 +85,10 @@ LIST_TABLE = {
     192: KernelSizes(tile_kv=64, stages=2),
     256: KernelSizes(tile_kv=64, stages=2, query_buffers=1),
 }
-# By how much longer LIST_TABLE's two warpgroups take than TABLE's three, all rows live (prefill-tiles).
-COST_OF_TWO = {64: 1.16, 128: 1.03}
+# Two warpgroups where there are no rows for more: 128 tokens behind 64k take 216 us by them, 226 by TABLE's
+# three. With rows for all three are quicker: 64 keys took them 1.02 us of 192 rows and 0.88 of 128, where two
+# warpgroups took 0.84 of 128 (prefill-few).
+FEW_TABLE = {128: LIST_TABLE[128]}
 MAX_SPLITS = 16
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096
@@ -127,12 +129,12 @@ def default_sizes(
 
 
 def _sizes_of_few(padded_dim: int, load: Load) -> KernelSizes:
-    """For a load that may be of few queries: then tiles as tall as they fill, of keys that may be cut."""
+    """For a load that may be of few queries: then keys may be cut, and tiles are as tall as they fill."""
     sizes = TABLE[padded_dim]
-    tiles = lambda sizes: -(-load.num_tokens // sizes.tile_q)
-    if tiles(sizes) * load.q_heads > ITEMS_OF_SPLITS * sizes.ctas or load.max_kv < MIN_KV_OF_SPLITS:
+    items = -(-load.num_tokens // sizes.tile_q) * load.q_heads
+    if items > ITEMS_OF_SPLITS * sizes.ctas or load.max_kv < MIN_KV_OF_SPLITS:
         return sizes
-    two = LIST_TABLE[padded_dim]
-    if tiles(two) * two.tile_q * COST_OF_TWO.get(padded_dim, 1) < tiles(sizes) * sizes.tile_q:
+    two = FEW_TABLE.get(padded_dim)
+    if two is not None and load.num_tokens <= two.tile_q:
         sizes = two
     return dataclasses.replace(sizes, max_splits=MAX_SPLITS)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
@@ -13,6 +14,7 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
 from tests.pallas_kernels import backward_problem, test_backward_lists
+from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
 from tests.problems import AttentionProblem, Setting
 
 WINDOW = (100, 0)
@@ -45,14 +47,21 @@ def check_decode(window=None, split_kv=None) -> None:
     run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **where)
 
 
-def check_prefill(window=None) -> None:
+def check_prefill(window=None, max_splits=1) -> None:
     """Prompts of several tiles, one behind context."""
     problem = problem_of([150, 3, 70], [150, 3, 270], window)
-    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3)
+    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3, max_splits=max_splits)
     metadata = problem.metadata
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
     kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
     run(kernel, problem, block_table=metadata.block_table, **lens)
+
+
+def check_splits() -> None:
+    """The same, each tile's keys cut into splits."""
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch)
+        check_prefill(max_splits=MOST)
 
 
 def check_lists() -> None:

@@ -22,6 +22,7 @@ from pallas_kernels.varlen_backward import scores as backward_scores
 from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_prefill import call as prefill_call
 from pallas_kernels.varlen_prefill import items
+from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from tests.mutations import kernels
 
 CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -108,6 +109,17 @@ def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
         return right(table, next_of(req, reqs), *args, **how)
 
     patch.setattr(BlockTable, "seen", wrong)
+
+
+def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change(skipped, split_tiles, partial, num_splits)` of what the table says of splits."""
+    right = prefill_schedule.cut_tiles
+
+    def wrong(*args, **how):
+        cut = right(*args, **how)
+        return cut._replace(columns=change(*cut.columns))
+
+    return lambda patch: patch.setattr(prefill_schedule, "cut_tiles", wrong)
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
@@ -255,6 +267,21 @@ MUTATIONS = {
         "a request reads the next one's blocks", prefill, blocks_of_the_next_request
     ),
     "prefill-kv-head": Mutation("query heads read another kv head's keys", prefill, wider_groups),
+    "split-begin": Mutation(
+        "splits but the first begin a tile late",
+        kernels.check_splits,
+        splits(lambda skipped, *rest: (jnp.where(skipped > 0, skipped + 1, 0), *rest)),
+    ),
+    "split-short": Mutation(
+        "splits lack their last tile",
+        kernels.check_splits,
+        splits(lambda skipped, tiles, *rest: (skipped, jnp.where(rest[1] > 1, tiles - 1, tiles), *rest)),
+    ),
+    "split-fewer": Mutation(
+        "the merge leaves out a tile's last split",
+        kernels.check_splits,
+        splits(lambda skipped, tiles, partial, num: (skipped, tiles, partial, jnp.maximum(num - 1, 1))),
+    ),
     "list-lost-tile": Mutation("a list lacks a tile that is seen", lists, codes(without_a_seen_tile)),
     "list-double-tile": Mutation(
         "a list has a tile twice, in another's place",
@@ -330,6 +357,7 @@ MUTATIONS = {
             "decode_window": decode_window,
             "prefill": prefill,
             "prefill_window": prefill_window,
+            "splits": kernels.check_splits,
             "lists": lists,
             "backward": backward,
             "backward_window": backward_window,
