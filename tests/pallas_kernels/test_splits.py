@@ -15,6 +15,7 @@ from jattn.bucket import Bucket
 from jattn.implementations.layers import CacheFormat, Layer, Region
 from jattn.implementations.mosaic_gpu import choose_kernel
 from jattn.implementations.mosaic_gpu.kernels import PrefillKernel
+from jattn.implementations.mosaic_gpu.planning import work_key
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import (
     COLUMNS,
@@ -207,6 +208,12 @@ class TestWhoIsGivenThem:
         ):
             assert other.sizes.max_splits == 1
             assert other.split == "by tiles of queries"
+
+    def test_layers_of_other_heads_have_schedules_of_their_own(self):
+        specs = self.LAYER, dataclasses.replace(self.LAYER, num_q_heads=64)
+        for tokens, different in ((8, 2), (8192, 1)):
+            keys = {work_key(self.kernel(spec, tokens=tokens), spec) for spec in specs}
+            assert len(keys) == different
 
     def test_the_kernel_s_own_choice_is_the_same(self):
         assert default_sizes(128, load=Load(256, 32, 65536)) == self.kernel().sizes
