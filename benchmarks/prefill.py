@@ -20,7 +20,7 @@ from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import (
     KernelSizes,
-    Load,
+    call_bounds,
     default_sizes,
     make_schedule,
     varlen_prefill,
@@ -125,9 +125,10 @@ def default_work(
 ) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
-    num_tokens, max_kv = sum(case.query_lens), max(case.seq_lens)
-    load = None if block_size is None else Load(num_tokens, case.q_heads, max_kv)
-    sizes = default_sizes(case.head_dim, load=load)
+    of_call = sum(case.query_lens), case.q_heads, max(case.seq_lens)
+    score = Score(scale=1.0, **MODIFIERS[modifier])
+    bounds = None if block_size is None else call_bounds(*of_call, score)
+    sizes = default_sizes(case.head_dim, bounds=bounds)
     return Work(case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization)
 
 

@@ -26,6 +26,16 @@ class Score:
         """What decides which keys a query sees; layers that agree in it share a schedule."""
         return self.causal, self.window, self.chunk_size
 
+    def most_keys(self, rows: int) -> int | None:
+        """A bound on the keys that `rows` neighbouring queries see together; None: the request's length."""
+        left, right = self.window
+        bounds = []
+        if left is not None and (self.causal or right is not None):
+            bounds.append(left + (0 if right is None else max(right, 0)) + rows)
+        if self.chunk_size is not None:
+            bounds.append(2 * self.chunk_size + rows)
+        return min(bounds, default=None)
+
     def key_range(self, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First key that the query at `position` sees, and one past the last: scalars or tiles of int32."""
         left, right = self.window

@@ -45,6 +45,8 @@ class KernelSizes:
         require(has_queries or not self.is_apart, "sizes.of_queries", "be given with is_apart", None)
         if self.of_queries is not None:
             require(self.of_queries.teams == 1, "of_queries.teams", "be 1", self.of_queries.teams)
+            splits = self.of_queries.max_splits
+            require(splits == 1, "of_queries.max_splits", "be 1", splits)
 
     @property
     def sums_outputs(self) -> bool:

@@ -7,7 +7,8 @@ from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, Schedule, key
 from pallas_kernels.varlen_prefill.sizes import (
     SHARED_MEMORY,
     WARPGROUP_ROWS,
+    CallBounds,
     KernelSizes,
-    Load,
+    call_bounds,
     default_sizes,
 )

@@ -170,6 +170,5 @@ class Attention:
         if partials is None:
             whole()
         else:
-            is_split = rows.item["partial"] >= 0
-            pl.when(is_split)(lambda: store_partial(partials, rows, attended))
-            pl.when(jnp.logical_not(is_split))(whole)
+            partial = rows.item["partial"]
+            lax.cond(partial < 0, whole, lambda: store_partial(partials, partial, rows, attended))

@@ -25,7 +25,7 @@ from pallas_kernels.varlen_prefill.schedule import (
     max_rows,
     max_tiles,
 )
-from pallas_kernels.varlen_prefill.sizes import KernelSizes, Load, default_sizes
+from pallas_kernels.varlen_prefill.sizes import KernelSizes, call_bounds, default_sizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
 
@@ -101,11 +101,12 @@ class Call:
         num_axes = 3 if self.block_table is None else 4
         require(self.key.ndim == num_axes, "key", f"have {num_axes} axes", self.key.shape)
 
-    def default_sizes(self) -> KernelSizes:
-        """What is chosen where the caller names none."""
+    def default_sizes(self, score: Score, schedule: Schedule | None) -> KernelSizes:
+        """What is chosen where the caller names none, by a schedule as make_schedule makes it for these."""
         num_tokens, q_heads, head_dim = self.query.shape
-        load = None if self.block_table is None else Load(num_tokens, q_heads, self.max_kv)
-        return default_sizes(head_dim, has_lists=self.lists is not None, load=load)
+        may_cut = self.block_table is not None and (schedule is None or schedule.merges is not None)
+        bounds = call_bounds(num_tokens, q_heads, self.max_kv, score) if may_cut else None
+        return default_sizes(head_dim, has_lists=self.lists is not None, bounds=bounds)
 
     def check_lists(self, sizes: KernelSizes) -> None:
         """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""

@@ -10,7 +10,7 @@ from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.merge import merge_splits
-from pallas_kernels.varlen_prefill.schedule import Schedule
+from pallas_kernels.varlen_prefill.schedule import Schedule, max_tiles
 from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 
@@ -86,7 +86,7 @@ def attend_call(
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_prefill."""
     call.check()
     num_tokens, q_heads, head_dim = call.query.shape
-    sizes = call.default_sizes() if sizes is None else sizes
+    sizes = call.default_sizes(score, schedule) if sizes is None else sizes
     call.check_lists(sizes)
     if call.is_empty:
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
@@ -99,7 +99,7 @@ def attend_call(
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
-    outputs = prefill(inputs, schedule.table.shape[0], spec)
+    outputs = prefill(inputs, max_tiles(num_tokens, call.seq_lens.shape[0], sizes.tile_q), spec)
     if schedule.merges is not None:
         outputs = merge_splits(outputs, schedule.table, schedule.merges, inputs.sinks, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]

@@ -1,9 +1,10 @@
 """The prefill kernel: O = softmax(Q K^T) V of packed queries, 64 rows a warpgroup.
 
-A thread block stays on its SM and works through its share of the items (a tile of queries of one head), the
-longest first. Its last warpgroup loads, a warp for each team; the two or three others compute, as one team on
-the rows of one item, or each as a team of its own. Both sides go through the same items (n; b = n %
-query_buffers) and tiles of keys (i, over all items of the team; s = i % stages), and meet at barriers only:
+A thread block stays on its SM and works through its share of the items (a tile of queries of one head, before
+all of its keys or a split), the longest first. Its last warpgroup loads, a warp for each team; the two or
+three others compute, as one team on the rows of one item, or each as a team of its own. Both sides go through
+the same items (n; b = n % query_buffers) and tiles of keys (i, over all items of the team; s = i % stages),
+and meet at barriers only:
 
     loading: warp t                      shared memory      computing: each warpgroup of team t
     ---------------                      -------------      -----------------------------------
@@ -28,11 +29,12 @@ query_buffers) and tiles of keys (i, over all items of the team; s = i % stages)
 
 A barrier `full` completes when all TMA copies into it have landed. k_free and v_free do when all warpgroups
 of the team have arrived; Q, q_full and q_free are each warpgroup's own. Of an item's first tile there is only
-S; tiles that are not for a warpgroup's rows it lets pass (Ring.skip). Making the warpgroups issue in turn
-measured 1 to 5 % slower on an H200, so they do not.
+S; tiles that are not for a warpgroup's rows it lets pass (Ring.skip). What a split brings goes from registers
+to global memory as it is; merge.py adds up the splits of a tile. Making the warpgroups issue in turn measured
+1 to 5 % slower on an H200, so they do not.
 
 The rooms: loader (left), pipeline (middle), attention (right), which calls products, bias, masking, softmax
-with its tops, values and store; items and query_rows say what is whose.
+with its tops, values and store; items and query_rows say what is whose, schedule and splits what there is.
 """
 
 import functools

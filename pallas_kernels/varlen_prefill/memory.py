@@ -77,10 +77,13 @@ def pipeline_types(spec: PrefillSpec) -> Pipeline:
 def registers(spec: PrefillSpec) -> tuple[int, int]:
     """Of a thread that loads, and of one that computes."""
     shape, wgs = spec.shape, spec.sizes.warpgroups
-    # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute.
+    # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute. Where a split's
+    # columns are there besides, eight copies are many: of 24 registers the loading warp spilled 28 bytes.
     is_light = spec.copies > BLOCKS_AT_ONCE or shape.cut.padded_dim <= 64
     has_parts = shape.heads_at_once != shape.q_heads
-    load, compute = (40, 232) if is_light or spec.has_lists or has_parts else (24, 240)
+    has_many = spec.has_splits and spec.copies == BLOCKS_AT_ONCE
+    loads_more = spec.has_lists or has_many or has_parts
+    load, compute = (40, 232) if is_light or loads_more else (24, 240)
     if wgs == 3:
         load, compute = 32, 160
     # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.

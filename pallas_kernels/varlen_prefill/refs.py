@@ -27,7 +27,8 @@ class ScheduleRefs(NamedTuple):
     """What is to be done.
 
     Attributes:
-        table: [tiles, columns]: schedule.COLUMNS; with lists [items, columns]: lists.ITEM_COLUMNS follow.
+        table: [tiles, columns]: schedule.COLUMNS; where keys may be cut [splits, columns]:
+            splits.SPLIT_COLUMNS follow; with lists [items, columns]: lists.ITEM_COLUMNS do.
         num_live: [1]: rows of the table that mean something.
         entries: [items, max_list]: the lists of tiles of keys; None = all tiles that the score's mask leaves.
     """

@@ -6,8 +6,10 @@ from typing import NamedTuple
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.score import Score
 
 WARPGROUP_ROWS = 64  # the tensor core's M
+MAX_SPLITS = 16
 SHARED_MEMORY = 221 * 1024  # bytes a thread block may have, less columns, barriers and reductions
 
 
@@ -26,7 +28,8 @@ class KernelSizes:
         batch_invariant: A row's bits do not depend on the other rows of its tile, also where a window or
             lists hide the tile's first keys from it.
         max_splits: Into so many splits the keys of a tile of queries may be cut, so that a few tiles before
-            many keys keep all thread blocks busy (FlashAttention's num_splits); 1: into none. Lists are not.
+            many keys keep all thread blocks busy (FlashAttention's num_splits), MAX_SPLITS at most; 1: into
+            none, as with lists. How many there are, and so a row's last bits, depends on all rows of a step.
     """
 
     tile_kv: int = 128
@@ -44,6 +47,8 @@ class KernelSizes:
         require_one_of("teams", self.teams, (1, self.warpgroups))
         require_one_of("query_buffers", self.query_buffers, (1, 2))
         require_positive(stages=self.stages, ctas=self.ctas, max_splits=self.max_splits)
+        may_be = self.max_splits <= MAX_SPLITS
+        require(may_be, "max_splits", f"be at most {MAX_SPLITS}", self.max_splits)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
         is_one = self.max_splits == 1 or not self.batch_invariant
         require(is_one, "max_splits", "be 1 where a row's bits are its own", self.max_splits)
@@ -85,24 +90,23 @@ LIST_TABLE = {
     192: KernelSizes(tile_kv=64, stages=2),
     256: KernelSizes(tile_kv=64, stages=2, query_buffers=1),
 }
-# Two warpgroups where there are no rows for more: 128 tokens behind 64k take 216 us by them, 226 by TABLE's
-# three. With rows for all three are quicker: 64 keys took them 1.02 us of 192 rows and 0.88 of 128, where two
-# warpgroups took 0.84 of 128 (prefill-few).
+# Two warpgroups where there are no rows for a third: 128 tokens behind 64k take 216 us by two, 226 by three.
+# A step of 64 keys took three warpgroups 1.02 us with rows for all and 0.88 with rows for two, and two 0.84
+# (prefill-few): three are quicker where they have rows.
 FEW_TABLE = {128: LIST_TABLE[128]}
-MAX_SPLITS = 16
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096
 # With more items than that for each thread block the last round is a small part of all.
 ITEMS_OF_SPLITS = 2
 
 
-class Load(NamedTuple):
+class CallBounds(NamedTuple):
     """Static bounds of a call over a cache, without lists.
 
     Attributes:
         num_tokens: Tokens of all requests.
         q_heads: Query heads.
-        max_kv: Keys of a request.
+        max_kv: Keys of a request that a tile of queries sees.
     """
 
     num_tokens: int
@@ -110,8 +114,14 @@ class Load(NamedTuple):
     max_kv: int
 
 
+def call_bounds(num_tokens: int, q_heads: int, max_kv: int, score: Score) -> CallBounds:
+    """Of a call over a cache whose requests have `max_kv` keys at most; windows and chunks let see fewer."""
+    seen = score.most_keys(3 * WARPGROUP_ROWS)
+    return CallBounds(num_tokens, q_heads, max_kv if seen is None else min(seen, max_kv))
+
+
 def default_sizes(
-    head_dim: int, *, has_lists: bool = False, batch_invariant: bool = False, load: Load | None = None
+    head_dim: int, *, has_lists: bool = False, batch_invariant: bool = False, bounds: CallBounds | None = None
 ) -> KernelSizes:
     """The sizes of varlen_prefill where the caller names none.
 
@@ -119,22 +129,22 @@ def default_sizes(
         head_dim: Width of a head.
         has_lists: Lists say which tiles of keys an item is to see.
         batch_invariant: As KernelSizes has it.
-        load: Tells whether queries are so few that their keys may have to be cut; None: they are not.
+        bounds: Tell whether queries are so few that their keys may have to be cut; None: they are not.
     """
     padded_dim = head_cut(head_dim).padded_dim
     sizes = (LIST_TABLE if has_lists else TABLE)[padded_dim]
     if batch_invariant:
         return dataclasses.replace(sizes, batch_invariant=True)
-    return sizes if load is None or has_lists else _sizes_of_few(padded_dim, load)
+    return sizes if bounds is None or has_lists else _sizes_of_few(padded_dim, bounds)
 
 
-def _sizes_of_few(padded_dim: int, load: Load) -> KernelSizes:
-    """For a load that may be of few queries: then keys may be cut, and tiles are as tall as they fill."""
+def _sizes_of_few(padded_dim: int, bounds: CallBounds) -> KernelSizes:
+    """For a call that may be of few queries: then keys may be cut, and tiles are as tall as they fill."""
     sizes = TABLE[padded_dim]
-    items = -(-load.num_tokens // sizes.tile_q) * load.q_heads
-    if items > ITEMS_OF_SPLITS * sizes.ctas or load.max_kv < MIN_KV_OF_SPLITS:
+    items = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
+    if items > ITEMS_OF_SPLITS * sizes.ctas or bounds.max_kv < MIN_KV_OF_SPLITS:
         return sizes
     two = FEW_TABLE.get(padded_dim)
-    if two is not None and load.num_tokens <= two.tile_q:
+    if two is not None and bounds.num_tokens <= two.tile_q:
         sizes = two
     return dataclasses.replace(sizes, max_splits=MAX_SPLITS)

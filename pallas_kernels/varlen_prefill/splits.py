@@ -21,10 +21,10 @@ SPLIT_COLUMNS = (
     "num_splits",  # of its tile of queries: their partial results follow each other
 )
 CANDIDATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # splits of the longest tile
-# In keys, of what thread blocks spend besides tiles: beginning and end of an item, and once the merge.
+# What thread blocks spend besides tiles, in keys: for an item's beginning and end, and for all merges.
 ITEM_KEYS = 128
 MERGE_KEYS = 512
-MOST_ITEMS = 6  # that leave partial results, for each thread block: bounds their memory
+MOST_ITEMS = 6  # that leave partial results, for each thread block: 100 MB of heads of 256
 
 
 class Cut(NamedTuple):

@@ -64,13 +64,14 @@ def store_lse(lse_g: Ref, rows: QueryRows, lse: Rows) -> None:
     lse_g[rows.item["number"], rows.item.head, rows_of_tile(rows)] = lse
 
 
-def store_partial(partials: Partials, rows: QueryRows, attended: Attended) -> None:
-    """Writes rows behind the keys of a split: all of the warpgroup's, live or not."""
-    at, here = (rows.item["partial"], rows.item.head), rows_of_tile(rows)
+def store_partial(partials: Partials, partial: Scalar, rows: QueryRows, attended: Attended) -> None:
+    """Writes rows behind the keys of a split, live or not, as one of the partial results."""
+    at, here = (partial, rows.item.head), rows_of_tile(rows)
     for chunk, acc in enumerate(attended.accs):
         store_unoptimized(partials.out.at[(*at, chunk, here)], acc)
     partials.top[(*at, here)] = attended.top
     partials.total[(*at, here)] = attended.total
+    plgpu.commit_smem()  # the item's row has been read: TMA may put another in its place
 
 
 def rows_of_tile(rows: QueryRows) -> Slice:

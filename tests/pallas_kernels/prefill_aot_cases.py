@@ -18,8 +18,15 @@ FEATURES = {
     "cross_window": {"causal": False, "window": (100, 4)},
     "cross": {"causal": False},
 }
+# Of splits: windows that reach over as many keys as are worth cutting.
+WIDE_FEATURES = FEATURES | {
+    "window_sinks": {"window": (8191, 0), "has_sinks": True},
+    "cross_window": {"causal": False, "window": (8000, 4)},
+}
 OF_SPLITS = "-splits"  # ends the names of kernels whose items may be splits
-FEW, MANY = (256, 65536), (8192, 16384)  # tokens of all requests and keys of one, at most
+# Tokens of all requests and keys of one, at most.
+FEWEST, FEW, MANY = (128, 65536), (256, 65536), (8192, 16384)
+TWO_WARPGROUPS = f"d128-fewest-NHD16-bfloat16{OF_SPLITS}"
 LOADERS = [("packed", None), *itertools.product(("NHD", "HND"), (8, 16, 64, 256))]
 
 
@@ -61,9 +68,10 @@ def aot_cases():
     found["d128-cross_left_window-NHD16-bfloat16"] = case(
         128, "NHD", 16, jnp.dtype("bfloat16"), causal=False, window=(100, None)
     )
-    for nth, (head_dim, feature) in enumerate(itertools.product((64, 80, 128, 256), FEATURES)):
+    for nth, (head_dim, feature) in enumerate(itertools.product((64, 80, 128, 256), WIDE_FEATURES)):
         layout, block_size = LOADERS[1 + nth % (len(LOADERS) - 1)]
         dtype = ("bfloat16", "float16")[nth // 2 % 2]
-        made = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **FEATURES[feature])
+        made = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **WIDE_FEATURES[feature])
         found[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = made
+    found[TWO_WARPGROUPS] = case(128, "NHD", 16, jnp.dtype("bfloat16"), sizes=FEWEST)
     return found

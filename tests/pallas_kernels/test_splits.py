@@ -17,10 +17,11 @@ from jattn.implementations.mosaic_gpu import choose_kernel
 from jattn.implementations.mosaic_gpu.kernels import PrefillKernel
 from jattn.implementations.mosaic_gpu.planning import work_key
 from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import KernelSizes as BackwardSizes
 from pallas_kernels.varlen_prefill import (
     COLUMNS,
+    CallBounds,
     KernelSizes,
-    Load,
     default_sizes,
     make_schedule,
     varlen_prefill,
@@ -160,6 +161,10 @@ class TestSchedule:
             make_schedule(*args, **how, q_heads=1, has_lists=True)
         with pytest.raises(ValueError, match="max_splits must be 1 where a row's bits are its own, got 2"):
             KernelSizes(max_splits=2, batch_invariant=True)
+        with pytest.raises(ValueError, match="max_splits must be at most 16, got 17"):
+            KernelSizes(max_splits=17)
+        with pytest.raises(ValueError, match=r"of_queries\.max_splits must be 1, got 2"):
+            BackwardSizes(of_queries=sizes)
 
     def test_a_schedule_of_other_splits_is_refused(self):
         x, starts, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([0, 8]), jnp.asarray([8])
@@ -169,6 +174,28 @@ class TestSchedule:
         where = {"score": Score(scale=1.0), "kv_start_loc": jnp.asarray([0])}
         with pytest.raises(ValueError, match=r"max_splits must be the schedule's, got 2"):
             varlen_prefill(x, x, x, starts, lens, **where, schedule=padded, sizes=KernelSizes(max_splits=2))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"window": (5, 0)},
+        {"window": (5, 3), "causal": False},
+        {"window": (5, None)},
+        {"chunk_size": 16},
+        {"chunk_size": 16, "causal": False},
+        {"chunk_size": 4, "window": (9, None)},
+    ],
+    ids=str,
+)
+def test_windows_and_chunks_bound_what_neighbours_see(score):
+    score, rows, keys = Score(scale=1.0, **score), 24, 200
+    position = jnp.arange(keys, dtype=jnp.int32)
+    low, high = (np.asarray(end) for end in score.key_range(position, jnp.int32(keys)))
+    low, high = np.maximum(low, 0), np.minimum(high, keys)
+    most = max(high[i : i + rows].max() - low[i : i + rows].min() for i in range(keys - rows))
+    assert most <= score.most_keys(rows) < keys
+    assert Score(scale=1.0, causal=score.causal).most_keys(rows) is None
 
 
 def simulated(tiles, splits, *, heads, sizes):
@@ -205,6 +232,8 @@ class TestWhoIsGivenThem:
             self.kernel(max_kv=2048),
             self.kernel(stored=None),
             self.kernel(dataclasses.replace(self.LAYER, batch_invariant=True)),
+            self.kernel(dataclasses.replace(self.LAYER, window=(1024, None))),
+            self.kernel(dataclasses.replace(self.LAYER, chunk_size=512)),
         ):
             assert other.sizes.max_splits == 1
             assert other.split == "by tiles of queries"
@@ -215,12 +244,25 @@ class TestWhoIsGivenThem:
             keys = {work_key(self.kernel(spec, tokens=tokens), spec) for spec in specs}
             assert len(keys) == different
 
+    def test_the_kernel_s_own_choice_goes_by_the_schedule_it_is_given(self):
+        """One that was made for whole tiles, by sizes that it would not choose itself."""
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        args = draw(0, 8, 2, 64), draw(1, 4, 16, 1, 64), draw(2, 4, 16, 1, 64)
+        lens, table = (
+            (jnp.asarray([0, 8]), jnp.asarray([40])),
+            jnp.pad(jnp.asarray([[1, 2, 3]]), ((0, 0), (0, 253))),
+        )
+        run = functools.partial(varlen_prefill, *args, *lens, score=Score(scale=0.1), block_table=table)
+        made = make_schedule(*lens, num_tokens=8, score=Score(scale=0.1), sizes=default_sizes(64))
+        shapes = [jax.eval_shape(lambda s=s: run(schedule=s)[0]).shape for s in (None, made)]
+        assert shapes == [(8, 2, 64)] * 2
+
     def test_the_kernel_s_own_choice_is_the_same(self):
-        assert default_sizes(128, load=Load(256, 32, 65536)) == self.kernel().sizes
+        assert default_sizes(128, bounds=CallBounds(256, 32, 65536)) == self.kernel().sizes
 
     @pytest.mark.parametrize(("tokens", "tile_q"), [(64, 128), (128, 128), (129, 192), (1024, 192)])
     def test_tiles_are_as_tall_as_the_tokens_fill(self, tokens, tile_q):
-        assert default_sizes(128, load=Load(tokens, 32, 65536)).tile_q == tile_q
+        assert default_sizes(128, bounds=CallBounds(tokens, 32, 65536)).tile_q == tile_q
 
 
 @pytest.mark.gpu

@@ -54,9 +54,9 @@ def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
         return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
     if kernel.is_packed or kernel.is_widened:
         return None
-    counts_heads = kernel.has_lists or kernel.sizes.max_splits > 1
-    of_heads = (spec.num_q_heads, spec.num_kv_heads) if counts_heads else ()
-    return "prefill", *of_heads, *mask, kernel.sizes, kernel.has_lists
+    of_lists = (spec.num_q_heads, spec.num_kv_heads) if kernel.has_lists else ()
+    of_splits = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()
+    return "prefill", of_lists, of_splits, *mask, kernel.sizes, kernel.has_lists
 
 
 def decode_work(

@@ -4,7 +4,7 @@ import dataclasses
 
 from jattn.implementations.layers import Layer, Region
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
-from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel
+from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
@@ -94,9 +94,10 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
         return reason
     if mask is None:
         max_kv, num_tokens = region.max_blocks * region.block_size, region.bucket.max_tokens
-        load = None if is_packed else prefill_kernel.Load(num_tokens, spec.num_q_heads, max_kv)
+        of_call = num_tokens, spec.num_q_heads, max_kv, score_of(spec)
+        bounds = None if is_packed else prefill_kernel.call_bounds(*of_call)
         invariant = spec.batch_invariant
-        sizes = prefill_kernel.default_sizes(spec.head_dim, batch_invariant=invariant, load=load)
+        sizes = prefill_kernel.default_sizes(spec.head_dim, batch_invariant=invariant, bounds=bounds)
     else:
         sizes = sparse_sizes(spec, mask)
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
