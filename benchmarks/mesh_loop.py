@@ -12,9 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-import jattn
-from benchmarks.decode import random_table
-from benchmarks.mesh_steps import BLOCK_SIZE, TOKEN_TOLERANCE, Steps, filled
+from benchmarks.mesh_steps import BLOCK_SIZE, TOKEN_TOLERANCE, Steps, filled, metadata_of, token_gap, ways
 from benchmarks.random_decoder import random_decoder
 from jattn.decoding import decode_loop
 from jattn.models import use_peer_memory
@@ -55,7 +53,7 @@ def measure_loop(
 def measure_decode_loop(
     config: dict[str, Any], size: tuple[int, int], rounds: int, mesh: Mesh, *, uses_peers: bool
 ) -> Iterator[dict[str, Any]]:
-    """Rounds of `decode_loop`, greedy, on one device and on the mesh: of these steps the host starts none.
+    """Rounds of `decode_loop`, greedy, on one device and on the mesh: all rounds are one call.
 
     Each run must make the same tokens, and the mesh's first must be good ones by one device's logits.
 
@@ -67,7 +65,7 @@ def measure_decode_loop(
         uses_peers: A third time, where sums of the mesh are all_reduce's.
     """
     logits, of_one = None, 0.0
-    for on, by_peers in ((None, False), (mesh, False), (mesh, True))[: 3 if uses_peers else 2]:
+    for on, by_peers in ways(mesh, uses_peers=uses_peers):
         model = random_decoder(config, on)
         if by_peers:
             use_peer_memory(model, max_rows=max(size[0], 2))
@@ -76,18 +74,16 @@ def measure_decode_loop(
         if on is None:
             logits = loop.first_logits()
         assert logits is not None
-        first = np.take_along_axis(logits, loop.tokens[: size[0], :1], axis=-1)[:, 0]
-        gap = float(((logits.max(axis=-1) - first) / logits.std(axis=-1)).max())
+        gap = token_gap(loop.tokens[: size[0], 0], logits)
         if not gap <= TOKEN_TOLERANCE:
             raise SystemExit(f"first tokens are {gap} deviations off one device's best: no row")
         us = loop.microseconds()
         of_one = us if on is None else of_one
         sums, tp = "all_reduce" if by_peers else "psum", 1 if on is None else on.shape[TP]
         how = {"tp": tp, "sums": sums, "rounds": rounds}
-        yield {"name": f"decode_loop_{size[0]}x{size[1]}", **how, "step_us": us, "of_one": us / of_one} | {
-            "token_gap": gap,
-            "first_run_s": loop.first_run_s,
-        }
+        checked = {"token_gap": gap, "first_run_s": loop.first_run_s}
+        name = f"decode_loop_{size[0]}x{size[1]}"
+        yield {"name": name, **how, "step_us": us, "of_one": us / of_one, **checked}
         del loop
         gc.collect()  # one model and its caches at a time
 
@@ -102,7 +98,7 @@ class DeviceLoop:
 
     def __init__(self, model: Any, size: tuple[int, int], rounds: int) -> None:
         """Runs it once."""
-        (reqs, context), (graphdef, self._params) = size, nnx.split(model)
+        graphdef, self._params = nnx.split(model)
 
         def step(params: Any, caches: Any, metadata: Any, tokens: Any) -> tuple[jax.Array, Any]:
             model = nnx.merge(graphdef, params)
@@ -112,12 +108,10 @@ class DeviceLoop:
         self._step = jax.tree_util.Partial(step)
         self._greedy = jax.tree_util.Partial(lambda logits, index: jnp.argmax(logits, axis=-1))
         self._rounds = rounds
-        table, num_blocks = random_table([context + rounds] * reqs, BLOCK_SIZE)
-        bucket = jattn.Bucket(max_decodes=max(reqs, 2), max_blocks=table.shape[1])
-        how: dict[str, Any] = {"block_size": BLOCK_SIZE, "bucket": bucket, "to_device": False}
-        self._metadata = jattn.build_batch_metadata([1] * reqs, [context] * reqs, table, **how)
-        self._ids: Any = np.arange(1, bucket.max_decodes + 1, dtype=np.int32)
-        self._caches = filled(model.create_caches(num_blocks + 1, block_size=BLOCK_SIZE))
+        self._metadata = metadata_of(*size, room=rounds)
+        self._ids: Any = np.arange(1, self._metadata.bucket.max_decodes + 1, dtype=np.int32)
+        num_blocks = self._metadata.block_table.size + 1
+        self._caches = filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
         start = time.perf_counter()
         self.tokens = np.asarray(self._run())
         self.first_run_s = time.perf_counter() - start

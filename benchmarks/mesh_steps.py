@@ -43,7 +43,7 @@ def measure_steps(
         uses_peers: A third time, where sums of the mesh are all_reduce's.
     """
     ones: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
-    for on, by_peers in ((None, False), (mesh, False), (mesh, True))[: 3 if uses_peers else 2]:
+    for on, by_peers in ways(mesh, uses_peers=uses_peers):
         model = random_decoder(config, on)
         if by_peers:
             use_peer_memory(model, max_rows=max(reqs for reqs, _ in sizes))
@@ -61,6 +61,11 @@ def measure_steps(
             yield how | {"step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
         del steps, model
         gc.collect()  # one model and its caches at a time
+
+
+def ways(mesh: Mesh, *, uses_peers: bool) -> Sequence[tuple[Mesh | None, bool]]:
+    """One device, then the mesh: on which a model is, and whether all_reduce sums; XLA does first."""
+    return ((None, False), (mesh, False), (mesh, True))[: 3 if uses_peers else 2]
 
 
 def measure_large(
@@ -102,11 +107,16 @@ def agreement(logits: np.ndarray, tokens: np.ndarray, wanted: np.ndarray) -> dic
     """
     deviation = wanted.std(axis=-1)
     error = float((np.abs(logits - wanted).mean(axis=-1) / deviation).max())
-    picked = np.take_along_axis(wanted, tokens[:, None], axis=-1)[:, 0]
-    gap = float(((wanted.max(axis=-1) - picked) / deviation).max())
+    gap = token_gap(tokens, wanted)
     if not (error <= TOLERANCE and gap <= TOKEN_TOLERANCE):
         raise SystemExit(f"logits are {error}, tokens {gap} deviations off one device's: no rows")
     return {"error": error, "token_gap": gap, "same_tokens": float((tokens == wanted.argmax(-1)).mean())}
+
+
+def token_gap(tokens: np.ndarray, wanted: np.ndarray) -> float:
+    """How far below one device's best tokens are, in deviations of a request's logits; see agreement."""
+    picked = np.take_along_axis(wanted, tokens[:, None], axis=-1)[:, 0]
+    return float(((wanted.max(axis=-1) - picked) / wanted.std(axis=-1)).max())
 
 
 class Steps:
@@ -121,7 +131,7 @@ class Steps:
     ) -> None:
         """Compiles all of them."""
         graphdef, self.params = nnx.split(model)
-        self._metadata = {size: _metadata(*size) for size in sizes}
+        self._metadata = {size: metadata_of(*size) for size in sizes}
         self._most = max(one.bucket.max_tokens for one in self._metadata.values())
         greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
         place = on_all_parts(model)
@@ -176,9 +186,15 @@ class Steps:
         return StepTokens(ids, np.full_like(ids, -1), self._last, places, num_generated=counts)
 
 
-def _metadata(reqs: int, context: int) -> jattn.BatchMetadata:
-    """On the host, as the engine has it; of two rows at least, as its buckets are."""
-    table, _ = random_table([context] * reqs, BLOCK_SIZE)
+def metadata_of(reqs: int, context: int, *, room: int = 0) -> jattn.BatchMetadata:
+    """On the host, as the engine has it; of two rows at least, as its buckets are.
+
+    Args:
+        reqs: Requests.
+        context: Tokens of each, this step's included.
+        room: Tokens to come that have blocks, too.
+    """
+    table, _ = random_table([context + room] * reqs, BLOCK_SIZE)
     bucket = jattn.Bucket(max_decodes=max(reqs, 2), max_blocks=table.shape[1])
     how: dict[str, Any] = {"block_size": BLOCK_SIZE, "bucket": bucket, "to_device": False}
     return jattn.build_batch_metadata([1] * reqs, [context] * reqs, table, **how)

@@ -1,7 +1,7 @@
 """Sorting by XLA, where lists are many and short."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 
 def sorted_places(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:
@@ -9,7 +9,11 @@ def sorted_places(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"
 
     Every pair is compared, which XLA does in one small kernel; its sort takes several, each of them longer.
     """
+    return is_before(keys).sum(axis=-1, dtype=jnp.int32)
+
+
+def is_before(keys: Int32[Array, "sets lists"]) -> Bool[Array, "sets lists lists"]:
+    """Whether of two lists of a set the second stands before the first."""
     number = jnp.arange(keys.shape[1], dtype=jnp.int32)
     mine, other = keys[:, :, None], keys[:, None, :]
-    is_before = (other < mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))
-    return is_before.sum(axis=-1, dtype=jnp.int32)
+    return (other < mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))

@@ -95,7 +95,7 @@ class PrefillSpec:
     @property
     def has_splits(self) -> bool:
         """An item may be a split of its rows' keys."""
-        return self.sizes.max_splits > 1 and not self.has_lists
+        return self.sizes.max_splits > 1
 
     @property
     def copies(self) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from pallas_kernels.shared.sorted_places import is_before
 from pallas_kernels.varlen_prefill.sizes import KernelSizes
 
 # What a kernel reads of a split, after the columns of its tile of queries:
@@ -79,11 +80,8 @@ def num_splits(
     length = _ceil_div(jnp.max(jnp.where(is_live, kv_tiles, 0), initial=1), candidates)
     splits = jnp.where(is_live, jnp.maximum(_ceil_div(kv_tiles, length), 1), 0)
     each = _ceil_div(kv_tiles, jnp.maximum(splits, 1))
-    number = jnp.arange(kv_tiles.shape[1], dtype=jnp.int32)
-    mine, other = each[:, :, None], each[:, None, :]
-    is_before = (other > mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))
     items = splits * q_heads
-    begin = jnp.where(is_before, items[:, None, :], 0).sum(axis=2, dtype=jnp.int32)
+    begin = jnp.where(is_before(-each), items[:, None, :], 0).sum(axis=2, dtype=jnp.int32)
     workers = sizes.workers
     worker = jnp.arange(workers, dtype=jnp.int32)[None, :, None]
     dealt = _dealt(begin, items, 2 * workers - worker, workers) + _dealt(begin, items, worker + 1, workers)
