@@ -134,34 +134,28 @@ def attend_cascade(
         metadata: From build_cascade_metadata.
         spec: As in `attend`; one that `why_no_cascade` has nothing against.
         plans: Of the prefix, where causal is False, and of the suffix; None = made here.
-        sinks: As in `attend`; they join the suffix, which is not cut, whether it has keys or none.
+        sinks: As in `attend`; they join the suffix, whether it has keys or none.
         implementation: As in `attend`.
     """
-    run = lambda query, part, spec, plan, sinks: attend(
+    run = lambda part, spec, plan, sinks: attend(
         query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True
     )
-    pieces = metadata.prefix.bucket.max_prefills
-    of_all = jnp.tile(query, (pieces, 1, 1))
-    prefix = run(of_all, metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
-    suffix = run(query, metadata.suffix, spec, plans[1], sinks)
+    prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
+    suffix = run(metadata.suffix, spec, plans[1], sinks)
     bare_sinks = None
     if sinks is not None:  # to attention a row without keys is padding, and has no sinks
         is_bare = metadata.is_live_token & ~metadata.suffix.is_live_token
         bare_sinks = jnp.where(is_bare[None, :], sinks.astype(jnp.float32)[:, None], -jnp.inf)
-    return _merge_once(prefix, suffix, bare_sinks, metadata.is_live_token, pieces)
+    return _merge_once(prefix, suffix, bare_sinks, metadata.is_live_token)
 
 
 type Attended = tuple[Array, Array]  # an output and its log-sum-exp
 
 
-@functools.partial(jax.jit, static_argnames="pieces")
-def _merge_once(
-    prefix: Attended, suffix: Attended, bare_sinks: Array | None, is_live: Array, pieces: int
-) -> Attended:
-    """The prefix's pieces, the suffix and sinks, which have no values, as one; padding without keys."""
-    tokens, q_heads, head_dim = suffix[0].shape
-    outs = [*prefix[0].reshape(pieces, tokens, q_heads, head_dim), suffix[0]]
-    lses = [*jnp.moveaxis(prefix[1].reshape(q_heads, pieces, tokens), 1, 0), suffix[1]]
+@jax.jit
+def _merge_once(prefix: Attended, suffix: Attended, bare_sinks: Array | None, is_live: Array) -> Attended:
+    """The prefix, the suffix and sinks, which have no values, as one; padding without keys."""
+    outs, lses = [prefix[0], suffix[0]], [prefix[1], suffix[1]]
     if bare_sinks is not None:
         outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, bare_sinks]
     out, lse = merge_parts(outs, lses)

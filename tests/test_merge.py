@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.metadata.cascade import cut_prefix
 from tests import oracle
 
 SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
@@ -212,33 +211,16 @@ def test_a_row_may_have_no_key_behind_the_prefix(sinks):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 4])
-def test_a_prefix_in_pieces_is_attended_to_as_in_one(pieces):
-    metadata, _, cache, (spec,), query, sinks = cascade_problem(np.random.default_rng(4), [None])
-    parts = jattn.build_cascade_metadata(metadata, 8)
-    cut = jattn.pytree.replace(parts, prefix=cut_prefix(parts.prefix, pieces))
-    assert int(cut.prefix.seq_lens.sum()) == 8
-    assert cut.prefix.seq_lens.tolist() == [4, 4, 0, 0][:pieces]
-    for more in ({}, {"sinks": sinks}):
-        want, want_lse = jattn.attend(query, cache, metadata, spec, return_lse=True, **more)
-        got, got_lse = jattn.cascade_attend(query, cache, cut, spec, return_lse=True, **more)
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(got_lse, want_lse, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize(("rows", "pieces"), [(8, 4), (64, 4), (192, 4), (256, 2), (400, 1)])
-def test_a_prefix_has_pieces_for_as_many_thread_blocks_as_it_can(rows, pieces):
-    bucket = jattn.Bucket(max_decodes=rows, max_blocks=544)
+@pytest.mark.parametrize(("max_blocks", "max_splits"), [(544, 16), (128, 1)])
+def test_keys_of_a_long_prefix_may_be_cut_by_its_kernel(max_blocks, max_splits):
+    bucket = jattn.Bucket(max_decodes=64, max_blocks=max_blocks)
     cache_spec = jattn.CacheSpec(num_blocks=8000, num_kv_heads=8, head_dim=128)
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    of = lambda length: (
-        jattn.plan(abstract, spec, cache_spec, common_prefix_len=length).cascade.metadata.prefix
-    )
-    abstract = jattn.build_batch_metadata([1], [8192], [[1] * 512], bucket=bucket)
+    of = lambda length: jattn.plan(metadata, spec, cache_spec, common_prefix_len=length).cascade.prefix
+    metadata = jattn.build_batch_metadata([1], [2048], [[1] * 128], bucket=bucket)
     with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
-        prefix = jax.eval_shape(of, jax.ShapeDtypeStruct((), jnp.int32))
-    assert prefix.bucket.max_prefills == pieces
-    assert prefix.bucket.max_prefill_tokens == pieces * rows
+        (layer,) = jax.eval_shape(of, jax.ShapeDtypeStruct((), jnp.int32)).layers
+    assert layer.prefill.kernel.sizes.max_splits == max_splits
 
 
 def test_a_common_prefix_with_a_mask_is_refused():

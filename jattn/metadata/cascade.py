@@ -16,8 +16,7 @@ class CascadeMetadata:
     """A step in two parts whose attentions merge into the whole.
 
     Attributes:
-        prefix: All tokens of the step as one request over the shared blocks, or, from cut_prefix, as one over
-            each piece of these; attend without causality.
+        prefix: All tokens of the step as one request over the shared blocks; attend without causality.
         suffix: The step's requests over the rest of their keys, of which one may have none.
         is_live_token: Of the step's tokens; False for padding.
     """
@@ -76,31 +75,3 @@ def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""
         rule = f"be a positive multiple of block_size ({metadata.block_size})"
         is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
         require(is_whole, "common_prefix_len", rule, common_prefix_len)
-
-
-def cut_prefix(prefix: BatchMetadata, pieces: int) -> BatchMetadata:
-    """The prefix in pieces of whole blocks, one behind the other. Traced.
-
-    Few tokens over many keys are few items for a kernel, which works on each alone: pieces are as many more.
-
-    Args:
-        prefix: Of CascadeMetadata: one request.
-        pieces: Requests to make of it, each with all its tokens. Static; short prefixes leave some empty.
-
-    Returns:
-        A step of `pieces * tokens` tokens: those of the first piece, those of the second and so on.
-    """
-    tokens, size = prefix.bucket.max_tokens, prefix.block_size
-    width = -(-prefix.block_table.shape[1] // pieces)
-    of_each = -(-prefix.seq_lens[0] // (size * pieces))  # blocks
-    first = jnp.arange(pieces, dtype=jnp.int32) * of_each
-    columns = jnp.minimum(first[:, None] + jnp.arange(width)[None], prefix.block_table.shape[1] - 1)
-    return replace(
-        prefix,
-        seq_lens=jnp.clip(prefix.seq_lens[0] - first * size, 0, of_each * size),
-        query_start_loc=jnp.arange(pieces + 1, dtype=jnp.int32) * tokens,
-        block_table=prefix.block_table[0, columns],
-        slot_mapping=jnp.tile(prefix.slot_mapping, pieces),
-        num_prefills=prefix.num_prefills * pieces,
-        bucket=Bucket(max_prefills=pieces, max_prefill_tokens=pieces * tokens, max_blocks=width),
-    )

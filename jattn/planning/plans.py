@@ -1,7 +1,6 @@
 """The plan of a step: which implementation serves each kind of layer, and what is made once for all."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -16,9 +15,9 @@ from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata, cut_prefix
+from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata
 from jattn.metadata.regions import REGIONS
-from jattn.planning.cascading import can_cascade, prefix_pieces
+from jattn.planning.cascading import can_cascade
 from jattn.planning.choosing import choose_layers
 from jattn.planning.layer_plans import LayerPlan, table
 from jattn.planning.works import make_works, make_works_eagerly, numbered, shared_works
@@ -166,19 +165,10 @@ def _cascade_plan(
     able = tuple(layer for layer in layers if can_cascade(layer.spec))
     if not able:
         return None
-    choose = functools.partial(choose_layers, mask=None, implementation=implementation)
-    blind = tuple(
-        dict.fromkeys(
-            dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able
-        )
-    )
-    chosen = choose(parts.prefix, blind)
-    pieces = prefix_pieces(chosen, parts.prefix.bucket)
-    if pieces > 1:
-        parts = replace(parts, prefix=cut_prefix(parts.prefix, pieces))
-        chosen = choose(parts.prefix, blind)
-    prefix = planned(parts.prefix, chosen, None)
-    suffix = planned(parts.suffix, choose(parts.suffix, able), None)
+    blind = (dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able)
+    each = ((parts.prefix, tuple(dict.fromkeys(blind))), (parts.suffix, able))
+    chosen = [(part, choose_layers(part, kinds, None, implementation=implementation)) for part, kinds in each]
+    prefix, suffix = (planned(part, layers, None) for part, layers in chosen)
     return CascadePlan(metadata=parts, prefix=prefix, suffix=suffix)
 
 
