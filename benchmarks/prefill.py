@@ -19,8 +19,8 @@ from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import (
+    CallBounds,
     KernelSizes,
-    call_bounds,
     default_sizes,
     make_schedule,
     varlen_prefill,
@@ -88,6 +88,7 @@ class Work:
 def name_of(sizes: KernelSizes) -> str:
     """How rows name tiles."""
     splits = "" if sizes.max_splits == 1 else f" splits{sizes.max_splits}"
+    splits = splits if sizes.heads_per_tile == 1 else f" heads{sizes.heads_per_tile}{splits}"
     return f"q{sizes.tile_q} kv{sizes.tile_kv} stages{sizes.stages} buffers{sizes.query_buffers}{splits}"
 
 
@@ -125,10 +126,14 @@ def default_work(
 ) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
-    of_call = sum(case.query_lens), case.q_heads, max(case.seq_lens)
-    score = Score(scale=1.0, **MODIFIERS[modifier])
-    bounds = None if block_size is None else call_bounds(*of_call, score)
-    sizes = default_sizes(case.head_dim, bounds=bounds)
+    bounds = CallBounds(
+        num_tokens=sum(case.query_lens),
+        reqs=len(case.query_lens),
+        q_heads=case.q_heads,
+        kv_heads=case.kv_heads,
+        max_kv=max(case.seq_lens),
+    ).seen_by(Score(scale=1.0, **MODIFIERS[modifier]))
+    sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds)
     return Work(case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization)
 
 

@@ -63,8 +63,7 @@ class QueryGradients:
             plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
             item = work.in_memory(number_of(nth), self.queries.columns.at[buffer])
             slopes = self.inputs.attention.slopes
-            slope = None if slopes is None else slopes[item.head]
-            self.take_item(QueryRows(item, self.wg, slope, self.spec), buffer, nth, step)
+            self.take_item(QueryRows(item, self.wg, slopes, self.spec), buffer, nth, step)
             return step + self.inputs.steps_before + item.num
 
         lax.fori_loop(0, rounds, take, jnp.int32(0) * rounds)

@@ -44,9 +44,9 @@ class KernelSizes:
         has_queries = self.of_queries is not None
         require(has_queries or not self.is_apart, "sizes.of_queries", "be given with is_apart", None)
         if self.of_queries is not None:
-            require(self.of_queries.teams == 1, "of_queries.teams", "be 1", self.of_queries.teams)
-            splits = self.of_queries.max_splits
-            require(splits == 1, "of_queries.max_splits", "be 1", splits)
+            for name in ("teams", "heads_per_tile", "max_splits"):
+                value = getattr(self.of_queries, name)
+                require(value == 1, f"of_queries.{name}", "be 1", value)
 
     @property
     def sums_outputs(self) -> bool:

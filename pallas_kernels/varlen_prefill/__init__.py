@@ -9,6 +9,5 @@ from pallas_kernels.varlen_prefill.sizes import (
     WARPGROUP_ROWS,
     CallBounds,
     KernelSizes,
-    call_bounds,
     default_sizes,
 )

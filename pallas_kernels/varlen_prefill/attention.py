@@ -70,8 +70,7 @@ class Attention:
             buffer = self.queries.buffer(nth)
             plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
             item = work.in_memory(number_of(nth), self.queries.columns.at[buffer])
-            slope = None if self.inputs.slopes is None else self.inputs.slopes[item.head]
-            self.attend_item(QueryRows(item, self.rank, slope, self.spec), buffer, nth, step)
+            self.attend_item(QueryRows(item, self.rank, self.inputs.slopes, self.spec), buffer, nth, step)
             return step + item.num
 
         lax.fori_loop(0, rounds, attend, jnp.int32(0) * rounds)

@@ -36,16 +36,17 @@ class Bias:
         iota = [plgpu.broadcasted_iota(jnp.int32, columns_s.shape[1:], axis, layout=W) for axis in (0, 1)]
         columns_s[wg] = jnp.where(iota[1] < SLOPE_TERMS, iota[0], 0).astype(f32).astype(self.spec.dtype)
 
-    def store_slope(self, slope: Scalar) -> None:
-        """Makes the tensor core add a head's slope times the column to scores; the slope as 16-bit terms."""
+    def store_slope(self, slope: Scalar | Rows) -> None:
+        """Makes the tensor core add a slope times the column to scores; the slope as 16-bit terms."""
         if self.operands is None:
             return
         slopes_s, dtype = self.operands.slopes, self.spec.dtype
-        rest, tile = slope * (1 / self.factor), plgpu.layout_cast(jnp.zeros(slopes_s.shape, f32), W)
+        tile = plgpu.layout_cast(jnp.zeros(slopes_s.shape, f32), W)
+        rest = slope * (1 / self.factor)
         at = plgpu.broadcasted_iota(jnp.int32, slopes_s.shape, 1, layout=W)
         for nth in range(SLOPE_TERMS):
             rounded = rest.astype(dtype).astype(f32)
-            rest, tile = rest - rounded, jnp.where(at == nth, rounded, tile)
+            rest, tile = rest - rounded, jnp.where(at == nth, over_keys(rounded, tile), tile)
         slopes_s[...] = tile.astype(dtype)
         plgpu.commit_smem()
 
@@ -59,12 +60,17 @@ class Bias:
         if rows.slope is None:
             return s, None
         first = (rows.positions() - tile.first_key()).astype(f32)
-        lean = rows.slope * (1 / self.factor)
+        lean = over_keys(rows.slope * (1 / self.factor), s)
         if score.sqrt_alibi:
             first = lax.broadcast_in_dim(first, s.shape, [0])
             distances = jnp.maximum(first - self.columns(), 0.0)
             return s - jnp.sqrt(distances) * lean, None
         return s if self.operands is not None else s + self.columns() * lean, first * -rows.slope
+
+
+def over_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
+    """A number of all rows, or of each, for each column of a tile."""
+    return x if x.ndim == 0 else lax.broadcast_in_dim(x, tile.shape, [0])
 
 
 def factor_of(spec: PrefillSpec) -> float:

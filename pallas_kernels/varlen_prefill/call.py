@@ -25,7 +25,7 @@ from pallas_kernels.varlen_prefill.schedule import (
     max_rows,
     max_tiles,
 )
-from pallas_kernels.varlen_prefill.sizes import KernelSizes, call_bounds, default_sizes
+from pallas_kernels.varlen_prefill.sizes import CallBounds, KernelSizes, default_sizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
 
@@ -105,8 +105,10 @@ class Call:
         """What is chosen where the caller names none, by a schedule as make_schedule makes it for these."""
         num_tokens, q_heads, head_dim = self.query.shape
         may_cut = self.block_table is not None and (schedule is None or schedule.merges is not None)
-        bounds = call_bounds(num_tokens, q_heads, self.max_kv, score) if may_cut else None
-        return default_sizes(head_dim, has_lists=self.lists is not None, bounds=bounds)
+        reqs = self.seq_lens.shape[0]
+        bounds = CallBounds(num_tokens, reqs, q_heads, self.kv_heads, self.max_kv).seen_by(score)
+        has_lists = self.lists is not None
+        return default_sizes(head_dim, has_lists=has_lists, bounds=bounds if may_cut else None)
 
     def check_lists(self, sizes: KernelSizes) -> None:
         """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
@@ -119,11 +121,17 @@ class Call:
             rule = f"cut {sizes.tile_q} queries into {MAX_QUERY_BLOCKS} at most"
             require(touched <= MAX_QUERY_BLOCKS, "block_q", rule, self.block_q)
 
+    def check_heads(self, sizes: KernelSizes) -> None:
+        """Refuses tiles that heads of different kv heads would share, and shared ones with lists."""
+        group, together = self.query.shape[1] // self.kv_heads, sizes.heads_per_tile
+        require(group % together == 0, "heads_per_tile", f"divide {group} query heads of a kv head", together)
+        require(together == 1 or self.lists is None, "heads_per_tile", "be 1 with lists", together)
+
     def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
         rows = max_rows(num_tokens, reqs, q_heads=q_heads, sizes=sizes)
-        what = f"{num_tokens} tokens of {reqs} requests in tiles of {sizes.tile_q}"
+        what = f"{num_tokens} tokens of {reqs} requests in tiles of {sizes.tile_tokens}"
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), what)
         has_splits = schedule.merges is not None
@@ -184,7 +192,7 @@ class Call:
     def shape(self, sizes: KernelSizes) -> Shape:
         """Static sizes."""
         num_tokens, q_heads, head_dim = self.query.shape
-        rows = max_tiles(num_tokens, self.seq_lens.shape[0], sizes.tile_q)
+        rows = max_tiles(num_tokens, self.seq_lens.shape[0], sizes.tile_tokens)
         cut, in_cache = head_cut(head_dim), None
         if self.block_size is not None:
             is_hnd = self.layout == "HND"

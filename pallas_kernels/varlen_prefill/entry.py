@@ -88,6 +88,7 @@ def attend_call(
     num_tokens, q_heads, head_dim = call.query.shape
     sizes = call.default_sizes(score, schedule) if sizes is None else sizes
     call.check_lists(sizes)
+    call.check_heads(sizes)
     if call.is_empty:
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(call.query), lse if return_lse else None
@@ -99,21 +100,26 @@ def attend_call(
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
-    outputs = prefill(inputs, max_tiles(num_tokens, call.seq_lens.shape[0], sizes.tile_q), spec)
+    outputs = prefill(inputs, max_tiles(num_tokens, call.seq_lens.shape[0], sizes.tile_tokens), spec)
     if schedule.merges is not None:
         outputs = merge_splits(outputs, schedule.table, schedule.merges, inputs.sinks, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
     if outputs.lse is None:
         return out, None
-    return out, _lse_of_tokens(outputs.lse, call.query_start_loc, schedule, num_tokens)
+    return out, _lse_of_tokens(outputs.lse, call.query_start_loc, schedule, num_tokens, sizes)
 
 
-def _lse_of_tokens(lse_tiles: Array, query_start_loc: Array, schedule: Schedule, num_tokens: int) -> Array:
-    """From [tiles, q_heads, tile_q] to [q_heads, tokens]."""
-    tile_q = lse_tiles.shape[2]
+def _lse_of_tokens(
+    lse_tiles: Array, query_start_loc: Array, schedule: Schedule, num_tokens: int, sizes: KernelSizes
+) -> Array:
+    """From [tiles, items_per_tile, tile_q] to [q_heads, tokens]."""
+    tile, each = sizes.tile_tokens, sizes.warpgroup_tokens
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     starts = query_start_loc.astype(jnp.int32)
     req = (starts[None, 1:] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
     row = token - schedule.first_rows[req]
-    tile = schedule.first_tiles[req] + row // tile_q
-    return lse_tiles[tile, :, row % tile_q].T
+    nth, row = schedule.first_tiles[req] + row // tile, row % tile
+    if sizes.heads_per_tile == 1:
+        return lse_tiles[nth, :, row].T
+    of_warpgroups = lse_tiles.reshape(*lse_tiles.shape[:2], sizes.team_size, sizes.heads_per_tile, each)
+    return of_warpgroups[nth, :, row // each, :, row % each].reshape(num_tokens, -1).T

@@ -1,6 +1,7 @@
-"""What a thread block works on: items, which are tiles of queries of one head, and their order."""
+"""What a thread block works on: items, which are tiles of queries of one head or a few, and their order."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +17,9 @@ from pallas_kernels.varlen_prefill.splits import SPLIT_COLUMNS
 
 
 class Item:
-    """A tile of queries of one head, before all of its keys or a split; traced scalars.
+    """A tile of queries, of one head or of those that share it, before all of its keys or a split.
+
+    Its scalars are traced.
 
     Keys of tile i begin at position i * tile_kv - skew.
 
@@ -24,7 +27,7 @@ class Item:
     at every use.
 
     Attributes:
-        head: Query head.
+        head: Query head, or which of its tile's items it is: that of heads `head * heads_per_tile` onward.
         low: First key whose block is certain to be there; a stand-in for those before may not hold keys that
             are neither seen nor cleared.
         high: One past the last.
@@ -36,14 +39,15 @@ class Item:
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
         self.column, self.entries, self.tile_kv = column, entries, spec.sizes.tile_kv
+        self.items_per_kv_head = spec.shape.group // spec.sizes.heads_per_tile
         self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
         self.low, self.high = low, high = tile_range(spec.score, first, last, column("seq_len"))
         # The request's last block may hold anything behind its end, and must not stand in for blocks whose
-        # keys some query of the request sees. No item of more than 64 queries begins in it and has others in
+        # keys some query of the request sees. No item of more than 64 tokens begins in it and has others in
         # its first tile.
-        if spec.has_lists or spec.sizes.tile_q <= WARPGROUP_ROWS:
+        if spec.has_lists or spec.sizes.tile_tokens <= WARPGROUP_ROWS:
             # Where nothing is masked from below, low is a 0 that the compiler sees, and high not negative: a
             # number of unknown sign made the loading warp's part of a step 2 % of vertical_slash_16k longer.
             self.low = column("seen") if spec.has_window else low
@@ -59,6 +63,11 @@ class Item:
                 self.first + skipped,
                 jnp.clip(self.num - skipped, 0, column("split_tiles")),
             )
+
+    @property
+    def kv_head(self) -> Scalar:
+        """Kv head."""
+        return lax.div(self.head, jnp.int32(self.items_per_kv_head))
 
     def entry(self, i: Scalar) -> Scalar:
         """What the list says of the item's tile i; where there is none, the tile's number."""
@@ -86,7 +95,7 @@ class Worklist:
     def __init__(self, schedule: ScheduleRefs, spec: PrefillSpec):
         self.schedule, self.spec = schedule, spec
         self.num_rows = schedule.num_live[0]
-        self.num_items = self.num_rows * (1 if spec.has_lists else spec.shape.q_heads)
+        self.num_items = self.num_rows * (1 if spec.has_lists else spec.items_per_tile)
         self.columns = columns_of(spec)
 
     def rounds_of(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
@@ -124,7 +133,7 @@ class Worklist:
         stay equal. The last heads end with the shortest row.
         """
         shape, num_rows = self.spec.shape, self.num_rows
-        at_once = jnp.int32(shape.heads_at_once)
+        at_once = jnp.int32(shape.heads_at_once // self.spec.sizes.heads_per_tile)
         if shape.heads_at_once == shape.q_heads:
             return lax.div(number, at_once), lax.rem(number, at_once)
         per_set, sets = num_rows * at_once, shape.q_heads // shape.heads_at_once
@@ -132,6 +141,26 @@ class Worklist:
         rest = number - nth * per_set
         row, is_turned = lax.div(rest, at_once), lax.rem(sets - 1 - nth, jnp.int32(2)) == 1
         return jnp.where(is_turned, num_rows - 1 - row, row), nth * at_once + lax.rem(rest, at_once)
+
+
+class HeadRows(NamedTuple):
+    """A head of an item, and where its rows are.
+
+    Attributes:
+        head: Query head.
+        first: Row of its first token, among those of a warpgroup.
+    """
+
+    head: Scalar
+    first: int
+
+
+def heads_of(item: Item, spec: PrefillSpec) -> list[HeadRows]:
+    """The query heads of an item."""
+    num = spec.sizes.heads_per_tile
+    if num == 1:
+        return [HeadRows(item.head, 0)]
+    return [HeadRows(item.head * num + nth, nth * spec.sizes.warpgroup_tokens) for nth in range(num)]
 
 
 def columns_of(spec: PrefillSpec) -> tuple[str, ...]:

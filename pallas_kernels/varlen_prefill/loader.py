@@ -11,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
-from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned
+from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned, heads_of
 from pallas_kernels.varlen_prefill.pipeline import Queries, Ring, Stream
 from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, Pipeline, Smem
-from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import PrefillSpec
 
 BLOCKS_AT_ONCE = 8
 
@@ -110,7 +110,7 @@ class Loader:
     ) -> None:
         """A tile's keys, then what is to be done between, then its values, into the stage of a step."""
         stage, stages = self.ring.stage(step), self.spec.sizes.stages
-        kv_head = lax.div(item.head, jnp.int32(self.spec.shape.group))
+        kv_head = item.kv_head
         # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
         copies, at_once = self.windows.copies, min(self.windows.copies, BLOCKS_AT_ONCE)
         is_few = copies == at_once
@@ -140,16 +140,18 @@ class Loader:
 
     def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
         """Each warpgroup's queries, and the item's columns."""
-        cut = self.spec.shape.cut
+        cut, each = self.spec.shape.cut, self.spec.sizes.warpgroup_tokens
         buffer = self.queries[0].buffer(nth)
         for rank, queries in enumerate(self.queries):
             barrier = queries.barrier(buffer)
             pl.when(nth >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
             # A warpgroup without rows may stand before the first.
-            rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
-            for chunk in range(cut.chunks):
-                source = self.query.at[(rows, item.head, *cut.at(chunk, nth * 0))]
-                plgpu.copy_gmem_to_smem(source, queries.query.at[buffer, chunk], queries.full.at[barrier])
+            tokens = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * each, 0)), each)
+            for head, first in heads_of(item, self.spec):
+                for chunk in range(cut.chunks):
+                    source = self.query.at[(tokens, head, *cut.at(chunk, nth * 0))]
+                    to = queries.query.at[buffer, chunk, pl.ds(first, each)]
+                    plgpu.copy_gmem_to_smem(source, to, queries.full.at[barrier])
             plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
 
     def wait_for_queries(self, rounds: Scalar) -> None:

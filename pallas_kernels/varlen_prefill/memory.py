@@ -18,17 +18,17 @@ REGISTERS = 65536  # of an SM
 
 def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
     """The output, the log-sum-exp of every row of every tile, partial results."""
-    shape = num_tiles, spec.shape.q_heads, spec.sizes.tile_q
+    shape = num_tiles, spec.items_per_tile, spec.sizes.tile_q
     lse = jax.ShapeDtypeStruct(shape, f32) if spec.returns_lse else None
     partials = _partial_types(spec) if spec.has_splits else None
     return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials)
 
 
 def _partial_types(spec: PrefillSpec) -> Partials:
-    sizes, cut, heads = spec.sizes, spec.shape.cut, spec.shape.q_heads
-    most = most_partials(heads, sizes)
-    a_row = jax.ShapeDtypeStruct((most, heads, sizes.tile_q), f32)
-    out = jax.ShapeDtypeStruct((most, heads, cut.chunks, sizes.tile_q, cut.width), f32)
+    sizes, cut, items = spec.sizes, spec.shape.cut, spec.items_per_tile
+    most = most_partials(spec.shape.q_heads, sizes)
+    a_row = jax.ShapeDtypeStruct((most, items, sizes.tile_q), f32)
+    out = jax.ShapeDtypeStruct((most, items, cut.chunks, sizes.tile_q, cut.width), f32)
     return Partials(out=out, top=a_row, total=a_row)
 
 
@@ -65,7 +65,9 @@ def pipeline_types(spec: PrefillSpec) -> Pipeline:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
 
     return Pipeline(
-        q_full=plgpu.Barrier(num_arrivals=spec.shape.cut.chunks + 1, num_barriers=buffers),
+        q_full=plgpu.Barrier(
+            num_arrivals=spec.shape.cut.chunks * sizes.heads_per_tile + 1, num_barriers=buffers
+        ),
         q_free=plgpu.Barrier(num_barriers=buffers),
         k_full=of_stages(spec.copies),
         v_full=of_stages(spec.copies),

@@ -69,7 +69,7 @@ class Merger:
         """The kernel."""
         shape, sizes = self.spec.shape, self.spec.sizes
         strips, ranks = jnp.int32(shape.cut.padded_dim // STRIP), jnp.int32(sizes.team_size)
-        heads = jnp.int32(shape.q_heads)
+        heads = jnp.int32(self.spec.items_per_tile)
         cta, ctas = lax.axis_index("cta"), jnp.int32(BLOCKS_PER_SM * sizes.ctas)
         units = refs.num_live[0] * heads * ranks * strips
 
@@ -86,17 +86,17 @@ class Merger:
 
     def merge(self, rows: QueryRows, strip: Scalar, refs: MergeRefs, out_s: Ref) -> None:
         """A strip of rows of a tile, if some of them are live."""
-        item, first, cut = rows.item, rows.rank * M, self.spec.shape.cut
+        item, first, cut = rows.item, rows.rank * rows.tokens, self.spec.shape.cut
         # Chunks of a padded head are as wide as strips.
         columns = pl.ds(pl.multiple_of(strip * STRIP, STRIP), STRIP)
         (swizzled_s,), (plain_s,) = out_s
 
-        def to(live: Slice, nth: int) -> Ref:
+        def to(live: Slice, head: Scalar, nth: int) -> Ref:
             if cut.is_padded:
-                return refs.out.at[(live, item.head, strip, *cut.at(0, strip * 0)[1:])]
-            return refs.out.at[live, item.head, columns]
+                return refs.out.at[(live, head, strip, *cut.at(0, strip * 0)[1:])]
+            return refs.out.at[live, head, columns]
 
-        @pl.when((first < item["end"]) & (first + M > item["begin"]))
+        @pl.when((first < item["end"]) & (first + rows.tokens > item["begin"]))
         def _() -> None:
             chunk, columns_of_chunk = (strip, pl.ds(0, STRIP)) if cut.is_padded else (strip * 0, columns)
             acc, top, total = self.summed(rows, chunk, columns_of_chunk, refs.partials)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.items import Item
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_prefill.items import Item, heads_of
 from pallas_kernels.varlen_prefill.masks import PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec
@@ -39,26 +39,41 @@ class QueryRows:
     Attributes:
         item: The item.
         rank: The warpgroup's, in its team.
-        slope: ALiBi's of the item's head, times log2(e), or None.
+        slope: ALiBi's times log2(e), of the item's head or, where heads share its tile, of each row; or None.
     """
 
-    def __init__(self, item: Item, rank: Scalar, slope: Scalar | None, spec: PrefillSpec):
-        self.item, self.rank, self.slope, self.spec = item, rank, slope, spec
+    def __init__(self, item: Item, rank: Scalar, slopes: Ref, spec: PrefillSpec):
+        """With the slopes of all heads, or None."""
+        self.item, self.rank, self.spec = item, rank, spec
+        self.tokens = spec.sizes.warpgroup_tokens
+        self.slope = None if slopes is None else self.of_heads(lambda head: slopes[head])
+
+    def of_heads(self, value_of: Callable[[Scalar], Scalar]) -> Scalar | Rows:
+        """The value of the item's head or, where heads share the tile, of each row's."""
+        first, *others = heads_of(self.item, self.spec)
+        value = value_of(first.head)
+        if not others:
+            return value
+        row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
+        of_rows = jnp.where(row >= 0, value, 0.0)
+        for head, first_row in others:
+            of_rows = jnp.where(row >= first_row, value_of(head), of_rows)
+        return of_rows
 
     @property
     def first_query(self) -> Scalar:
         """Position of the first row."""
-        return self.item["position"] + self.rank * M
+        return self.item["position"] + self.rank * self.tokens
 
     def positions(self) -> Rows:
         """Position of each row."""
-        first = self.first_query
-        return plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + first
+        first, row = self.first_query, plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
+        return (row if self.tokens == M else row & (self.tokens - 1)) + first
 
     def has_work(self) -> Scalar:
         """Whether these rows are some of the item's, and it has keys."""
-        first, item = self.rank * M, self.item
-        return (item.num > 0) & (first < item["end"]) & (first + M > item["begin"])
+        first, item = self.rank * self.tokens, self.item
+        return (item.num > 0) & (first < item["end"]) & (first + self.tokens > item["begin"])
 
     def first_tile(self, begin: Scalar) -> "KvTile":
         """The first tile of a share, either end of what is seen perhaps in it."""
@@ -76,8 +91,8 @@ class QueryRows:
             low_edge = jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1)
             return Share(jnp.int32(0), low_edge, item.num, item.num)
         score, tile = self.spec.score, jnp.int32(self.spec.sizes.tile_kv)
-        live = item["position"] + jnp.clip(self.rank * M, item["begin"], item["end"] - 1)
-        last = item["position"] + jnp.clip(self.rank * M + (M - 1), item["begin"], item["end"] - 1)
+        nearest = lambda row: item["position"] + jnp.clip(row, item["begin"], item["end"] - 1)
+        live, last = nearest(self.rank * self.tokens), nearest(self.rank * self.tokens + (self.tokens - 1))
         full_low, _ = key_range(score, last, item["seq_len"])
         _, full_high = key_range(score, live, item["seq_len"])
         full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, item["seq_len"])

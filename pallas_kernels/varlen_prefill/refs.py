@@ -63,7 +63,7 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: As query.
-        lse: [tiles, q_heads, tile_q] f32, tiles in the order of the tokens, or None.
+        lse: [tiles, items_per_tile, tile_q] f32, tiles in the order of the tokens, or None.
         partials: Of tiles whose keys are cut, which the two above do not have; None where none can be.
     """
 
@@ -76,8 +76,8 @@ class Partials(NamedTuple):
     """Rows behind the keys of a split, f32.
 
     Attributes:
-        out: [partials, q_heads, chunks, tile_q, width]: P V, not normalized.
-        top: [partials, q_heads, tile_q]: what scores were less.
+        out: [partials, items_per_tile, chunks, tile_q, width]: P V, not normalized.
+        top: [partials, items_per_tile, tile_q]: what scores were less.
         total: The same of the probabilities' sums.
     """
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, Int32
 from pallas_kernels.checks import require
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
-from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, KernelSizes
+from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.splits import Merges, cut_tiles, merges_of, most_partials, num_splits
 
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
@@ -70,21 +70,22 @@ def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, size
     """
     at_once = kv_heads
     is_too_much = lambda: at_once * kv_bytes > L2_BYTES
-    is_enough = lambda: rows * q_heads // kv_heads * (at_once // 2) >= 4 * sizes.ctas
+    items = rows * (q_heads // kv_heads) // sizes.heads_per_tile  # of a kv head
+    is_enough = lambda: items * (at_once // 2) >= 4 * sizes.ctas
     while at_once % 2 == 0 and is_too_much() and is_enough():
         at_once //= 2
     return at_once * (q_heads // kv_heads)
 
 
-def max_tiles(num_tokens: int, reqs: int, tile_q: int) -> int:
+def max_tiles(num_tokens: int, reqs: int, tile_tokens: int) -> int:
     """A bound on the number of tiles that `reqs` requests with `num_tokens` tokens together are cut into."""
-    return (num_tokens + (ALIGN - 1) * (reqs + 1)) // tile_q + reqs + 1
+    return (num_tokens + (ALIGN - 1) * (reqs + 1)) // tile_tokens + reqs + 1
 
 
 def max_rows(num_tokens: int, reqs: int, *, q_heads: int, sizes: KernelSizes) -> int:
     """Rows of a schedule's table: tiles, and splits besides where keys may be cut."""
     extra = most_partials(q_heads, sizes) if sizes.max_splits > 1 else 0
-    return max_tiles(num_tokens, reqs, sizes.tile_q) + extra
+    return max_tiles(num_tokens, reqs, sizes.tile_tokens) + extra
 
 
 def make_schedule(
@@ -115,10 +116,12 @@ def make_schedule(
             blocks of masks do.
 
     Raises:
-        ValueError: q_heads is needed, or keys are to be cut under lists.
+        ValueError: q_heads is needed, or keys are to be cut, or heads to share tiles, under lists.
     """
     may_cut = sizes.max_splits > 1
     require(not (may_cut and has_lists), "max_splits", "be 1 with lists", sizes.max_splits)
+    is_alone = sizes.heads_per_tile == 1 or not has_lists
+    require(is_alone, "heads_per_tile", "be 1 with lists", sizes.heads_per_tile)
     require(not (may_cut and q_heads is None), "q_heads", "be given where keys may be cut", q_heads)
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
@@ -168,7 +171,7 @@ def _tiles_of(
     has_lists: bool,
 ) -> Tiles:
     """See make_schedule."""
-    reqs, tile_q = seq_lens.shape[0], sizes.tile_q
+    reqs, tile = seq_lens.shape[0], sizes.tile_tokens
     starts = query_start_loc.astype(jnp.int32)
     ends = jnp.concatenate([starts[1:], jnp.full((1,), num_tokens, jnp.int32)])
     keys = jnp.concatenate([seq_lens.astype(jnp.int32), jnp.zeros(1, jnp.int32)])
@@ -176,21 +179,22 @@ def _tiles_of(
     if kv_start_loc is not None:
         kv_starts = jnp.concatenate([kv_start_loc.astype(jnp.int32), jnp.zeros(1, jnp.int32)])
     aligned = starts // ALIGN * ALIGN
-    counts = jnp.where(ends > starts, (ends - aligned + tile_q - 1) // tile_q, 0)
+    counts = jnp.where(ends > starts, (ends - aligned + tile - 1) // tile, 0)
     last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
     first_tiles = last_tiles - counts
     first_rows = aligned
     if not has_lists:
-        first_rows = aligned - (counts * tile_q - (ends - aligned)) // WARPGROUP_ROWS * WARPGROUP_ROWS
-    number = jnp.arange(max_tiles(num_tokens, reqs, tile_q), dtype=jnp.int32)
+        each = sizes.warpgroup_tokens
+        first_rows = aligned - (counts * tile - (ends - aligned)) // each * each
+    number = jnp.arange(max_tiles(num_tokens, reqs, tile), dtype=jnp.int32)
     req = _requests_of(number, last_tiles)
     is_live = req <= reqs
     req = jnp.minimum(req, reqs)
-    first_row = first_rows[req] + (number - first_tiles[req]) * tile_q
+    first_row = first_rows[req] + (number - first_tiles[req]) * tile
     lens = ends - starts
     seen, _ = tile_range(score, keys - lens, keys - 1, keys)
     begin = jnp.maximum(starts[req] - first_row, 0)
-    end = jnp.minimum(ends[req] - first_row, tile_q)
+    end = jnp.minimum(ends[req] - first_row, tile)
     position = (keys - lens - starts)[req] + first_row
     seq_len, kv_start = keys[req], kv_starts[req]
     low, high = tile_range(score, position + begin, position + end - 1, seq_len)

@@ -9,6 +9,7 @@ from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
 
 WARPGROUP_ROWS = 64  # the tensor core's M
+HEADS_PER_TILE = (1, 2, 4, 8)  # a warpgroup's rows of a head are a multiple of 8, what TMA fills at once
 MAX_SPLITS = 16
 SHARED_MEMORY = 221 * 1024  # bytes a thread block may have, less columns, barriers and reductions
 
@@ -27,6 +28,8 @@ class KernelSizes:
         ctas: Thread blocks of the grid; each stays on its SM and works through its share of the tiles.
         batch_invariant: A row's bits do not depend on the other rows of its tile, also where a window or
             lists hide the tile's first keys from it.
+        heads_per_tile: Query heads of a kv head that share a tile, of as many fewer tokens (FlashAttention's
+            pack_gqa): 1, 2, 4 or 8. Requests of few tokens fill tiles so. 1 with lists.
         max_splits: Into so many splits the keys of a tile of queries may be cut, so that a few tiles before
             many keys keep all thread blocks busy (FlashAttention's num_splits), MAX_SPLITS at most; 1: into
             none, as with lists. How many there are, and so a row's last bits, depends on all rows of a step.
@@ -39,6 +42,7 @@ class KernelSizes:
     query_buffers: int = 2
     ctas: int = NUM_SMS
     batch_invariant: bool = False
+    heads_per_tile: int = 1
     max_splits: int = 1
 
     def __post_init__(self) -> None:
@@ -46,6 +50,7 @@ class KernelSizes:
         require_one_of("warpgroups", self.warpgroups, (2, 3))
         require_one_of("teams", self.teams, (1, self.warpgroups))
         require_one_of("query_buffers", self.query_buffers, (1, 2))
+        require_one_of("heads_per_tile", self.heads_per_tile, HEADS_PER_TILE)
         require_positive(stages=self.stages, ctas=self.ctas, max_splits=self.max_splits)
         may_be = self.max_splits <= MAX_SPLITS
         require(may_be, "max_splits", f"be at most {MAX_SPLITS}", self.max_splits)
@@ -62,6 +67,16 @@ class KernelSizes:
     def tile_q(self) -> int:
         """Query rows of a tile."""
         return self.team_size * WARPGROUP_ROWS
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile: as many rows are one token's as heads share the tile."""
+        return self.tile_q // self.heads_per_tile
+
+    @property
+    def warpgroup_tokens(self) -> int:
+        """Tokens of a warpgroup's rows: those of the first head, those of the second and so on."""
+        return WARPGROUP_ROWS // self.heads_per_tile
 
     @property
     def workers(self) -> int:
@@ -90,12 +105,15 @@ LIST_TABLE = {
     192: KernelSizes(tile_kv=64, stages=2),
     256: KernelSizes(tile_kv=64, stages=2, query_buffers=1),
 }
-# Two warpgroups where there are no rows for a third: 128 tokens behind 64k take 216 us by two, 226 by three.
-# A step of 64 keys took three warpgroups 1.02 us with rows for all and 0.88 with rows for two, and two 0.84
-# (prefill-few): three are quicker where they have rows.
-FEW_TABLE = {128: LIST_TABLE[128]}
+# Few queries fill tiles of fewer tokens better, of which heads share each: 64 tokens behind 64k take 128 us
+# for 164, 8 x 64 behind 16k 228 for 345, 512 behind 64k 769 for 796 (prefill-heads). With many queries keys
+# are read by tiles that drift apart, and 4 x 2k behind 14k take 2,869 us for 2,778.
+# Sizes for few, and what a step of 64 keys takes with them, in us, all rows live.
+FEW_TABLE = {128: ((TABLE[128], 1.10), (LIST_TABLE[128], 0.84))}
+FEWEST_TOKENS = 16  # of a request, or its bound says nothing: engines allow for as many requests as tokens
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096
+SPLITS_RECKONED = 8  # more of them cost what they save
 # With more items than that for each thread block the last round is a small part of all.
 ITEMS_OF_SPLITS = 2
 
@@ -105,19 +123,22 @@ class CallBounds(NamedTuple):
 
     Attributes:
         num_tokens: Tokens of all requests.
+        reqs: Requests.
         q_heads: Query heads.
+        kv_heads: Kv heads.
         max_kv: Keys of a request that a tile of queries sees.
     """
 
     num_tokens: int
+    reqs: int
     q_heads: int
+    kv_heads: int
     max_kv: int
 
-
-def call_bounds(num_tokens: int, q_heads: int, max_kv: int, score: Score) -> CallBounds:
-    """Of a call over a cache whose requests have `max_kv` keys at most; windows and chunks let see fewer."""
-    seen = score.most_keys(3 * WARPGROUP_ROWS)
-    return CallBounds(num_tokens, q_heads, max_kv if seen is None else min(seen, max_kv))
+    def seen_by(self, score: Score) -> "CallBounds":
+        """With no more keys than windows and chunks let a tile of queries see."""
+        seen = score.most_keys(3 * WARPGROUP_ROWS)
+        return self if seen is None else self._replace(max_kv=min(seen, self.max_kv))
 
 
 def default_sizes(
@@ -139,12 +160,26 @@ def default_sizes(
 
 
 def _sizes_of_few(padded_dim: int, bounds: CallBounds) -> KernelSizes:
-    """For a call that may be of few queries: then keys may be cut, and tiles are as tall as they fill."""
+    """For a call that may be of few queries: then heads share tiles, and keys may be cut.
+
+    Tiles are as tall as makes all keys be gone through soonest, if requests are alike.
+    """
     sizes = TABLE[padded_dim]
     items = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
     if items > ITEMS_OF_SPLITS * sizes.ctas or bounds.max_kv < MIN_KV_OF_SPLITS:
         return sizes
-    two = FEW_TABLE.get(padded_dim)
-    if two is not None and bounds.num_tokens <= two.tile_q:
-        sizes = two
-    return dataclasses.replace(sizes, max_splits=MAX_SPLITS)
+    group = bounds.q_heads // bounds.kv_heads
+    together = max(n for n in HEADS_PER_TILE if group % n == 0)
+    choices = [
+        (dataclasses.replace(each, heads_per_tile=together, max_splits=MAX_SPLITS), step)
+        for each, step in FEW_TABLE.get(padded_dim, ((sizes, 1.0),))
+    ]
+    return min(choices, key=lambda choice: choice[1] * _rounds(bounds, choice[0]))[0]
+
+
+def _rounds(bounds: CallBounds, sizes: KernelSizes) -> float:
+    """How often a thread block goes through all of a request's keys, if requests are alike."""
+    reqs = bounds.reqs if bounds.num_tokens >= FEWEST_TOKENS * bounds.reqs else 1
+    tiles = -(-bounds.num_tokens // (reqs * sizes.tile_tokens)) * reqs
+    items = tiles * bounds.q_heads // sizes.heads_per_tile
+    return min(-(-items * splits // sizes.workers) / splits for splits in range(1, SPLITS_RECKONED + 1))

@@ -98,6 +98,11 @@ class PrefillSpec:
         return self.sizes.max_splits > 1
 
     @property
+    def items_per_tile(self) -> int:
+        """Items of a tile of tokens: each is of one head, or of those that share the tile."""
+        return self.shape.q_heads // self.sizes.heads_per_tile
+
+    @property
     def copies(self) -> int:
         """TMA copies that bring the keys of a tile, or its values."""
         in_cache = self.shape.in_cache

@@ -57,8 +57,8 @@ class Merges(NamedTuple):
 
 
 def most_partials(q_heads: int, sizes: KernelSizes) -> int:
-    """Partial results of a head, at most."""
-    return max(MOST_ITEMS * sizes.ctas // q_heads, 2)
+    """Partial results of a head, or of the heads that share a tile, at most."""
+    return max(MOST_ITEMS * sizes.ctas * sizes.heads_per_tile // q_heads, 2)
 
 
 def num_splits(
@@ -72,7 +72,7 @@ def num_splits(
     Args:
         kv_tiles: Tiles of keys of each.
         is_live: Whether there is one.
-        q_heads: Each is as many items.
+        q_heads: Each is as many items, but for heads that share a tile.
         sizes: The kernel's.
     """
     kv_tiles, is_live = kv_tiles[None], is_live[None]  # the first axis is the candidates'
@@ -80,7 +80,7 @@ def num_splits(
     length = _ceil_div(jnp.max(jnp.where(is_live, kv_tiles, 0), initial=1), candidates)
     splits = jnp.where(is_live, jnp.maximum(_ceil_div(kv_tiles, length), 1), 0)
     each = _ceil_div(kv_tiles, jnp.maximum(splits, 1))
-    items = splits * q_heads
+    items = splits * (q_heads // sizes.heads_per_tile)
     begin = jnp.where(is_before(-each), items[:, None, :], 0).sum(axis=2, dtype=jnp.int32)
     workers = sizes.workers
     worker = jnp.arange(workers, dtype=jnp.int32)[None, :, None]

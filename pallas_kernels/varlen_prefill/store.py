@@ -1,5 +1,6 @@
 """A warpgroup's output into global memory."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
-from pallas_kernels.varlen_prefill.items import aligned
+from pallas_kernels.varlen_prefill.items import aligned, heads_of
 from pallas_kernels.varlen_prefill.query_rows import QueryRows
 from pallas_kernels.varlen_prefill.refs import Outputs, Partials
 from pallas_kernels.varlen_prefill.spec import M
@@ -55,7 +56,7 @@ def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple
     """What P V is multiplied by, and the log-sum-exp, once a sink has joined; see Attended."""
     item, sink = rows.item, None
     if sinks is not None:
-        sink = jnp.where(item["seq_len"] > 0, sinks[item.head], -jnp.inf)
+        sink = rows.of_heads(lambda head: jnp.where(item["seq_len"] > 0, sinks[head], -jnp.inf))
     return normalized(top, total, sink)
 
 
@@ -89,44 +90,48 @@ def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs:
         plain_s: The same memory.
         outs: A chunk of a head each, in 16 bits.
     """
-    head, cut = rows.item.head, rows.spec.shape.cut
+    cut = rows.spec.shape.cut
 
-    def to(live: Slice, chunk: int) -> Ref:
+    def to(live: Slice, head: Scalar, chunk: int) -> Ref:
         return out_g.at[(live, head, *cut.at(chunk, head * 0))]
 
     store_live(to, rows, swizzled_s, plain_s, outs)
 
 
 def store_live(
-    to: Callable[[Slice, int], Ref], rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs: Sequence[Tile]
+    to: Callable[[Slice, Scalar, int], Ref],
+    rows: QueryRows,
+    swizzled_s: Ref,
+    plain_s: Ref,
+    outs: Sequence[Tile],
 ) -> None:
-    """As store_rows; `to(rows, nth)` is where the nth of outs goes."""
-    item = rows.item
-    first = item["first_row"] + rows.rank * M
-    begin, end = (jnp.clip(row - rows.rank * M, 0, M) for row in (item["begin"], item["end"]))
+    """As store_rows; `to(tokens, head, nth)` is where the nth of outs goes."""
+    item, each, heads = rows.item, rows.tokens, heads_of(rows.item, rows.spec)
+    first = item["first_row"] + rows.rank * each
+    begin, end = (jnp.clip(row - rows.rank * each, 0, each) for row in (item["begin"], item["end"]))
     num = jnp.maximum(end - begin, 0)
 
-    @pl.when(num == M)
+    @pl.when(num == each)
     def _() -> None:
         for nth, out in enumerate(outs):
             swizzled_s[nth] = out
         plgpu.commit_smem()
-        for nth in range(len(outs)):
-            live = pl.ds(aligned(first), M)
-            plgpu.copy_smem_to_gmem(swizzled_s.at[nth], to(live, nth))
+        for nth, (head, row) in itertools.product(range(len(outs)), heads):
+            live = pl.ds(aligned(first), each)
+            plgpu.copy_smem_to_gmem(swizzled_s.at[nth, pl.ds(row, each)], to(live, head, nth))
 
-    @pl.when((num > 0) & (num < M))
+    @pl.when((num > 0) & (num < each))
     def _() -> None:
         for nth, out in enumerate(outs):
             store_unoptimized(plain_s.at[nth], out)
         plgpu.commit_smem()
-        offset, size = begin, M // 2
+        offset, size = begin, each // 2
         while size:
 
             @pl.when((num & size) != 0)
             def _(offset: Scalar = offset, size: int = size) -> None:
-                for nth in range(len(outs)):
-                    piece = plain_s.at[nth, pl.ds(offset, size)]
-                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), nth))
+                for nth, (head, row) in itertools.product(range(len(outs)), heads):
+                    piece = plain_s.at[nth, pl.ds(row + offset, size)]
+                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), head, nth))
 
             offset, size = offset + (num & size), size // 2

@@ -22,10 +22,10 @@ WINDOW = (100, 0)
 BLOCKS = (np.random.default_rng(0).random((4, 5, 5)) < 0.4) | np.eye(5, dtype=bool)
 
 
-def problem_of(query_lens, seq_lens, window=None, sees=None) -> AttentionProblem:
+def problem_of(query_lens, seq_lens, window=None, **setting) -> AttentionProblem:
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, window=window)
     lens = {"query_lens": query_lens, "seq_lens": seq_lens}
-    return AttentionProblem(Setting(spec=spec, dtype="bfloat16", sees=sees, **lens))
+    return AttentionProblem(Setting(spec=spec, dtype="bfloat16", **lens, **setting))
 
 
 def score_of(spec: jattn.AttentionSpec) -> Score:
@@ -62,6 +62,17 @@ def check_splits() -> None:
     with pytest.MonkeyPatch.context() as patch:
         cut_everywhere(patch)
         check_prefill(max_splits=MOST)
+
+
+def check_shared_tiles() -> None:
+    """Requests of few tokens whose heads share tiles, each head with a slope and a sink of its own."""
+    problem = problem_of([40, 3, 70], [150, 3, 270], has_alibi=True, has_sinks=True)
+    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3, heads_per_tile=2)
+    metadata = problem.metadata
+    lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
+    of_heads = {"alibi_slopes": jnp.asarray(problem.slopes), "sinks": jnp.asarray(problem.sinks)}
+    kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
+    run(kernel, problem, block_table=metadata.block_table, **lens, **of_heads)
 
 
 def check_lists() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.implementations.mosaic_gpu import backward_lists as backward_lists_of
 from jattn.implementations.mosaic_gpu import tile_lists
@@ -21,8 +22,10 @@ from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import scores as backward_scores
 from pallas_kernels.varlen_backward.key_rows import KeyRows
 from pallas_kernels.varlen_prefill import call as prefill_call
-from pallas_kernels.varlen_prefill import items
+from pallas_kernels.varlen_prefill import items, query_rows
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
+from pallas_kernels.varlen_prefill.query_rows import QueryRows
+from pallas_kernels.varlen_prefill.spec import ROW, M
 from tests.mutations import kernels
 
 CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -125,6 +128,21 @@ def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
     right = prefill_call.Shape
     patch.setattr(prefill_call, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
+
+
+def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
+    wrong = lambda rows: plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + rows.first_query
+    patch.setattr(QueryRows, "positions", wrong)
+
+
+def numbers_of_the_first_head(patch: pytest.MonkeyPatch) -> None:
+    right = query_rows.heads_of
+
+    def wrong(item, spec):
+        first, *others = right(item, spec)
+        return [first, *(other._replace(head=first.head) for other in others)]
+
+    patch.setattr(query_rows, "heads_of", wrong)
 
 
 # -------------------------------------------------------------------------------------------- lists
@@ -282,6 +300,16 @@ MUTATIONS = {
         kernels.check_splits,
         splits(lambda skipped, tiles, partial, num: (skipped, tiles, partial, jnp.maximum(num - 1, 1))),
     ),
+    "shared-positions": Mutation(
+        "rows of the heads that share a tile count as tokens behind each other",
+        kernels.check_shared_tiles,
+        rows_as_tokens,
+    ),
+    "shared-first-head": Mutation(
+        "the slope and the sink of a tile's first head are taken for all its rows",
+        kernels.check_shared_tiles,
+        numbers_of_the_first_head,
+    ),
     "list-lost-tile": Mutation("a list lacks a tile that is seen", lists, codes(without_a_seen_tile)),
     "list-double-tile": Mutation(
         "a list has a tile twice, in another's place",
@@ -358,6 +386,7 @@ MUTATIONS = {
             "prefill": prefill,
             "prefill_window": prefill_window,
             "splits": kernels.check_splits,
+            "shared_tiles": kernels.check_shared_tiles,
             "lists": lists,
             "backward": backward,
             "backward_window": backward_window,

@@ -258,11 +258,7 @@ class TestWhoIsGivenThem:
         assert shapes == [(8, 2, 64)] * 2
 
     def test_the_kernel_s_own_choice_is_the_same(self):
-        assert default_sizes(128, bounds=CallBounds(256, 32, 65536)) == self.kernel().sizes
-
-    @pytest.mark.parametrize(("tokens", "tile_q"), [(64, 128), (128, 128), (129, 192), (1024, 192)])
-    def test_tiles_are_as_tall_as_the_tokens_fill(self, tokens, tile_q):
-        assert default_sizes(128, bounds=CallBounds(tokens, 32, 65536)).tile_q == tile_q
+        assert default_sizes(128, bounds=CallBounds(256, 4, 32, 8, 65536)) == self.kernel().sizes
 
 
 @pytest.mark.gpu

@@ -156,12 +156,13 @@ class TestAheadOfTime:
         """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
 
         The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
-        Most are spilled under windows and chunks, by heads of 256 and by splits: 192 bytes by two together.
+        Most are spilled under windows and chunks, by heads of 256 and by splits, 300 bytes by all three.
         """
         kernel, *merge = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
-        spills_most = name.startswith("d256-chunk") or name.endswith(OF_SPLITS)
-        assert kernel.spilled_bytes <= (200 if spills_most else 136)
+        is_split = name.endswith(OF_SPLITS)
+        limit = 200 if is_split or name.startswith("d256-chunk") else 136
+        assert kernel.spilled_bytes <= (304 if is_split and name.startswith("d256") else limit)
         assert len(merge) == name.endswith(OF_SPLITS)
         assert all(kernel.spilled_bytes == 0 for kernel in merge)
 

@@ -93,11 +93,16 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
     if reason is not None:
         return reason
     if mask is None:
-        max_kv, num_tokens = region.max_blocks * region.block_size, region.bucket.max_tokens
-        of_call = num_tokens, spec.num_q_heads, max_kv, score_of(spec)
-        bounds = None if is_packed else prefill_kernel.call_bounds(*of_call)
-        invariant = spec.batch_invariant
-        sizes = prefill_kernel.default_sizes(spec.head_dim, batch_invariant=invariant, bounds=bounds)
+        bounds = prefill_kernel.CallBounds(
+            num_tokens=region.bucket.max_tokens,
+            reqs=region.bucket.max_reqs,
+            q_heads=spec.num_q_heads,
+            kv_heads=spec.num_kv_heads,
+            max_kv=region.max_blocks * region.block_size,
+        ).seen_by(score_of(spec))
+        sizes = prefill_kernel.default_sizes(
+            spec.head_dim, batch_invariant=spec.batch_invariant, bounds=None if is_packed else bounds
+        )
     else:
         sizes = sparse_sizes(spec, mask)
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
