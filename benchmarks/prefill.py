@@ -18,11 +18,13 @@ from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
+from pallas_kernels.support import WIDENED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import (
     CallBounds,
     KernelSizes,
     default_sizes,
     make_schedule,
+    pays_to_widen,
     varlen_prefill,
 )
 
@@ -40,13 +42,17 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one row measures: a case, its keys packed or in blocks, and how stored, a modifier, tiles."""
+    """What one row measures: a case, its keys packed or in blocks, and how stored, a modifier, tiles.
+
+    With `widens` the kernel reads keys of 8 bits itself; else they are read into 16 bits before.
+    """
 
     case: PrefillCase
     block_size: int | None
     modifier: str
     sizes: KernelSizes
     quantization: str = "none"
+    widens: bool = False
 
     @property
     def score(self) -> Score:
@@ -54,9 +60,12 @@ class Work:
         return Score(scale=self.case.head_dim**-0.5, **MODIFIERS[self.modifier])
 
     def run(self, arrays: dict[str, jax.Array], schedule: Any) -> jax.Array:
-        """The kernel; over an 8-bit cache what it needs is read into 16 bits before."""
-        if self.quantization != "none":
-            arrays = dict(arrays)
+        """The kernel; over an 8-bit cache what it needs is read into 16 bits before, or by the kernel."""
+        arrays = dict(arrays)
+        if self.widens:
+            for x in ("key", "value"):
+                arrays[f"{x[0]}_scale"] = arrays.pop(f"{x}_scale")
+        elif self.quantization != "none":
             table, scales = arrays.pop("block_table"), {x: arrays.pop(f"{x}_scale") for x in ("key", "value")}
             where = table, jnp.zeros_like(arrays["seq_lens"]), arrays["seq_lens"]
             for x, scale in scales.items():
@@ -73,7 +82,7 @@ class Work:
     def schedule(self, arrays: dict[str, jax.Array]) -> Any:
         """The schedule, which a step makes once."""
         lens = arrays["query_start_loc"], arrays["seq_lens"], arrays.get("kv_start_loc")
-        if self.quantization != "none":
+        if self.quantization != "none" and not self.widens:
             lens = *lens[:2], self.read_starts(arrays["block_table"])
         num_tokens, q_heads, _ = arrays["query"].shape
         return make_schedule(
@@ -82,6 +91,7 @@ class Work:
 
     def __str__(self) -> str:
         stored = "" if self.quantization == "none" else f" {self.quantization}"
+        stored += " widened by the kernel" if self.widens else ""
         return f"{self.case.name} {self.block_size}{stored} {self.modifier} {name_of(self.sizes)}"
 
 
@@ -112,8 +122,12 @@ def main(arguments: argparse.Namespace) -> None:
         if quantization != "none" and not block_size:
             continue  # packed keys are what an 8-bit cache is read into
         works = [default_work(PREFILL[name], block_size or None, modifier, quantization)]
-        if a.whole and works[0].sizes.max_splits > 1:
+        if a.whole and works[0].sizes.max_splits > 1 and not works[0].widens:
             works.append(dataclasses.replace(works[0], sizes=default_sizes(PREFILL[name].head_dim)))
+        if works[0].widens:
+            read_first = bounds_of(works[0].case, works[0].score)
+            sizes = default_sizes(works[0].case.head_dim, bounds=read_first)
+            works.append(dataclasses.replace(works[0], sizes=sizes, widens=False))
         for work in works:
             try:
                 rows.add(**measure(work))
@@ -126,15 +140,26 @@ def default_work(
 ) -> Work:
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
+    bounds = bounds_of(case, Score(scale=1.0, **MODIFIERS[modifier]))
+    is_narrow = all(jnp.dtype(kind).itemsize == 1 for kind, _ in QUANTIZATIONS[quantization])
+    widens = is_narrow and case.head_dim in WIDENED_HEAD_DIMS and pays_to_widen(case.head_dim, bounds)
+    sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds, widens=widens)
+    return Work(
+        case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization,
+        widens=widens,
+    )  # fmt: skip
+
+
+def bounds_of(case: PrefillCase, score: Score) -> CallBounds:
+    """What is static of a case over a cache."""
     bounds = CallBounds(
         num_tokens=sum(case.query_lens),
         reqs=len(case.query_lens),
         q_heads=case.q_heads,
         kv_heads=case.kv_heads,
         max_kv=max(case.seq_lens),
-    ).seen_by(Score(scale=1.0, **MODIFIERS[modifier]))
-    sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds)
-    return Work(case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization)
+    )
+    return bounds.seen_by(score)
 
 
 def inputs(work: Work) -> dict[str, jax.Array]:
@@ -187,7 +212,7 @@ def measure(work: Work, device: contextlib.AbstractContextManager[Any] | None = 
         "name": work.case.name,
         "block_size": work.block_size,
         "modifier": work.modifier,
-        **({} if work.quantization == "none" else {"quantization": work.quantization}),
+        **({} if work.quantization == "none" else {"quantization": work.quantization, "widens": work.widens}),
         "tiles": name_of(work.sizes),
         **time,
         "tflop_per_s": flops / time["us"] / 1e6,

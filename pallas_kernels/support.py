@@ -15,6 +15,8 @@ EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
 BACKWARD_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
+# Wider heads in both widths do not fit shared memory; 80 is cut otherwise in 8 bits.
+WIDENED_HEAD_DIMS = (32, 64, 96, 128)
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
 COMPUTE_CAPABILITY = "9.0"
@@ -172,6 +174,13 @@ def why_not_prefill(
         ),
     )
     return _first_broken(rules)
+
+
+def why_not_widening(*, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int) -> str | None:
+    """Why varlen_prefill does not widen these keys and values of a paged cache itself; None if it does."""
+    names, served = [jnp.dtype(x).name for x in kv_dtypes], WIDENED_HEAD_DIMS
+    of_head = head_dim in served, f"head_dim {head_dim} in 8 bits ({_listed(served)} have one)"
+    return _first_broken((*((x in EIGHT_BIT_DTYPES, f"{x} to be widened") for x in names), of_head))
 
 
 def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str | None:

@@ -52,7 +52,7 @@ CASES = {
     "by token": {"region": "groups", "stored": "int8_token_head", "sinks": True},
     "window": {"region": "groups", "stored": "fp8_scalar", "window": (40, None), "kv": "HND"},
     "chunk": {"region": "two", "stored": "int8_scalar", "chunk_size": 70},
-    "splits": {"region": "groups", "stored": "int8_scalar", "sinks": True},
+    "splits": {"region": "groups", "stored": "int8_k_only", "sinks": True},
     "mask": {"region": "two", "stored": "int8_static_v", "mask": DILATED, "window": (64, None)},
 }
 

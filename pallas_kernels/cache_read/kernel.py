@@ -27,12 +27,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import swizzled_smem, widened
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
-from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.tma import BULK, padded_slice
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
 
 TILE = 64  # keys of a thread block
 W = plgpu.Layout.WGMMA
-BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # contiguous, so without a tensor map
 f32 = jnp.float32
 
 

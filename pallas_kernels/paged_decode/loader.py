@@ -13,7 +13,7 @@ from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_s
 from pallas_kernels.paged_decode.segments import Segment, Span
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
 from pallas_kernels.shared.paged_kv import BlockTable
-from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.tma import BULK, padded_slice
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 
 type Copies = list[tuple[Scalar, Scalar]]
@@ -128,7 +128,7 @@ class Loader:
                         stream.scale_g.at[block, segment.kv_head, copy],
                         stream.scale_s.at[stage, to],
                         full,
-                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # no tensor map, so no alignment to 128
+                        oob_mode=BULK,
                     )
 
 

@@ -1,6 +1,7 @@
 """8-bit tiles in registers, and the shared memory that tiles stand in."""
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -8,16 +9,28 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.shared.types import Memory, Ref, Tile
 
+NARROW = plgpu.Layout.WGMMA_UPCAST_2X
+
 
 def widened(ref: Ref, dtype: DTypeLike) -> Tile:
-    """An 8-bit tile in registers, in a 16-bit dtype, exactly."""
-    x = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    """An 8-bit tile in registers, in a 16-bit dtype, exactly, as the tensor core wants it."""
+    return plgpu.layout_cast(converted(plgpu.load(ref, layout=NARROW), dtype), plgpu.Layout.WGMMA)
+
+
+def converted(x: Tile, dtype: DTypeLike, scaled: Callable[[Tile], Tile] | None = None) -> Tile:
+    """An 8-bit tile in a 16-bit dtype, in the same layout.
+
+    Args:
+        x: Any.
+        dtype: Static.
+        scaled: What f32 becomes before it is rounded; None: the numbers are as they are stored, exactly.
+    """
     # The ways that have instructions: int8 to bf16, fp8 to f16; the others go on through f32.
     has_direct = dtype == (jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
-    if not has_direct:
+    if scaled is not None or not has_direct:
         x = x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x
         x = x.astype(jnp.float32)
-    return plgpu.layout_cast(x.astype(dtype), plgpu.Layout.WGMMA)
+    return (x if scaled is None else scaled(x)).astype(dtype)
 
 
 def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 64) -> Memory:

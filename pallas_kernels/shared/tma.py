@@ -2,8 +2,12 @@
 
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Scalar, Slice
+
+# A copy of what is contiguous and within bounds takes no tensor map, and so no alignment to 128 bytes.
+BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 def padded_slice(size: int, length: int, zero: Scalar) -> Slice:

@@ -10,4 +10,5 @@ from pallas_kernels.varlen_prefill.sizes import (
     CallBounds,
     KernelSizes,
     default_sizes,
+    pays_to_widen,
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.support import why_not_prefill
+from pallas_kernels.support import why_not_prefill, why_not_widening
 from pallas_kernels.varlen_prefill.lists import TileLists, num_query_blocks
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, ScheduleRefs
@@ -26,7 +27,7 @@ from pallas_kernels.varlen_prefill.schedule import (
     max_tiles,
 )
 from pallas_kernels.varlen_prefill.sizes import CallBounds, KernelSizes, default_sizes
-from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
+from pallas_kernels.varlen_prefill.spec import NarrowKV, PrefillSpec, Shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class Call:
         block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
             that no query sees are never used.
         layout: "NHD" or "HND"; of a paged cache.
+        k_scale: key = stored * k_scale, of keys in 8 bits: a scalar, [kv_heads], [kv_heads, head_dim], or
+            per token and head [blocks, kv_heads, block_size]; None = 1.
+        v_scale: The same for values.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
         lists: make_lists' for the call's schedule: each head's tiles of keys. Of a listed tile, values must
@@ -65,6 +69,8 @@ class Call:
     kv_start_loc: jax.Array | None
     block_table: jax.Array | None
     layout: str
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
     sinks: jax.Array | None
     alibi_slopes: jax.Array | None
     lists: TileLists | None
@@ -87,11 +93,28 @@ class Call:
         require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
-        reason = why_not_prefill(
-            dtype=self.query.dtype, kv_dtype=self.key.dtype, head_dim=head_dim, block_size=self.block_size
-        )
+        self._check_scales()
+        how: dict[str, Any] = {
+            "dtype": self.query.dtype,
+            "head_dim": head_dim,
+            "block_size": self.block_size,
+        }
+        reason = why_not_prefill(kv_dtype=self.query.dtype if self.is_narrow else self.key.dtype, **how)
+        if self.is_narrow and reason is None:
+            kv_dtypes = self.key.dtype, self.value.dtype
+            reason = why_not_widening(kv_dtypes=kv_dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_prefill", reason, "Use another implementation")
+
+    def _check_scales(self) -> None:
+        """Scales come with keys of 8 bits alone."""
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is None:
+                continue
+            require(self.is_narrow, name, f"be None with keys of {self.key.dtype.name}", jnp.shape(scale))
+            blocks, block_size, kv_heads, head_dim = sizes_of(self.key, is_hnd=self.layout == "HND")
+            shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size))
+            require_one_of(f"{name}'s shape", tuple(jnp.shape(scale)), shapes)
 
     def _check_kv(self) -> None:
         """Where keys are, and how many axes they have."""
@@ -108,7 +131,9 @@ class Call:
         reqs = self.seq_lens.shape[0]
         bounds = CallBounds(num_tokens, reqs, q_heads, self.kv_heads, self.max_kv).seen_by(score)
         has_lists = self.lists is not None
-        return default_sizes(head_dim, has_lists=has_lists, bounds=bounds if may_cut else None)
+        return default_sizes(
+            head_dim, has_lists=has_lists, bounds=bounds if may_cut else None, widens=self.is_narrow
+        )
 
     def check_lists(self, sizes: KernelSizes) -> None:
         """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
@@ -126,6 +151,14 @@ class Call:
         group, together = self.query.shape[1] // self.kv_heads, sizes.heads_per_tile
         require(group % together == 0, "heads_per_tile", f"divide {group} query heads of a kv head", together)
         require(together == 1 or self.lists is None, "heads_per_tile", "be 1 with lists", together)
+
+    def check_widening(self, sizes: KernelSizes) -> None:
+        """Refuses sizes, and lists, with which keys of 8 bits leave no warpgroup to widen them."""
+        if self.is_narrow:
+            for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", 8192 // self.padded_dim)):
+                value = getattr(sizes, name)
+                require(value <= most, name, f"be at most {most} with keys of 8 bits", value)
+            require(self.lists is None, "lists", "be None with keys of 8 bits", "some")
 
     def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""
@@ -163,9 +196,28 @@ class Call:
         return 0 in (self.query.shape[0], *self.key.shape, *rows.shape)
 
     @property
+    def is_narrow(self) -> bool:
+        """Keys or values of a paged cache have 8 bits."""
+        is_narrow = 1 in (self.key.dtype.itemsize, self.value.dtype.itemsize)
+        return is_narrow and self.block_table is not None
+
+    @property
+    def narrow(self) -> NarrowKV | None:
+        """How they are stored, if so."""
+        if not self.is_narrow:
+            return None
+        kind = lambda scale: None if scale is None else ("head", "head", "channel", "token")[scale.ndim]
+        return NarrowKV((self.key.dtype, self.value.dtype), (kind(self.k_scale), kind(self.v_scale)))
+
+    @property
     def block_size(self) -> int | None:
         """Of a paged cache, else None."""
         return None if self.block_table is None else sizes_of(self.key, is_hnd=self.layout == "HND")[1]
+
+    @property
+    def padded_dim(self) -> int:
+        """Elements of a head in shared memory."""
+        return head_cut(self.query.shape[2]).padded_dim
 
     @property
     def kv_heads(self) -> int:
@@ -215,12 +267,30 @@ class Call:
         in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
         return Inputs(
             query=cut.split(_whole_rows(self.query)),
-            cache=CacheRefs(as_copied(self.key), as_copied(self.value), self.block_table),
+            cache=CacheRefs(
+                as_copied(self.key),
+                as_copied(self.value),
+                self.block_table,
+                self._scales(self.k_scale, in_cache),
+                self._scales(self.v_scale, in_cache),
+            ),
             slopes=in_log2(self.alibi_slopes),
             sinks=in_log2(self.sinks),
             schedule=ScheduleRefs(*(self.lists or (schedule.table, schedule.num_live, None))),
             mask=() if self.mask is None else self.mask.arrays,
         )
+
+    def _scales(self, scale: jax.Array | None, in_cache: CacheCut | None) -> jax.Array | None:
+        """As CacheRefs has them."""
+        if scale is None or in_cache is None:
+            return None
+        scale, cut = scale.astype(jnp.float32), in_cache.head
+        if scale.ndim == 3:
+            return in_cache.cut_scales(scale)
+        if scale.ndim == 2:
+            of_chunks = scale.reshape(self.kv_heads, cut.chunks, cut.chunk)
+            return jnp.pad(of_chunks, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+        return jnp.broadcast_to(scale, (self.kv_heads,))
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:

@@ -26,6 +26,8 @@ def varlen_prefill(
     kv_start_loc: Int[Array, " reqs"] | None = None,
     block_table: Int[Array, "reqs max_blocks"] | None = None,
     layout: str = "NHD",
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     schedule: Schedule | None = None,
@@ -48,6 +50,8 @@ def varlen_prefill(
         kv_start_loc: First key of each request in packed keys.
         block_table: Blocks of each request.
         layout: Static: "NHD" or "HND"; of a paged cache.
+        k_scale: key = stored * k_scale, of keys in 8 bits; None = 1. For its shapes see Call.
+        v_scale: The same for values.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
         schedule: make_schedule's for the same lengths and sizes; made here when None.
@@ -59,8 +63,7 @@ def varlen_prefill(
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        Output in query.dtype, and the natural log of the softmax's denominator, f32, or None. Padding and
-        rows without a key are 0 and -inf.
+        Output in query.dtype; natural log of the softmax's denominator, f32, or None. No key: 0 and -inf.
 
     Raises:
         ValueError: Shapes disagree.
@@ -68,8 +71,8 @@ def varlen_prefill(
     """
     call = Call(
         query=query, key=key, value=value, query_start_loc=query_start_loc, seq_lens=seq_lens,
-        kv_start_loc=kv_start_loc, block_table=block_table, layout=layout, sinks=sinks,
-        alibi_slopes=alibi_slopes, lists=lists, block_q=block_q, mask=mask,
+        kv_start_loc=kv_start_loc, block_table=block_table, layout=layout, k_scale=k_scale, v_scale=v_scale,
+        sinks=sinks, alibi_slopes=alibi_slopes, lists=lists, block_q=block_q, mask=mask,
     )  # fmt: skip
     return attend_call(call, schedule, score=score, sizes=sizes, return_lse=return_lse, interpret=interpret)
 
@@ -89,6 +92,7 @@ def attend_call(
     sizes = call.default_sizes(score, schedule) if sizes is None else sizes
     call.check_lists(sizes)
     call.check_heads(sizes)
+    call.check_widening(sizes)
     if call.is_empty:
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(call.query), lse if return_lse else None
@@ -97,7 +101,7 @@ def attend_call(
     spec = PrefillSpec(
         shape=call.shape(sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
-        interpret=interpret,
+        narrow=call.narrow, interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
     outputs = prefill(inputs, max_tiles(num_tokens, call.seq_lens.shape[0], sizes.tile_tokens), spec)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+from pallas_kernels.shared.tma import BULK
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned, heads_of
 from pallas_kernels.varlen_prefill.pipeline import Queries, Ring, Stream
@@ -20,10 +21,17 @@ BLOCKS_AT_ONCE = 8
 
 
 class Window(NamedTuple):
-    """One copy: where keys are in global memory, but for the chunk of a head, and which rows of a tile."""
+    """One copy.
+
+    Attributes:
+        source: Where keys are in global memory, but for the chunk of a head.
+        rows: Which rows of a tile they are.
+        scales: Where scales per token are.
+    """
 
     source: Index
     rows: Slice
+    scales: Index = ()
 
 
 class PackedWindows:
@@ -52,8 +60,12 @@ class PagedWindows:
         cut, first_key = self.in_cache, tile * self.tile_kv
         seen = self.table.seen(item["req"], item.low, item.high, is_checked=True)
         blocks = seen.ids(cut.column_of(first_key) + first, count)
-        sources = [cut.at(block, cut.copy_of(first_key), kv_head) for block in blocks]
-        return [Window(source, pl.ds((first + j) * cut.rows, cut.rows)) for j, source in enumerate(sources)]
+        copy = cut.copy_of(first_key)
+        rows = [pl.ds((first + j) * cut.rows, cut.rows) for j in range(count)]
+        return [
+            Window(cut.at(block, copy, kv_head), to, (block, kv_head, copy))
+            for block, to in zip(blocks, rows, strict=True)
+        ]
 
 
 class Loader:
@@ -62,7 +74,13 @@ class Loader:
     def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, spec: PrefillSpec, team: int):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.ring, self.team = Ring(smem, pipeline, spec.sizes, team), team
-        self.streams = (inputs.cache.k, self.ring.keys), (inputs.cache.v, self.ring.values)
+        keys, values = self.ring.loaded
+        self.streams = (inputs.cache.k, keys), (inputs.cache.v, values)
+        # Scales per token, and where they go.
+        self.scales: list[tuple[Ref, Ref]] = [(None, None)] * 2
+        if smem.narrow is not None:
+            narrow = smem.narrow
+            self.scales = [(inputs.cache.k_scale, narrow.k_scale), (inputs.cache.v_scale, narrow.v_scale)]
         self.windows = windows_of(inputs.cache, spec)
         team_size = spec.sizes.team_size
         self.queries = [
@@ -119,12 +137,14 @@ class Loader:
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             if is_few:
                 self.copy(kv_g, stream, stage, windows)
+                self.copy_scales(nth, stream, stage, windows)
             else:
                 # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
                 @pl.loop(0, copies // at_once + jnp.minimum(step, 0))
-                def _(n: Scalar, kv_g: Ref = kv_g, stream: Stream = stream) -> None:
+                def _(n: Scalar, nth: int = nth, kv_g: Ref = kv_g, stream: Stream = stream) -> None:
                     windows = self.windows.of(item, tile, kv_head, n * at_once, at_once)
                     self.copy(kv_g, stream, stage, windows)
+                    self.copy_scales(nth, stream, stage, windows)
 
             if between is not None and nth == 0:
                 between()
@@ -137,6 +157,14 @@ class Loader:
                 source = kv_g.at[(*window.source, *cut.at(chunk, stage * 0))]
                 to = stream.tiles.at[stage, chunk, window.rows]
                 plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
+
+    def copy_scales(self, nth: int, stream: Stream, stage: Scalar, windows: list[Window]) -> None:
+        """Scales per token besides, if keys (0) or values (1) have some."""
+        scales_g, scales_s = self.scales[nth]
+        if scales_s is not None:
+            for window in windows:
+                source, to = scales_g.at[window.scales], scales_s.at[stage, window.rows]
+                plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage], oob_mode=BULK)
 
     def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
         """Each warpgroup's queries, and the item's columns."""

@@ -8,12 +8,23 @@ from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.types import Memory
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
 from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE
-from pallas_kernels.varlen_prefill.refs import AlibiOperands, Inputs, Outputs, Partials, Pipeline, Smem
+from pallas_kernels.varlen_prefill.refs import (
+    AlibiOperands,
+    Inputs,
+    NarrowBarriers,
+    NarrowKeys,
+    Outputs,
+    Partials,
+    Pipeline,
+    Smem,
+)
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
-from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, f32
+from pallas_kernels.varlen_prefill.spec import M, NarrowKV, PrefillSpec, f32
 from pallas_kernels.varlen_prefill.splits import most_partials
 
 REGISTERS = 65536  # of an SM
+# Of a thread that widens, one that loads and one that computes, where keys have 8 bits.
+WIDEN_REGISTERS, WIDENING_REGISTERS = 64, (32, 160)
 
 
 def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
@@ -46,7 +57,16 @@ def smem_types(spec: PrefillSpec) -> Smem:
         p=swizzled_smem((wgs, M, sizes.tile_kv), dtype) if spec.is_interpreted else None,
         columns=plgpu.SMEM((wgs, sizes.tile_kv), f32),
         alibi=_alibi_types(spec) if spec.adds_alibi_in_product else None,
+        narrow=None if spec.narrow is None else _narrow_types(spec.narrow, keys),
     )
+
+
+def _narrow_types(narrow: NarrowKV, keys: tuple[int, ...]) -> NarrowKeys:
+    stages, _, tile_kv, _ = keys
+    of_tokens = plgpu.SMEM((stages, tile_kv), f32)
+    k_scale, v_scale = (of_tokens if scale == "token" else None for scale in narrow.scales)
+    k, v = (swizzled_smem(keys, dtype) for dtype in narrow.dtypes)
+    return NarrowKeys(k, v, k_scale, v_scale)
 
 
 def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
@@ -69,11 +89,20 @@ def pipeline_types(spec: PrefillSpec) -> Pipeline:
             num_arrivals=spec.shape.cut.chunks * sizes.heads_per_tile + 1, num_barriers=buffers
         ),
         q_free=plgpu.Barrier(num_barriers=buffers),
-        k_full=of_stages(spec.copies),
-        v_full=of_stages(spec.copies),
+        k_full=of_stages(spec.copies if spec.narrow is None else 1),
+        v_full=of_stages(spec.copies if spec.narrow is None else 1),
         k_free=of_stages(sizes.team_size),
         v_free=of_stages(sizes.team_size),
+        narrow=None if spec.narrow is None else NarrowBarriers(*map(of_stages, _narrow_arrivals(spec))),
     )
+
+
+def _narrow_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
+    """Arrivals at the barriers of NarrowBarriers."""
+    assert spec.narrow is not None
+    assert spec.shape.in_cache is not None
+    of_scales = [spec.shape.in_cache.copies * (scale == "token") for scale in spec.narrow.scales]
+    return *(spec.copies + count for count in of_scales), 1, 1
 
 
 def registers(spec: PrefillSpec) -> tuple[int, int]:
@@ -86,9 +115,13 @@ def registers(spec: PrefillSpec) -> tuple[int, int]:
     has_many = spec.has_splits and spec.copies == BLOCKS_AT_ONCE
     loads_more = spec.has_lists or has_many or has_parts
     load, compute = (40, 232) if is_light or loads_more else (24, 240)
+    widen = 0 if spec.narrow is None else 2 * WIDEN_REGISTERS
     if wgs == 3:
         load, compute = 32, 160
+    if widen:
+        load, compute = WIDENING_REGISTERS
     # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
-    at_start = REGISTERS // (128 * (wgs + 1)) // 8 * 8
-    assert load + wgs * compute <= (wgs + 1) * at_start
+    others = 1 if spec.narrow is None else 3
+    at_start = REGISTERS // (128 * (wgs + others)) // 8 * 8
+    assert load + widen + wgs * compute <= (wgs + others) * at_start
     return load, compute

@@ -27,11 +27,24 @@ class Stream(NamedTuple):
 
 
 class Ring:
-    """The stages of a team: step i, of all tiles of keys that the team loads, is in one of them."""
+    """The stages of a team: step i, of all tiles of keys that the team loads, is in one of them.
+
+    Attributes:
+        keys: What is multiplied.
+        values: Likewise.
+        loaded: What TMA fills: these two, or the same in 8 bits.
+    """
 
     def __init__(self, smem: Smem, pipeline: Pipeline, sizes: KernelSizes, team: Scalar | int):
         self.keys = Stream(smem.k, pipeline.k_full, pipeline.k_free)
         self.values = Stream(smem.v, pipeline.v_full, pipeline.v_free)
+        self.loaded = self.keys, self.values
+        narrow_s, narrow = smem.narrow, pipeline.narrow
+        if narrow_s is not None and narrow is not None:
+            self.loaded = (
+                Stream(narrow_s.k, narrow.k_full, narrow.k_free),
+                Stream(narrow_s.v, narrow.v_full, narrow.v_free),
+            )
         self.sizes, self.team = sizes, team
 
     def stage(self, step: Scalar) -> Scalar:
@@ -52,12 +65,16 @@ class Ring:
                 plgpu.barrier_arrive(stream.free.at[stage])
 
     def wait_until_read(self, steps: Scalar) -> None:
-        """Waits for the last stages of so many steps: interpret mode insists that all are awaited."""
+        """Waits for the last loaded stages of so many steps: interpret mode insists that all are awaited."""
+        for stream in self.loaded:
+            self.wait_for(stream, steps)
+
+    def wait_for(self, stream: Stream, steps: Scalar) -> None:
+        """The same of one stream."""
 
         @pl.loop(jnp.maximum(steps - self.sizes.stages, 0), steps)
         def _(step: Scalar) -> None:
-            for stream in (self.keys, self.values):
-                plgpu.barrier_wait(stream.free.at[self.stage(step)])
+            plgpu.barrier_wait(stream.free.at[self.stage(step)])
 
 
 class Queries:

@@ -16,11 +16,16 @@ class CacheRefs(NamedTuple):
             CacheCut.cut_cache's.
         v: As k.
         block_table: [reqs, max_blocks]: blocks of each request; None where keys are packed.
+        k_scale: Of keys in 8 bits, f32: [kv_heads], per channel [kv_heads, chunks, width], or per token
+            CacheCut.cut_scales'; None: 1.
+        v_scale: The same of values.
     """
 
     k: Ref
     v: Ref
     block_table: Ref
+    k_scale: Ref = None
+    v_scale: Ref = None
 
 
 class ScheduleRefs(NamedTuple):
@@ -119,6 +124,7 @@ class Smem(NamedTuple):
         p: [warpgroups, 64, tile_kv]: probabilities where nothing multiplies registers; or None.
         columns: [warpgroups, tile_kv] f32: 0, 1, 2...
         alibi: AlibiOperands, or None.
+        narrow: What k and v are made of; None where the cache has 16 bits.
     """
 
     query_and_out: Ref
@@ -128,6 +134,7 @@ class Smem(NamedTuple):
     p: Ref
     columns: Ref
     alibi: "AlibiOperands | None"
+    narrow: "NarrowKeys | None"
 
     @property
     def query(self) -> Ref:
@@ -154,16 +161,42 @@ class AlibiOperands(NamedTuple):
     columns: Ref
 
 
+class NarrowKeys(NamedTuple):
+    """Keys and values in 8 bits, as the cache has them.
+
+    Attributes:
+        k: [stages, chunks, tile_kv, width], swizzled.
+        v: As k.
+        k_scale: [stages, tile_kv] f32: each key's, or None.
+        v_scale: The same of values.
+    """
+
+    k: Ref
+    v: Ref
+    k_scale: Ref
+    v_scale: Ref
+
+
+class NarrowBarriers(NamedTuple):
+    """Between the loading warp and the warpgroup that widens, [stages] each: as Pipeline's of their names."""
+
+    k_full: Barriers
+    v_full: Barriers
+    k_free: Barriers
+    v_free: Barriers
+
+
 class Pipeline(NamedTuple):
     """Barriers between the loading warps and the warpgroups that compute: see kernel.py's figure.
 
     Attributes:
         q_full: [warpgroups * query_buffers]: queries and the item's columns have come.
         q_free: The same: they have been read, and the output in their place has left.
-        k_full: [teams * stages]: keys have come.
+        k_full: [teams * stages]: keys have come, or have been widened.
         v_full: The same for values.
         k_free: [teams * stages]: a team's warpgroups have read the keys.
         v_free: The same for values.
+        narrow: NarrowBarriers where keys are widened, or None.
     """
 
     q_full: Barriers
@@ -172,3 +205,4 @@ class Pipeline(NamedTuple):
     v_full: Barriers
     k_free: Barriers
     v_free: Barriers
+    narrow: NarrowBarriers | None

@@ -111,6 +111,12 @@ LIST_TABLE = {
 # Sizes for few, and what a step of 64 keys takes with them, in us, all rows live.
 FEW_TABLE = {128: ((TABLE[128], 1.10), (LIST_TABLE[128], 0.84))}
 FEWEST_TOKENS = 16  # of a request, or its bound says nothing: engines allow for as many requests as tokens
+# Over keys of 8 bits, which two warpgroups widen: two are left to compute.
+WIDENING_TABLE = {64: KernelSizes(tile_kv=128, stages=3), 128: KernelSizes(tile_kv=64, stages=3)}
+# Query rows of a request before a kv head up to which the kernel should widen keys, as it does for each tile,
+# and not have them read into 16 bits first: over fp8 256 rows (8 x 64 tokens behind 16k) take 308 to 315 us for
+# 460 (prefill-narrow), 512 (1 x 128 behind 64k) 315 for 334 (prefill-narrow-one-warpgroup, another machine).
+MOST_WIDENED_ROWS = 512
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096
 SPLITS_RECKONED = 8  # more of them cost what they save
@@ -135,6 +141,11 @@ class CallBounds(NamedTuple):
     kv_heads: int
     max_kv: int
 
+    @property
+    def likely_reqs(self) -> int:
+        """As many, or one where there is room for more than have tokens."""
+        return self.reqs if self.num_tokens >= FEWEST_TOKENS * self.reqs else 1
+
     def seen_by(self, score: Score) -> "CallBounds":
         """With no more keys than windows and chunks let a tile of queries see."""
         seen = score.most_keys(3 * WARPGROUP_ROWS)
@@ -142,7 +153,12 @@ class CallBounds(NamedTuple):
 
 
 def default_sizes(
-    head_dim: int, *, has_lists: bool = False, batch_invariant: bool = False, bounds: CallBounds | None = None
+    head_dim: int,
+    *,
+    has_lists: bool = False,
+    batch_invariant: bool = False,
+    bounds: CallBounds | None = None,
+    widens: bool = False,
 ) -> KernelSizes:
     """The sizes of varlen_prefill where the caller names none.
 
@@ -151,35 +167,45 @@ def default_sizes(
         has_lists: Lists say which tiles of keys an item is to see.
         batch_invariant: As KernelSizes has it.
         bounds: Tell whether queries are so few that their keys may have to be cut; None: they are not.
+        widens: Keys have 8 bits.
     """
     padded_dim = head_cut(head_dim).padded_dim
+    if widens:
+        sizes = WIDENING_TABLE[padded_dim]
+        return sizes if bounds is None or not are_few(head_dim, bounds) else _for_few(sizes, bounds)
     sizes = (LIST_TABLE if has_lists else TABLE)[padded_dim]
     if batch_invariant:
         return dataclasses.replace(sizes, batch_invariant=True)
-    return sizes if bounds is None or has_lists else _sizes_of_few(padded_dim, bounds)
-
-
-def _sizes_of_few(padded_dim: int, bounds: CallBounds) -> KernelSizes:
-    """For a call that may be of few queries: then heads share tiles, and keys may be cut.
-
-    Tiles are as tall as makes all keys be gone through soonest, if requests are alike.
-    """
-    sizes = TABLE[padded_dim]
-    items = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
-    if items > ITEMS_OF_SPLITS * sizes.ctas or bounds.max_kv < MIN_KV_OF_SPLITS:
+    if bounds is None or has_lists or not are_few(head_dim, bounds):
         return sizes
+    # Tiles are as tall as makes all keys be gone through soonest, if requests are alike.
+    choices = [(_for_few(each, bounds), step) for each, step in FEW_TABLE.get(padded_dim, ((sizes, 1.0),))]
+    return min(choices, key=lambda choice: choice[1] * _rounds(bounds, choice[0]))[0]
+
+
+def are_few(head_dim: int, bounds: CallBounds) -> bool:
+    """Whether queries are so few, and keys so many, that keys may have to be cut."""
+    sizes = TABLE[head_cut(head_dim).padded_dim]
+    items = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
+    return items <= ITEMS_OF_SPLITS * sizes.ctas and bounds.max_kv >= MIN_KV_OF_SPLITS
+
+
+def pays_to_widen(head_dim: int, bounds: CallBounds) -> bool:
+    """Whether the kernel should widen keys of 8 bits itself."""
+    rows = -(-bounds.num_tokens // bounds.likely_reqs) * (bounds.q_heads // bounds.kv_heads)
+    return are_few(head_dim, bounds) and rows <= MOST_WIDENED_ROWS
+
+
+def _for_few(sizes: KernelSizes, bounds: CallBounds) -> KernelSizes:
+    """With keys that may be cut, and as many heads a tile as a group allows."""
     group = bounds.q_heads // bounds.kv_heads
     together = max(n for n in HEADS_PER_TILE if group % n == 0)
-    choices = [
-        (dataclasses.replace(each, heads_per_tile=together, max_splits=MAX_SPLITS), step)
-        for each, step in FEW_TABLE.get(padded_dim, ((sizes, 1.0),))
-    ]
-    return min(choices, key=lambda choice: choice[1] * _rounds(bounds, choice[0]))[0]
+    return dataclasses.replace(sizes, heads_per_tile=together, max_splits=MAX_SPLITS)
 
 
 def _rounds(bounds: CallBounds, sizes: KernelSizes) -> float:
     """How often a thread block goes through all of a request's keys, if requests are alike."""
-    reqs = bounds.reqs if bounds.num_tokens >= FEWEST_TOKENS * bounds.reqs else 1
+    reqs = bounds.likely_reqs
     tiles = -(-bounds.num_tokens // (reqs * sizes.tile_tokens)) * reqs
     items = tiles * bounds.q_heads // sizes.heads_per_tile
     return min(-(-items * splits // sizes.workers) / splits for splits in range(1, SPLITS_RECKONED + 1))

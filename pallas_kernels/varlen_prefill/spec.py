@@ -1,6 +1,7 @@
 """What is static about one prefill kernel: what it is compiled for."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,19 @@ class Shape:
     block_q: int | None = None
 
 
+class NarrowKV(NamedTuple):
+    """How keys and values of 8 bits are stored.
+
+    Attributes:
+        dtypes: Of keys, and of values.
+        scales: Whose the scales of keys, and of values, are: "head", "channel" (and head) or "token" (and
+            head); None: there are none.
+    """
+
+    dtypes: tuple[np.dtype, np.dtype]
+    scales: tuple[str | None, str | None]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillSpec:
     """One kernel.
@@ -54,6 +68,7 @@ class PrefillSpec:
         has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
         has_alibi: Scores have a bias.
         returns_lse: The log-sum-exp is wanted.
+        narrow: Of keys and values in 8 bits, which a warpgroup each widens; None where they are of `dtype`.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
@@ -65,6 +80,7 @@ class PrefillSpec:
     has_lists: bool
     has_alibi: bool
     returns_lse: bool
+    narrow: "NarrowKV | None" = None
     interpret: Interpret = None
 
     @property

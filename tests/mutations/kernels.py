@@ -22,8 +22,8 @@ WINDOW = (100, 0)
 BLOCKS = (np.random.default_rng(0).random((4, 5, 5)) < 0.4) | np.eye(5, dtype=bool)
 
 
-def problem_of(query_lens, seq_lens, window=None, **setting) -> AttentionProblem:
-    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, window=window)
+def problem_of(query_lens, seq_lens, window=None, head_dim=64, **setting) -> AttentionProblem:
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=head_dim, window=window)
     lens = {"query_lens": query_lens, "seq_lens": seq_lens}
     return AttentionProblem(Setting(spec=spec, dtype="bfloat16", **lens, **setting))
 
@@ -73,6 +73,17 @@ def check_shared_tiles() -> None:
     of_heads = {"alibi_slopes": jnp.asarray(problem.slopes), "sinks": jnp.asarray(problem.sinks)}
     kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
     run(kernel, problem, block_table=metadata.block_table, **lens, **of_heads)
+
+
+def check_widening() -> None:
+    """Over keys and values of 8 bits, each kv head of both with a scale of its own; a head is 128 wide."""
+    problem = problem_of([40, 3, 70], [150, 3, 270], head_dim=128, stored="fp8_head")
+    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3)
+    metadata, kv = problem.metadata, problem.kv
+    lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
+    scales = {"k_scale": jnp.asarray(kv.stored_k_scale), "v_scale": jnp.asarray(kv.stored_v_scale)}
+    kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
+    run(kernel, problem, block_table=metadata.block_table, **lens, **scales)
 
 
 def check_lists() -> None:

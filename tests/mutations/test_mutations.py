@@ -14,7 +14,7 @@ from jattn.implementations.mosaic_gpu import backward_lists as backward_lists_of
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import merge
 from pallas_kernels.paged_decode.segments import Span
-from pallas_kernels.shared.paged_kv import BlockTable
+from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTable
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import items as backward_items
 from pallas_kernels.varlen_backward import lists as lists_of_keys
@@ -26,6 +26,7 @@ from pallas_kernels.varlen_prefill import items, query_rows
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from pallas_kernels.varlen_prefill.query_rows import QueryRows
 from pallas_kernels.varlen_prefill.spec import ROW, M
+from pallas_kernels.varlen_prefill.widening import Widener
 from tests.mutations import kernels
 
 CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -143,6 +144,29 @@ def numbers_of_the_first_head(patch: pytest.MonkeyPatch) -> None:
         return [first, *(other._replace(head=first.head) for other in others)]
 
     patch.setattr(query_rows, "heads_of", wrong)
+
+
+def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:
+    right = Widener.__init__
+
+    def wrong(widener, inputs, *args):
+        cache = inputs.cache
+        right(widener, inputs._replace(cache=cache._replace(v_scale=cache.k_scale)), *args)
+
+    patch.setattr(Widener, "__init__", wrong)
+
+
+def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
+    right = Widener.widen
+
+    def wrong(widener, *args):
+        spec, cut = widener.spec, widener.spec.shape.cut
+        shape = dataclasses.replace(spec.shape, cut=cut._replace(width=cut.width - COLUMNS_AT_ONCE))
+        widener.spec = dataclasses.replace(spec, shape=shape)
+        right(widener, *args)
+        widener.spec = spec
+
+    patch.setattr(Widener, "widen", wrong)
 
 
 # -------------------------------------------------------------------------------------------- lists
@@ -310,6 +334,14 @@ MUTATIONS = {
         kernels.check_shared_tiles,
         numbers_of_the_first_head,
     ),
+    "widening-scale": Mutation(
+        "values are widened by the keys' scale", kernels.check_widening, scale_of_keys_for_both
+    ),
+    "widening-columns": Mutation(
+        "the last 64 columns of a tile of keys or values are not widened",
+        kernels.check_widening,
+        without_the_last_columns,
+    ),
     "list-lost-tile": Mutation("a list lacks a tile that is seen", lists, codes(without_a_seen_tile)),
     "list-double-tile": Mutation(
         "a list has a tile twice, in another's place",
@@ -387,6 +419,7 @@ MUTATIONS = {
             "prefill_window": prefill_window,
             "splits": kernels.check_splits,
             "shared_tiles": kernels.check_shared_tiles,
+            "widening": kernels.check_widening,
             "lists": lists,
             "backward": backward,
             "backward_window": backward_window,

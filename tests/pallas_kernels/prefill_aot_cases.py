@@ -30,7 +30,19 @@ TWO_WARPGROUPS = f"d128-fewest-NHD16-bfloat16{OF_SPLITS}"
 LOADERS = [("packed", None), *itertools.product(("NHD", "HND"), (8, 16, 64, 256))]
 
 
-def case(head_dim, layout, block_size, dtype, *, sizes=MANY, has_sinks=False, has_alibi=False, **score):
+# Formats of 8 bits, by name: what keys and values are stored as, and whose their scales are.
+STORED = {
+    "fp8": ("float8_e4m3fn", None),
+    "fp8_head": ("float8_e4m3fn", "head"),
+    "fp8e5_head": ("float8_e5m2", "head"),
+    "int8_token_head": ("int8", "token"),
+    "int8_channel": ("int8", "channel"),
+}
+
+
+def case(
+    head_dim, layout, block_size, dtype, *, sizes=MANY, stored=None, has_sinks=False, has_alibi=False, **score
+):
     shape = jax.ShapeDtypeStruct
     (tokens, max_kv), reqs, q_heads, kv_heads = sizes, 24, 32, 8
     arrays = {
@@ -43,7 +55,15 @@ def case(head_dim, layout, block_size, dtype, *, sizes=MANY, has_sinks=False, ha
         arrays["kv_start_loc"] = shape((reqs,), jnp.int32)
     else:
         per_block = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
-        kv = shape((10_000, *per_block, head_dim), dtype)
+        stored_as, scale = STORED[stored] if stored else (dtype, None)
+        kv = shape((10_000, *per_block, head_dim), stored_as)
+        scales = {
+            "head": (kv_heads,),
+            "channel": (kv_heads, head_dim),
+            "token": (10_000, kv_heads, block_size),
+        }
+        if scale:
+            arrays |= dict.fromkeys(("k_scale", "v_scale"), shape(scales[scale], jnp.float32))
         arrays["block_table"] = shape((reqs, max_kv // block_size), jnp.int32)
     per_head = shape((q_heads,), jnp.float32)
     arrays |= {"sinks": per_head} if has_sinks else {}
@@ -73,5 +93,12 @@ def aot_cases():
         dtype = ("bfloat16", "float16")[nth // 2 % 2]
         made = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **WIDE_FEATURES[feature])
         found[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = made
+    for nth, (stored, head_dim) in enumerate(itertools.product(STORED, (64, 96, 128))):
+        layout, block_size = LOADERS[1 + nth % (len(LOADERS) - 1)]
+        feature = list(WIDE_FEATURES)[nth % len(WIDE_FEATURES)]
+        dtype = ("bfloat16", "float16")[nth // 2 % 2]
+        how = {"sizes": FEW, "stored": stored, **WIDE_FEATURES[feature]}
+        name = f"d{head_dim}-{feature}-{stored}-{layout}{block_size}-{dtype}{OF_SPLITS}"
+        found[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **how)
     found[TWO_WARPGROUPS] = case(128, "NHD", 16, jnp.dtype("bfloat16"), sizes=FEWEST)
     return found

@@ -20,7 +20,7 @@ from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, contract, races
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
-from tests.pallas_kernels.prefill_aot_cases import OF_SPLITS, TWO_WARPGROUPS, aot_cases
+from tests.pallas_kernels.prefill_aot_cases import OF_SPLITS, STORED, TWO_WARPGROUPS, aot_cases
 
 # Query and sequence lengths: several tiles, tiles with one live row, rows that 8 does not divide, nothing.
 LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}
@@ -94,8 +94,12 @@ def attend(problem: Problem, interpret=None, sizes=None):
     spec, metadata, kv = problem.spec, problem.metadata, problem.kv
     assert metadata.bucket.max_decodes == 0
     is_packed = isinstance(kv, jattn.PackedKV)
-    where = {"kv_start_loc": kv.kv_start_loc} if is_packed else {"block_table": metadata.block_table}
     as_jax = lambda x: None if x is None else jnp.asarray(x)
+    if is_packed:
+        where = {"kv_start_loc": kv.kv_start_loc}
+    else:
+        scales = {"k_scale": as_jax(kv.stored_k_scale), "v_scale": as_jax(kv.stored_v_scale)}
+        where = {"block_table": metadata.block_table} | scales
     run = functools.partial(
         varlen_prefill,
         score=score_of(spec),
@@ -107,8 +111,8 @@ def attend(problem: Problem, interpret=None, sizes=None):
     padding = ((0, PADDING), (0, 0), (0, 0))
     out, lse = jax.jit(run)(
         query=jnp.asarray(np.pad(problem.query, padding, constant_values=np.nan)),
-        key=kv.k,
-        value=kv.v,
+        key=jnp.asarray(kv.k),
+        value=jnp.asarray(kv.v),
         query_start_loc=metadata.query_start_loc,
         seq_lens=metadata.seq_lens,
         sinks=as_jax(problem.sinks),
@@ -156,13 +160,15 @@ class TestAheadOfTime:
         """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
 
         The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
-        Most are spilled under windows and chunks, by heads of 256 and by splits, 300 bytes by all three.
+        Most are spilled under windows and chunks, by splits, and by what leaves few registers: heads of 256,
+        and warpgroups that widen. 300 bytes by all three.
         """
         kernel, *merge = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
         is_split = name.endswith(OF_SPLITS)
         limit = 200 if is_split or name.startswith("d256-chunk") else 136
-        assert kernel.spilled_bytes <= (304 if is_split and name.startswith("d256") else limit)
+        has_fewest = name.startswith("d256") or any(f"-{stored}-" in name for stored in STORED)
+        assert kernel.spilled_bytes <= (304 if is_split and has_fewest else limit)
         assert len(merge) == name.endswith(OF_SPLITS)
         assert all(kernel.spilled_bytes == 0 for kernel in merge)
 

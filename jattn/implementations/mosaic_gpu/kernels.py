@@ -46,16 +46,19 @@ class PrefillKernel:
         has_lists: Whether it walks through lists of tiles.
         is_packed: Whether keys are outside a paged cache.
         is_widened: Whether an 8-bit cache is read into 16 bits first.
+        widens: Whether it reads an 8-bit cache itself.
     """
 
     sizes: varlen_prefill.KernelSizes
     has_lists: bool = False
     is_packed: bool = False
     is_widened: bool = False
+    widens: bool = False
 
     def __str__(self) -> str:
         first = "cache_read, " if self.is_widened else ""
-        return f"{first}varlen_prefill{' over lists of tiles' if self.has_lists else ''}"
+        over = " over lists of tiles" if self.has_lists else " over 8 bits" if self.widens else ""
+        return f"{first}varlen_prefill{over}"
 
     @property
     def tiles(self) -> str:

@@ -82,18 +82,22 @@ def _of_decode(
     kernel: DecodeKernel, work: DecodeWork, cache: PagedCache, metadata: BatchMetadata
 ) -> dict[str, Any]:
     """paged_decode's arguments that say how it reads the cache, and which of it."""
-    as_jax = lambda scale: None if scale is None else jnp.asarray(scale)
     return {
         "layout": cache.layout,
         "decode_query_len": metadata.bucket.decode_query_len,
-        "k_scale": as_jax(cache.stored_k_scale),
-        "v_scale": as_jax(cache.stored_v_scale),
+        **_scales_of(cache),
         "block_list": work.block_list,
         "list_block_size": kernel.list_block_size,
         "lists_tell_heads": kernel.lists_tell_heads,
         "schedule": work.schedule,
         "sizes": kernel.sizes,
     }
+
+
+def _scales_of(cache: PagedCache) -> dict[str, Array | None]:
+    """What a kernel multiplies keys and values of 8 bits by."""
+    scales = {"k_scale": cache.stored_k_scale, "v_scale": cache.stored_v_scale}
+    return {name: None if scale is None else jnp.asarray(scale) for name, scale in scales.items()}
 
 
 def _prefill(
@@ -119,6 +123,8 @@ def _prefill(
     where: dict[str, Any] = {"kv_start_loc": starts}
     if isinstance(kv, PagedCache):
         where = {"block_table": metadata.block_table, "layout": kv.layout}
+        if kernel.widens:
+            where |= _scales_of(kv)
     if mask is not None:
         call = lists_call(kernel, metadata, max_seq_len)
         of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.sizes, call)

@@ -92,23 +92,40 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is not None:
         return reason
-    if mask is None:
-        bounds = prefill_kernel.CallBounds(
-            num_tokens=region.bucket.max_tokens,
-            reqs=region.bucket.max_reqs,
-            q_heads=spec.num_q_heads,
-            kv_heads=spec.num_kv_heads,
-            max_kv=region.max_blocks * region.block_size,
-        ).seen_by(score_of(spec))
-        sizes = prefill_kernel.default_sizes(
-            spec.head_dim, batch_invariant=spec.batch_invariant, bounds=None if is_packed else bounds
-        )
-    else:
+    if mask is not None:
         sizes = sparse_sizes(spec, mask)
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
         if reason is not None:
             return reason
-    return PrefillKernel(sizes=sizes, has_lists=mask is not None, is_packed=is_packed, is_widened=is_widened)
+        return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_widened=is_widened)
+    bounds = None if is_packed else _bounds(spec, region)
+    widens = bounds is not None and is_widened and _widens_itself(layer, bounds)
+    sizes = prefill_kernel.default_sizes(
+        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, widens=widens
+    )
+    is_widened = is_widened and not widens
+    return PrefillKernel(sizes=sizes, is_packed=is_packed, is_widened=is_widened, widens=widens)
+
+
+def _bounds(spec: AttentionSpec, region: Region) -> prefill_kernel.CallBounds:
+    """What is static of a region's queries and keys."""
+    bounds = prefill_kernel.CallBounds(
+        num_tokens=region.bucket.max_tokens,
+        reqs=region.bucket.max_reqs,
+        q_heads=spec.num_q_heads,
+        kv_heads=spec.num_kv_heads,
+        max_kv=region.max_blocks * region.block_size,
+    )
+    return bounds.seen_by(score_of(spec))
+
+
+def _widens_itself(layer: Layer, bounds: prefill_kernel.CallBounds) -> bool:
+    """Whether the kernel reads an 8-bit cache itself: few queries do not pay for reading it first."""
+    spec, cache = layer.spec, layer.cache
+    assert cache is not None
+    reason = support.why_not_widening(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
+    pays = prefill_kernel.pays_to_widen(spec.head_dim, bounds)
+    return reason is None and pays and not spec.batch_invariant
 
 
 def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.KernelSizes:
