@@ -114,8 +114,8 @@ FEWEST_TOKENS = 16  # of a request, or its bound says nothing: engines allow for
 # Over keys of 8 bits, which two warpgroups widen: two are left to compute.
 WIDENING_TABLE = {64: KernelSizes(tile_kv=128, stages=3), 128: KernelSizes(tile_kv=64, stages=3)}
 # Query rows of a request before a kv head up to which the kernel should widen keys, as it does for each tile,
-# and not have them read into 16 bits first: over fp8 256 rows (8 x 64 tokens behind 16k) take 308 to 315 us for
-# 460 (prefill-narrow), 512 (1 x 128 behind 64k) 315 for 334 (prefill-narrow-one-warpgroup, another machine).
+# and not have them read into 16 bits first: over fp8 256 rows (8 x 64 tokens behind 16k) take 308 to 315 us,
+# read first 460 (prefill-narrow), 512 (1 x 128 behind 64k) 315 and 334 (prefill-narrow-one-warpgroup).
 MOST_WIDENED_ROWS = 512
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096

@@ -68,7 +68,7 @@ class PrefillSpec:
         has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
         has_alibi: Scores have a bias.
         returns_lse: The log-sum-exp is wanted.
-        narrow: Of keys and values in 8 bits, which a warpgroup each widens; None where they are of `dtype`.
+        narrow: Of keys and values in 8 bits, which the kernel widens; None where they are of `dtype`.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
