@@ -9,6 +9,8 @@ from flax import nnx
 import jattn
 from jattn.implementations import reference, xla
 from jattn.vllm.graph_padding import pad_batch_for_graph
+from pallas_kernels.shared import Score
+from pallas_kernels.varlen_prefill import varlen_prefill
 from tests.conftest import GOLDEN
 from tests.test_cache import LAYOUTS, create, random_kv
 from tests.test_cache import spec as cache_spec
@@ -79,6 +81,14 @@ def test_keys_that_are_not_there_are_seen_by_nobody(attend):
         out, lse = attend(jnp.ones((1, 4, 16)), kv, metadata, SPEC, **options)
         assert (np.asarray(out) == 0).all()
         assert np.isneginf(lse).all()
+
+
+def test_tiles_are_chosen_for_no_requests():
+    """Of a table with room for many keys, where the choice goes by how many tokens a request has."""
+    cache, query = jnp.zeros((3, 16, 1, 64), jnp.bfloat16), jnp.zeros((8, 2, 64), jnp.bfloat16)
+    lens, table = (jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32)), jnp.zeros((0, 256), jnp.int32)
+    out, _ = varlen_prefill(query, cache, cache, *lens, block_table=table, score=Score(scale=1.0))
+    assert (np.asarray(out) == 0).all()
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_token_head", "fp8_e4m3"])

@@ -26,7 +26,7 @@ from pallas_kernels.varlen_prefill.schedule import (
     max_rows,
     max_tiles,
 )
-from pallas_kernels.varlen_prefill.sizes import CallBounds, KernelSizes, default_sizes
+from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY, CallBounds, KernelSizes, default_sizes
 from pallas_kernels.varlen_prefill.spec import NarrowKV, PrefillSpec, Shape
 
 
@@ -93,7 +93,6 @@ class Call:
         require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
-        self._check_scales()
         how: dict[str, Any] = {
             "dtype": self.query.dtype,
             "head_dim": head_dim,
@@ -105,6 +104,8 @@ class Call:
             reason = why_not_widening(kv_dtypes=kv_dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_prefill", reason, "Use another implementation")
+        self._check_scales()
+        require(self.lists is None or not self.is_narrow, "lists", "be None with keys of 8 bits", "some")
 
     def _check_scales(self) -> None:
         """Scales come with keys of 8 bits alone."""
@@ -153,12 +154,13 @@ class Call:
         require(together == 1 or self.lists is None, "heads_per_tile", "be 1 with lists", together)
 
     def check_widening(self, sizes: KernelSizes) -> None:
-        """Refuses sizes, and lists, with which keys of 8 bits leave no warpgroup to widen them."""
+        """Refuses sizes with which keys of 8 bits leave no warpgroups, or no memory, to widen them."""
         if self.is_narrow:
             for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", 8192 // self.padded_dim)):
                 value = getattr(sizes, name)
                 require(value <= most, name, f"be at most {most} with keys of 8 bits", value)
-            require(self.lists is None, "lists", "be None with keys of 8 bits", "some")
+            fits = sizes.shared_memory(self.padded_dim, is_narrow=True) <= SHARED_MEMORY
+            require(fits, "stages", "leave room for keys of 8 bits in shared memory", sizes.stages)
 
     def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
         """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""

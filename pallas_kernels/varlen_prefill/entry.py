@@ -63,7 +63,7 @@ def varlen_prefill(
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        Output in query.dtype; natural log of the softmax's denominator, f32, or None. No key: 0 and -inf.
+        Output in query.dtype; log of the softmax's denominator, f32, or None. Padding, no key: 0 and -inf.
 
     Raises:
         ValueError: Shapes disagree.

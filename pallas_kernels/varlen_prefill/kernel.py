@@ -1,10 +1,10 @@
 """The prefill kernel: O = softmax(Q K^T) V of packed queries, 64 rows a warpgroup.
 
-A thread block stays on its SM and works through its share of the items (a tile of queries of one head, before
-all of its keys or a split), the longest first. Its last warpgroup loads, a warp for each team; the two or
-three others compute, as one team on the rows of one item, or each as a team of its own. Both sides go through
-the same items (n; b = n % query_buffers) and tiles of keys (i, over all items of the team; s = i % stages),
-and meet at barriers only:
+A thread block stays on its SM and works through its share of the items (a tile of queries of a head, or of a
+few that share it, before all of its keys or a split), the longest first. A warpgroup loads, a warp for each
+team; the two or three before it compute, as one team on the rows of one item, or each as a team of its own.
+Both sides go through the same items (n; b = n % query_buffers) and tiles of keys (i, over all items of the
+team; s = i % stages), and meet at barriers only:
 
     loading: warp t                      shared memory      computing: each warpgroup of team t
     ---------------                      -------------      -----------------------------------

@@ -1,4 +1,4 @@
-"""What the loading warps and the warpgroups that compute hand each other, and the barriers in between."""
+"""What warps that load and warpgroups that compute or widen hand each other, and the barriers in between."""
 
 from typing import NamedTuple
 

@@ -130,6 +130,8 @@ class KvTile(NamedTuple):
 
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
         """As masks are asked about it; `columns()` is the number of each key in the tile."""
+        spec = self.rows.spec
+        assert spec.sizes.heads_per_tile == 1 or spec.mask is None  # masks are asked about a head
         return PairTile(
             head=self.rows.item.head,
             first_query=self.rows.first_query,

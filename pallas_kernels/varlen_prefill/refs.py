@@ -114,7 +114,7 @@ class MergeRefs(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Shared memory, each warpgroup's own but for k and v.
+    """Shared memory, each warpgroup's own but for k, v and narrow.
 
     Attributes:
         query_and_out: The same memory under two names: see `query` and `out`.
@@ -153,7 +153,7 @@ class AlibiOperands(NamedTuple):
     """What the tensor core multiplies to add a bias to the scores: K is 16, of which a few count.
 
     Attributes:
-        slopes: [warpgroups, 64, 16]: the head's slope as numbers of 16 bits that add up to it.
+        slopes: [warpgroups, 64, 16]: each row's slope as numbers of 16 bits that add up to it.
         columns: [warpgroups, tile_kv, 16]: the number of each key in its tile.
     """
 

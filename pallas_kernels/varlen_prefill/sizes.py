@@ -83,10 +83,10 @@ class KernelSizes:
         """Teams of the whole grid."""
         return self.ctas * self.teams
 
-    def shared_memory(self, width: int) -> int:
-        """Bytes of shared memory with heads of `width` 16-bit elements."""
+    def shared_memory(self, width: int, *, is_narrow: bool = False) -> int:
+        """Bytes of shared memory with heads of `width` 16-bit elements, which may be made of 8-bit ones."""
         query = 2 * self.warpgroups * WARPGROUP_ROWS * width * self.query_buffers
-        return query + self.teams * self.stages * 2 * 2 * self.tile_kv * width
+        return query + self.teams * self.stages * 2 * (2 + is_narrow) * self.tile_kv * width
 
 
 # Padded head_dim -> the fastest over all rows of `python -m benchmarks tune prefill` (prefill-tiles
@@ -119,6 +119,7 @@ WIDENING_TABLE = {64: KernelSizes(tile_kv=128, stages=3), 128: KernelSizes(tile_
 MOST_WIDENED_ROWS = 512
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096
+MOST_HEADS = 4  # in a tile: eight spill up to 460 bytes with ALiBi and sinks, and were not timed with splits
 SPLITS_RECKONED = 8  # more of them cost what they save
 # With more items than that for each thread block the last round is a small part of all.
 ITEMS_OF_SPLITS = 2
@@ -144,7 +145,7 @@ class CallBounds(NamedTuple):
     @property
     def likely_reqs(self) -> int:
         """As many, or one where there is room for more than have tokens."""
-        return self.reqs if self.num_tokens >= FEWEST_TOKENS * self.reqs else 1
+        return self.reqs if 0 < FEWEST_TOKENS * self.reqs <= self.num_tokens else 1
 
     def seen_by(self, score: Score) -> "CallBounds":
         """With no more keys than windows and chunks let a tile of queries see."""
@@ -168,9 +169,14 @@ def default_sizes(
         batch_invariant: As KernelSizes has it.
         bounds: Tell whether queries are so few that their keys may have to be cut; None: they are not.
         widens: Keys have 8 bits.
+
+    Raises:
+        ValueError: Keys of 8 bits come with lists, or a row's bits are to be its own over them.
     """
     padded_dim = head_cut(head_dim).padded_dim
     if widens:
+        require(not has_lists, "has_lists", "be False with keys of 8 bits", has_lists)
+        require(not batch_invariant, "batch_invariant", "be False with keys of 8 bits", batch_invariant)
         sizes = WIDENING_TABLE[padded_dim]
         return sizes if bounds is None or not are_few(head_dim, bounds) else _for_few(sizes, bounds)
     sizes = (LIST_TABLE if has_lists else TABLE)[padded_dim]
@@ -199,7 +205,7 @@ def pays_to_widen(head_dim: int, bounds: CallBounds) -> bool:
 def _for_few(sizes: KernelSizes, bounds: CallBounds) -> KernelSizes:
     """With keys that may be cut, and as many heads a tile as a group allows."""
     group = bounds.q_heads // bounds.kv_heads
-    together = max(n for n in HEADS_PER_TILE if group % n == 0)
+    together = max(n for n in HEADS_PER_TILE if group % n == 0 and n <= MOST_HEADS)
     return dataclasses.replace(sizes, heads_per_tile=together, max_splits=MAX_SPLITS)
 
 

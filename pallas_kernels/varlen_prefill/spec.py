@@ -80,7 +80,7 @@ class PrefillSpec:
     has_lists: bool
     has_alibi: bool
     returns_lse: bool
-    narrow: "NarrowKV | None" = None
+    narrow: NarrowKV | None = None
     interpret: Interpret = None
 
     @property

@@ -77,6 +77,7 @@ class Widener:
             has_been_used = step + i >= self.spec.sizes.stages
             pl.when(has_been_used)(functools.partial(plgpu.barrier_wait, of.wide.free.at[stage]))
             self.widen(head, number, stage)
+            # Before either stage is passed on: where the narrow one was without it, numbers were wrong.
             plgpu.commit_smem()
             plgpu.barrier_arrive(of.wide.full.at[stage])
             plgpu.barrier_arrive(of.narrow.free.at[stage])

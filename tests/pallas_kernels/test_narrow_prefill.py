@@ -1,7 +1,9 @@
 """varlen_prefill over keys of 8 bits, which it widens itself: the contract, refusals; the same on a GPU."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,12 +16,14 @@ from jattn.implementations.mosaic_gpu.planning import work_key
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import WIDENED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, varlen_prefill
-from tests import contract
+from pallas_kernels.varlen_prefill import sizes as sizes_module
+from tests import contract, races
 from tests.contract import Problem, case_id
 from tests.covering import covering_array
 from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
 from tests.pallas_kernels.test_shared_tiles import HEADS, shared
 from tests.pallas_kernels.test_varlen_prefill import FACTORS, FAST, LONG, attend
+from tests.regions import attend_region, kernel_for
 
 STORED = [
     "fp8_scalar", "fp8_head", "int8_scalar", "int8_token_head", "fp8_token_head", "fp8e5_scalar",
@@ -65,6 +69,34 @@ class TestContract:
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
+    def test_none_of_them_races(self):
+        """TMA, the warpgroups that widen and those that compute."""
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        k, v = (draw(seed, 26, 16, 1, 64).astype(jnp.float8_e4m3fn) for seed in (1, 2))
+        out, _ = varlen_prefill(
+            draw(0, 64, 4, 64), k, v, jnp.asarray([0, 64]), jnp.asarray([400]),
+            score=Score(scale=0.1), block_table=jnp.arange(25)[None] + 1,
+            k_scale=jnp.ones((26, 1, 16)), v_scale=jnp.ones((26, 1, 16)),
+            sizes=KernelSizes(tile_kv=64, stages=2, ctas=2, heads_per_tile=4),
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )  # fmt: skip
+        out.block_until_ready()
+        races.check_none_were_found()
+
+    @pytest.mark.parametrize("stored", ["fp8_head", "int8_token_head"])
+    def test_the_cache_s_scales_reach_the_kernel(self, stored, monkeypatch):
+        cut_everywhere(monkeypatch)
+        monkeypatch.setattr(contract, "REGIONS", {"groups": ([20, 0, 3, 17, 5], [90, 0, 130, 70, 250], 1)})
+        few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in sizes_module.WIDENING_TABLE.items()}
+        monkeypatch.setattr(sizes_module, "WIDENING_TABLE", few)
+        plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
+        plain |= {"head_dim": 64, "block_size": 16, "dtype": "bfloat16", "region": "groups"}
+        problem = Problem(plain | {"heads": (4, 1), "stored": stored})
+        query, metadata, spec = jnp.asarray(problem.query), problem.metadata.prefill_part, problem.spec
+        assert kernel_for(query, problem.kv, metadata, spec).widens
+        run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams())
+        problem.check(*jax.jit(run)(query, problem.kv, metadata))
+
 
 class TestRefusals:
     def run(self, stored="int8", head_dim=64, **changes):
@@ -85,6 +117,13 @@ class TestRefusals:
             self.run(sizes=KernelSizes(warpgroups=3, tile_kv=64))
         with pytest.raises(ValueError, match="tile_kv must be at most 64 with keys of 8 bits, got 128"):
             self.run(head_dim=128, sizes=KernelSizes())
+        with pytest.raises(
+            ValueError, match="stages must leave room for keys of 8 bits in shared memory, got 4"
+        ):
+            self.run(head_dim=128, sizes=KernelSizes(tile_kv=64, stages=4))
+        for name in ("has_lists", "batch_invariant"):
+            with pytest.raises(ValueError, match=f"{name} must be False with keys of 8 bits, got True"):
+                default_sizes(128, widens=True, **{name: True})
 
     def test_of_what_has_no_kernel(self):
         with pytest.raises(NotImplementedError, match="head_dim 256 in 8 bits"):

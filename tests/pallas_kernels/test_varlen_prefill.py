@@ -13,7 +13,7 @@ import jattn
 from jattn.implementations.mosaic_gpu import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import why_not_prefill
+from pallas_kernels.support import WIDENED_HEAD_DIMS, why_not_prefill
 from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, make_schedule, reference, varlen_prefill
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
@@ -414,8 +414,11 @@ class TestRefusals:
         from pallas_kernels.shared.head_dims import head_cut
         from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
-        sizes = default_sizes(head_dim, has_lists=has_lists)
-        assert sizes.shared_memory(head_cut(head_dim).padded_dim) <= SHARED_MEMORY
+        sizes, padded_dim = default_sizes(head_dim, has_lists=has_lists), head_cut(head_dim).padded_dim
+        assert sizes.shared_memory(padded_dim) <= SHARED_MEMORY
+        if head_dim in WIDENED_HEAD_DIMS:
+            widening = default_sizes(head_dim, widens=True)
+            assert widening.shared_memory(padded_dim, is_narrow=True) <= SHARED_MEMORY
 
 
 class TestBothEdgesInOneTile:
