@@ -129,9 +129,7 @@ def _scales(scale: Array | None, in_cache: CacheCut, kv_heads: int) -> tuple[Arr
     cut = in_cache.head
     scale = jnp.asarray(scale, jnp.float32)
     wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-    per_channel = jnp.broadcast_to(wide, (kv_heads, cut.chunks * cut.chunk))
-    per_channel = per_channel.reshape(kv_heads, cut.chunks, cut.chunk)
-    return None, jnp.pad(per_channel, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+    return None, in_cache.cut_channels(jnp.broadcast_to(wide, (kv_heads, cut.chunks * cut.chunk)))
 
 
 def _tiles(starts: Array, firsts: Array, lens: Array, rows: int) -> Array:

@@ -28,7 +28,6 @@ from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.tma import BULK
 from pallas_kernels.shared.types import Barriers, Interpret, Layout, Memory, Ref, Rows, Scalar, Tile
 
-# Contiguous rows need no tensor map, so any length of 16 bytes and more will do.
 MIN_SCALE = 1e-6
 # Adding it leaves the nearest integer, halves to even, in the low bits of a float32 below 2^22.
 ROUNDER = 1.5 * 2.0**23

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
@@ -205,6 +204,4 @@ def cut_scale(scale: jax.Array | None, spec: DecodeSpec) -> jax.Array | None:
         return spec.cache_cut.cut_scales(scale)
     if scale.ndim == 0:
         return scale.reshape(1)
-    cut = spec.shape.cut
-    scale = scale.reshape(spec.shape.kv_heads, cut.chunks, cut.chunk)
-    return jnp.pad(scale, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+    return spec.cache_cut.cut_channels(scale)

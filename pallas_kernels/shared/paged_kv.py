@@ -66,6 +66,12 @@ class CacheCut:
         """Scales per token and head, [blocks, kv_heads, block_size], as [blocks, kv_heads, copies, rows]."""
         return scales.reshape(*scales.shape[:2], -1, self.rows)
 
+    def cut_channels(self, scales: jax.Array) -> jax.Array:
+        """Scales per channel, [kv_heads, head_dim], as [kv_heads, chunks, width], padded with zeros."""
+        cut = self.head
+        of_chunks = scales.reshape(-1, cut.chunks, cut.chunk)
+        return jnp.pad(of_chunks, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+
     def column_of(self, key: Scalar) -> Scalar:
         """Which column of the block table has the block of the key at a position."""
         return lax.div(key, jnp.int32(self.block_size))

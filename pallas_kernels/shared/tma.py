@@ -6,7 +6,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Scalar, Slice
 
-# A copy of what is contiguous and within bounds takes no tensor map, and so no alignment to 128 bytes.
+# A copy of what is contiguous and within bounds takes no tensor map: any length of 16 bytes and more will do,
+# without alignment to 128.
 BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 

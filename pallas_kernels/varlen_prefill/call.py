@@ -26,7 +26,13 @@ from pallas_kernels.varlen_prefill.schedule import (
     max_rows,
     max_tiles,
 )
-from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY, CallBounds, KernelSizes, default_sizes
+from pallas_kernels.varlen_prefill.sizes import (
+    SHARED_MEMORY,
+    WIDENING_TABLE,
+    CallBounds,
+    KernelSizes,
+    default_sizes,
+)
 from pallas_kernels.varlen_prefill.spec import NarrowKV, PrefillSpec, Shape
 
 
@@ -156,7 +162,8 @@ class Call:
     def check_widening(self, sizes: KernelSizes) -> None:
         """Refuses sizes with which keys of 8 bits leave no warpgroups, or no memory, to widen them."""
         if self.is_narrow:
-            for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", 8192 // self.padded_dim)):
+            most_keys = WIDENING_TABLE[self.padded_dim].tile_kv
+            for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", most_keys)):
                 value = getattr(sizes, name)
                 require(value <= most, name, f"be at most {most} with keys of 8 bits", value)
             fits = sizes.shared_memory(self.padded_dim, is_narrow=True) <= SHARED_MEMORY
@@ -286,12 +293,11 @@ class Call:
         """As CacheRefs has them."""
         if scale is None or in_cache is None:
             return None
-        scale, cut = scale.astype(jnp.float32), in_cache.head
+        scale = scale.astype(jnp.float32)
         if scale.ndim == 3:
             return in_cache.cut_scales(scale)
         if scale.ndim == 2:
-            of_chunks = scale.reshape(self.kv_heads, cut.chunks, cut.chunk)
-            return jnp.pad(of_chunks, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+            return in_cache.cut_channels(scale)
         return jnp.broadcast_to(scale, (self.kv_heads,))
 
 

@@ -72,7 +72,7 @@ def prefill(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
         scratch_types=(smem_types(spec), pipeline_types(spec)),
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),
-        num_threads=spec.sizes.warpgroups + (1 if spec.narrow is None else 3),
+        num_threads=spec.num_warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="varlen_prefill",

@@ -121,7 +121,6 @@ def registers(spec: PrefillSpec) -> tuple[int, int]:
     if widen:
         load, compute = WIDENING_REGISTERS
     # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
-    others = 1 if spec.narrow is None else 3
-    at_start = REGISTERS // (128 * (wgs + others)) // 8 * 8
-    assert load + widen + wgs * compute <= (wgs + others) * at_start
+    at_start = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
+    assert load + widen + wgs * compute <= spec.num_warpgroups * at_start
     return load, compute

@@ -114,6 +114,11 @@ class PrefillSpec:
         return self.sizes.max_splits > 1
 
     @property
+    def num_warpgroups(self) -> int:
+        """Those that compute, one that loads and, where there are 8 bits, one for keys and one for values."""
+        return self.sizes.warpgroups + (1 if self.narrow is None else 3)
+
+    @property
     def items_per_tile(self) -> int:
         """Items of a tile of tokens: each is of one head, or of those that share the tile."""
         return self.shape.q_heads // self.sizes.heads_per_tile
