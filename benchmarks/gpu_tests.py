@@ -19,8 +19,8 @@ from benchmarks.recorded import RESULTS
 ROOT = pathlib.Path(__file__).parents[1]
 GPU_TESTS = "gpu-tests.jsonl"
 NAME_DEVICES = "import jax; [print(device.device_kind) for device in jax.devices()]"
-# Each worker takes what GPU memory it needs, not most of it.
-ENVIRONMENT = {"JATTN_TEST_GPU": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+# Each worker takes what GPU memory it needs, not most of it, and one core for numpy's products, not all.
+ENVIRONMENT = {"JATTN_TEST_GPU": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1"}
 SAME_RUN = ("commit", "gpu", "gpus", "driver", "jax", "jaxlib")
 OUTCOMES = ("passed", "failed", "skipped")
 NO_TESTS = 5  # pytest's exit status

@@ -78,7 +78,7 @@ SMALL = Sizes(
     PromptCase("96", tokens=96, chunk=32, q_heads=4, kv_heads=2, head_dim=16),
     ((1, 64), (2, 64)),
     TINY,
-    ((1, 32), (3, 48)),
+    ((1, 32), (3, 64)),
     (TINY, (3, 48), 20),
     ((3, 48), 5),
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks mesh` takes."""
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--cp", type=int, default=1, help="of them, that keys lie on; of steps alone")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument(
         "--peer-memory", action="store_true", help="steps sum by all_reduce, too; loops and nano alone"
@@ -109,13 +110,14 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"mesh: {count} devices are wanted, {len(jax.devices())} are here: no rows", flush=True)
         return
     rows, mesh = Rows("mesh", arguments.out), make_mesh(tp=count)
+    of_steps = make_mesh(tp=count // arguments.cp, cp=arguments.cp)
     sizes = SMALL if arguments.small else LARGE
     measures = {
         "attention": lambda: measure_attention(sizes.attention, mesh),
         "long": lambda: measure_attention(sizes.long, mesh),
         "prompt": lambda: measure_prompt(sizes.prompt, mesh),
         "sums": lambda: measure_sums(sizes.sums, mesh),
-        "steps": lambda: measure_steps(sizes.config, sizes.steps, mesh, uses_peers=arguments.peer_memory),
+        "steps": lambda: measure_steps(sizes.config, sizes.steps, of_steps, uses_peers=arguments.peer_memory),
         "loop": lambda: measure_loop(*sizes.loop, mesh, uses_peers=arguments.peer_memory),
         "decode_loop": lambda: measure_decode_loop(
             sizes.config, *sizes.decode_loop, mesh, uses_peers=arguments.peer_memory

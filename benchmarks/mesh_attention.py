@@ -1,5 +1,6 @@
 """Decode attention of several devices against one: by heads, and by keys, whose results are merged."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jattn.context_parallel import share_of_rank
 from jattn.metadata.ranks import Ranks
 from jattn.parallel import TP, make_mesh
 from jattn.pytree import replace
+from pallas_kernels.all_reduce import PeerMemory, all_reduce, make_peer_memory
 from pallas_kernels.cases import DecodeCase
 
 BLOCK_SIZE, CHAIN = 16, 8
@@ -53,12 +55,13 @@ def measure_attention(case: DecodeCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
         "heads": (mesh, whole[None], Way(P(None, TP), P(None, None, TP), P(), (count, 1))),
         **{f"keys {how}": (mesh, tables, Way(P(), P(TP), P(TP), (1, count), how)) for how in MERGES},
     }
-    of_one = None
+    of_one, peers = None, _peers(case, mesh)
     for name, (on, table, way) in ways.items():
         split = name.split()[0]
         specs = way.queries, way.cache, way.cache, way.tables, P()
         places = tuple(NamedSharding(on, spec) for spec in specs)
-        given = jax.device_put((query, k, v, table, _metadata(case, way)), places)
+        placed = jax.device_put((query, k, v, table, _metadata(case, way)), places)
+        given = *placed, peers if way.merge else None
         error = worst_error(jnp.asarray(jax.device_get(_attends(case, on, way, 1)(*given))), wanted)
         if error > TOLERANCE:
             raise SystemExit(f"attention split by {name} is {error} off: no rows")
@@ -99,20 +102,33 @@ def _attends(case: DecodeCase, mesh: Mesh, way: Way, times: int) -> Callable[...
     heads = {"num_q_heads": case.q_heads // by_heads, "num_kv_heads": case.kv_heads // by_heads}
     spec = jattn.AttentionSpec(head_dim=case.head_dim, **heads)
 
-    def run(query: Any, k: Any, v: Any, table: Any, metadata: Any) -> jax.Array:
+    def run(query: Any, k: Any, v: Any, table: Any, metadata: Any, peers: Peers | None) -> jax.Array:
         cache, own = jattn.PagedCache(k=k, v=v), replace(metadata, block_table=table[0])
         plan = jattn.plan(own, spec, cache)
         for _ in range(times):
             out, lse = jattn.attend(query, cache, own, spec, plan, return_lse=True)
-            query = out if way.merge is None else MERGES[way.merge](out, lse)
+            query = out if way.merge is None else MERGES[way.merge](out, lse, peers)
         return query
 
-    given = way.queries, way.cache, way.cache, way.tables, P()
+    given = way.queries, way.cache, way.cache, way.tables, P(), P(*mesh.axis_names)
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=way.queries, check_vma=False))
 
 
-def _gathered(out: jax.Array, lse: jax.Array) -> jax.Array:
+class Peers(NamedTuple):
+    """Memory that devices write to: log-sum-exps, and what is summed."""
+
+    lse: PeerMemory
+    sums: PeerMemory
+
+
+def _peers(case: DecodeCase, mesh: Mesh) -> Peers:
+    make = functools.partial(make_peer_memory, mesh, TP, max_rows=len(case.kv_lens))
+    return Peers(make(width=2 * case.q_heads), make(width=case.q_heads * case.head_dim))
+
+
+def _gathered(out: jax.Array, lse: jax.Array, peers: Peers | None) -> jax.Array:
     """All devices' results on each, which merges them."""
+    del peers
     outs, lses = jax.lax.all_gather(out, TP), jax.lax.all_gather(lse, TP)
     merged = outs[0], lses[0]
     for i in range(1, len(outs)):
@@ -120,24 +136,34 @@ def _gathered(out: jax.Array, lse: jax.Array) -> jax.Array:
     return merged[0].astype(out.dtype)
 
 
-def _summed(out: jax.Array, lse: jax.Array) -> jax.Array:
+def _summed(out: jax.Array, lse: jax.Array, peers: Peers | None) -> jax.Array:
     """The sum of what each device's result counts for, as `attend_on_rank` has it."""
+    del peers
     return jax.lax.psum(_share(out, lse), TP)
 
 
-def _scattered(out: jax.Array, lse: jax.Array) -> jax.Array:
+def _summed_by_peers(out: jax.Array, lse: jax.Array, peers: Peers | None) -> jax.Array:
+    """The same through memory that devices write to, both of its exchanges."""
+    assert peers is not None
+    share = _share(out, lse, peers.lse)
+    return all_reduce(jax.lax.collapse(share, 1), peers.sums, axis_name=TP).reshape(out.shape)
+
+
+def _scattered(out: jax.Array, lse: jax.Array, peers: Peers | None) -> jax.Array:
     """A part of the heads' sums on each device, as vLLM has it, and all of them again as the next queries."""
+    del peers
     part = jax.lax.psum_scatter(_share(out, lse), TP, scatter_dimension=1, tiled=True)
     return jax.lax.all_gather(part, TP, axis=1, tiled=True)
 
 
-def _share(out: jax.Array, lse: jax.Array) -> jax.Array:
-    return share_of_rank(out, lse, Ranks(axis_name=TP, size=jax.lax.axis_size(TP)))
+def _share(out: jax.Array, lse: jax.Array, peers: PeerMemory | None = None) -> jax.Array:
+    return share_of_rank(out, lse, Ranks(axis_name=TP, size=jax.lax.axis_size(TP)), peers=peers)
 
 
 # vLLM's: cp_lse_ag_out_ar sums, cp_lse_ag_out_rs scatters.
-MERGES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+MERGES: dict[str, Callable[[jax.Array, jax.Array, Peers | None], jax.Array]] = {
     "all_gather": _gathered,
     "all_reduce": _summed,
     "reduce_scatter": _scattered,
+    "peer_memory": _summed_by_peers,
 }

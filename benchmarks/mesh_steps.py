@@ -19,7 +19,7 @@ from benchmarks.graphs import Call, walls
 from benchmarks.processes import on_host
 from benchmarks.random_decoder import random_decoder
 from jattn.models import use_peer_memory
-from jattn.parallel import TP, on_all_parts
+from jattn.parallel import CP, TP, on_all_parts
 from jattn.serving.sampler import build_sampling_metadata
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.step import StepTokens, make_step, next_tokens, step_graphs
@@ -47,7 +47,8 @@ def measure_steps(
         model = random_decoder(config, on)
         if by_peers:
             use_peer_memory(model, max_rows=max(reqs for reqs, _ in sizes))
-        steps = Steps(model, sizes)
+        # Ranks hold a block's keys in another order than one device does, and whole blocks of the same keys.
+        steps = Steps(model, sizes, block_size=BLOCK_SIZE * mesh.shape[CP])
         for size in sizes:
             logits, tokens = steps.results(size)
             checked = {} if on is None else agreement(logits, tokens, ones[size][0])
@@ -56,8 +57,9 @@ def measure_steps(
             if on is None:
                 ones[size] = logits, us
             of_one = us / ones[size][1]
-            name, tp = f"step_{size[0]}x{size[1]}", 1 if on is None else mesh.shape[TP]
-            how = {"name": name, "tp": tp, "sums": "all_reduce" if by_peers else "psum"}
+            tp, cp = (1, 1) if on is None else (mesh.shape[TP], mesh.shape[CP])
+            how = {"name": f"step_{size[0]}x{size[1]}", "tp": tp, **({} if cp == 1 else {"cp": cp})}
+            how |= {"sums": "all_reduce" if by_peers else "psum"}
             yield how | {"step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
         del steps, model
         gc.collect()  # one model and its caches at a time
@@ -127,24 +129,29 @@ class Steps:
     """
 
     def __init__(
-        self, model: Any, sizes: Sequence[tuple[int, int]], *, quantization: str | None = None
+        self,
+        model: Any,
+        sizes: Sequence[tuple[int, int]],
+        *,
+        quantization: str | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Compiles all of them."""
+        """Compiles all of them; blocks are of so many tokens on all ranks together."""
         graphdef, self.params = nnx.split(model)
-        self._metadata = {size: metadata_of(*size) for size in sizes}
+        self._metadata = {size: metadata_of(*size, block_size=block_size) for size in sizes}
         self._most = max(one.bucket.max_tokens for one in self._metadata.values())
         greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
         place = on_all_parts(model)
         self._last = jax.device_put(jnp.zeros(self._most, jnp.int32), place)  # as a step before leaves it
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
-        of_caches: Any = {"block_size": BLOCK_SIZE, "quantization": quantization}
+        of_caches: Any = {"block_size": block_size, "quantization": quantization}
         self._caches = filled(model.create_caches(num_blocks, **of_caches))
         buckets = [one.bucket for one in self._metadata.values()]
         self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
         inputs = lambda bucket: [self._inputs(bucket.max_tokens)]
-        of = {"block_size": BLOCK_SIZE, "inputs": inputs, "progress": False}
+        of = {"block_size": block_size, "inputs": inputs, "progress": False}
         self._graphs.precompile(self.params, self._caches, **of)
         self.taken = {"compile_s": time.perf_counter() - start, "executables": self._graphs.num_compiles}
 
@@ -186,17 +193,20 @@ class Steps:
         return StepTokens(ids, np.full_like(ids, -1), self._last, places, num_generated=counts)
 
 
-def metadata_of(reqs: int, context: int, *, room: int = 0) -> jattn.BatchMetadata:
+def metadata_of(
+    reqs: int, context: int, *, room: int = 0, block_size: int = BLOCK_SIZE
+) -> jattn.BatchMetadata:
     """On the host, as the engine has it; of two rows at least, as its buckets are.
 
     Args:
         reqs: Requests.
         context: Tokens of each, this step's included.
         room: Tokens to come that have blocks, too.
+        block_size: Tokens of a block.
     """
-    table, _ = random_table([context + room] * reqs, BLOCK_SIZE)
+    table, _ = random_table([context + room] * reqs, block_size)
     bucket = jattn.Bucket(max_decodes=max(reqs, 2), max_blocks=table.shape[1])
-    how: dict[str, Any] = {"block_size": BLOCK_SIZE, "bucket": bucket, "to_device": False}
+    how: dict[str, Any] = {"block_size": block_size, "bucket": bucket, "to_device": False}
     return jattn.build_batch_metadata([1] * reqs, [context] * reqs, table, **how)
 
 

@@ -20,6 +20,7 @@ from jattn.metadata.ranks import Ranks, slots_of_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from jattn.turning import Turning, turning, why_not_write_qkv, write_qkv
+from pallas_kernels.all_reduce import PeerMemory
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 Rope = Callable[..., Array]
@@ -44,9 +45,11 @@ class PagedAttention(nnx.Module):
     Attributes:
         ranks: Inside shard_map, where the cache is one rank's part: where keys lie. What the layer gives is
             then one of the parts whose sum over the ranks is the output. None = all keys are here.
+        peers: There, this device's part of what ranks write log-sum-exps to; None = XLA exchanges them.
     """
 
     ranks: Ranks | None
+    peers: PeerMemory | None
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class PagedAttention(nnx.Module):
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
         self.clip_qkv, self.query_scale, self.shares_kv = clip_qkv, query_scale, shares_kv
-        self.implementation, self.ranks = hashable(implementation), None
+        self.implementation, self.ranks, self.peers = hashable(implementation), None, None
         how = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self._make_projections(fuses_qkv, use_bias, use_out_bias, how)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None
@@ -152,7 +155,7 @@ class PagedAttention(nnx.Module):
         query, kv = self._query_and_kv(x, cache, metadata, positions)
         how: dict[str, Any] = self._layer_arguments()
         if self.ranks is not None and isinstance(kv, PagedCache):
-            out = attend_on_rank(query, kv, metadata, self.spec, self.ranks, plan, **how)
+            out = attend_on_rank(query, kv, metadata, self.spec, self.ranks, plan, peers=self.peers, **how)
         else:
             out = attend(query, kv, metadata, self.spec, plan, **how)
             if self.ranks is not None:  # each has all keys of the step: one gives what they bring

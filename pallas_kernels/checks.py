@@ -1,7 +1,9 @@
 """The wording of every error, so that each names the argument, the rule and the value."""
 
+import dataclasses
 import numbers
 from collections.abc import Collection
+from typing import Any
 
 
 def require(condition: bool, name: str, rule: str, got: object) -> None:
@@ -28,6 +30,13 @@ def require_number(**values: object) -> None:
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         require(is_number, name, "be a number", repr(value))
+
+
+def require_made_for(name: str, made_for: Any, wanted: Any) -> None:
+    """Every field of what something was made for, a dataclass, must be the call's."""
+    for field in dataclasses.fields(wanted):
+        found, right = (getattr(each, field.name) for each in (made_for, wanted))
+        require(found == right, f"{name}.made_for.{field.name}", f"be {right}", found)
 
 
 def require_positive(**values: int | float) -> None:

@@ -165,7 +165,7 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     splits = [(row["name"], row["split"], row.get("merge")) for row in rows if "split" in row]
-    merges = [("keys", merge) for merge in ("all_gather", "all_reduce", "reduce_scatter")]
+    merges = [("keys", merge) for merge in ("all_gather", "all_reduce", "reduce_scatter", "peer_memory")]
     decode, whole = ("attention_2x128", "attention_1x256"), [("none", None), ("heads", None)]
     wanted = [(name, *how) for name in decode for how in (*whole, *merges)]
     assert splits == wanted + [("prompt_96", *how) for how in (*whole, ("keys", None))]
@@ -174,7 +174,7 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     assert [row["name"] for row in rows if "bytes" in row] == wanted
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    wanted = [(name, *one) for one in how for name in ("step_1x32", "step_3x48")]
+    wanted = [(name, *one) for one in how for name in ("step_1x32", "step_3x64")]
     assert steps == wanted + [("decode_loop_3x48", *one) for one in how]
     loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
     assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
@@ -187,15 +187,18 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
 
 
 @pytest.mark.kernels
-def test_steps_are_measured_with_a_process_a_device(tmp_path):
+@pytest.mark.parametrize("cp", [1, 2])
+def test_steps_are_measured_with_a_process_a_device(cp, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "mesh", "steps", "--small", "--peer-memory"]
-    command += ["--processes", "2", "--out", str(tmp_path)]
+    command += ["--processes", "2", "--cp", str(cp), "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]  # one process writes
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    wanted = [(name, *one, 2) for one in how for name in ("step_1x32", "step_3x48")]
-    assert [(row["name"], row["tp"], row["sums"], row["processes"]) for row in rows] == wanted
+    wanted = [(name, *one, 2) for one in how for name in ("step_1x32", "step_3x64")]
+    found = [(row["name"], row["tp"] * row.get("cp", 1), row["sums"], row["processes"]) for row in rows]
+    assert found == wanted
+    assert all(("cp" in row) == (cp == 2 and row["tp"] * row.get("cp", 1) == 2) for row in rows)
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
 
 

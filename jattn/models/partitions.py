@@ -289,9 +289,11 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
             module.out_features = module.kernel.shape[1:]
         if isinstance(module, AllHeadsNorm):
             module.axis_name = TP
-    peers = None if model.peers is None else nnx.data(model.peers.here)
+    here = lambda arrays: None if arrays is None else nnx.data(arrays.here)
+    sums, ranks = (None, None) if model.peers is None else map(here, (model.peers.sums, model.peers.ranks))
     for layer in model.layers:
-        layer.axis_name, layer.peers, layer.self_attn.ranks = ALL, peers, model.ranks
+        layer.axis_name, layer.peers, layer.self_attn.ranks = ALL, sums, model.ranks
+        layer.self_attn.peers = ranks if layer.may_take_kernel else None
         _cut_heads(layer.self_attn, tp, model.config)
     return model
 

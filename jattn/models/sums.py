@@ -1,5 +1,6 @@
 """Sums over the devices of a decoder: XLA's, or for a few rows the kernel's over memory of its own."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jattn.models.layers import RMSNorm
 from jattn.models.residual import add_and_norm
-from jattn.parallel import CP, TP, Axes
+from jattn.parallel import ALL, CP, Axes
 from pallas_kernels import all_reduce
-from pallas_kernels.checks import require, require_type, unsupported
+from pallas_kernels.checks import require, require_type
 from pallas_kernels.support import GPU_PLATFORMS
 
 
@@ -19,7 +20,7 @@ class PeerVariable(nnx.Variable[Any]):
     """No weight: part of the memory that devices write to each other."""
 
 
-class Peers(nnx.Module):
+class PeerArrays(nnx.Module):
     """PeerMemory as part of a model, so that it reaches whatever runs it."""
 
     def __init__(self, peers: all_reduce.PeerMemory) -> None:
@@ -30,6 +31,20 @@ class Peers(nnx.Module):
     def here(self) -> all_reduce.PeerMemory:
         """The arrays; inside shard_map this device's parts."""
         return all_reduce.PeerMemory(self.table[...], self.memory[...])
+
+
+class Peers(nnx.Module):
+    """What a model's devices write to.
+
+    Attributes:
+        sums: For sums over all of them.
+        ranks: For log-sum-exps of those that hold a request's keys together; None where one does.
+    """
+
+    def __init__(self, sums: all_reduce.PeerMemory, ranks: all_reduce.PeerMemory | None) -> None:
+        """Wraps them."""
+        self.sums = PeerArrays(sums)
+        self.ranks = None if ranks is None else PeerArrays(ranks)
 
 
 def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
@@ -45,17 +60,16 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
 
     Raises:
         ValueError: The model is on no mesh, or max_rows is no positive int.
-        NotImplementedError: Its devices cannot write into each other's memory, or the mesh has cp; the
-            message says why.
+        NotImplementedError: Its devices cannot write into each other's memory; the message says why.
     """
     require_type("max_rows", max_rows, int, "tokens of a step")
     require(getattr(model, "mesh", None) is not None, "model", "be on a mesh (load(DIR, mesh=))", model.mesh)
+    make = functools.partial(all_reduce.make_peer_memory, model.mesh, max_rows=max_rows)
+    ranks = None
     if model.mesh.shape[CP] > 1:
-        reason = "its sums go over the devices of tp alone"
-        raise unsupported(f"peer memory with cp {model.mesh.shape[CP]}", reason, "Load with cp=1")
-    width = model.config.hidden_size
-    peers = all_reduce.make_peer_memory(model.mesh, TP, max_rows=max_rows, width=width)
-    model.peers = nnx.data(Peers(peers))
+        of_heads = 2 * model.config.num_attention_heads  # f32, in 16-bit numbers; a device has some of them
+        ranks = make(CP, width=of_heads + of_heads % 4)
+    model.peers = nnx.data(Peers(make(ALL, width=model.config.hidden_size), ranks))
 
 
 def why_no_peer_memory(model: Any) -> str | None:
@@ -67,10 +81,8 @@ def why_no_peer_memory(model: Any) -> str | None:
         model: A decoder, or its shapes.
     """
     mesh = getattr(model, "mesh", None)
-    if mesh is None or mesh.shape[TP] == 1:
+    if mesh is None or mesh.size == 1:
         return "there is nothing to sum"
-    if mesh.shape[CP] > 1:
-        return "sums go over the devices of tp alone"
     if not isinstance(model.embed_tokens.embedding.get_value(), jax.Array):
         return "the model has shapes alone"
     devices = list(mesh.devices.flat)
@@ -78,7 +90,7 @@ def why_no_peer_memory(model: Any) -> str | None:
         return "devices are no NVIDIA GPUs"
     sizes = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
     why_no_kernel = all_reduce.why_not_all_reduce(dtype=model.dtype, **sizes)
-    return why_no_kernel or all_reduce.why_not_peers(devices, mesh.shape[TP])
+    return why_no_kernel or all_reduce.why_not_peers(devices, mesh.size)
 
 
 def summed(
@@ -89,7 +101,7 @@ def summed(
         return x
     if peers is None or all_reduce.why_not(x, peers) is not None:
         return jax.lax.psum(x, axis_name)
-    return all_reduce.all_reduce(x, peers, axis_name=TP)
+    return all_reduce.all_reduce(x, peers, axis_name=axis_name)
 
 
 def of_first_device(
@@ -122,4 +134,4 @@ def sum_add_and_norm(
     if axis_name is None or peers is None or not is_served or all_reduce.why_not(part, peers) is not None:
         return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
     how: Any = {"eps": norm.eps, "is_offset": norm.is_offset, "rounds_once": norm.rounds_once}
-    return all_reduce.all_reduce_rms_norm(part, x, norm.weight[...], peers, axis_name=TP, **how)
+    return all_reduce.all_reduce_rms_norm(part, x, norm.weight[...], peers, axis_name=axis_name, **how)

@@ -1,9 +1,12 @@
-"""Sums over the GPUs of a host, which write into each other's memory: for a decode step's few rows."""
+"""Sums and gathers over GPUs of a host that write into each other's memory: of a decode step's few rows."""
 
+from pallas_kernels.all_reduce.entry import all_gather as all_gather
 from pallas_kernels.all_reduce.entry import all_reduce as all_reduce
 from pallas_kernels.all_reduce.entry import all_reduce_rms_norm as all_reduce_rms_norm
 from pallas_kernels.all_reduce.entry import why_not as why_not
+from pallas_kernels.all_reduce.entry import why_not_gather as why_not_gather
 from pallas_kernels.all_reduce.memory import PeerMemory as PeerMemory
 from pallas_kernels.all_reduce.memory import make_peer_memory as make_peer_memory
+from pallas_kernels.all_reduce.reasons import why_not_all_gather as why_not_all_gather
 from pallas_kernels.all_reduce.reasons import why_not_all_reduce as why_not_all_reduce
 from pallas_kernels.all_reduce.reasons import why_not_peers as why_not_peers

@@ -1,18 +1,20 @@
-"""all_reduce: a sum over devices without a barrier before it, a copy or a second kernel behind it."""
+"""all_reduce, all_gather: without a barrier before it, a copy or a second kernel behind it."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.all_reduce.memory import PeerMemory
-from pallas_kernels.all_reduce.reasons import why_not_all_reduce
+from pallas_kernels.all_reduce.reasons import why_not_all_gather, why_not_all_reduce
 from pallas_kernels.checks import require, require_number, require_shape, unsupported
+from pallas_kernels.ptx.peer_gathers import peer_gather
 from pallas_kernels.ptx.peer_sums import Norm, peer_sum
 from pallas_kernels.ptx.peer_words import Exchange
 
 
 def all_reduce(
-    x: Float[Array, "rows width"], peers: PeerMemory, *, axis_name: str
+    x: Float[Array, "rows width"], peers: PeerMemory, *, axis_name: str | tuple[str, ...]
 ) -> Float[Array, "rows width"]:
     """The sum of all devices' x along an axis, inside `jax.shard_map`; as jax.lax.psum.
 
@@ -24,7 +26,7 @@ def all_reduce(
     Args:
         x: Of 16-bit numbers.
         peers: This device's part.
-        axis_name: Static: the axis that peers was made for.
+        axis_name: Static: the axis that peers was made for, or several.
 
     Raises:
         ValueError: peers is for another number of devices.
@@ -46,7 +48,7 @@ def all_reduce_rms_norm(
     weight: Float[Array, " width"],
     peers: PeerMemory,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     eps: float,
     is_offset: bool = False,
     rounds_once: bool = False,
@@ -58,7 +60,7 @@ def all_reduce_rms_norm(
         residual: In x's dtype; the same on all devices.
         weight: Of the norm, in x's dtype.
         peers: As all_reduce has it; and so all that is said there of calls.
-        axis_name: Static: the axis that peers was made for.
+        axis_name: Static: the axis that peers was made for, or several.
         eps: Static: added to the mean square.
         is_offset: Static: the factor is 1 + weight (Gemma).
         rounds_once: Static: the product is rounded; else the normalised input, too (Llama).
@@ -83,6 +85,43 @@ def all_reduce_rms_norm(
     return stream, normed
 
 
+def all_gather(
+    x: Float[Array, "rows width"], peers: PeerMemory, *, axis_name: str | tuple[str, ...]
+) -> Float[Array, "devices rows width"]:
+    """All devices' x along an axis, inside `jax.shard_map`; as jax.lax.all_gather.
+
+    Args:
+        x: Of f32, of which -4.6e-41, whose bits are a word that is never sent, becomes 0.
+        peers: As all_reduce has it; and so all that is said there of calls. Its rows are of 16-bit numbers,
+            of which one of f32 is two.
+        axis_name: Static: what peers was made for.
+
+    Raises:
+        ValueError: peers is for another number of devices.
+        NotImplementedError: There is no kernel for this request; the message says why.
+
+    Source: vLLM `CustomAllreduce`'s shared buffer, by the words of all_reduce.
+    """
+    devices = _devices_of(peers, axis_name)
+    require(x.ndim == 2, "x", "have 2 axes", x.shape)
+    reason = why_not_gather(x, peers)
+    if reason is not None:
+        raise unsupported("all_gather", reason, "jax.lax.all_gather gathers it")
+    rows, width = x.shape
+    if rows == 0:
+        return jnp.zeros((devices, *x.shape), x.dtype)
+    of = Exchange(rows, 2 * width, devices, peers.block_bytes)
+    return peer_gather.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
+
+
+def why_not_gather(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
+    """Why there is no kernel that gathers it; None if there is. Only shapes and dtypes are looked at."""
+    rows, width = x.shape
+    of = Exchange(rows, 2 * width, peers.devices, peers.block_bytes)
+    sizes = {"bytes_needed": of.bytes_needed, "block_bytes": of.block_bytes}
+    return why_not_all_gather(dtype=x.dtype, width=width, **sizes)
+
+
 def why_not(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Why there is no kernel for a sum; None if there is. Only shapes and dtypes are looked at."""
     rows, width = x.shape
@@ -91,15 +130,21 @@ def why_not(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     return why_not_all_reduce(dtype=x.dtype, width=width, **sizes)
 
 
-def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str) -> Exchange:
+def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str | tuple[str, ...]) -> Exchange:
     """See all_reduce's Raises."""
-    devices, rule = lax.axis_size(axis_name), "be for the devices of the axis"
-    require(
-        devices == peers.devices, "peers", f"{rule} {axis_name!r} ({devices})", f"{peers.devices} devices"
-    )
+    devices = _devices_of(peers, axis_name)
     require(x.ndim == 2, "x", "have 2 axes", x.shape)
     reason = why_not(x, peers)
     if reason is not None:
         raise unsupported(what, reason, "jax.lax.psum sums it")
     rows, width = x.shape
     return Exchange(rows, width, devices, peers.block_bytes)
+
+
+def _devices_of(peers: PeerMemory, axis_name: str | tuple[str, ...]) -> int:
+    """Those of the axis, for which peers must be."""
+    devices, rule = lax.axis_size(axis_name), "be for the devices of the axis"
+    require(
+        devices == peers.devices, "peers", f"{rule} {axis_name!r} ({devices})", f"{peers.devices} devices"
+    )
+    return devices

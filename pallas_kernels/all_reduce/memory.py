@@ -1,5 +1,6 @@
 """Memory that devices write to behind XLA's back, and the table of where each device's lies."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class PeerMemory(NamedTuple):
     inside `jax.shard_map` a device has its own part, `in_specs=PartitionSpec(*mesh.axis_names)`.
 
     Attributes:
-        table: Of each device its number along the axis that is summed over, 0, and the addresses of those
+        table: Of each device its number along the axes that are summed over, 0, and the addresses of those
             devices' memory, low halves first, as the device's process has them.
         memory: Of each device what the others write to. XLA only holds it. Where GPUs are of several
             processes, what they write to is the driver's, kept as long as the process lives, and this says
@@ -47,7 +48,9 @@ class PeerMemory(NamedTuple):
         return (4 * self.memory.shape[-1] - COUNTERS) // (MAX_BLOCKS * 2 * self.devices)
 
 
-def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -> PeerMemory:
+def make_peer_memory(
+    mesh: Mesh, axis_name: str | tuple[str, ...], *, max_rows: int, width: int
+) -> PeerMemory:
     """Memory for sums of arrays of up to so many rows, on all devices of a mesh.
 
     Where the mesh's devices are of several processes, all of them call at once, and all succeed or none does.
@@ -55,7 +58,7 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
     Args:
         mesh: GPUs of one host that reach each other's memory, by NVLink, of one process or of all that
             `jax.distributed` knows; or other devices, where sums are XLA's and the memory is never touched.
-        axis_name: Of the mesh: what is summed over.
+        axis_name: An axis of the mesh, or several: what is summed over.
         max_rows: Of an array; on each device 4 * max_rows * width bytes for each of the summing devices are
             taken, max_rows rounded up to thread blocks (128 rows).
         width: Of a row, at most; a multiple of 4.
@@ -66,17 +69,20 @@ def make_peer_memory(mesh: Mesh, axis_name: str, *, max_rows: int, width: int) -
 
     Source: vLLM `CustomAllreduce.create_shared_buffer`, whose memory is the driver's; XLA's in one process.
     """
-    require_one_of("axis_name", axis_name, mesh.axis_names)
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    for name in axes:
+        require_one_of("axis_name", name, mesh.axis_names)
     require_int(max_rows=max_rows, width=width)
     require_positive(max_rows=max_rows, width=width)
     require(width % 4 == 0, "width", "be a multiple of 4", width)
-    reason = why_not_peers(list(mesh.devices.flat), mesh.shape[axis_name])
+    devices = math.prod(mesh.shape[name] for name in axes)
+    reason = why_not_peers(list(mesh.devices.flat), devices)
     if reason is not None:
         raise unsupported("make_peer_memory", reason, _WAY_OUT)
-    words = memory_bytes(mesh.shape[axis_name], block_bytes_of(max_rows, width)) // 4
+    words = memory_bytes(devices, block_bytes_of(max_rows, width)) // 4
     make = _of_processes if _is_of_processes(mesh) else _of_one
     addresses, memory = make(mesh, words)
-    return PeerMemory(_table(mesh, axis_name, addresses), memory)
+    return PeerMemory(_table(mesh, axes, addresses), memory)
 
 
 def _is_of_processes(mesh: Mesh) -> bool:
@@ -107,19 +113,22 @@ def _of_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
     return found, jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=by_device)()
 
 
-def _table(mesh: Mesh, axis_name: str, addresses: Mapping[tuple[int, int], int]) -> jax.Array:
+def _table(mesh: Mesh, names: tuple[str, ...], addresses: Mapping[tuple[int, int], int]) -> jax.Array:
     """PeerMemory.table, of which each process makes the rows of its own devices."""
-    axis, count = mesh.axis_names.index(axis_name), mesh.shape[axis_name]
+    axes, sizes = [mesh.axis_names.index(name) for name in names], [mesh.shape[name] for name in names]
 
     def row(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         place = [part.start or 0 for part in index[:-1]]
         along: list[int | slice] = [*place]
-        along[axis] = slice(None)  # those that sum together
+        for axis in axes:  # those that sum together
+            along[axis] = slice(None)
+        others = mesh.devices[tuple(along)].transpose(np.argsort(np.argsort(axes))).flat
         device = mesh.devices[tuple(place)]
-        of_all = np.array([addresses[device.id, other.id] for other in mesh.devices[tuple(along)]], np.uint64)
-        entries = np.concatenate([np.array([place[axis], 0], np.int32), of_all.view(np.int32)])
+        number = np.ravel_multi_index([place[axis] for axis in axes], sizes)
+        of_all = np.array([addresses[device.id, other.id] for other in others], np.uint64)
+        entries = np.concatenate([np.array([number, 0], np.int32), of_all.view(np.int32)])
         return entries.reshape(*(1 for _ in place), -1)
 
-    shape = (*mesh.devices.shape, 2 + 2 * count)
+    shape = (*mesh.devices.shape, 2 + 2 * math.prod(sizes))
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P(*mesh.axis_names)), row)

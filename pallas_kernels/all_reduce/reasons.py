@@ -61,6 +61,24 @@ def why_not_all_reduce(*, dtype: DTypeLike, width: int, bytes_needed: int, block
     rules = (
         (name in DTYPES, f"{name} ({', '.join(DTYPES)} have one)"),
         (width % 4 == 0, f"rows of {width} numbers (multiples of 4 have one)"),
-        (bytes_needed <= block_bytes, f"{bytes_needed} bytes a thread block (peers has {block_bytes})"),
+        _fits(bytes_needed, block_bytes),
     )
+    return _first_broken(rules)
+
+
+def why_not_all_gather(*, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int) -> str | None:
+    """Why all_gather has no kernel; None if it has. Arguments as why_not_all_reduce's."""
+    rules = (
+        (jnp.dtype(dtype) == jnp.float32, f"{jnp.dtype(dtype).name} (float32 has one)"),
+        (width % 2 == 0, f"rows of {width} numbers (even ones have one)"),
+        _fits(bytes_needed, block_bytes),
+    )
+    return _first_broken(rules)
+
+
+def _fits(bytes_needed: int, block_bytes: int) -> tuple[bool, str]:
+    return bytes_needed <= block_bytes, f"{bytes_needed} bytes a thread block (peers has {block_bytes})"
+
+
+def _first_broken(rules: Sequence[tuple[bool, str]]) -> str | None:
     return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)

@@ -4,11 +4,18 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_made_for,
+    require_one_of,
+    require_positive,
+    require_shape,
+    unsupported,
+)
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.paged_decode.query_rows import heads_to_rows, to_rows
 from pallas_kernels.paged_decode.refs import CacheRefs, Inputs, ListRefs
-from pallas_kernels.paged_decode.schedule import BlockList, Schedule, schedule_for
+from pallas_kernels.paged_decode.schedule import BlockList, Schedule, made_for_call, schedule_for
 from pallas_kernels.paged_decode.sizes import KernelSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec, Shape
 from pallas_kernels.shared.head_dims import head_cut
@@ -114,12 +121,13 @@ class Call:
         rule = f"have at most {MAX_QUERY_BLOCKS} of a kv head where lists tell them apart"
         require(not tell_heads or self.group <= MAX_QUERY_BLOCKS, "q_heads", rule, self.group)
 
-    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
-        """Raises where a schedule is another call's, as far as shapes and static facts tell."""
+    def check_schedule(self, schedule: Schedule, score: Score, sizes: KernelSizes) -> None:
+        """Refuses a schedule made for other requests, masks, lists or units."""
         scheduled = self.seq_lens.shape[0] * (1 if self.block_list is None else self.cache_sizes[2])
         ends = schedule.unit_ends.shape
         require_shape("schedule.unit_ends", ends, (scheduled,), "requests, or their kv heads")
-        require(schedule.unit == sizes.unit, "schedule", f"have units of {sizes.unit} keys", schedule.unit)
+        wanted = made_for_call(score, sizes, self.decode_query_len, self.list_block_size)
+        require_made_for("schedule", schedule.made_for, wanted)
 
     def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
         """Its own."""

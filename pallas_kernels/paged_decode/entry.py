@@ -53,7 +53,7 @@ def paged_decode(
         block_list: The sparse blocks to visit; None = all keys. For it and the next two see Call.
         list_block_size: Static.
         lists_tell_heads: Static.
-        schedule: schedule_for's for the same seq_lens, score, sizes and list; made here when None.
+        schedule: schedule_for's for the same seq_lens, mask, sizes and list; made here when None.
         sizes: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -87,7 +87,7 @@ def attend_call(
         has_lists = call.block_list is not None
         sizes = default_sizes(query.shape[2], rows=call.rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
-    call.check_schedule(schedule, sizes)
+    call.check_schedule(schedule, score, sizes)
     spec = DecodeSpec(
         shape=call.shape(sizes), score=score, sizes=sizes, num_spans=schedule.num_spans, dtype=query.dtype,
         interpret=interpret,

@@ -32,22 +32,39 @@ class BlockList(NamedTuple):
     counts: Int32[Array, "reqs kv_heads"]
 
 
+@dataclasses.dataclass(frozen=True)
+class MadeFor:
+    """The static part of what a schedule is made for; it serves no other call.
+
+    Attributes:
+        unit: Keys of a unit: `tile_kv`, or `split_kv` where splits are fixed.
+        mask: Score.mask; None with lists, which say what is visited.
+        decode_query_len: Queries of a request; None with lists.
+        list_block_size: Keys of a listed block; None without lists.
+    """
+
+    unit: int
+    mask: tuple[bool, tuple[int | None, int | None], int | None] | None
+    decode_query_len: int | None
+    list_block_size: int | None
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["num_spans", "unit"]
+    jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["num_spans", "made_for"]
 )
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Work in units: `tile_kv` keys, or `split_kv` where splits are fixed. Shared by layers of one mask.
+    """Work in units of equally many keys, shared by layers of one mask.
 
     Attributes:
         unit_ends: One past each request's last unit, when the requests' units are laid end to end.
         num_spans: Of a step. Whoever works on one finds its first request by itself (span_start).
-        unit: Keys of a unit.
+        made_for: Static.
     """
 
     unit_ends: Int32[Array, " reqs"]
     num_spans: int
-    unit: int
+    made_for: MadeFor
 
 
 MASKED = 256  # requests whose units XLA adds up in one kernel, by a mask; of more it would write out the mask
@@ -67,13 +84,14 @@ def make_schedule(
 
     With lists, "a request" of the schedule is a request's kv head.
     """
-    unit = sizes.unit
+    unit, made_for = sizes.unit, made_for_call(score, sizes, decode_query_len, list_block_size)
     divided = lambda x: lax.div(x, jnp.full_like(x, unit))
     if block_list is not None:
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
-            return Schedule(unit_ends.by_platform(counts, listed=list_block_size, unit=unit), num_spans, unit)
+            ends = unit_ends.by_platform(counts, listed=list_block_size, unit=unit)
+            return Schedule(ends, num_spans, made_for)
         units = divided(counts * list_block_size + (unit - 1))
     else:
         low, high = score.row_range(seq_lens, decode_query_len)
@@ -85,7 +103,16 @@ def make_schedule(
         ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
     else:
         ends = jnp.cumsum(units)
-    return Schedule(ends.astype(jnp.int32), num_spans, unit)
+    return Schedule(ends.astype(jnp.int32), num_spans, made_for)
+
+
+def made_for_call(
+    score: Score, sizes: KernelSizes, decode_query_len: int, list_block_size: int | None
+) -> MadeFor:
+    """What the schedule of a call has to be made for."""
+    if list_block_size is not None:
+        return MadeFor(sizes.unit, None, None, list_block_size)
+    return MadeFor(sizes.unit, score.mask, decode_query_len, None)
 
 
 def schedule_for(

@@ -46,7 +46,7 @@ def _by_xla(
     *stream_and_weight: jax.Array,
     of: Exchange,
     norm: Norm | None,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
     del table, of
     parts = lax.all_gather(x, axis_name).astype(jnp.float32)
@@ -68,7 +68,7 @@ def peer_sum(
     *stream_and_weight: jax.Array,
     of: Exchange,
     norm: Norm | None,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
     """The sum; or the stream with it added, and that normalised.
 
@@ -78,7 +78,7 @@ def peer_sum(
         stream_and_weight: Where there is a norm: the stream, as x, and the weight [width], in x's dtype.
         of: Static.
         norm: Static: what follows; None = nothing.
-        axis_name: Static: the axis of shard_map that the devices lie along, for the twin.
+        axis_name: Static: the axes of shard_map that the devices lie along, for the twin.
     """
     del axis_name
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -148,7 +148,7 @@ def _summed(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -
     """A row of all devices: waited for, added, stored; what follows."""
     yield from own(of, at.x)
     if norm is not None:
-        yield from (loaded(of, at.residual, "s", n) for n in of.each)
+        yield from (loaded(of, at.residual, pair_of("s", n), n) for n in of.each)
     yield "mov.f32 total, 0f00000000;"
     for group in of.groups:
         yield from waited_for(of, group)
@@ -157,7 +157,7 @@ def _summed(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -
                 yield from _added(of, group, n, half, numbers)
                 if norm is not None:
                     yield from _added_to_stream(n, half, numbers)
-    yield from (stored(of, at.out, "k", n) for n in of.each)
+    yield from (stored(of, at.out, pair_of("k", n), n) for n in of.each)
     if norm is not None:
         yield from _normed(of, at, norm, numbers)
 
@@ -199,7 +199,7 @@ def _normed(of: Exchange, at: _Operands, norm: Norm, numbers: _Numbers) -> Itera
             if not norm.rounds_once:
                 yield numbers.rounded(pair, "low", "high") + " " + numbers.widened(pair, "low", "high")
             yield f"mul.f32 low, low, f; mul.f32 high, high, g; {numbers.rounded(pair, 'low', 'high')}"
-        yield stored(of, at.normed, "k", n)
+        yield stored(of, at.normed, pair_of("k", n), n)
 
 
 def _total_of_all() -> Iterator[str]:

@@ -137,14 +137,14 @@ def pair_of(name: str, n: int) -> str:
     return f"{{{name}{2 * n}, {name}{2 * n + 1}}}"
 
 
-def loaded(of: Exchange, array: str, name: str, n: int) -> str:
-    """The row's packet n of an array [rows, width], in the registers of that name."""
-    return f"{_in_row(of, array, n)} @is_packet{n} ld.global.v2.b32 {pair_of(name, n)}, [at];"
+def loaded(of: Exchange, array: str, pair: str, n: int) -> str:
+    """The row's packet n of an array [rows, width], in two registers."""
+    return f"{_in_row(of, array, n)} @is_packet{n} ld.global.v2.b32 {pair}, [at];"
 
 
-def stored(of: Exchange, array: str, name: str, n: int) -> str:
+def stored(of: Exchange, array: str, pair: str, n: int) -> str:
     """The inverse."""
-    return f"{_in_row(of, array, n)} @is_packet{n} st.global.v2.b32 [at], {pair_of(name, n)};"
+    return f"{_in_row(of, array, n)} @is_packet{n} st.global.v2.b32 [at], {pair};"
 
 
 def _in_row(of: Exchange, array: str, n: int) -> str:
@@ -155,8 +155,8 @@ def _in_row(of: Exchange, array: str, n: int) -> str:
 
 
 def own(of: Exchange, array: str) -> Iterator[str]:
-    """The row's packets of an array, in d; an empty word as two zeros, so that all devices add the same."""
-    yield from (loaded(of, array, "d", n) for n in of.each)
+    """The row's packets of an array, in d; an empty word as two zeros, so that all devices have the same."""
+    yield from (loaded(of, array, pair_of("d", n), n) for n in of.each)
     for d in (f"d{2 * n + half}" for n in of.each for half in (0, 1)):
         yield f"setp.eq.u32 p, {d}, {EMPTY}; @p mov.b32 {d}, 0;"
 

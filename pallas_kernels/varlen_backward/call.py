@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require, require_positive, require_shape, unsupported
+from pallas_kernels.checks import require, require_made_for, require_positive, require_shape, unsupported
 from pallas_kernels.shared.head_dims import UNIT, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
@@ -13,14 +13,13 @@ from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.lists import PairMask, TileLists
 from pallas_kernels.varlen_backward.query_refs import QueryInputs
 from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
-from pallas_kernels.varlen_backward.schedule import Schedule, make_schedule, max_tiles
-from pallas_kernels.varlen_backward.sizes import KernelSizes, default_sizes, sizes_of_layer
+from pallas_kernels.varlen_backward.schedule import Schedule, made_for_call, make_schedule, max_tiles
+from pallas_kernels.varlen_backward.sizes import KernelSizes, sizes_of_layer
 from pallas_kernels.varlen_backward.spec import BackwardSpec
+from pallas_kernels.varlen_prefill.lists import items_of
 from pallas_kernels.varlen_prefill.refs import CacheRefs
 from pallas_kernels.varlen_prefill.refs import Inputs as PrefillInputs
-from pallas_kernels.varlen_prefill.refs import ScheduleRefs as PrefillScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH, heads_at_once
-from pallas_kernels.varlen_prefill.schedule import max_tiles as max_query_tiles
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
 
 
@@ -89,10 +88,10 @@ class Call:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
     def default_sizes(self, schedule: Schedule | None, score: Score, *, deterministic: bool) -> KernelSizes:
-        """Where the caller names none; what is given with tiles in it says whether queries have a kernel."""
+        """Where the caller names none: what lists or a schedule are made for, or what suits the shapes."""
         head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
         if given is not None:
-            return default_sizes(head_dim, deterministic=deterministic or given.queries is not None)
+            return given.made_for.sizes
         how = {"has_alibi": self.alibi_slopes is not None, "deterministic": deterministic}
         mean_len = self.query.shape[0] // self.seq_lens.shape[0]
         return sizes_of_layer(head_dim, score, mean_len=mean_len, **how)
@@ -129,21 +128,15 @@ class Call:
             num_tokens=self.query.shape[0],
         )
 
-    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
-        """Refuses a schedule made for other keys or requests, as far as shapes tell."""
-        kv_tokens, reqs = self.key.shape[0], self.seq_lens.shape[0]
-        what = f"{kv_tokens} keys of {reqs} requests"
-        rows, q_heads, kv_heads = max_tiles(kv_tokens, reqs), self.query.shape[1], self.key.shape[1]
+    def check_schedule(self, schedule: Schedule, score: Score, sizes: KernelSizes) -> None:
+        """Refuses a schedule, or lists, made for other keys, requests, masks or tiles."""
+        (kv_tokens, kv_heads, _), reqs, q_heads = self.key.shape, self.seq_lens.shape[0], self.query.shape[1]
+        wanted = made_for_call(kv_tokens, kv_heads, score, sizes, self.query.shape[0])
+        require_made_for("schedule", schedule.made_for, wanted)
+        what, rows = f"{kv_tokens} keys of {reqs} requests", max_tiles(kv_tokens, reqs)
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
-        what = f"{what}, {kv_heads} kv heads"
-        require_shape("schedule.order", schedule.order.shape, (rows * kv_heads,), what)
-        if sizes.of_queries is not None:
-            tokens = self.query.shape[0]
-            what = f"{tokens} tokens of {reqs} requests in tiles of {sizes.of_queries.tile_q}"
-            table = None if schedule.queries is None else schedule.queries.table.shape
-            rows_of_queries = max_query_tiles(tokens, reqs, sizes.of_queries.tile_q)
-            require_shape("schedule.queries", table or (), (rows_of_queries, TABLE_WIDTH), what)
         if self.lists is not None:
+            require_made_for("lists", self.lists.made_for, wanted)
             what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
             require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
@@ -184,13 +177,12 @@ class Call:
         assert schedule.queries is not None
         as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
         lists = None if self.lists is None else self.lists.queries
-        tiles = lists or (schedule.queries.table, schedule.queries.num_live, None)
         attention = PrefillInputs(
             query=as_copied(self.query),
             cache=CacheRefs(as_copied(self.key), as_copied(self.value), None),
             slopes=inputs.slopes,
             sinks=None,
-            schedule=PrefillScheduleRefs(*tiles),
+            schedule=items_of(schedule.queries, lists),
             mask=() if spec.mask is None else spec.mask.arrays,
         )
         out = as_copied(self.out) if sums_outputs else None

@@ -63,7 +63,7 @@ def varlen_backward(
         lists: The tiles of queries that see each tile of keys; None = all. For it and the next see Call.
         mask: Static but for its arrays.
         deterministic: Static: the same bits twice, also of the gradient of queries.
-        sizes: Static; chosen from the shapes when None.
+        sizes: Static; those of the schedule or the lists when None, or chosen from the shapes.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
@@ -99,7 +99,7 @@ def grads_of_call(
     sizes = call.default_sizes(schedule, score, deterministic=deterministic) if sizes is None else sizes
     call.check_queries(sizes, deterministic=deterministic)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
-    call.check_schedule(schedule, sizes)
+    call.check_schedule(schedule, score, sizes)
     kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.of_keys
     spec = BackwardSpec(
         kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32, UInt
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.tile_codes import SEEN, WHOLE, codes_of
-from pallas_kernels.varlen_backward.schedule import COLUMNS, Schedule, item_order
+from pallas_kernels.varlen_backward.schedule import COLUMNS, MadeFor, Schedule, item_order
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
 from pallas_kernels.varlen_prefill import KernelMask
 from pallas_kernels.varlen_prefill import TileLists as ListsOfQueries
@@ -31,13 +31,15 @@ class TileLists(NamedTuple):
         num_full: And so many do not.
         queries: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
             for Schedule.queries.
+        made_for: Static: what their schedule is made for.
     """
 
     order: Int32[Array, " items"]
     entries: Int32[Array, "lists max_list"]
     num_partial: Int32[Array, " lists"]
     num_full: Int32[Array, " lists"]
-    queries: ListsOfQueries | None = None
+    queries: ListsOfQueries | None
+    made_for: MadeFor
 
 
 class PairMask(NamedTuple):
@@ -91,7 +93,7 @@ def make_lists(
     listed = list_tiles(of_keys.reshape(tiles * heads, max_list))
     lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
     order = item_order(lengths.astype(jnp.int32), schedule.sets, schedule.num_live * kv_heads)
-    return TileLists(order, *listed)
+    return TileLists(order, *listed, queries=None, made_for=schedule.made_for)
 
 
 def keys_of_code(sizes: KernelSizes) -> int:

@@ -1,5 +1,6 @@
 """Which tiles of keys there are, and which queries see them, the longest first: computed on the device."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -40,6 +41,26 @@ MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # that an order tells apart
 LAST_SHARE = 1 / 8
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MadeFor:
+    """The static part of what a schedule is made for; it serves no other call.
+
+    Attributes:
+        kv_tokens: Rows of the keys, padding included.
+        kv_heads: Kv heads.
+        mask: Score.mask.
+        sizes: The kernel's.
+        num_tokens: Rows of the queries, padding included, where these have a kernel of their own; else None.
+    """
+
+    kv_tokens: int
+    kv_heads: int
+    mask: tuple[bool, tuple[int | None, int | None], int | None]
+    sizes: KernelSizes
+    num_tokens: int | None
+
+
 class Schedule(NamedTuple):
     """The tiles of keys of a step, shared by the layers of one mask.
 
@@ -50,6 +71,7 @@ class Schedule(NamedTuple):
             them, so that L2 holds what a set reads.
         order: The items in the order in which thread blocks take them, each as `tile * kv_heads + kv_head`.
         queries: The tiles of queries, of a kernel of their own; or None.
+        made_for: Static.
     """
 
     table: Int32[Array, "tiles columns"]
@@ -57,6 +79,14 @@ class Schedule(NamedTuple):
     sets: Int32[Array, " items"]
     order: Int32[Array, " items"]
     queries: PrefillSchedule | None
+    made_for: MadeFor
+
+
+def made_for_call(
+    kv_tokens: int, kv_heads: int, score: Score, sizes: KernelSizes, num_tokens: int | None
+) -> MadeFor:
+    """What the schedule of a call has to be made for."""
+    return MadeFor(kv_tokens, kv_heads, score.mask, sizes, num_tokens if sizes.of_queries else None)
 
 
 def max_tiles(kv_tokens: int, reqs: int) -> int:
@@ -121,7 +151,8 @@ def make_schedule(
     sets = _sets(live, kv_heads, head_dim, sizes)
     order = item_order(jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads)
     queries = _schedule_of_queries((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
-    return Schedule(live, last_tiles[-1:], sets, order, queries)
+    made_for = made_for_call(kv_tokens, kv_heads, score, sizes, num_tokens)
+    return Schedule(live, last_tiles[-1:], sets, order, queries, made_for)
 
 
 def _schedule_of_queries(

@@ -7,23 +7,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_made_for,
+    require_one_of,
+    require_positive,
+    require_shape,
+    unsupported,
+)
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_prefill, why_not_widening
-from pallas_kernels.varlen_prefill.lists import TileLists, num_query_blocks
+from pallas_kernels.varlen_prefill.lists import TileLists, items_of, num_query_blocks
 from pallas_kernels.varlen_prefill.masks import KernelMask
-from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, ScheduleRefs
+from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
     TABLE_WIDTH,
     Schedule,
     heads_at_once,
+    made_for_call,
     make_schedule,
-    max_rows,
     max_tiles,
 )
 from pallas_kernels.varlen_prefill.sizes import (
@@ -131,13 +138,12 @@ class Call:
         num_axes = 3 if self.block_table is None else 4
         require(self.key.ndim == num_axes, "key", f"have {num_axes} axes", self.key.shape)
 
-    def default_sizes(self, score: Score, schedule: Schedule | None) -> KernelSizes:
-        """What is chosen where the caller names none, by a schedule as make_schedule makes it for these."""
+    def default_sizes(self, score: Score) -> KernelSizes:
+        """What is chosen where neither the caller nor a schedule of its own names any."""
         num_tokens, q_heads, head_dim = self.query.shape
-        may_cut = self.block_table is not None and (schedule is None or schedule.merges is not None)
         reqs = self.seq_lens.shape[0]
         bounds = CallBounds(num_tokens, reqs, q_heads, self.kv_heads, self.max_kv).seen_by(score)
-        has_lists = self.lists is not None
+        may_cut, has_lists = self.block_table is not None, self.lists is not None
         return default_sizes(
             head_dim, has_lists=has_lists, bounds=bounds if may_cut else None, widens=self.is_narrow
         )
@@ -169,16 +175,15 @@ class Call:
             fits = sizes.shared_memory(self.padded_dim, is_narrow=True) <= SHARED_MEMORY
             require(fits, "stages", "leave room for keys of 8 bits in shared memory", sizes.stages)
 
-    def check_schedule(self, schedule: Schedule, sizes: KernelSizes) -> None:
-        """Refuses a schedule made for other tokens, requests, heads or tiles, as far as shapes tell."""
+    def check_schedule(self, schedule: Schedule, score: Score, sizes: KernelSizes) -> None:
+        """Refuses a schedule made for other tokens, requests, masks, heads or tiles."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
-        rows = max_rows(num_tokens, reqs, q_heads=q_heads, sizes=sizes)
-        what = f"{num_tokens} tokens of {reqs} requests in tiles of {sizes.tile_tokens}"
-        require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
-        require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), what)
-        has_splits = schedule.merges is not None
-        require(has_splits == (sizes.max_splits > 1), "max_splits", "be the schedule's", sizes.max_splits)
+        require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
+        wanted = made_for_call(num_tokens, score, sizes, q_heads, has_lists=lists is not None)
+        require_made_for("schedule", schedule.made_for, wanted)
         if lists is not None:
+            require_made_for("lists", lists.made_for, wanted)
+            rows = schedule.table.shape[0]
             what = f"{rows} tiles of queries, {q_heads} heads"
             require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
             require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), what)
@@ -196,6 +201,7 @@ class Call:
             score=score,
             sizes=sizes,
             q_heads=self.query.shape[1],
+            has_lists=self.lists is not None,
         )
 
     @property
@@ -285,7 +291,7 @@ class Call:
             ),
             slopes=in_log2(self.alibi_slopes),
             sinks=in_log2(self.sinks),
-            schedule=ScheduleRefs(*(self.lists or (schedule.table, schedule.num_live, None))),
+            schedule=items_of(schedule, self.lists),
             mask=() if self.mask is None else self.mask.arrays,
         )
 

@@ -54,11 +54,11 @@ def varlen_prefill(
         v_scale: The same for values.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
-        schedule: make_schedule's for the same lengths and sizes; made here when None.
+        schedule: make_schedule's for the same lengths, mask and sizes; made here when None.
         lists: The tiles of keys to visit; None = all. For it and the next two see Call.
         block_q: Static.
         mask: Static but for its arrays.
-        sizes: Static. Chosen from the shapes when None.
+        sizes: Static. The schedule's when None, or chosen from the shapes.
         return_lse: Static: whether the log-sum-exp is wanted.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -89,7 +89,8 @@ def attend_call(
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_prefill."""
     call.check()
     num_tokens, q_heads, head_dim = call.query.shape
-    sizes = call.default_sizes(score, schedule) if sizes is None else sizes
+    if sizes is None:
+        sizes = call.default_sizes(score) if schedule is None else schedule.made_for.sizes
     call.check_lists(sizes)
     call.check_heads(sizes)
     call.check_widening(sizes)
@@ -97,7 +98,7 @@ def attend_call(
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(call.query), lse if return_lse else None
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
-    call.check_schedule(schedule, sizes)
+    call.check_schedule(schedule, score, sizes)
     spec = PrefillSpec(
         shape=call.shape(sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,

@@ -12,7 +12,8 @@ from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.ptx import item_order
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, Schedule
+from pallas_kernels.varlen_prefill.refs import ScheduleRefs
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, MadeFor, Schedule
 
 # What a kernel reads of an item, after the columns of its tile of queries:
 ITEM_COLUMNS = (
@@ -38,11 +39,20 @@ class TileLists(NamedTuple):
         num_live: How many items there are.
         entries: The lists: tiles that need a mask, the last one first, then the others. A tile is its number,
             and from bit QUERY_BLOCK_SHIFT on which blocks of queries see it, of those that the item touches.
+        made_for: Static: what their schedule is made for.
     """
 
     table: Int32[Array, "items columns"]
     num_live: Int32[Array, " 1"]
     entries: Int32[Array, "lists max_list"]
+    made_for: MadeFor
+
+
+def items_of(schedule: Schedule, lists: TileLists | None) -> ScheduleRefs:
+    """What a kernel is to do: with lists they say it."""
+    if lists is None:
+        return ScheduleRefs(schedule.table, schedule.num_live, None)
+    return ScheduleRefs(lists.table, lists.num_live, lists.entries)
 
 
 def make_lists(
@@ -65,4 +75,4 @@ def make_lists(
     if not item_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
         sort = item_order.sorted_items.twin
     table, num_live = sort(*arrays, columns=len(COLUMNS), sets=sets)
-    return TileLists(table=table, num_live=num_live, entries=listed.entries)
+    return TileLists(table, num_live, listed.entries, schedule.made_for)

@@ -1,5 +1,6 @@
 """Which tiles of queries there are, the longest first: computed on the device, once a step."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -16,6 +17,26 @@ from pallas_kernels.varlen_prefill.splits import Merges, cut_tiles, merges_of, m
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MadeFor:
+    """The static part of what a schedule is made for; it serves no other call.
+
+    Attributes:
+        num_tokens: Tokens, padding included.
+        mask: Score.mask.
+        sizes: The kernel's.
+        q_heads: Query heads where keys may be cut, else None: it serves any.
+        has_lists: Whether the call is one with lists.
+    """
+
+    num_tokens: int
+    mask: tuple[bool, tuple[int | None, int | None], int | None]
+    sizes: KernelSizes
+    q_heads: int | None
+    has_lists: bool
+
+
 class Schedule(NamedTuple):
     """The tiles of a step, shared by the layers of one mask.
 
@@ -28,13 +49,22 @@ class Schedule(NamedTuple):
             last request counts as one more request.
         first_rows: Row at which that tile begins, perhaps before the request and before row 0.
         merges: The tiles whose keys are cut; None where none can be.
+        made_for: Static.
     """
 
     table: Int32[Array, "tiles columns"]
     num_live: Int32[Array, " 1"]
     first_tiles: Int32[Array, " bounds"]
     first_rows: Int32[Array, " bounds"]
-    merges: Merges | None = None
+    merges: Merges | None
+    made_for: MadeFor
+
+
+def made_for_call(
+    num_tokens: int, score: Score, sizes: KernelSizes, q_heads: int | None, *, has_lists: bool
+) -> MadeFor:
+    """What the schedule of a call has to be made for."""
+    return MadeFor(num_tokens, score.mask, sizes, q_heads if sizes.max_splits > 1 else None, has_lists)
 
 
 # What a kernel reads of a tile:
@@ -126,6 +156,7 @@ def make_schedule(
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
     firsts = tiles.first_tiles, tiles.first_rows
+    made_for = made_for_call(num_tokens, score, sizes, q_heads, has_lists=has_lists)
     if q_heads is not None and may_cut:
         splits = num_splits(tiles.kv_tiles, tiles.is_live, q_heads=q_heads, sizes=sizes)
         rows = max_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)
@@ -133,11 +164,11 @@ def make_schedule(
         table = _table([*[column[cut.tile] for column in tiles.columns], *cut.columns], cut.is_live)
         table, places = _longest_first(table, jnp.where(cut.is_live, -cut.num_tiles, 1))
         merges = merges_of(cut, places, most=most_partials(q_heads, sizes) // 2)
-        return Schedule(table, splits.sum(dtype=jnp.int32)[None], *firsts, merges)
+        return Schedule(table, splits.sum(dtype=jnp.int32)[None], *firsts, merges, made_for)
     table = _table(tiles.columns, tiles.is_live)
     if not has_lists:
         table, _ = _longest_first(table, jnp.where(tiles.is_live, -tiles.kv_tiles, 1))
-    return Schedule(table, tiles.num_live, *firsts)
+    return Schedule(table, tiles.num_live, *firsts, None, made_for)
 
 
 class Tiles(NamedTuple):

@@ -22,10 +22,10 @@ EXCHANGE = re.compile(r"(\S+)\{\S* (all-gather|all-reduce)(?:-start)?\(")
 FAMILIES = "llama", "gemma3"  # the norm behind attention's sum follows the residual's, and goes before it
 
 
-def run(family: str, dtype: Any, *, uses_peers: bool) -> tuple[list[list[int]], list[list[str]]]:
+def run(family: str, dtype: Any, *, uses_peers: bool, **mesh: int) -> tuple[list[list[int]], list[list[str]]]:
     """Tokens, and how often each bucket's executable gathers (our sum, on a CPU) and sums (XLA's)."""
-    mesh = jattn.parallel.make_mesh(tp=2)
-    model = load(GOLDEN / "hf" / family, mesh=mesh, dtype=dtype, progress=False)
+    how = {"mesh": jattn.parallel.make_mesh(**mesh), "dtype": dtype, "progress": False}
+    model = load(GOLDEN / "hf" / family, **how)
     assert model.peers is None
     if uses_peers:
         use_peer_memory(model)
@@ -36,25 +36,30 @@ def run(family: str, dtype: Any, *, uses_peers: bool) -> tuple[list[list[int]], 
     return tokens, [[kind for _, kind in EXCHANGE.findall(text)] for text in texts]
 
 
-def check(family: str) -> None:
-    """Tokens are the same; all 16-bit sums are ours, but gemma3's of embeddings; of others none is."""
+def check(family: str, **mesh: int) -> None:
+    """Tokens are the same; all 16-bit sums are ours, but gemma3's of embeddings; of others none is.
+
+    Where keys lie on both devices each layer gathers its log-sum-exps, besides.
+    """
     layers = load(GOLDEN / "hf" / family, progress=False).config.num_hidden_layers
     for dtype in (jnp.bfloat16, jnp.float32):
-        wanted, by_xla = run(family, dtype, uses_peers=False)
-        found, exchanges = run(family, dtype, uses_peers=True)
+        wanted, by_xla = run(family, dtype, uses_peers=False, **mesh)
+        found, exchanges = run(family, dtype, uses_peers=True, **mesh)
         assert found == wanted, (family, dtype, found, wanted)
         sums = [kinds.count("all-reduce") for kinds in by_xla]
         assert sums == [1 + 2 * layers] * len(by_xla), by_xla
+        gathers = layers if "cp" in mesh else 0
         theirs, ours = ([kinds.count(kind) for kinds in exchanges] for kind in ("all-reduce", "all-gather"))
         if dtype == jnp.bfloat16:
             by_xla_still = int(family == "gemma3")
-            want = [by_xla_still] * len(sums), [1 + 2 * layers - by_xla_still] * len(sums)
+            want = [by_xla_still] * len(sums), [1 + 2 * layers - by_xla_still + gathers] * len(sums)
             assert (theirs, ours) == want, exchanges
         else:
-            assert (theirs, ours) == (sums, [0] * len(sums)), exchanges
-    print(f"{family}: {len(by_xla)} executables", flush=True)
+            assert (theirs, ours) == (sums, [gathers] * len(sums)), exchanges
+    print(f"{family} {mesh}: {len(by_xla)} executables", flush=True)
 
 
 if __name__ == "__main__":
     for family in FAMILIES:
-        check(family)
+        check(family, tp=2)
+    check("llama", cp=2)

@@ -27,14 +27,17 @@ def test_layers_sum_by_all_reduce_and_tokens_stay_the_same():
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines() == ["llama: 1 executables", "gemma3: 1 executables"]
+    assert done.stdout.splitlines() == [
+        "llama {'tp': 2}: 1 executables", "gemma3 {'tp': 2}: 1 executables", "llama {'cp': 2}: 1 executables",
+    ]  # fmt: skip
 
 
 def test_memory_for_sums_is_no_weight():
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)
-    assert model.peers.table.shape == (1, 1, 4)
-    assert model.peers.memory.shape[:2] == (1, 1)
+    assert model.peers.sums.table.shape == (1, 1, 4)
+    assert model.peers.sums.memory.shape[:2] == (1, 1)
+    assert model.peers.ranks is None
 
 
 def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
@@ -60,7 +63,7 @@ class TestWhoGainsNothing:
 
     def test_devices_whose_sums_are_xlas(self):
         assert why_no_peer_memory(self.model()) == "devices are no NVIDIA GPUs"
-        assert why_no_peer_memory(self.model(cp=2)) == "sums go over the devices of tp alone"
+        assert why_no_peer_memory(self.model(tp=1, cp=2)) == "devices are no NVIDIA GPUs"
 
     def test_a_model_that_is_not_there(self):
         assert why_no_peer_memory(self.model(has_weights=False)) == "the model has shapes alone"
@@ -68,18 +71,19 @@ class TestWhoGainsNothing:
     def test_numbers_without_a_kernel_and_too_many_devices(self, monkeypatch):
         monkeypatch.setattr(sums, "GPU_PLATFORMS", ("cpu",))
         assert why_no_peer_memory(self.model()) is None
+        assert why_no_peer_memory(self.model(cp=2)) is None
         assert why_no_peer_memory(self.model(dtype=jnp.float32)).startswith("there is no kernel for float32")
-        assert why_no_peer_memory(self.model(tp=9)).startswith("9 devices would sum together")
+        assert why_no_peer_memory(self.model(tp=3, cp=3)).startswith("9 devices would sum together")
 
 
 def test_new_weights_leave_the_memory_where_it_is():
     """A copy of it would be another place than the one that other devices write to."""
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)
-    before = [model.peers.table.get_value(), model.peers.memory.get_value()]
+    before = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]
     kernel = model.lm_head.kernel.get_value()
     copies = jax.tree.map(lambda x: np.asarray(x) * 1, nnx.state(model))
     Weights(model).update(copies)
-    after = [model.peers.table.get_value(), model.peers.memory.get_value()]
+    after = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]
     assert all(now is then for now, then in zip(after, before, strict=True))
     assert model.lm_head.kernel.get_value() is not kernel

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ptx.peer_gathers import peer_gather
 from pallas_kernels.ptx.peer_sums import Norm, peer_sum
 from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
 
@@ -16,6 +17,7 @@ SHAPES = {
     "256 rows of 8192, 4 devices": (256, 8192, 4, None, jnp.bfloat16),
     "5 rows of 100, normed": (5, 100, 2, LLAMA, jnp.bfloat16),
 }
+GATHERED = {"1 row of 32": (1, 32, 2), "300 rows of 96, 8 devices": (300, 96, 8)}
 
 
 def aot_cases():
@@ -32,4 +34,9 @@ def aot_cases():
         plain = lambda table, x, how=how: peer_sum.on_gpu(table, x, **how)
         normed = functools.partial(peer_sum.on_gpu, **how)
         cases[name] = (plain, (table, x)) if norm is None else (normed, (table, x, x, weight))
+    for name, (rows, width, devices) in GATHERED.items():
+        of = Exchange(rows, 2 * width, devices, block_bytes_of(rows, 2 * width))
+        table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
+        run = functools.partial(peer_gather.on_gpu, of=of, axis_name="cp")
+        cases[name] = (run, (table, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
     return cases

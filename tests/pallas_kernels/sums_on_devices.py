@@ -16,7 +16,13 @@ from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from pallas_kernels.all_reduce import all_reduce, all_reduce_rms_norm, make_peer_memory, reference  # noqa: E402
+from pallas_kernels.all_reduce import (  # noqa: E402
+    all_gather,
+    all_reduce,
+    all_reduce_rms_norm,
+    make_peer_memory,
+    reference,
+)
 
 LLAMA = {"eps": 1e-5}
 GEMMA = {"eps": 1e-6, "is_offset": True, "rounds_once": True}
@@ -31,29 +37,37 @@ def mesh_of(devices: int, others: int = 1) -> jax.sharding.Mesh:
 
 
 class Sums:
-    """Sums over the devices of a mesh; what each device has stands behind one another."""
+    """Sums over the devices of a mesh along tp; what each device has stands behind one another."""
 
     def __init__(self, mesh: jax.sharding.Mesh, width: int, dtype: object) -> None:
         self.mesh, self.width, self.dtype = mesh, width, jnp.dtype(dtype)
         self.peers = make_peer_memory(mesh, "tp", max_rows=max(ROWS), width=width)
+        self.of_all = make_peer_memory(mesh, ("tp", "cp"), max_rows=max(ROWS), width=width)
         self.devices = mesh.shape["tp"]
 
     def drawn(self, *shape: int, seed: int) -> np.ndarray:
         return np.random.default_rng(seed).normal(size=shape).astype(self.dtype)
 
-    def run(self, function: object, *arrays: np.ndarray) -> list[np.ndarray]:
-        """What each device makes of its own part of the first array and of the others: [tp, cp, ...]."""
+    def run(self, function: object, *arrays: np.ndarray, are_all: bool = False) -> list[np.ndarray]:
+        """What each device makes of its own part of the first array and of the others: [tp, cp, ...].
+
+        Args:
+            function: Of these, peers and axis_name.
+            arrays: The first is of each device, [tp, cp, ...].
+            are_all: Devices along both axes belong together, not along tp alone.
+        """
         by_device, whole = P("tp", "cp"), P()
+        peers, axis_name = (self.of_all, ("tp", "cp")) if are_all else (self.peers, "tp")
 
         def each(peers, x, *others):
-            got = function(x.reshape(x.shape[2:]), *others, peers, axis_name="tp")
+            got = function(x.reshape(x.shape[2:]), *others, peers, axis_name=axis_name)
             return jax.tree.map(lambda part: part[None, None], got)
 
         specs = (by_device, by_device, *(whole for _ in arrays[1:]))
         run = jax.shard_map(each, mesh=self.mesh, in_specs=specs, out_specs=by_device, check_vma=False)
         placed = [self.placed(x, spec) for x, spec in zip(arrays, specs[1:], strict=True)]
         gathered = functools.partial(multihost_utils.process_allgather, tiled=True)
-        return jax.tree.map(gathered, jax.tree.leaves(jax.jit(run)(self.peers, *placed)))
+        return jax.tree.map(gathered, jax.tree.leaves(jax.jit(run)(peers, *placed)))
 
     def placed(self, x: np.ndarray, spec: P) -> jax.Array:
         """On the devices, of which other processes may have some."""
@@ -81,6 +95,23 @@ class Sums:
                     got = got[0, other].astype(np.float64)
                     np.testing.assert_allclose(got, wanted, rtol=3 * unit, atol=unit)
 
+    def check_all(self, rows: int) -> None:
+        """Along both axes, whose devices are counted as jax counts them: sums, and gathers to the bit."""
+        shape = *self.mesh.devices.shape, rows, self.width
+        parts = self.drawn(*shape, seed=rows)
+        (total,) = self.run(all_reduce, parts, are_all=True)
+        bits, unit = total.reshape(-1, rows, self.width).view(np.uint16), float(jnp.finfo(self.dtype).eps)
+        np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
+        want = reference.all_reduce(parts.reshape(-1, rows, self.width))
+        np.testing.assert_allclose(total[0, 0].astype(np.float64), want, rtol=unit, atol=unit / 64)
+        numbers = np.random.default_rng(rows).normal(size=(*shape[:3], self.width // 2)).astype(np.float32)
+        numbers[..., 0], numbers[..., 1] = -np.inf, -0.0
+        for are_all in (False, True):
+            (gathered,) = self.run(all_gather, numbers, are_all=are_all)  # [tp, cp, devices, rows, width]
+            want = numbers.reshape(1, 1, -1, *numbers.shape[2:]) if are_all else numbers.swapaxes(0, 1)[None]
+            want = np.broadcast_to(want, gathered.shape)
+            np.testing.assert_array_equal(gathered.view(np.uint32), want.copy().view(np.uint32))
+
     def check_same(self, got: np.ndarray) -> None:
         """All devices that sum together have the same bits."""
         bits = got.view(np.uint16)
@@ -99,13 +130,33 @@ class Sums:
                 want = sum(every[1:], every[0])  # whole numbers below 256: exact
                 got = all_reduce(mine, peers, axis_name=axis_name)
                 of_one = all_reduce(mine[:1] + got[:1] * 0, peers, axis_name=axis_name)
-                return wrong + jnp.sum(got != want) + jnp.sum(of_one != want[:1])
+                # What is gathered depends on the sum, or XLA might turn the calls round.
+                as_f32 = lambda x: x[:9, ::2].astype(jnp.float32)
+                found = all_gather(as_f32(mine) + as_f32(of_one) * 0, peers, axis_name=axis_name)
+                wrong = wrong + jnp.sum(got != want) + jnp.sum(of_one != want[:1])
+                return wrong + jnp.sum(found != jnp.stack([as_f32(x) for x in every]))
 
             return jax.lax.fori_loop(0, CALLS, body, jnp.int32(0))
 
         places = np.arange(rows * self.width).reshape(rows, self.width) % 53
         (wrong,) = self.run(many, np.broadcast_to(places, (*self.mesh.devices.shape, *places.shape)).copy())
         np.testing.assert_array_equal(wrong, 0)
+
+
+def check_tables(mesh: jax.sharding.Mesh) -> None:
+    """A device's number is jax's along the axes, and under each number stands that device's memory."""
+    for axes in ("tp", "cp", ("tp", "cp"), ("cp", "tp")):
+        peers = make_peer_memory(mesh, axes, max_rows=1, width=8)
+        each = lambda axes=axes: jax.lax.axis_index(axes)[None, None]
+        numbers = jax.shard_map(each, mesh=mesh, in_specs=(), out_specs=P("tp", "cp"))()
+        table = np.asarray(peers.table)
+        np.testing.assert_array_equal(table[..., 0], numbers)
+        addresses = table[..., 2:].copy().view(np.uint64)
+        own = {shard.device: shard.data.unsafe_buffer_pointer() for shard in peers.memory.addressable_shards}
+        for place, device in np.ndenumerate(mesh.devices):
+            assert int(addresses[place][table[place][0]]) == own[device]
+        groups = np.unique(np.sort(addresses, axis=-1).reshape(mesh.devices.size, -1), axis=0)
+        assert len(groups) * peers.devices == mesh.devices.size
 
 
 def check_lowered(mesh: jax.sharding.Mesh) -> None:
@@ -129,6 +180,8 @@ def main(where: str) -> None:
     count = len(jax.devices())
     meshes = [mesh_of(2)] if count == 2 else [mesh_of(2, 2), mesh_of(4)]
     check_lowered(meshes[0])
+    if where == "cpu":
+        check_tables(meshes[0])
     for mesh in meshes:
         for width, dtype in (
             ((68, jnp.bfloat16),) if where == "cpu" else ((4096, jnp.bfloat16), (1028, jnp.float16))
@@ -136,6 +189,7 @@ def main(where: str) -> None:
             sums = Sums(mesh, width, dtype)
             for rows in ROWS:
                 sums.check(rows)
+                sums.check_all(rows)
             sums.check_calls()
             print(f"{dict(mesh.shape)}, {width} wide: right", flush=True)
 

@@ -13,7 +13,14 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.all_reduce import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory, reasons
+from pallas_kernels.all_reduce import (
+    PeerMemory,
+    all_gather,
+    all_reduce,
+    all_reduce_rms_norm,
+    make_peer_memory,
+    reasons,
+)
 from pallas_kernels.all_reduce.driver import ctypes as ctypes_of_driver
 from pallas_kernels.ptx import peer_words
 from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
@@ -48,11 +55,14 @@ def test_gpus_that_write_into_each_other_s_memory_sum():
 
 def test_every_shape_compiles_without_spills():
     aot.require_plugin()
-    reports = aot.compile_all(all_reduce_aot_cases.__name__, list(all_reduce_aot_cases.SHAPES))
-    for name, kernels in reports.items():
-        assert [(kernel.name, kernel.spilled_bytes) for kernel in kernels] == [
-            ("all_reduce_mosaic_gpu_kernel", 0)
-        ], name
+    for kernel, names in (
+        ("all_reduce", all_reduce_aot_cases.SHAPES),
+        ("all_gather", all_reduce_aot_cases.GATHERED),
+    ):
+        reports = aot.compile_all(all_reduce_aot_cases.__name__, list(names))
+        for name, kernels in reports.items():
+            found = [(kernel.name, kernel.spilled_bytes) for kernel in kernels]
+            assert found == [(f"{kernel}_mosaic_gpu_kernel", 0)], name
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 129, 256, 300])
@@ -91,6 +101,7 @@ def zeros(*shape, dtype=jnp.bfloat16):
 
 def test_no_rows_are_no_sum():
     assert called(zeros(0, 64)).shape == (0, 64)
+    assert called(zeros(0, 32, dtype=jnp.float32), function=all_gather).shape == (1, 0, 32)
 
 
 class TestErrors:
@@ -173,6 +184,18 @@ class TestErrors:
     def test_what_has_no_kernel(self, x, message):
         with pytest.raises(NotImplementedError, match=message):
             called(x)
+
+    @pytest.mark.parametrize(
+        ("x", "message"),
+        [
+            (zeros(1, 32), r"all_gather: there is no kernel for bfloat16 \(float32 has one\)"),
+            (zeros(1, 31, dtype=jnp.float32), "no kernel for rows of 31 numbers"),
+            (zeros(129, 32, dtype=jnp.float32), r"256 bytes a thread block \(peers has 128\)"),
+        ],
+    )
+    def test_what_is_not_gathered(self, x, message):
+        with pytest.raises(NotImplementedError, match=message):
+            called(x, function=all_gather)
 
     def test_peers_of_other_devices(self):
         peers = PeerMemory(jnp.zeros((1, 6), jnp.int32), jnp.zeros((1, 1024), jnp.int32))

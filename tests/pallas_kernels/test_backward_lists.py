@@ -204,8 +204,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match="lists must be given with a mask, got None"):
             varlen_backward(**plain_arguments(mask=mask))
 
-    @pytest.mark.parametrize("name", ["order", "entries"])
-    def test_lists_of_other_tiles(self, name):
+    @pytest.mark.parametrize("names", [("order",), ("entries", "num_partial", "num_full")])
+    def test_lists_of_other_tiles(self, names):
         arguments, sizes = plain_arguments(), KernelSizes()
         lens = [arguments[field] for field in PackedLens._fields]
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
@@ -213,9 +213,9 @@ class TestRefusals:
         tiles = QueryTiles(*(jnp.zeros(n, jnp.int32) for n in (2, 1, 1)))
         codes = jnp.zeros((1, 4, 1), jnp.uint8)
         lists = make_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)
-        lists = lists._replace(**{name: getattr(lists, name)[:1]})
+        lists = lists._replace(**{name: getattr(lists, name)[:1] for name in names})
         assert max_tiles(16, 1) == 1
-        with pytest.raises(ValueError, match=rf"lists.{name} must have shape .* got \(1,"):
+        with pytest.raises(ValueError, match=rf"lists.{names[0]} must have shape .* got \(1,"):
             varlen_backward(**arguments, schedule=schedule, lists=lists)
 
     @pytest.mark.parametrize(

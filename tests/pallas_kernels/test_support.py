@@ -277,34 +277,44 @@ def zeros_of(question, **change):
 
 
 class TestSchedulesOfOthers:
-    """Of other tiles, tokens or requests: what shapes and static facts tell."""
+    """Of other tiles, tokens, masks or requests."""
 
     def test_decode(self):
         query, cache, table, lens, *_ = zeros_of(decode)
         score = Score(scale=0.1)
-        made = lambda lens, **sizes: schedule_for(
-            lens, score=score, sizes=KernelSizes(**sizes), kv_heads=1, group=1, decode_query_len=1
-        )
+        plain = {"score": score, "sizes": KernelSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
+        made = lambda lens, **change: schedule_for(lens, **(plain | change))
         run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
-        with pytest.raises(ValueError, match="schedule must have units of 64 keys, got 2048"):
-            run(schedule=made(lens, split_kv=2048))
+        with pytest.raises(ValueError, match=r"schedule\.made_for\.unit must be 64, got 2048"):
+            run(schedule=made(lens, sizes=KernelSizes(split_kv=2048)))
+        with pytest.raises(ValueError, match=r"made_for\.mask must be .*None\), None\), got .*\(5, None\)"):
+            run(schedule=made(lens, score=Score(scale=0.1, window=(5, None))))
+        with pytest.raises(ValueError, match=r"made_for\.decode_query_len must be 1, got 2"):
+            run(schedule=made(lens, decode_query_len=2))
         with pytest.raises(ValueError, match=r"schedule.unit_ends must have shape \(1,\) .*got \(2,\)"):
             run(schedule=made(jnp.zeros(2, jnp.int32)))
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"sizes": PrefillSizes(teams=2)}, r"schedule.table must have shape \(4, 32\) .*got \(5, 32\)"),
-            ({"num_tokens": 999}, r"schedule.table must have shape \(4, 32\) .*got \(10, 32\)"),
-            ({"reqs": 1}, r"schedule.table must have shape \(4, 32\) .*got \(3, 32\)"),
+            ({"sizes": PrefillSizes(teams=2)}, r"sizes must be .*teams=1.*, got .*teams=2"),
+            (
+                {"sizes": PrefillSizes(heads_per_tile=2)},
+                r"sizes must be .*per_tile=1.*, got .*per_tile=2",
+            ),
+            ({"sizes": PrefillSizes(tile_kv=64)}, r"sizes must be .*tile_kv=128.*, got .*tile_kv=64"),
+            ({"num_tokens": 999}, r"made_for\.num_tokens must be 150, got 999"),
+            ({"score": Score(scale=0.1, causal=False)}, r"made_for\.mask must be \(True, .* got \(False, "),
+            ({"has_lists": True}, r"made_for\.has_lists must be False, got True"),
+            ({"reqs": 1}, r"schedule.first_tiles must have shape \(3,\) .*got \(2,\)"),
         ],
     )
     def test_prefill(self, change, message):
         query, kv, starts, lens, table = zeros_of(prefill, tokens=150, reqs=2)
         score = Score(scale=0.1)
-        options = {"sizes": PrefillSizes(), "num_tokens": 150} | change
+        options = {"sizes": PrefillSizes(), "num_tokens": 150, "score": score} | change
         reqs = options.pop("reqs", 2)
-        schedule = make_schedule(starts[: reqs + 1], lens[:reqs], score=score, **options)
+        schedule = make_schedule(starts[: reqs + 1], lens[:reqs], **options)
         run = functools.partial(varlen_prefill, query, kv, kv, starts, lens, block_table=table, score=score)
         with pytest.raises(ValueError, match=message):
             run(schedule=schedule, sizes=PrefillSizes())
@@ -317,6 +327,11 @@ class TestSchedulesOfOthers:
         message = r"lists.table must have shape \(2, 32\) .2 tiles of queries, 1 heads., got \(4, 32\)"
         with pytest.raises(ValueError, match=message):
             run(schedule=schedule, lists=lists_of(schedule, 2, 1), sizes=sizes)
+        of_narrow = make_schedule(
+            starts, lens, num_tokens=1, score=score, sizes=PrefillSizes(tile_kv=64), has_lists=True
+        )
+        with pytest.raises(ValueError, match=r"lists\.made_for\.sizes must be .*kv=128.*, got .*kv=64"):
+            run(schedule=schedule, lists=lists_of(of_narrow, 1, 1), sizes=sizes)
 
     def test_lists_of_no_tiles_of_keys_are_lists_of_nothing(self):
         _, _, starts, lens, _ = zeros_of(prefill)

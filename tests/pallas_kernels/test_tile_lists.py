@@ -20,7 +20,7 @@ from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_prefill import KernelSizes, Schedule, make_lists, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, make_schedule
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, MadeFor, make_schedule
 from tests import aot, contract, races
 from tests.contract import FACTORS
 from tests.covering import covering_array
@@ -267,12 +267,15 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
     assert int(lists.num_live[0]) == int(schedule.num_live[0])
 
 
+MADE_FOR = MadeFor(8, (True, (None, None), None), KernelSizes(), None, True)
+
+
 def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     lens = np.asarray([[1, 3, 2, 0], [2, 4, 4, 5], [5, 5, 5, 5]])  # of a tile and head; the last is not live
     some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
     table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
     starts = jnp.zeros(2, jnp.int32)
-    schedule = Schedule(table, jnp.asarray([2]), starts, starts)
+    schedule = Schedule(table, jnp.asarray([2]), starts, starts, None, MADE_FOR)
     lists = make_lists(schedule, codes_of(some, some), sets=2)
     columns = [COLUMNS.index("req"), *(len(COLUMNS) + ITEM_COLUMNS.index(name) for name in ("head", "num"))]
     items = np.asarray(lists.table)[: int(lists.num_live[0]), columns].tolist()
@@ -370,7 +373,9 @@ def test_arguments_that_disagree_are_named(options, message):
     starts = jnp.asarray([0, 8]), jnp.asarray([8])
     run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=KernelSizes())
     if "lists" in options:
-        options["lists"] = TileLists(*[jnp.zeros((1, 32), jnp.int32)] * 3)
+        options["lists"] = TileLists(
+            *(jnp.zeros(shape, jnp.int32) for shape in ((1, 32), 1, (1, 1))), MADE_FOR
+        )
     with pytest.raises(Exception, match=f"{message}|Type-check"):
         run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), **options)
 
