@@ -141,8 +141,10 @@ def default_work(
     """A row with the tiles that varlen_prefill picks for itself."""
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
     bounds = bounds_of(case, Score(scale=1.0, **MODIFIERS[modifier]))
-    is_narrow = all(jnp.dtype(kind).itemsize == 1 for kind, _ in QUANTIZATIONS[quantization])
-    widens = is_narrow and case.head_dim in WIDENED_HEAD_DIMS and pays_to_widen(case.head_dim, bounds)
+    kinds, scales = zip(*QUANTIZATIONS[quantization], strict=True)
+    is_narrow = case.head_dim in WIDENED_HEAD_DIMS and all(jnp.dtype(kind).itemsize == 1 for kind in kinds)
+    costs: Any = {"kv_dtypes": kinds, "has_token_scales": "token" in scales}
+    widens = is_narrow and pays_to_widen(case.head_dim, bounds, **costs)
     sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds, widens=widens)
     return Work(
         case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization,

@@ -3,6 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
@@ -114,9 +117,11 @@ FEWEST_TOKENS = 16  # of a request, or its bound says nothing: engines allow for
 # Over keys of 8 bits, which two warpgroups widen: two are left to compute.
 WIDENING_TABLE = {64: KernelSizes(tile_kv=128, stages=3), 128: KernelSizes(tile_kv=64, stages=3)}
 # Query rows of a request before a kv head up to which the kernel should widen keys, as it does for each tile,
-# and not have them read into 16 bits first: over fp8 256 rows (8 x 64 tokens behind 16k) take 308 to 315 us,
-# read first 460 (prefill-narrow), 512 (1 x 128 behind 64k) 315 and 334 (prefill-narrow-one-warpgroup).
-MOST_WIDENED_ROWS = 512
+# and not have them read into 16 bits first. An H200 took over fp8 308 to 315 us for 256 rows (8 x 64 tokens
+# behind 16k), 460 read first (prefill-narrow), and 315 for 512 (1 x 128 behind 64k), 334 read first; an H100,
+# whose memory is slower, for 1,024 615 and 664, or 607 and 618 (prefill-narrow-crossing). What takes more to
+# widen pays for less: int8 with a scale a token and head 381 and 362 for 512, 746 and 610 for 1,024.
+MOST_WIDENED_ROWS, MOST_COSTLY_ROWS = 512, 256
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096
 MOST_HEADS = 4  # in a tile: eight spill up to 460 bytes with ALiBi and sinks, and were not timed with splits
@@ -196,10 +201,20 @@ def are_few(head_dim: int, bounds: CallBounds) -> bool:
     return items <= ITEMS_OF_SPLITS * sizes.ctas and bounds.max_kv >= MIN_KV_OF_SPLITS
 
 
-def pays_to_widen(head_dim: int, bounds: CallBounds) -> bool:
-    """Whether the kernel should widen keys of 8 bits itself."""
+def pays_to_widen(
+    head_dim: int, bounds: CallBounds, *, kv_dtypes: tuple[DTypeLike, DTypeLike], has_token_scales: bool
+) -> bool:
+    """Whether the kernel should widen keys of 8 bits itself.
+
+    Args:
+        head_dim: Width of a head.
+        bounds: Of the call.
+        kv_dtypes: Of stored keys, and of values.
+        has_token_scales: Some of them have a scale for each token.
+    """
     rows = -(-bounds.num_tokens // bounds.likely_reqs) * (bounds.q_heads // bounds.kv_heads)
-    return are_few(head_dim, bounds) and rows <= MOST_WIDENED_ROWS
+    is_costly = has_token_scales or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in kv_dtypes)
+    return are_few(head_dim, bounds) and rows <= (MOST_COSTLY_ROWS if is_costly else MOST_WIDENED_ROWS)
 
 
 def _for_few(sizes: KernelSizes, bounds: CallBounds) -> KernelSizes:

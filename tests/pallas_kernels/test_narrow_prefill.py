@@ -138,8 +138,10 @@ class TestRefusals:
 class TestWhoWidens:
     LAYER = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
-    def kernel(self, spec=LAYER, *, max_kv=65536, tokens=512, dtypes=("int8", "int8")):
-        cache = CacheFormat("NHD", tuple(map(jnp.dtype, dtypes)), ("static", "static"))
+    FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+    def kernel(self, spec=LAYER, *, max_kv=65536, tokens=512, dtypes=FP8, scales=("static", "static")):
+        cache = CacheFormat("NHD", tuple(map(jnp.dtype, dtypes)), scales)
         layer = Layer(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
         bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
         return choose_kernel(layer, Region("prefill", bucket, max_kv // 16, 16), None)
@@ -147,7 +149,7 @@ class TestWhoWidens:
     def test_few_queries_before_many_keys(self):
         kernel = self.kernel()
         assert str(kernel) == "varlen_prefill over 8 bits"
-        assert (kernel.widens, kernel.is_widened) == (True, False)
+        assert (kernel.widens, kernel.is_read_first) == (True, False)
         assert (kernel.sizes.heads_per_tile, kernel.sizes.max_splits) == (4, 16)
         assert work_key(kernel, self.LAYER) is not None  # layers share their schedule
         for other in (
@@ -157,9 +159,17 @@ class TestWhoWidens:
             self.kernel(dataclasses.replace(self.LAYER, batch_invariant=True)),
             self.kernel(dataclasses.replace(self.LAYER, head_dim=256)),
             self.kernel(dtypes=("int8", "bfloat16")),
+            self.kernel(dtypes=("int8", "float8_e4m3fn")),  # more work a number: 64 tokens a request, not 128
+            self.kernel(scales=("static", "token_head")),
+            self.kernel(dtypes=("int8", "int8"), tokens=260),
         ):
             assert str(other) == "cache_read, varlen_prefill"
-            assert (other.widens, other.is_widened) == (False, True)
+            assert (other.widens, other.is_read_first) == (False, True)
+        for other in (
+            self.kernel(dtypes=("int8", "int8"), tokens=256),
+            self.kernel(scales=("token_head", "static"), tokens=256),
+        ):
+            assert str(other) == "varlen_prefill over 8 bits"
 
 
 @pytest.mark.gpu

@@ -45,18 +45,18 @@ class PrefillKernel:
         sizes: What it is compiled for.
         has_lists: Whether it walks through lists of tiles.
         is_packed: Whether keys are outside a paged cache.
-        is_widened: Whether an 8-bit cache is read into 16 bits first.
-        widens: Whether it reads an 8-bit cache itself.
+        is_read_first: Whether cache_read first makes an 8-bit cache's keys 16-bit.
+        widens: Whether it reads an 8-bit cache itself, and widens what it reads.
     """
 
     sizes: varlen_prefill.KernelSizes
     has_lists: bool = False
     is_packed: bool = False
-    is_widened: bool = False
+    is_read_first: bool = False
     widens: bool = False
 
     def __str__(self) -> str:
-        first = "cache_read, " if self.is_widened else ""
+        first = "cache_read, " if self.is_read_first else ""
         over = " over lists of tiles" if self.has_lists else " over 8 bits" if self.widens else ""
         return f"{first}varlen_prefill{over}"
 

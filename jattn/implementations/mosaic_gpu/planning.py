@@ -52,7 +52,7 @@ def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
     if isinstance(kernel, DecodeKernel):
         heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
         return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
-    if kernel.is_packed or kernel.is_widened:
+    if kernel.is_packed or kernel.is_read_first:
         return None
     of_lists = (spec.num_q_heads, spec.num_kv_heads) if kernel.has_lists else ()
     of_splits = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()

@@ -111,7 +111,7 @@ def _prefill(
     **options: Any,
 ) -> tuple[Array, Array | None]:
     """A region by varlen_prefill."""
-    if kernel.is_widened and isinstance(kv, PagedCache):
+    if kernel.is_read_first and isinstance(kv, PagedCache):
         of = functools.partial(_prefill, query, spec=spec, kernel=kernel, work=None, mask=mask, **options)
         how = {name: options[name] for name in ("return_lse", "interpret")}
         return attend_widened(query, kv, metadata, spec, of, **how)

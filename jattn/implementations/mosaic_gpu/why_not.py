@@ -1,6 +1,7 @@
 """The kernel that serves a region of a step, by static facts, or why there is none."""
 
 import dataclasses
+from typing import Any
 
 from jattn.implementations.layers import Layer, Region
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
@@ -64,11 +65,11 @@ def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKer
 
 def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillKernel | str:
     spec, cache, dtype = layer.spec, layer.cache, layer.query_dtype
-    is_packed, is_widened = cache is None, cache is not None and not cache.is_plain(dtype)
+    is_packed, is_read_first = cache is None, cache is not None and not cache.is_plain(dtype)
     if is_packed and spec.batch_invariant:
         return "there is no batch-invariant kernel for keys outside a paged cache"
     reasons = []
-    if is_widened:
+    if is_read_first:
         assert cache is not None
         reasons = [
             support.why_not_read(
@@ -97,14 +98,14 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
         if reason is not None:
             return reason
-        return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_widened=is_widened)
+        return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_read_first)
     bounds = None if is_packed else _bounds(spec, region)
-    widens = bounds is not None and is_widened and _widens_itself(layer, bounds)
+    widens = bounds is not None and is_read_first and _widens_itself(layer, bounds)
     sizes = prefill_kernel.default_sizes(
         spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, widens=widens
     )
-    is_widened = is_widened and not widens
-    return PrefillKernel(sizes=sizes, is_packed=is_packed, is_widened=is_widened, widens=widens)
+    is_read_first = is_read_first and not widens
+    return PrefillKernel(sizes=sizes, is_packed=is_packed, is_read_first=is_read_first, widens=widens)
 
 
 def _bounds(spec: AttentionSpec, region: Region) -> prefill_kernel.CallBounds:
@@ -124,7 +125,8 @@ def _widens_itself(layer: Layer, bounds: prefill_kernel.CallBounds) -> bool:
     spec, cache = layer.spec, layer.cache
     assert cache is not None
     reason = support.why_not_widening(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
-    pays = prefill_kernel.pays_to_widen(spec.head_dim, bounds)
+    how: Any = {"kv_dtypes": cache.dtypes, "has_token_scales": any(cache.has_token_scales)}
+    pays = prefill_kernel.pays_to_widen(spec.head_dim, bounds, **how)
     return reason is None and pays and not spec.batch_invariant
 
 
