@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, default=1, help="of them, that keys lie on; of steps alone")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument(
-        "--peer-memory", action="store_true", help="steps sum by all_reduce, too; loops and nano alone"
+        "--peer-memory", action="store_true", help="merges and steps go by it, too; loops and nano alone"
     )
     parser.add_argument("--out", help="folder of the rows")
     processes.add_arguments(parser)
@@ -110,20 +110,20 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"mesh: {count} devices are wanted, {len(jax.devices())} are here: no rows", flush=True)
         return
     rows, mesh = Rows("mesh", arguments.out), make_mesh(tp=count)
+    if count % arguments.cp:
+        raise SystemExit(f"{count} devices are no equal parts of {arguments.cp} ranks: no rows")
     of_steps = make_mesh(tp=count // arguments.cp, cp=arguments.cp)
-    sizes = SMALL if arguments.small else LARGE
+    sizes, by_peers = SMALL if arguments.small else LARGE, {"uses_peers": arguments.peer_memory}
     measures = {
-        "attention": lambda: measure_attention(sizes.attention, mesh),
-        "long": lambda: measure_attention(sizes.long, mesh),
+        "attention": lambda: measure_attention(sizes.attention, mesh, **by_peers),
+        "long": lambda: measure_attention(sizes.long, mesh, **by_peers),
         "prompt": lambda: measure_prompt(sizes.prompt, mesh),
         "sums": lambda: measure_sums(sizes.sums, mesh),
-        "steps": lambda: measure_steps(sizes.config, sizes.steps, of_steps, uses_peers=arguments.peer_memory),
-        "loop": lambda: measure_loop(*sizes.loop, mesh, uses_peers=arguments.peer_memory),
-        "decode_loop": lambda: measure_decode_loop(
-            sizes.config, *sizes.decode_loop, mesh, uses_peers=arguments.peer_memory
-        ),
-        "nano": lambda: measure_nano(sizes.nano, mesh, uses_peers=arguments.peer_memory),
-        "large": lambda: measure_large(*sizes.large, mesh, uses_peers=arguments.peer_memory),
+        "steps": lambda: measure_steps(sizes.config, sizes.steps, of_steps, **by_peers),
+        "loop": lambda: measure_loop(*sizes.loop, mesh, **by_peers),
+        "decode_loop": lambda: measure_decode_loop(sizes.config, *sizes.decode_loop, mesh, **by_peers),
+        "nano": lambda: measure_nano(sizes.nano, mesh, **by_peers),
+        "large": lambda: measure_large(*sizes.large, mesh, **by_peers),
     }
     start = time.perf_counter()
     for name in arguments.cases or cases:

@@ -41,21 +41,23 @@ class Way(NamedTuple):
     merge: str | None = None
 
 
-def measure_attention(case: DecodeCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
+def measure_attention(case: DecodeCase, mesh: Mesh, *, uses_peers: bool = False) -> Iterator[dict[str, Any]]:
     """A row each for one device, heads spread, and keys spread with each merge: us of an attend in a chain.
 
-    One device's results are held to the reference's, and the others', too.
+    One device's results are held to the reference's, and the others', too. With `uses_peers` a merge goes
+    through memory that devices write to.
     """
     count = mesh.shape[TP]
     query, k, v, tables, lens = _inputs(case, count)
     whole = jnp.concatenate([table + i * (len(k) // count) for i, table in enumerate(tables)], axis=1)
     wanted = some_results(case, ((query, k, v, whole, lens), {}), "NHD")
+    merges = [how for how in MERGES if uses_peers or MERGES[how] is not _summed_by_peers]
     ways = {
         "none": (make_mesh(), whole[None], Way(P(), P(), P(), (1, 1))),
         "heads": (mesh, whole[None], Way(P(None, TP), P(None, None, TP), P(), (count, 1))),
-        **{f"keys {how}": (mesh, tables, Way(P(), P(TP), P(TP), (1, count), how)) for how in MERGES},
+        **{f"keys {how}": (mesh, tables, Way(P(), P(TP), P(TP), (1, count), how)) for how in merges},
     }
-    of_one, peers = None, _peers(case, mesh)
+    of_one, peers = None, _peers(case, mesh) if uses_peers else None
     for name, (on, table, way) in ways.items():
         split = name.split()[0]
         specs = way.queries, way.cache, way.cache, way.tables, P()

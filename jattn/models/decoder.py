@@ -48,7 +48,8 @@ class Decoder(nnx.Module):
         cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay together.
         axis_name: Inside shard_map, where this is one device's part: the axes that the parts lie along.
         ranks: There, where the keys of a request lie on several devices: on which of them which do.
-        peers: What sums over the devices need to be the kernel's (`use_peer_memory`); None = they are XLA's.
+        peers: What sums and gathers over the devices need to be the kernels' (`use_peer_memory`); None = they
+            are XLA's.
     """
 
     def __init__(
@@ -163,7 +164,8 @@ class Decoder(nnx.Module):
             x, delta, cache = layer(x, delta, cache, its_metadata, positions, its_plan)
             written.append(cache)
         if self.layers[0].takes_parts:
-            delta = summed(delta, self.axis_name, None if caches is None else self.layers[0].peers)
+            takes_kernel = self.layers[0].may_take_kernel and caches is not None
+            delta = summed(delta, self.axis_name, self.layers[0].peers if takes_kernel else None)
         return self.norm(x + delta), None if caches is None else tuple(written)
 
     def embed(

@@ -1,4 +1,4 @@
-"""Sums over the devices of a decoder: XLA's, or for a few rows the kernel's over memory of its own."""
+"""Sums and gathers over a decoder's devices: XLA's, or of a few rows kernels' over memory of their own."""
 
 import functools
 from typing import Any
@@ -51,8 +51,9 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
     """Lets a model's layers sum by `pallas_kernels.all_reduce` in steps of up to so many tokens.
 
     A model whose `peers` are None sums by XLA. In larger steps, and where the model's numbers have not 16
-    bits, XLA sums as before. To be called before an engine is made of the model; the memory is the model's
-    from then on. Where its devices are of several processes, all of them call at once.
+    bits, XLA sums as before. With cp ranks exchange their log-sum-exps so, too. To be called before an engine
+    is made of the model; the memory is the model's from then on. Where its devices are of several processes,
+    all of them call at once.
 
     Args:
         model: A decoder on a mesh (`jattn.models.load`), of GPUs of one host that reach each other by NVLink.
@@ -65,11 +66,11 @@ def use_peer_memory(model: Any, *, max_rows: int = 256) -> None:
     require_type("max_rows", max_rows, int, "tokens of a step")
     require(getattr(model, "mesh", None) is not None, "model", "be on a mesh (load(DIR, mesh=))", model.mesh)
     make = functools.partial(all_reduce.make_peer_memory, model.mesh, max_rows=max_rows)
-    ranks = None
+    all_sums, ranks = make(ALL, width=model.config.hidden_size), None
     if model.mesh.shape[CP] > 1:
         of_heads = 2 * model.config.num_attention_heads  # f32, in 16-bit numbers; a device has some of them
         ranks = make(CP, width=of_heads + of_heads % 4)
-    model.peers = nnx.data(Peers(make(ALL, width=model.config.hidden_size), ranks))
+    model.peers = nnx.data(Peers(all_sums, ranks))
 
 
 def why_no_peer_memory(model: Any) -> str | None:

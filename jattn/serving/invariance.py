@@ -71,8 +71,12 @@ def make_invariant(model: Any) -> Any:
     """The model over the same arrays, its attention batch invariant; the given one is left as it is.
 
     Raises:
-        NotImplementedError: It has no PagedAttention layers, or the reference alone is to run one of them.
+        NotImplementedError: It has no PagedAttention layers, the reference alone is to run one of them, or it
+            has peer memory.
     """
+    if getattr(model, "peers", None) is not None:
+        reason = "small steps sum there, and round once, where larger ones sum by XLA"
+        raise unsupported("batch_invariant=True over peer memory", reason, "Leave use_peer_memory out")
     model = nnx.merge(*nnx.split(model))
     layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
     if not layers:

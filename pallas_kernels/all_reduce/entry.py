@@ -88,7 +88,7 @@ def all_reduce_rms_norm(
 def all_gather(
     x: Float[Array, "rows width"], peers: PeerMemory, *, axis_name: str | tuple[str, ...]
 ) -> Float[Array, "devices rows width"]:
-    """All devices' x along an axis, inside `jax.shard_map`; as jax.lax.all_gather.
+    """All devices' x along an axis, inside `jax.shard_map`; as jax.lax.all_gather. It has no gradient.
 
     Args:
         x: Of f32, of which -4.6e-41, whose bits are a word that is never sent, becomes 0.

@@ -126,7 +126,8 @@ class Call:
         scheduled = self.seq_lens.shape[0] * (1 if self.block_list is None else self.cache_sizes[2])
         ends = schedule.unit_ends.shape
         require_shape("schedule.unit_ends", ends, (scheduled,), "requests, or their kv heads")
-        wanted = made_for_call(score, sizes, self.decode_query_len, self.list_block_size)
+        how = self.decode_query_len, self.list_block_size, self.cache_sizes[2]
+        wanted = made_for_call(score, sizes, *how)
         require_made_for("schedule", schedule.made_for, wanted)
 
     def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:

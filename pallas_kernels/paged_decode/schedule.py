@@ -41,12 +41,14 @@ class MadeFor:
         mask: Score.mask; None with lists, which say what is visited.
         decode_query_len: Queries of a request; None with lists.
         list_block_size: Keys of a listed block; None without lists.
+        kv_heads: Which have lists of their own; None without.
     """
 
     unit: int
     mask: tuple[bool, tuple[int | None, int | None], int | None] | None
     decode_query_len: int | None
     list_block_size: int | None
+    kv_heads: int | None
 
 
 @functools.partial(
@@ -84,7 +86,8 @@ def make_schedule(
 
     With lists, "a request" of the schedule is a request's kv head.
     """
-    unit, made_for = sizes.unit, made_for_call(score, sizes, decode_query_len, list_block_size)
+    kv_heads = None if block_list is None else block_list.counts.shape[1]
+    unit, made_for = sizes.unit, made_for_call(score, sizes, decode_query_len, list_block_size, kv_heads)
     divided = lambda x: lax.div(x, jnp.full_like(x, unit))
     if block_list is not None:
         assert list_block_size is not None
@@ -107,12 +110,12 @@ def make_schedule(
 
 
 def made_for_call(
-    score: Score, sizes: KernelSizes, decode_query_len: int, list_block_size: int | None
+    score: Score, sizes: KernelSizes, decode_query_len: int, list_block_size: int | None, kv_heads: int | None
 ) -> MadeFor:
     """What the schedule of a call has to be made for."""
     if list_block_size is not None:
-        return MadeFor(sizes.unit, None, None, list_block_size)
-    return MadeFor(sizes.unit, score.mask, decode_query_len, None)
+        return MadeFor(sizes.unit, None, None, list_block_size, kv_heads)
+    return MadeFor(sizes.unit, score.mask, decode_query_len, None, None)
 
 
 def schedule_for(

@@ -34,7 +34,7 @@ AT_ONCE = 8  # packets that a thread waits for together: registers
 
 
 class Exchange(NamedTuple):
-    """What is static about rows of 16-bit numbers that devices send each other.
+    """What is static about rows of 16-bit numbers, or of halves of 32-bit ones, that devices send each other.
 
     Attributes:
         rows: Of the array.

@@ -141,6 +141,8 @@ class Call:
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
             require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
             if self.lists.queries is not None and schedule.queries is not None:
+                made_for = self.lists.queries.made_for
+                require_made_for("lists.queries", made_for, schedule.queries.made_for)
                 rows = schedule.queries.table.shape[0] * q_heads
                 what = f"tiles of {self.query.shape[0]} queries, {q_heads} heads"
                 require_shape("lists.queries", self.lists.queries.table.shape, (rows, TABLE_WIDTH), what)

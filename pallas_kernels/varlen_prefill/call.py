@@ -179,7 +179,8 @@ class Call:
         """Refuses a schedule made for other tokens, requests, masks, heads or tiles."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
-        wanted = made_for_call(num_tokens, score, sizes, q_heads, has_lists=lists is not None)
+        how = {"has_lists": lists is not None, "is_packed": self.kv_start_loc is not None}
+        wanted = made_for_call(num_tokens, score, sizes, q_heads, **how)
         require_made_for("schedule", schedule.made_for, wanted)
         if lists is not None:
             require_made_for("lists", lists.made_for, wanted)

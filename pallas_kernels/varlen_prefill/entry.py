@@ -58,7 +58,7 @@ def varlen_prefill(
         lists: The tiles of keys to visit; None = all. For it and the next two see Call.
         block_q: Static.
         mask: Static but for its arrays.
-        sizes: Static. The schedule's when None, or chosen from the shapes.
+        sizes: Static. Those of the schedule or the lists when None, or chosen from the shapes.
         return_lse: Static: whether the log-sum-exp is wanted.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -90,7 +90,8 @@ def attend_call(
     call.check()
     num_tokens, q_heads, head_dim = call.query.shape
     if sizes is None:
-        sizes = call.default_sizes(score) if schedule is None else schedule.made_for.sizes
+        given = call.lists if schedule is None else schedule
+        sizes = call.default_sizes(score) if given is None else given.made_for.sizes
     call.check_lists(sizes)
     call.check_heads(sizes)
     call.check_widening(sizes)

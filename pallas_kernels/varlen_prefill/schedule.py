@@ -28,6 +28,7 @@ class MadeFor:
         sizes: The kernel's.
         q_heads: Query heads where keys may be cut, else None: it serves any.
         has_lists: Whether the call is one with lists.
+        is_packed: Whether keys are packed, and not in a paged cache.
     """
 
     num_tokens: int
@@ -35,6 +36,7 @@ class MadeFor:
     sizes: KernelSizes
     q_heads: int | None
     has_lists: bool
+    is_packed: bool
 
 
 class Schedule(NamedTuple):
@@ -61,10 +63,17 @@ class Schedule(NamedTuple):
 
 
 def made_for_call(
-    num_tokens: int, score: Score, sizes: KernelSizes, q_heads: int | None, *, has_lists: bool
+    num_tokens: int,
+    score: Score,
+    sizes: KernelSizes,
+    q_heads: int | None,
+    *,
+    has_lists: bool,
+    is_packed: bool,
 ) -> MadeFor:
     """What the schedule of a call has to be made for."""
-    return MadeFor(num_tokens, score.mask, sizes, q_heads if sizes.max_splits > 1 else None, has_lists)
+    of_splits = q_heads if sizes.max_splits > 1 else None
+    return MadeFor(num_tokens, score.mask, sizes, of_splits, has_lists, is_packed)
 
 
 # What a kernel reads of a tile:
@@ -156,7 +165,9 @@ def make_schedule(
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
     firsts = tiles.first_tiles, tiles.first_rows
-    made_for = made_for_call(num_tokens, score, sizes, q_heads, has_lists=has_lists)
+    made_for = made_for_call(
+        num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=kv_start_loc is not None
+    )
     if q_heads is not None and may_cut:
         splits = num_splits(tiles.kv_tiles, tiles.is_live, q_heads=q_heads, sizes=sizes)
         rows = max_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)

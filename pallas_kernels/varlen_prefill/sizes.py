@@ -120,7 +120,8 @@ WIDENING_TABLE = {64: KernelSizes(tile_kv=128, stages=3), 128: KernelSizes(tile_
 # and not have them read into 16 bits first. An H200 took over fp8 308 to 315 us for 256 rows (8 x 64 tokens
 # behind 16k), 460 read first (prefill-narrow), and 315 for 512 (1 x 128 behind 64k), 334 read first; an H100,
 # whose memory is slower, for 1,024 615 and 664, or 607 and 618 (prefill-narrow-crossing). What takes more to
-# widen pays for less: int8 with a scale a token and head 381 and 362 for 512, 746 and 610 for 1,024.
+# widen pays for less: int8 with a scale a token and head 381 and 362 for 512, 746 and 610 for 1,024. What was
+# not timed, int8 with a scale a head and fp8 with scales a token, has int8's limit.
 MOST_WIDENED_ROWS, MOST_COSTLY_ROWS = 512, 256
 # Fewer keys are soon read: what a split and the merge cost is what 10 to 12 tiles of 64 keys take.
 MIN_KV_OF_SPLITS = 4096

@@ -7,15 +7,17 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.implementations import mosaic_gpu
 from pallas_kernels import paged_decode, support, varlen_prefill
 from pallas_kernels.paged_decode import entry as decode_entry
-from pallas_kernels.varlen_prefill import entry as prefill_entry
+from pallas_kernels.varlen_prefill import call as prefill_call
 from tests.fuzz import masks
 from tests.fuzz.draw import seen_of, sizes_of
+from tests.pallas_kernels.cut_everywhere import cut_everywhere
 from tests.pallas_kernels.listed_problem import Listed
 from tests.problems import AttentionProblem, Setting
 
@@ -73,7 +75,11 @@ def check(case: dict) -> None:
     arrays = jnp.asarray(problem.query), problem.kv, problem.metadata, mask
     per_head = {"sinks": as_jax(problem.sinks), "alibi_slopes": as_jax(problem.slopes)}
     run = functools.partial(attend, case, problem)
-    with as_on_a_gpu() if is_interpreted(case) else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if is_interpreted(case):
+            stack.enter_context(as_on_a_gpu())
+        if case["cuts_keys"]:
+            cut_everywhere(stack.enter_context(pytest.MonkeyPatch.context()))
         result = (jax.jit(run) if case["is_jitted"] else run)(*arrays, **per_head)
     if case["return_lse"]:
         problem.check(*result)
@@ -124,7 +130,7 @@ def as_on_a_gpu():
     interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
     with contextlib.ExitStack() as stack:
         patch = lambda *where: stack.enter_context(mock.patch.object(*where))
-        for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_entry, 3)):
+        for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_call, 3)):
             patch(module, "default_sizes", few_ctas(module.default_sizes, ctas))
         patch(support, "why_not_on", lambda *_: None)
         patch(mosaic_gpu, "attend", interpret)

@@ -52,6 +52,8 @@ def draw(implementation: str, seed: int, *, is_large: bool = False) -> dict:
     case["planned"] = rng.choice([None, "spec", "cache_spec"])
     case["return_lse"] = rng.random() < 0.85
     case["is_jitted"] = is_large or is_kernel or rng.random() < 0.95
+    # As before many keys: heads share tiles of prompts, whose keys are cut, and the kernel widens 8 bits.
+    case["cuts_keys"] = is_kernel and rng.random() < 0.5
     return case
 
 

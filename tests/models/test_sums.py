@@ -29,6 +29,7 @@ def test_layers_sum_by_all_reduce_and_tokens_stay_the_same():
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == [
         "llama {'tp': 2}: 1 executables", "gemma3 {'tp': 2}: 1 executables", "llama {'cp': 2}: 1 executables",
+        "llama {'tp': 2, 'cp': 2}: 1 executables",
     ]  # fmt: skip
 
 

@@ -306,6 +306,7 @@ class TestSchedulesOfOthers:
             ({"num_tokens": 999}, r"made_for\.num_tokens must be 150, got 999"),
             ({"score": Score(scale=0.1, causal=False)}, r"made_for\.mask must be \(True, .* got \(False, "),
             ({"has_lists": True}, r"made_for\.has_lists must be False, got True"),
+            ({"kv_start_loc": jnp.zeros(2, jnp.int32)}, r"made_for\.is_packed must be False, got True"),
             ({"reqs": 1}, r"schedule.first_tiles must have shape \(3,\) .*got \(2,\)"),
         ],
     )

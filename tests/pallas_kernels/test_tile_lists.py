@@ -267,7 +267,7 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
     assert int(lists.num_live[0]) == int(schedule.num_live[0])
 
 
-MADE_FOR = MadeFor(8, (True, (None, None), None), KernelSizes(), None, True)
+MADE_FOR = MadeFor(8, (True, (None, None), None), KernelSizes(), None, True, True)
 
 
 def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():

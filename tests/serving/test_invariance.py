@@ -8,9 +8,12 @@ import pytest
 from flax import nnx
 
 from jattn.bucket import Bucket
+from jattn.models import load, use_peer_memory
+from jattn.parallel import make_mesh
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduler import Scheduler
+from tests.conftest import GOLDEN
 from tests.serving.test_prefix_cache import BLOCK_SIZE, Pool
 from tests.serving.tiny import one_layer_model, sized_model
 
@@ -220,6 +223,14 @@ REFUSED = [
 def test_what_cannot_keep_the_promise_is_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
         engine_of(**options)
+
+
+def test_a_model_that_sums_by_peer_memory_is_refused():
+    model = load(GOLDEN / "hf" / "llama", mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    engine_of(model=model)
+    use_peer_memory(model, max_rows=1)
+    with pytest.raises(NotImplementedError, match=r"over peer memory: .*Leave use_peer_memory out"):
+        engine_of(model=model)
 
 
 def test_the_models_own_layers_stay_as_they_are():

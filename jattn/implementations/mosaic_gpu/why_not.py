@@ -65,11 +65,11 @@ def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKer
 
 def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillKernel | str:
     spec, cache, dtype = layer.spec, layer.cache, layer.query_dtype
-    is_packed, is_read_first = cache is None, cache is not None and not cache.is_plain(dtype)
+    is_packed, is_narrow = cache is None, cache is not None and not cache.is_plain(dtype)
     if is_packed and spec.batch_invariant:
         return "there is no batch-invariant kernel for keys outside a paged cache"
     reasons = []
-    if is_read_first:
+    if is_narrow:
         assert cache is not None
         reasons = [
             support.why_not_read(
@@ -98,13 +98,13 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
         if reason is not None:
             return reason
-        return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_read_first)
+        return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_narrow)
     bounds = None if is_packed else _bounds(spec, region)
-    widens = bounds is not None and is_read_first and _widens_itself(layer, bounds)
+    widens = bounds is not None and is_narrow and _widens_itself(layer, bounds)
     sizes = prefill_kernel.default_sizes(
         spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, widens=widens
     )
-    is_read_first = is_read_first and not widens
+    is_read_first = is_narrow and not widens
     return PrefillKernel(sizes=sizes, is_packed=is_packed, is_read_first=is_read_first, widens=widens)
 
 

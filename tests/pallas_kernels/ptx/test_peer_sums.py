@@ -1,4 +1,4 @@
-"""The program of peer_sum, thread by thread on a CPU: the definition's sums, whoever is first."""
+"""The programs of peer_sum and peer_gather, thread by thread on a CPU: whoever is first, the definition's."""
 
 import random
 
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.all_reduce import reference
-from pallas_kernels.ptx import peer_words
+from pallas_kernels.ptx import peer_gathers, peer_words
 from pallas_kernels.ptx.peer_sums import Norm, program
 from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of, memory_bytes
 from pallas_kernels.ptx.programs import THREADS
 from tests.pallas_kernels.ptx.emulator import Block, Memory, Trap
 
-BF16, F16 = ml_dtypes.bfloat16, np.float16
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 LLAMA, GEMMA = Norm(1e-5), Norm(1e-6, is_offset=True, rounds_once=True)
 
 
@@ -34,8 +34,10 @@ class Devices:
     def program_of(self, device, tables, arrays, of, norm, dtype):
         """The thread blocks of a device, one by one as on a GPU that has room for one; its results."""
         places = [self.memory.put(array) for array in arrays]
-        results = [self.memory.put(np.zeros_like(arrays[0])) for _ in range(1 if norm is None else 2)]
-        code = program(of, norm, dtype == BF16)
+        shape, is_gathered = arrays[0].shape, dtype == F32
+        shape = (self.count, *shape) if is_gathered else shape
+        results = [self.memory.put(np.zeros(shape, dtype)) for _ in range(1 if norm is None else 2)]
+        code = peer_gathers.program(of) if is_gathered else program(of, norm, dtype == BF16)
         operands = [tables[device], *places, *results, 0]
 
         def run():
@@ -49,12 +51,14 @@ class Devices:
 
         Args:
             calls: Of each its parts [devices, rows, width], the stream and the weight or none, and the norm.
+                What is f32 is gathered.
         """
         tables, found, running = self.tables(), [], []
         for device in range(self.count):
             mine = []
             for parts, others, norm in calls:
-                of = Exchange(*parts.shape[1:], self.count, self.block_bytes)
+                _, rows, width = parts.shape
+                of = Exchange(rows, width * parts.itemsize // 2, self.count, self.block_bytes)
                 arrays = [parts[device], *others]
                 mine.append((*self.program_of(device, tables, arrays, of, norm, parts.dtype), parts))
             found.append(mine)
@@ -65,7 +69,8 @@ class Devices:
                 if next(turn, "ended") == "ended":
                     running.remove(turn)
                     break
-        get = lambda at, parts: self.memory.get(at, parts.shape[1:], parts.dtype)
+        shape_of = lambda parts: parts.shape[parts.dtype != F32 :]
+        get = lambda at, parts: self.memory.get(at, shape_of(parts), parts.dtype)
         return [
             [[get(at, parts) for at in results] for _, results, parts in of_call]
             for of_call in zip(*found, strict=True)
@@ -127,6 +132,29 @@ def test_zeros_with_a_minus_are_sent_too(dtype):
     for (of_one,), (of_other,) in Devices(2, block_bytes_of(2, 64)).sums(calls):
         np.testing.assert_array_equal(of_one.view(np.uint16), of_other.view(np.uint16))
         np.testing.assert_array_equal(of_one.astype(np.float64), zeros.astype(np.float64).sum(axis=0))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_gathers_and_sums_by_turns(devices):
+    """To the bit, -inf and a zero with a minus, too; whose bits are the word never sent becomes 0."""
+    rng, made = np.random.default_rng(0), []
+    for rows, width, dtype in ((130, 6, F32), (1, 4, BF16), (1, 2050, F32), (3, 8, F32), (5, 36, F16)):
+        parts = drawn(rng, devices, rows, width, dtype=dtype)
+        parts[:, 0, 0] = -np.inf if dtype == F32 else 0
+        if dtype == F32:
+            parts[0, -1, 1], parts[1, -1, 1] = -0.0, np.uint32(peer_words.EMPTY).view(F32)
+        made.append((parts, (), None))
+    for (parts, _, _), of_devices in zip(
+        made, Devices(devices, block_bytes_of(130, 4100)).sums(made), strict=True
+    ):
+        for (got,) in of_devices:
+            if parts.dtype == F32:
+                want = parts.copy().view(np.uint32)
+                want[want == peer_words.EMPTY] = 0
+                np.testing.assert_array_equal(got.view(np.uint32), want)
+            else:
+                want = reference.all_reduce(parts)
+                np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-7, atol=2**-9)
 
 
 def test_with_one_piece_of_memory_sums_go_wrong(monkeypatch):

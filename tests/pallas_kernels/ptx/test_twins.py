@@ -16,7 +16,7 @@ from tests.pallas_kernels.ptx.cases import all_cases
 
 CASES = all_cases()
 # Whole kernels, held against their twins by the tests of what they are for.
-PROGRAMS = {"unit_ends", "list_tiles", "best_blocks", "sorted_items", "peer_sum"}
+PROGRAMS = {"unit_ends", "list_tiles", "best_blocks", "sorted_items", "peer_sum", "peer_gather"}
 
 
 def codes():
