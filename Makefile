@@ -52,8 +52,8 @@ test-all: $(STAMP) $(PLUGIN_STAMP)  ## both, and the slow tests too
 test-wheel: $(STAMP)  ## build wheel and sdist, and use them as somebody would who has no checkout
 	PYTHON=$(BIN)/python .ci/wheel
 
-test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the time goes into compiling, so JOBS=14 helps, and PART=1/2 then PART=2/2 is two shorter runs
-	$(PYTHON) -m benchmarks gpu-tests --jobs $(JOBS) $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
+test-gpu:  ## on a machine with an NVIDIA GPU whose python3 has jax; most of the time goes into compiling, so JOBS=14 helps; SECONDS=500 OUTCOMES=FILE ends by then, and goes on from there when called again
+	$(PYTHON) -m benchmarks gpu-tests --jobs $(JOBS) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUTCOMES),--outcomes $(OUTCOMES)) $(if $(COMMIT),--commit $(COMMIT))
 
 bench:  ## on a machine with an NVIDIA GPU whose python3 has jax: every suite that writes rows of a GPU, but for tune, one after the other; rows to benchmarks/results
 	for suite in decode prefill backward training sparse write graphs host engine starts serve drafts cascades quantization experts load phi3small mesh; do $(PYTHON) -m benchmarks $$suite || exit 1; done

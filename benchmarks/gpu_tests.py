@@ -6,14 +6,14 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree
 from typing import Any
 
-from benchmarks.gpu_workers import part_of
+from benchmarks.gpu_workers import OUTCOMES, outcomes_in
 from benchmarks.recorded import RESULTS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -22,54 +22,81 @@ NAME_DEVICES = "import jax; [print(device.device_kind) for device in jax.devices
 # Each worker takes what GPU memory it needs, not most of it, and one core for numpy's products, not all.
 ENVIRONMENT = {"JATTN_TEST_GPU": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1"}
 SAME_RUN = ("commit", "gpu", "gpus", "driver", "jax", "jaxlib")
-OUTCOMES = ("passed", "failed", "skipped")
 NO_TESTS = 5  # pytest's exit status
+UNDONE = 75  # so far nothing failed, and not all was run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks gpu-tests` takes."""
     parser.add_argument("--jobs", type=int, default=4, help="worker processes, spread over the GPUs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no test begins after so long")
     parser.add_argument(
-        "--part", default="1/1", help="i/n: each n-th test function; rows of n parts are a run"
+        "--outcomes", type=pathlib.Path, help="a file of each test's outcome: called again, go on from there"
     )
     parser.add_argument("--commit", help="of a tree that is no git checkout")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Runs all of them, or a part, appends and prints the row; exits as pytest did.
+    """Runs all of them, appends and prints the row; exits as pytest did.
 
-    On a machine with several GPUs each worker sees one of them, and tests marked gpus come after.
+    Where time is short, several calls on one commit and one kind of machine make a run: what has an outcome
+    in the file is left out, and the row is written by the call that leaves nothing. On a machine with several
+    GPUs each worker sees one of them, and tests marked gpus come after.
     """
-    start = time.monotonic()
-    _, parts = part_of(arguments.part)
-    names = lines_of(sys.executable, "-c", NAME_DEVICES)
-    passes = passes_on(len(names), arguments.jobs)
+    start, run = time.monotonic(), run_of(arguments.commit)
     modules = modules_of_gpus()
     if not modules:
         sys.exit(NO_TESTS)
     with tempfile.TemporaryDirectory() as folder:
-        reports = [pathlib.Path(folder) / f"{number}.xml" for number in range(len(passes))]
-        statuses = [
-            tests_run([*words, "--part", arguments.part, f"--junit-xml={report}", *modules])
-            for words, report in zip(passes, reports, strict=True)
-        ]
-        status = worst_of(statuses)
-        if status not in (0, 1):  # interrupted, nothing collected: no run to speak of
-            sys.exit(status)
-        counts = added([counted(report.read_text()) for report in reports])
-    row = {
-        "date": datetime.date.today().isoformat(),
-        "commit": arguments.commit or commit_of(ROOT),
+        scratch = pathlib.Path(folder)
+        outcomes = arguments.outcomes or scratch / "outcomes"
+        seconds_before = begin(outcomes, run)
+        left, until = scratch / "left", time.time() + arguments.seconds
+        statuses = []
+        for nth, words in enumerate(passes_on(run["gpus"], arguments.jobs)):
+            done = shutil.copy(outcomes, scratch / f"done{nth}")  # workers read it while outcomes grows
+            files = [f"--outcomes={outcomes}", f"--done={done}", f"--left={left}", f"--until={until}"]
+            statuses.append(tests_run([*words, *files, *modules]))
+        seconds = round(time.monotonic() - start)
+        append({"seconds": seconds}, outcomes)
+        status, found = worst_of(statuses), list(outcomes_in(outcomes).values())
+        is_whole = not left.exists()
+    if status not in (0, 1, NO_TESTS) or (is_whole and not found):  # interrupted, nothing collected
+        sys.exit(status)
+    if not is_whole:
+        print(f"{len(found)} tests have an outcome, others are left: call again with the same --outcomes")
+        sys.exit(1 if status == 1 else UNDONE)
+    counts = {outcome: found.count(outcome) for outcome in OUTCOMES}
+    row = {"date": datetime.date.today().isoformat(), **run, **counts, "seconds": seconds_before + seconds}
+    append(row, RESULTS / GPU_TESTS)
+    sys.exit(int(counts["failed"] > 0))
+
+
+def run_of(commit: str | None) -> dict[str, Any]:
+    """What the calls that make a run agree in."""
+    names = lines_of(sys.executable, "-c", NAME_DEVICES)
+    return {
+        "commit": commit or commit_of(ROOT),
         "gpu": names[0] if names else None,
         "gpus": len(names),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         **{package: importlib.metadata.version(package) for package in ("jax", "jaxlib")},
-        **counts,
-        "seconds": round(time.monotonic() - start),
-        **({"part": arguments.part} if parts > 1 else {}),
     }
-    append(row, RESULTS / GPU_TESTS)
-    sys.exit(status)
+
+
+def begin(outcomes: pathlib.Path, run: dict[str, Any]) -> int:
+    """Makes the file of outcomes where there is none; the seconds of the calls before.
+
+    Raises:
+        SystemExit: It is of another run.
+    """
+    if not outcomes.exists():
+        append(run, outcomes)
+        return 0
+    of_run, *rows = map(json.loads, outcomes.read_text().splitlines())
+    if of_run != run:
+        raise SystemExit(f"{outcomes} has outcomes of {of_run}, this is {run}: no tests")
+    return sum(row.get("seconds", 0) for row in rows)
 
 
 def modules_of_gpus() -> list[str]:
@@ -98,43 +125,24 @@ def worst_of(statuses: list[int]) -> int:
     return max((status for status in statuses if status != NO_TESTS), default=NO_TESTS)
 
 
-def added(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """How many tests had which outcome in all of them together."""
-    return {outcome: sum(row[outcome] for row in rows) for outcome in OUTCOMES}
-
-
 def runs_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Whole runs, in the order of their last rows: parts of one commit on one machine add up to a run.
 
-    A part that was run again counts as it was then; parts of which others are missing are no run yet.
+    Rows had parts, `i/n`, until a run could be several calls. A part that was run again counts as it was
+    then; parts of which others are missing are no run.
     """
     runs: list[dict[str, Any]] = []
-    open_runs: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    open_runs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        part, parts = part_of(row.get("part", "1/1"))
+        part, _, parts = row.get("part", "1/1").partition("/")
         key = (*(row.get(name) for name in SAME_RUN), parts)
         found = open_runs.setdefault(key, {})
         found[part] = row
-        if len(found) == parts:
+        if len(found) == int(parts):
             whole = list(open_runs.pop(key).values())
-            run = row | added(whole) | {"seconds": sum(row["seconds"] for row in whole)}
-            runs.append({name: value for name, value in run.items() if name != "part"})
+            sums = {name: sum(one[name] for one in whole) for name in (*OUTCOMES, "seconds")}
+            runs.append({name: value for name, value in (row | sums).items() if name != "part"})
     return runs
-
-
-def counted(report: str) -> dict[str, int]:
-    """How many tests passed, failed and were skipped by pytest's JUnit report, of all workers.
-
-    A test that passed and whose fixture then broke has failed.
-    """
-    outcomes: dict[tuple[str | None, str | None], str] = {}
-    for case in xml.etree.ElementTree.fromstring(report).iter("testcase"):
-        tags = {child.tag for child in case}
-        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
-        key = (case.get("classname"), case.get("name"))
-        if outcomes.get(key) != "failed":
-            outcomes[key] = outcome
-    return {name: sum(x == name for x in outcomes.values()) for name in OUTCOMES}
 
 
 def commit_of(tree: pathlib.Path) -> str | None:

@@ -1,8 +1,14 @@
-"""A plugin for pytest, of `python -m benchmarks gpu-tests`: a GPU for each worker, a part of the tests."""
+"""A plugin for pytest, of `python -m benchmarks gpu-tests`: a GPU a worker, and tests until time is up."""
 
+import json
 import os
+import pathlib
+import time
+from collections.abc import Iterator
 
 import pytest
+
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -10,37 +16,58 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpus", default="", help="a comma between them; worker n sees the n-th alone, in turns"
     )
-    parser.addoption("--part", default="1/1", help="i/n: of the test functions, in their order, each n-th")
+    parser.addoption("--outcomes", help="file that each test's outcome is written to when it has one")
+    parser.addoption("--done", help="such a file of runs before, whose tests are left out")
+    parser.addoption("--left", help="file that is there behind the run if some test was not begun")
+    parser.addoption("--until", type=float, default=float("inf"), help="no test begins later, in Unix time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Comes before anything asks for devices: those that CUDA shows are fixed from then on."""
     gpus = config.getoption("gpus").split(",")
-    if gpus != [""] and hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
         number = int(config.workerinput["workerid"].removeprefix("gw"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        if gpus != [""]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+    elif config.getoption("outcomes"):
+        config.pluginmanager.register(Recorder(pathlib.Path(config.getoption("outcomes"))))
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has chosen by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deals functions out, not cases of them: those share what they compile."""
-    part, parts = part_of(config.getoption("part"))
-    functions: dict[str, int] = {}
-    for item in items:
-        functions.setdefault(item.nodeid.split("[")[0], len(functions))
-    others = [item for item in items if functions[item.nodeid.split("[")[0]] % parts != part - 1]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+    """Leaves out what has an outcome."""
+    if config.getoption("done"):
+        done = outcomes_in(pathlib.Path(config.getoption("done")))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
 
 
-def part_of(text: str) -> tuple[int, int]:
-    """`i/n` as numbers.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """When time is up a test passes by without an outcome."""
+    if time.time() < item.config.getoption("until"):
+        return None
+    pathlib.Path(item.config.getoption("left")).touch()
+    return True
 
-    Raises:
-        ValueError: It is no part of a whole.
-    """
-    part, slash, parts = text.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise ValueError(f"part must be i/n with 1 <= i <= n, got {text}.")
-    return int(part), int(parts)
+
+class Recorder:
+    """Writes a line a test, in the process that all outcomes come to: what is done stays so if that ends."""
+
+    def __init__(self, file: pathlib.Path):
+        self.file, self.worst = file, dict[str, str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Of setup, call and end of a test, which fails with any of them, or of the end of its worker."""
+        before = self.worst.get(report.nodeid, "passed")
+        self.worst[report.nodeid] = max(before, report.outcome, key=["passed", "skipped", "failed"].index)
+        if report.when not in ("setup", "call"):
+            with self.file.open("a") as lines:
+                outcome = self.worst.pop(report.nodeid)
+                lines.write(json.dumps({"test": report.nodeid, "outcome": outcome}) + "\n")
+
+
+def outcomes_in(file: pathlib.Path) -> dict[str, str]:
+    """Test -> its last outcome, of a file that Recorder wrote; none where there is no file."""
+    rows: Iterator[dict[str, str]] = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return {row["test"]: row["outcome"] for row in rows if "test" in row}

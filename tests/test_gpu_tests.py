@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu_tests, gpu_workers, recorded, table
+from benchmarks import gpu_tests, recorded, table
 
 TESTS = """
 import pytest
@@ -51,16 +51,15 @@ def test_sees_both(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 CONFIG = (
     "[pytest]\naddopts = -q -p xdist -m 'not gpu'\nmarkers =\n    gpu: needs one\n    gpus: needs several\n"
 )
-PART = {"date": "2026-11-23", "commit": "abc", "gpu": "NVIDIA H200", "gpus": 1, "driver": None} | {
-    **{
-        "jax": "0.11.2",
-        "jaxlib": "0.11.2",
-        "passed": 5,
-        "failed": 0,
-        "skipped": 1,
-        "seconds": 7,
-        "part": "1/2",
-    }
+PART = {"date": "2026-11-23", "commit": "abc", "gpu": "NVIDIA H200", "gpus": 1, "driver": None}
+PART |= {
+    "jax": "0.11.2",
+    "jaxlib": "0.11.2",
+    "passed": 5,
+    "failed": 0,
+    "skipped": 1,
+    "seconds": 7,
+    "part": "1/2",
 }
 
 
@@ -80,9 +79,9 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(commit=None, jobs=2, part="1/1"):
+def run(commit=None, jobs=2, seconds=float("inf"), outcomes=None):
     with pytest.raises(SystemExit) as exit:
-        gpu_tests.main(argparse.Namespace(jobs=jobs, commit=commit, part=part))
+        gpu_tests.main(argparse.Namespace(jobs=jobs, commit=commit, seconds=seconds, outcomes=outcomes))
     return exit.value.code
 
 
@@ -118,13 +117,34 @@ def test_workers_share_the_gpus_and_tests_of_several_see_all(tree, monkeypatch):
 
 
 @pytest.mark.kernels
-def test_parts_make_a_run_when_all_are_there(tree, capfd):
-    assert run(commit="abc", jobs=1, part="2/2") == 1
-    assert table.gpu_tests_line("gpu-tests.jsonl") == "No run of the GPU tests is recorded yet.\n"
-    assert "test_passes" not in capfd.readouterr().out
-    assert run(commit="abc", jobs=1, part="1/2") == 1
-    assert "test_passes[4]" in capfd.readouterr().out
-    assert "\n5 passed, 2 failed, 1 skipped, in " in table.gpu_tests_line("gpu-tests.jsonl")
+def test_calls_go_on_where_others_ended(tree, capfd):
+    """The first has no time for any test; before the second one has passed, and one has failed."""
+    outcomes, row = tree / "outcomes", tree / "gpu-tests.jsonl"
+    assert run(commit="abc", jobs=1, seconds=0, outcomes=outcomes) == 75
+    assert "0 tests have an outcome" in capfd.readouterr().out
+    with outcomes.open("a") as lines:
+        for name, outcome in (("test_passes[4]", "passed"), ("test_passes[3]", "failed")):
+            lines.write(json.dumps({"test": f"tests/test_it.py::{name}", "outcome": outcome}) + "\n")
+    assert not row.exists()
+    assert run(commit="abc", jobs=1, outcomes=outcomes) == 1
+    out = capfd.readouterr().out
+    assert "test_passes[2]" in out
+    assert "test_passes[4]" not in out
+    assert "\n4 passed, 3 failed, 1 skipped, in " in table.gpu_tests_line("gpu-tests.jsonl")
+    assert run(commit="abc", jobs=1, outcomes=outcomes) == 1  # nothing is left: the same row again
+    assert len(row.read_text().splitlines()) == 2
+    assert "outcomes of {'commit': 'abc'" in run(commit="other", outcomes=outcomes)
+
+
+@pytest.mark.kernels
+def test_a_worker_that_ends_fails_its_test(tree):
+    (tree / "tests" / "test_it.py").write_text(
+        "import os, pytest\n@pytest.mark.gpu\ndef test_ends(): os._exit(1)\n"
+        "@pytest.mark.gpu\ndef test_passes(): pass\n"
+    )
+    assert run(jobs=1) == 1
+    (row,) = map(json.loads, (tree / "gpu-tests.jsonl").read_text().splitlines())
+    assert (row["passed"], row["failed"]) == (1, 1)
 
 
 def test_a_part_run_again_counts_as_it_was_then():
@@ -135,13 +155,7 @@ def test_a_part_run_again_counts_as_it_was_then():
     assert "part" not in run
 
 
-@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "1/"])
-def test_a_part_is_one_of_a_whole(part):
-    with pytest.raises(ValueError, match=f"part must be i/n with 1 <= i <= n, got {part}"):
-        gpu_workers.part_of(part)
-
-
-def test_a_part_without_tests_is_no_failure_where_others_had_some():
+def test_a_pass_without_tests_is_no_failure_where_others_had_some():
     assert [gpu_tests.worst_of(of) for of in ([0, 5], [5, 5], [1, 5], [1, 2])] == [0, 5, 1, 2]
 
 
