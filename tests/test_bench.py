@@ -187,7 +187,7 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_steps_are_measured_with_a_process_a_device(cp, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "mesh", "steps", "--small", "--peer-memory"]
     command += ["--processes", "2", "--cp", str(cp), "--out", str(tmp_path)]

@@ -138,7 +138,8 @@ def test_zeros_with_a_minus_are_sent_too(dtype):
 def test_gathers_and_sums_by_turns(devices):
     """To the bit, -inf and a zero with a minus, too; whose bits are the word never sent becomes 0."""
     rng, made = np.random.default_rng(0), []
-    for rows, width, dtype in ((130, 6, F32), (1, 4, BF16), (1, 2050, F32), (3, 8, F32), (5, 36, F16)):
+    many = 130 if devices == 2 else 2  # more than there are thread blocks
+    for rows, width, dtype in ((many, 6, F32), (1, 4, BF16), (1, 2050, F32), (3, 8, F32), (5, 36, F16)):
         parts = drawn(rng, devices, rows, width, dtype=dtype)
         parts[:, 0, 0] = -np.inf if dtype == F32 else 0
         if dtype == F32:
