@@ -151,6 +151,7 @@ class TestWhoWidens:
         assert str(kernel) == "varlen_prefill over 8 bits"
         assert (kernel.widens, kernel.is_read_first) == (True, False)
         assert (kernel.sizes.heads_per_tile, kernel.sizes.max_splits) == (4, 16)
+        assert kernel.tiles == "128 x 64 keys, 3 stages, 4 heads of 32 tokens each"
         assert work_key(kernel, self.LAYER) is not None  # layers share their schedule
         for other in (
             self.kernel(tokens=516),  # 129 a request

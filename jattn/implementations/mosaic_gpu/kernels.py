@@ -63,7 +63,9 @@ class PrefillKernel:
     @property
     def tiles(self) -> str:
         """Its tiles in few words."""
-        return _in_words(self.sizes.tile_q, self.sizes)
+        heads = self.sizes.heads_per_tile
+        shared = "" if heads == 1 else f", {heads} heads of {self.sizes.tile_tokens} tokens each"
+        return _in_words(self.sizes.tile_q, self.sizes) + shared
 
     @property
     def split(self) -> str:
