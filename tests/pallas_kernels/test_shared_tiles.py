@@ -66,8 +66,9 @@ class TestContract:
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         sizes = KernelSizes(tile_kv=64, ctas=2, heads_per_tile=4, max_splits=splits)
         args = draw(0, 64, 4, 64), draw(1, 200, 1, 64), draw(2, 200, 1, 64)
-        packed([64], [200], *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
-        races.check_none_were_found()
+        with races.none_in(kernels=1 if splits == 1 else 2):
+            run = packed([64], [200], *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
+            jax.block_until_ready(run)
 
 
 def test_a_tile_has_as_many_fewer_tokens():

@@ -161,8 +161,8 @@ class TestRaces:
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
         sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
-        problem.check(grads_of(problem, interpret, sizes))
-        races.check_none_were_found()
+        with races.none_in(kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
+            problem.check(grads_of(problem, interpret, sizes))
 
 
 class TestReference:
