@@ -106,7 +106,7 @@ def share_of_rank(
 def _of_all_ranks(
     mine: Float[Array, "tokens q_heads"], ranks: Ranks, peers: PeerMemory | None
 ) -> Float[Array, "ranks tokens q_heads"]:
-    """What each rank has: by NCCL it is 15 us in every layer, for a few bytes."""
+    """What each rank has: by the kernel where it serves, whose latency is a fraction of NCCL's."""
     _, q_heads = mine.shape
     even = jnp.pad(mine, ((0, 0), (0, q_heads % 2)))  # what the kernel sends at once is two
     if peers is None or why_not_gather(even, peers) is not None:
