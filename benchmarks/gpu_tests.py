@@ -43,13 +43,13 @@ def main(arguments: argparse.Namespace) -> None:
     in the file is left out, and the row is written by the call that leaves nothing. On a machine with several
     GPUs each worker sees one of them, and tests marked gpus come after.
     """
-    start, run = time.monotonic(), run_of(arguments.commit)
+    start, run = time.monotonic(), run_of(arguments.commit, arguments.outcomes)
     modules = modules_of_gpus()
     if not modules:
         sys.exit(NO_TESTS)
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
-        outcomes = arguments.outcomes or scratch / "outcomes"
+        outcomes = (arguments.outcomes or scratch / "outcomes").absolute()  # pytest runs in the tree
         seconds_before = begin(outcomes, run)
         left, until = scratch / "left", time.time() + arguments.seconds
         statuses = []
@@ -72,11 +72,11 @@ def main(arguments: argparse.Namespace) -> None:
     sys.exit(int(counts["failed"] > 0))
 
 
-def run_of(commit: str | None) -> dict[str, Any]:
+def run_of(commit: str | None, outcomes: pathlib.Path | None) -> dict[str, Any]:
     """What the calls that make a run agree in."""
     names = lines_of(sys.executable, "-c", NAME_DEVICES)
     return {
-        "commit": commit or commit_of(ROOT),
+        "commit": commit or commit_of(ROOT, outcomes),
         "gpu": names[0] if names else None,
         "gpus": len(names),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -145,12 +145,13 @@ def runs_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return runs
 
 
-def commit_of(tree: pathlib.Path) -> str | None:
-    """The commit checked out, with a + where files differ from it; None where git knows of none."""
+def commit_of(tree: pathlib.Path, outcomes: pathlib.Path | None = None) -> str | None:
+    """The commit checked out, with a + where files but a run's own differ; None where git knows of none."""
     commit = first_line("git", "-C", str(tree), "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
-    changes = first_line("git", "-C", str(tree), "status", "--porcelain", "--", ".", f":!*{GPU_TESTS}")
+    own = [f":!*{name}" for name in (GPU_TESTS, *(() if outcomes is None else (outcomes.name,)))]
+    changes = first_line("git", "-C", str(tree), "status", "--porcelain", "--", ".", *own)
     return commit + "+" * (changes is not None)
 
 

@@ -77,6 +77,12 @@ def case_id(case: dict) -> str:
     return "-".join(f"{v}" for v in case.values()).replace(" ", "")
 
 
+def every_other(cases: list) -> list:
+    """Parameters of a test: every other case, and the others where there is time."""
+    slow = lambda case: pytest.param(case, marks=pytest.mark.slow)
+    return [slow(case) if nth % 2 else case for nth, case in enumerate(cases)]
+
+
 def make_spec(case: dict) -> jattn.AttentionSpec:
     q_heads, kv_heads = case["heads"]
     return jattn.AttentionSpec(

@@ -173,8 +173,12 @@ def test_changes_but_those_of_the_results_are_marked(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "gpu-tests.jsonl").touch()
     assert gpu_tests.commit_of(tmp_path) == clean
-    (tmp_path / "new.py").touch()
+    outcomes = tmp_path / "outcomes"
+    outcomes.touch()
+    assert gpu_tests.commit_of(tmp_path, outcomes) == clean  # or a second call would not know its own file
     assert gpu_tests.commit_of(tmp_path) == clean + "+"
+    (tmp_path / "new.py").touch()
+    assert gpu_tests.commit_of(tmp_path, outcomes) == clean + "+"
 
 
 def test_what_no_command_can_say_is_none():

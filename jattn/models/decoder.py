@@ -164,8 +164,7 @@ class Decoder(nnx.Module):
             x, delta, cache = layer(x, delta, cache, its_metadata, positions, its_plan)
             written.append(cache)
         if self.layers[0].takes_parts:
-            takes_kernel = self.layers[0].may_take_kernel and caches is not None
-            delta = summed(delta, self.axis_name, self.layers[0].peers if takes_kernel else None)
+            delta = summed(delta, self.axis_name, None if caches is None else self.layers[0].peers)
         return self.norm(x + delta), None if caches is None else tuple(written)
 
     def embed(

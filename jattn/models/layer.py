@@ -101,7 +101,7 @@ class DecoderLayer(nnx.Module):
             The stream and this layer's delta, and its cache with the step's keys and values in it.
         """
         takes_kernel = self.may_take_kernel and cache is not None
-        sums: Any = {"axis_name": self.axis_name, "peers": self.peers if takes_kernel else None}
+        sums: Any = {"axis_name": self.axis_name, "peers": None if cache is None else self.peers}
         added = functools.partial(add_and_norm, may_take_kernel=takes_kernel)
         given_added = functools.partial(sum_add_and_norm, **sums, may_take_kernel=takes_kernel)
         given_added = given_added if self.takes_parts else added

@@ -292,8 +292,8 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     here = lambda arrays: None if arrays is None else nnx.data(arrays.here)
     sums, ranks = (None, None) if model.peers is None else map(here, (model.peers.sums, model.peers.ranks))
     for layer in model.layers:
-        layer.axis_name, layer.peers, layer.self_attn.ranks = ALL, sums, model.ranks
-        layer.self_attn.peers = ranks if layer.may_take_kernel else None
+        layer.axis_name, layer.self_attn.ranks = ALL, model.ranks
+        layer.peers, layer.self_attn.peers = (sums, ranks) if layer.may_take_kernel else (None, None)
         _cut_heads(layer.self_attn, tp, model.config)
     return model
 

@@ -1,5 +1,8 @@
 """all_reduce, all_gather: without a barrier before it, a copy or a second kernel behind it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -102,49 +105,51 @@ def all_gather(
 
     Source: vLLM `CustomAllreduce`'s shared buffer, by the words of all_reduce.
     """
-    devices = _devices_of(peers, axis_name)
-    require(x.ndim == 2, "x", "have 2 axes", x.shape)
-    reason = why_not_gather(x, peers)
-    if reason is not None:
-        raise unsupported("all_gather", reason, "jax.lax.all_gather gathers it")
-    rows, width = x.shape
-    if rows == 0:
-        return jnp.zeros((devices, *x.shape), x.dtype)
-    of = Exchange(rows, 2 * width, devices, peers.block_bytes)
+    asked: Any = {"why_not": why_not_gather, "instead": "jax.lax.all_gather gathers it"}
+    of = _exchange("all_gather", x, peers, axis_name, **asked)
+    if of.rows == 0:
+        return jnp.zeros((of.devices, *x.shape), x.dtype)
     return peer_gather.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
 
 
 def why_not_gather(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Why there is no kernel that gathers it; None if there is. Only shapes and dtypes are looked at."""
-    rows, width = x.shape
-    of = Exchange(rows, 2 * width, peers.devices, peers.block_bytes)
-    sizes = {"bytes_needed": of.bytes_needed, "block_bytes": of.block_bytes}
-    return why_not_all_gather(dtype=x.dtype, width=width, **sizes)
+    return why_not_all_gather(dtype=x.dtype, width=x.shape[1], **_memory_of(x, peers))
 
 
 def why_not(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Why there is no kernel for a sum; None if there is. Only shapes and dtypes are looked at."""
-    rows, width = x.shape
-    of = Exchange(rows, width, peers.devices, peers.block_bytes)
-    sizes = {"bytes_needed": of.bytes_needed, "block_bytes": of.block_bytes}
-    return why_not_all_reduce(dtype=x.dtype, width=width, **sizes)
+    return why_not_all_reduce(dtype=x.dtype, width=x.shape[1], **_memory_of(x, peers))
 
 
-def _exchange(what: str, x: jax.Array, peers: PeerMemory, axis_name: str | tuple[str, ...]) -> Exchange:
+def _exchange(
+    what: str,
+    x: jax.Array,
+    peers: PeerMemory,
+    axis_name: str | tuple[str, ...],
+    *,
+    why_not: Callable[[jax.Array, PeerMemory], str | None] = why_not,
+    instead: str = "jax.lax.psum sums it",
+) -> Exchange:
     """See all_reduce's Raises."""
-    devices = _devices_of(peers, axis_name)
-    require(x.ndim == 2, "x", "have 2 axes", x.shape)
-    reason = why_not(x, peers)
-    if reason is not None:
-        raise unsupported(what, reason, "jax.lax.psum sums it")
-    rows, width = x.shape
-    return Exchange(rows, width, devices, peers.block_bytes)
-
-
-def _devices_of(peers: PeerMemory, axis_name: str | tuple[str, ...]) -> int:
-    """Those of the axis, for which peers must be."""
     devices, rule = lax.axis_size(axis_name), "be for the devices of the axis"
     require(
         devices == peers.devices, "peers", f"{rule} {axis_name!r} ({devices})", f"{peers.devices} devices"
     )
-    return devices
+    require(x.ndim == 2, "x", "have 2 axes", x.shape)
+    reason = why_not(x, peers)
+    if reason is not None:
+        raise unsupported(what, reason, instead)
+    return _exchange_of(x, peers)
+
+
+def _exchange_of(x: jax.Array, peers: PeerMemory) -> Exchange:
+    """Of rows as 16-bit numbers."""
+    rows, width = x.shape
+    return Exchange(rows, width * x.dtype.itemsize // 2, peers.devices, peers.block_bytes)
+
+
+def _memory_of(x: jax.Array, peers: PeerMemory) -> dict[str, int]:
+    """What of a thread block's memory is needed, and what there is."""
+    of = _exchange_of(x, peers)
+    return {"bytes_needed": of.bytes_needed, "block_bytes": of.block_bytes}
