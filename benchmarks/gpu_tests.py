@@ -19,8 +19,14 @@ from benchmarks.recorded import RESULTS
 ROOT = pathlib.Path(__file__).parents[1]
 GPU_TESTS = "gpu-tests.jsonl"
 NAME_DEVICES = "import jax; [print(device.device_kind) for device in jax.devices()]"
-# Each worker takes what GPU memory it needs, not most of it, and one core for numpy's products, not all.
-ENVIRONMENT = {"JATTN_TEST_GPU": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1"}
+# Each worker takes what GPU memory it needs, not most of it, and one core for numpy's products, not all. What
+# XLA makes beside our kernels is not timed here, so it need not try its own ways of a product out.
+ENVIRONMENT = {
+    "JATTN_TEST_GPU": "1",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "OPENBLAS_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+}
 SAME_RUN = ("commit", "gpu", "gpus", "driver", "jax", "jaxlib")
 NO_TESTS = 5  # pytest's exit status
 UNDONE = 75  # so far nothing failed, and not all was run

@@ -1,5 +1,6 @@
 """A plugin for pytest, of `python -m benchmarks gpu-tests`: a GPU a worker, and tests until time is up."""
 
+import collections
 import json
 import os
 import pathlib
@@ -54,16 +55,17 @@ class Recorder:
     """Writes a line a test, in the process that all outcomes come to: what is done stays so if that ends."""
 
     def __init__(self, file: pathlib.Path):
-        self.file, self.worst = file, dict[str, str]()
+        self.file, self.worst, self.seconds = file, dict[str, str](), collections.Counter[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Of setup, call and end of a test, which fails with any of them, or of the end of its worker."""
         before = self.worst.get(report.nodeid, "passed")
         self.worst[report.nodeid] = max(before, report.outcome, key=["passed", "skipped", "failed"].index)
+        self.seconds[report.nodeid] += report.duration
         if report.when not in ("setup", "call"):
             with self.file.open("a") as lines:
-                outcome = self.worst.pop(report.nodeid)
-                lines.write(json.dumps({"test": report.nodeid, "outcome": outcome}) + "\n")
+                outcome, took = self.worst.pop(report.nodeid), round(self.seconds.pop(report.nodeid), 1)
+                lines.write(json.dumps({"test": report.nodeid, "outcome": outcome, "took": took}) + "\n")
 
 
 def outcomes_in(file: pathlib.Path) -> dict[str, str]:
