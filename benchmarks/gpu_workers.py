@@ -55,7 +55,8 @@ class Recorder:
     """Writes a line a test, in the process that all outcomes come to: what is done stays so if that ends."""
 
     def __init__(self, file: pathlib.Path):
-        self.file, self.worst, self.seconds = file, dict[str, str](), collections.Counter[str]()
+        self.file, self.worst = file, dict[str, str]()
+        self.seconds = collections.defaultdict[str, float](float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Of setup, call and end of a test, which fails with any of them, or of the end of its worker."""

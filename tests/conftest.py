@@ -21,10 +21,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # two fifths of the rest went into lowering fusions through MLIR; they can be told to LLVM at once.
     straight = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=0 {straight}")
-    # Many tests, both workers and processes that tests start build the same programs: compiled once.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Many tests, all workers and processes that tests start build the same programs: compiled once.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 jaxtyping.jaxtyped = jaxtyped
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 

@@ -1,5 +1,6 @@
 """varlen_backward over lists of tiles: every mask that has some, against float64; on a GPU too."""
 
+import functools
 import re
 
 import jax
@@ -61,8 +62,8 @@ def problem_of(name, *, head_dim=64, lens=LENS, **changes):
     return BackwardProblem(setting)
 
 
-def grads_of(problem, *, sizes=None, interpret=None):
-    """With lists made beside it, all of it traced."""
+def jitted(problem, *, sizes=None, interpret=None):
+    """Called, it computes a problem's gradients, with lists made beside them; compiled by the first call."""
     setting = problem.setting
     sizes = default_sizes(setting.head_dim) if sizes is None else sizes
     window = None if setting.score.window == (None, None) else setting.score.window
@@ -85,7 +86,11 @@ def grads_of(problem, *, sizes=None, interpret=None):
         of_call = {"score": setting.score, "sizes": sizes, "interpret": interpret}
         return varlen_backward(**arguments, schedule=schedule, **options, **of_call)
 
-    return run(setting.mask, problem.arguments)
+    return functools.partial(run, setting.mask, problem.arguments)
+
+
+def grads_of(problem, **options):
+    return jitted(problem, **options)()
 
 
 class TestContract:
@@ -265,7 +270,8 @@ class TestOnGpu:
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
     def test_equals_float64_where_queries_have_a_kernel(self, name, head_dim):
         problem, sizes = problem_of(name, head_dim=head_dim), default_sizes(head_dim, deterministic=True)
-        first = grads_of(problem, sizes=sizes)
+        run = jitted(problem, sizes=sizes)
+        first = run()
         problem.check(first)
-        for one, other in zip(first, grads_of(problem, sizes=sizes), strict=True):
+        for one, other in zip(first, run(), strict=True):
             np.testing.assert_array_equal(one, other)
