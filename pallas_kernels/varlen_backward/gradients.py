@@ -5,6 +5,7 @@ Of each step it adds its pieces of the queries' gradient to global memory, too.
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,6 +31,19 @@ from pallas_kernels.varlen_backward.scores import QueryTile, Scores
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec, W
 from pallas_kernels.varlen_backward.store import store_rows
+
+
+class Done(NamedTuple):
+    """What an item's steps so far came to; traced.
+
+    Attributes:
+        sums: Of keys and values.
+        last: Whose the last step's gradients of scores are, which are multiplied beside the next step's; its
+            row is negative before the first step. None where another kernel makes the gradient of queries.
+    """
+
+    sums: Sums
+    last: Place | None
 
 
 class Gradients:
@@ -64,50 +78,58 @@ class Gradients:
     def grads_of(self, item: Item, step: Scalar) -> tuple[Scalar, Sums]:
         """All steps of an item, from `step` on: the one behind, and the sums."""
 
-        def of_head(nth: Scalar, carry: tuple[Scalar, Sums]) -> tuple[Scalar, Sums]:
-            step, sums = carry
+        def of_head(nth: Scalar, carry: tuple[Scalar, Done]) -> tuple[Scalar, Done]:
+            step, done = carry
             head, steps = item.head(nth), item.steps(nth)
             slope = self.slope(head)
 
-            def of_tile(is_masked: bool) -> Callable[[Scalar, Sums], Sums]:
-                def take(i: Scalar, sums: Sums) -> Sums:
+            def of_tile(is_masked: bool) -> Callable[[Scalar, Done], Done]:
+                def take(i: Scalar, done: Done) -> Done:
                     entry = steps.entry(i)
                     nth = tile_of(entry) if self.spec.has_parts else entry
                     tile = QueryTile(item, head, nth, slope, is_masked)
                     if not self.spec.has_parts:
-                        return self.take_step(tile, step + i, sums)
+                        return self.take_step(tile, step + i, done)
                     is_seen = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
-                    work = lambda: self.take_step(tile, step + i, sums)
-                    return lax.cond(is_seen, work, lambda: self.let_pass(step + i, sums))
+                    work = lambda: self.take_step(tile, step + i, done)
+                    return lax.cond(is_seen, work, lambda: self.let_pass(step + i, done))
 
                 return take
 
-            sums = lax.fori_loop(0, steps.num_masked, of_tile(True), sums)
-            sums = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), sums)
-            return step + steps.num, sums
+            done = lax.fori_loop(0, steps.num_masked, of_tile(True), done)
+            done = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), done)
+            return step + steps.num, done
 
-        return lax.fori_loop(0, self.spec.group, of_head, (step, self.products.zeros()))
+        nowhere = None
+        if self.spec.adds_grad_query:
+            nowhere = Place(item.head(step * 0), step * 0 - 1)
+            plgpu.barrier_arrive(self.pipeline.ds_full.at[before(step)])  # awaited by the first step
+        begin = Done(self.products.zeros(), nowhere)
+        step, (sums, last) = lax.fori_loop(0, self.spec.group, of_head, (step, begin))
+        if last is not None:
+            self.add_last_grad_query(item, last, step)
+        return step, sums
 
     def slope(self, head: Scalar) -> Scalar | None:
         """ALiBi's of a query head, times log2(e)."""
         return None if self.inputs.slopes is None else self.inputs.slopes[head]
 
-    def let_pass(self, step: Scalar, sums: Sums) -> Sums:
+    def let_pass(self, step: Scalar, done: Done) -> Done:
         """A tile of queries that see none of the warpgroup's keys."""
         stages, pipeline = self.spec.stages_of(step), self.pipeline
         plgpu.barrier_wait(pipeline.q_full.at[stages.query])
         plgpu.barrier_wait(pipeline.do_full.at[stages.grad_out])
         plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out])
         plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
-        return sums
+        return done
 
-    def take_step(self, tile: QueryTile, step: Scalar, sums: Sums) -> Sums:
+    def take_step(self, tile: QueryTile, step: Scalar, done: Done) -> Done:
         """A tile of queries."""
         stages = self.spec.stages_of(step)
         buffer = lax.rem(step, jnp.int32(BUFFERS))
         smem, pipeline = self.smem, self.pipeline
         stats_s, stored = smem.stats_and_columns.at[stages.grad_out], self.scores.stored(tile)
-        place = Place(tile.head, tile.item.query_row(tile.nth))
+        last = done.last
 
         def arrived(full: Ref, tile_s: Ref, stage: Scalar) -> None:
             plgpu.barrier_wait(full.at[stage])
@@ -119,12 +141,15 @@ class Gradients:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def exchange(ds: Tile) -> None:
+            if last is not None:
+                plgpu.barrier_wait(pipeline.ds_full.at[1 - buffer])
             if smem.grad_scores is not None:
                 store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
                 plgpu.commit_smem()
-            if self.spec.adds_grad_query:
-                plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
-                plgpu.barrier_wait(pipeline.ds_full.at[buffer])
+
+        def add_grad_query(dq: Units) -> None:
+            plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
+            self.add_grad_query(last, dq)
 
         work = Work(
             zero=tile.item["zero"],
@@ -136,11 +161,18 @@ class Gradients:
             grad_scores=self.scores.gradients,
             exchange=exchange,
             release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out]),
-            add_grad_query=lambda dq: self.add_grad_query(place, dq),
+            add_grad_query=add_grad_query,
         )
-        sums = self.products.step(sums, stages, buffer, work)
+        sums = self.products.step(done.sums, stages, buffer, work)
         plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
-        return sums
+        return Done(sums, None if last is None else Place(tile.head, tile.item.query_row(tile.nth)))
+
+    def add_last_grad_query(self, item: Item, last: Place, step: Scalar) -> None:
+        """Of an item's last step, which is the one before `step`."""
+        buffer = before(step)
+        plgpu.barrier_wait(self.pipeline.ds_full.at[buffer])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.add_grad_query(last, self.products.grad_query(buffer, item["zero"]))
 
     def add_grad_query(self, place: Place, dq: Units) -> None:
         """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
@@ -148,14 +180,17 @@ class Gradients:
             for nth, piece in enumerate(dq):
                 self.smem.grad_query[self.wg, nth] = piece
             plgpu.commit_smem()
-        for nth, piece in enumerate(dq):
-            query_unit, unit = self.products.piece(nth)
-            rows = pl.ds(pl.multiple_of(place.row + query_unit * UNIT, 8), UNIT)
-            to = self.inputs.grad_query.at[place.head, unit, rows]
-            if self.spec.is_interpreted:
-                to[...] = plgpu.load(to, layout=W, optimized=False) + piece
-            else:
-                plgpu.copy_smem_to_gmem(self.smem.grad_query.at[self.wg, nth], to, reduction_op="add")
+
+        @pl.when(place.row >= 0)
+        def _() -> None:
+            for nth, piece in enumerate(dq):
+                query_unit, unit = self.products.piece(nth)
+                rows = pl.ds(pl.multiple_of(place.row + query_unit * UNIT, 8), UNIT)
+                to = self.inputs.grad_query.at[place.head, unit, rows]
+                if self.spec.is_interpreted:
+                    to[...] = plgpu.load(to, layout=W, optimized=False) + piece
+                else:
+                    plgpu.copy_smem_to_gmem(self.smem.grad_query.at[self.wg, nth], to, reduction_op="add")
 
     def store(self, item: Item, sums: Sums) -> None:
         """Gradients of the keys and values, in the place of these; one alone in the place of the keys."""
@@ -200,3 +235,8 @@ class Gradients:
     def _clear(self, unit_s: Ref, begin: Scalar, end: Scalar) -> None:
         row = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
         clear_unseen(unit_s, pl.ds(0, UNIT), row, begin, end)
+
+
+def before(step: Scalar) -> Scalar:
+    """The buffer of gradients of scores of the step before."""
+    return lax.rem(step + 1, jnp.int32(BUFFERS))

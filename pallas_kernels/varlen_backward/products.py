@@ -133,7 +133,7 @@ class Products:
 
             def issue_grads(*dq_refs: Ref) -> Units:
                 for piece, ref in enumerate(dq_refs):
-                    self.begin_grad_query(ref, piece, buffer, work.zero)
+                    self.begin_grad_query(ref, piece, 1 - buffer, work.zero)
                 for unit, ref in enumerate(sum_refs.key):
                     plgpu.wgmma(ref, ds, queries.at[unit])
                 if not dq_refs:
@@ -148,6 +148,11 @@ class Products:
 
         start = Sums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
         return Sums(*(tuple(units) for units in pl.run_state(products)(start)))
+
+    def grad_query(self, buffer: Scalar, zero: Scalar) -> Units:
+        """dS K of the step whose dS is in `buffer`: the warpgroup's pieces."""
+        piece = lambda n: product((UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, zero))
+        return tuple(piece(n) for n in range(self.spec.pieces))
 
     def zeros(self) -> Sums:
         """No gradients yet."""
@@ -179,16 +184,14 @@ class InterpretedProducts(Products):
         dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
         ds = work.grad_scores(of, dp, work.stats(1)).astype(spec.dtype)
         work.exchange(ds)
-        piece_of = lambda n: product(
-            (UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, work.zero)
-        )
-        dq = tuple(piece_of(n) for n in range(spec.pieces if spec.adds_grad_query else 0))
+        dq = self.grad_query(1 - buffer, work.zero) if spec.adds_grad_query else ()
         keys = tuple(
             acc + self.of_queries(smem.grad_scores.at[buffer, wg], queries, unit)
             for unit, acc in enumerate(sums.key)
         )
         work.release_grad_out()
-        work.add_grad_query(dq)
+        if spec.adds_grad_query:
+            work.add_grad_query(dq)
         return Sums(keys, values)
 
     def of_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
