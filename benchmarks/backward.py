@@ -58,7 +58,7 @@ class Work:
             return dataclasses.replace(backward.default_sizes(self.case.head_dim, **static), **changes)
         mask = jax.eval_shape(lambda: mask_of(self.case, self.modifier))
         how = {"mean_len": sum(self.case.query_lens) // len(self.case.query_lens)}
-        sizes = backward_sizes(mask, self.spec, **how, has_alibi=self.modifier == "alibi")
+        sizes = backward_sizes(mask, self.spec, **how)
         return dataclasses.replace(sizes, **changes)
 
     @property

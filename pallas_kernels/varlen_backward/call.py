@@ -92,9 +92,8 @@ class Call:
         head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
         if given is not None:
             return given.made_for.sizes
-        how = {"has_alibi": self.alibi_slopes is not None, "deterministic": deterministic}
         mean_len = self.query.shape[0] // self.seq_lens.shape[0]
-        return sizes_of_layer(head_dim, score, mean_len=mean_len, **how)
+        return sizes_of_layer(head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
     def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
         """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""

@@ -15,15 +15,15 @@ half of the keys; the third loads, by one warp. Both sides go through the same i
         TMA: queries ------------------> Q [stages]             wait do_full[s]; stats
         wait do_free[s]                                         issue S^T = K Q^T
         TMA: grad_out, stats ----------> dO [stages]            issue dP^T = V dO^T
-                                         dQ ------------------> await that the last step's has left
+                                         dQ ------------------> await that the last one has left
                                                                 P^T = 2^(S^T - stats), beside dP^T
                                                                 issue dV += P^T dO
                                                                 dS^T = P^T (dP^T - stats), beside dV
+                                                                wait ds_full[1 - b]
                                          dS [2] <-------------- dS^T
-                                                                arrive and wait ds_full[b]
-                                                                issue dQ = dS K, of all keys
+                                                                issue dQ = dS K of the step before
                                                                 issue dK += dS^T Q
-                                                                await dQ; arrive do_free[s]
+                                                                await dQ; arrive do_free[s], ds_full[b]
                                          dQ <------------------ dQ, in f32
                                            TMA: add --> out
                                                                 await dK; arrive q_free[s]
@@ -32,8 +32,10 @@ half of the keys; the third loads, by one warp. Both sides go through the same i
                                                                 arrive kv_free when it has left
 
 P and dS stay in registers as the left operands of dV and dK; for dQ, which sums over all keys, dS goes
-through shared memory: ds_full says that both halves are there. A warpgroup writes step i + 2's half where
-step i's was when the other has arrived for step i + 1, so has multiplied step i's.
+through shared memory: ds_full says that both halves are there, and that step i - 1's have been multiplied,
+so that step i + 1's may take their place. dQ is a step late, behind an item's last step at once: so no
+warpgroup waits for the other unless that is more than about half a step behind, and one makes probabilities
+while the other multiplies. Each item arrives once at ds_full before its first step, whose dQ is nobody's.
 
 Heads of 64, whose tiles have 128 queries, have no registers for stats while S is made: they await do_full
 behind S, and load stats where they need them.

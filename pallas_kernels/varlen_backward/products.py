@@ -50,9 +50,10 @@ class Work(NamedTuple):
         stats: What scores are less (0), or gradients of probabilities (1): see Scores.stats.
         probabilities: Of S and stats(0).
         grad_scores: Of P, dP and stats(1).
-        exchange: Makes gradients of scores, in 16 bits, known to the other warpgroup, and awaits its own.
+        exchange: Stores gradients of scores, in 16 bits, once the other warpgroup is done with what they take
+            the place of; those that it made a step ago are there then.
         release_grad_out: They have been multiplied.
-        add_grad_query: With the warpgroup's pieces of dS K.
+        add_grad_query: With the warpgroup's pieces of dS K, of the step before.
     """
 
     zero: Scalar
@@ -101,7 +102,7 @@ class Products:
     def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
         """All five of a step, whose tiles are in `stages`; gradients of scores go through `buffer`.
 
-        P is made while dP is in flight, dS while dV is, dQ leaves while dK is.
+        P is made while dP is in flight, dS while dV is; dQ, of the step before, leaves while dK is.
         """
         wg = self.wg + work.zero
         units = self.spec.units
@@ -150,7 +151,7 @@ class Products:
         return Sums(*(tuple(units) for units in pl.run_state(products)(start)))
 
     def grad_query(self, buffer: Scalar, zero: Scalar) -> Units:
-        """dS K of the step whose dS is in `buffer`: the warpgroup's pieces."""
+        """The warpgroup's pieces of dS K, of the step whose dS is in `buffer`."""
         piece = lambda n: product((UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, zero))
         return tuple(piece(n) for n in range(self.spec.pieces))
 

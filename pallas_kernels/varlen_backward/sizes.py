@@ -73,10 +73,9 @@ TWO_KERNELS = {
 
 # Two kernels make two products more than the fused one, but that needs zeros for dQ and dQ in 16 bits: 175 us
 # for 16k tokens of 32 heads of 128, however many keys a query sees. By these, in the mean, two take of the
-# fused one's time: at 1k 92 % (a window of 1,024), at 2k 97 % (blocks, density .25), at 4k 97 % (1 x 8k) to
-# 102 % (blocks, .5), at 8k 103 %, where both are at the board's power. With a soft cap 102 % at 4k, with
-# ALiBi, whose columns were loaded late, 107 %. Heads of 64: 102 % at 1k (backward-two-kernels-by-keys).
-FEW_KEYS, FEW_KEYS_WITH_BIAS = 4096, 2048  # that a query sees
+# fused one's time: at 1k 86 % (8 x 2k) and 91 % (a window of 1,024), at 2k 97 % (blocks, density .25), at 4k
+# 104 % (1 x 8k) and 110 % (blocks, .5), on an H100 (backward-later-dq). ALiBi and caps were not timed at 2k.
+FEW_KEYS = 2560  # that a query sees
 
 
 def mean_keys_of(score: Score, mean_len: int) -> int:
@@ -88,30 +87,19 @@ def mean_keys_of(score: Score, mean_len: int) -> int:
     return keys if left is None or right is None else min(keys, left + 1 + right)
 
 
-def default_sizes(
-    head_dim: int, *, deterministic: bool = False, mean_keys: int | None = None, is_biased: bool = False
-) -> KernelSizes:
+def default_sizes(head_dim: int, *, deterministic: bool = False, mean_keys: int | None = None) -> KernelSizes:
     """The sizes of varlen_backward where the caller names none.
 
     Args:
         head_dim: Width of a head, which support.why_not_backward took.
         deterministic: Gradients are to have the same bits twice.
         mean_keys: Keys that a query sees, as mean_keys_of has it; None = many.
-        is_biased: Scores have a soft cap or ALiBi.
     """
     units = -(-head_dim // UNIT)
-    few = FEW_KEYS_WITH_BIAS if is_biased else FEW_KEYS
-    sees_few = mean_keys is not None and mean_keys <= few and units == 2
+    sees_few = mean_keys is not None and mean_keys <= FEW_KEYS and units == 2
     return (TWO_KERNELS if deterministic or sees_few or units not in TABLE else TABLE)[units]
 
 
-def sizes_of_layer(
-    head_dim: int, score: Score, *, mean_len: int, has_alibi: bool, deterministic: bool
-) -> KernelSizes:
+def sizes_of_layer(head_dim: int, score: Score, *, mean_len: int, deterministic: bool) -> KernelSizes:
     """default_sizes for requests of `mean_len` tokens in the mean; 0 = their queries see few keys anyway."""
-    return default_sizes(
-        head_dim,
-        deterministic=deterministic,
-        mean_keys=mean_keys_of(score, mean_len),
-        is_biased=has_alibi or score.soft_cap is not None,
-    )
+    return default_sizes(head_dim, deterministic=deterministic, mean_keys=mean_keys_of(score, mean_len))

@@ -138,15 +138,13 @@ class TestSizes:
     )
     def test_masks_that_leave_few_keys_of_long_requests_have_two_kernels(self, mask, leaves_few):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
-        sizes = backward_sizes(mask, spec, mean_len=10**5, has_alibi=False)
+        sizes = backward_sizes(mask, spec, mean_len=10**5)
         assert (sizes.of_queries is not None) == leaves_few
 
-    @pytest.mark.parametrize(("changes", "has_two"), [({}, True), ({"soft_cap": 9.0}, False)])
-    def test_a_cap_or_slopes_want_fewer_keys(self, changes, has_two):
+    @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
+    def test_a_window_leaves_few(self, changes, has_two):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
-        of = lambda *, has_alibi: backward_sizes(None, spec, mean_len=8192, has_alibi=has_alibi)
-        assert (of(has_alibi=False).of_queries is not None) == has_two
-        assert of(has_alibi=True).of_queries is None
+        assert (backward_sizes(None, spec, mean_len=8192).of_queries is not None) == has_two
 
 
 class TestLists:

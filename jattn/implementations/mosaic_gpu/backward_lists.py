@@ -46,20 +46,17 @@ def why_not_backward_lists(mask: Mask, sizes: backward.KernelSizes) -> str | Non
     return reason if reason is not None or own is None else why_not_kernel_mask(mask, own.tile_kv)
 
 
-def backward_sizes(
-    mask: Mask | None, spec: AttentionSpec, *, mean_len: int, has_alibi: bool
-) -> backward.KernelSizes:
+def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> backward.KernelSizes:
     """The sizes of varlen_backward for a layer.
 
     Args:
         mask: Beyond the spec's numbers; None = nothing is masked.
         spec: The layer.
         mean_len: Queries of a request.
-        has_alibi: Whether scores have a bias.
     """
     mean_len = 0 if mask is not None and _leaves_few(mask) else mean_len
-    how = {"has_alibi": has_alibi, "deterministic": spec.deterministic}
-    return backward.sizes_of_layer(spec.head_dim, score_of(spec), mean_len=mean_len, **how)
+    how = {"mean_len": mean_len, "deterministic": spec.deterministic}
+    return backward.sizes_of_layer(spec.head_dim, score_of(spec), **how)
 
 
 def _leaves_few(mask: Mask) -> bool:

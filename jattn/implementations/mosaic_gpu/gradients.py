@@ -84,7 +84,7 @@ def gradients(
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
     mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
-    sizes = backward_sizes(mask, spec, mean_len=mean_len, has_alibi=alibi_slopes is not None)
+    sizes = backward_sizes(mask, spec, mean_len=mean_len)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
