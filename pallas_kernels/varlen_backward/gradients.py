@@ -148,6 +148,7 @@ class Gradients:
                 plgpu.commit_smem()
 
         def add_grad_query(dq: Units) -> None:
+            assert last is not None
             plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
             self.add_grad_query(last, dq)
 

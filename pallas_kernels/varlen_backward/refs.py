@@ -124,8 +124,8 @@ class Pipeline(NamedTuple):
         q_free: [stages]: they have been read.
         do_full: [grad_out_stages]: the gradient of the output and stats have come.
         do_free: [grad_out_stages]: it has been read.
-        ds_full: [2]: both warpgroups' gradients of a step's scores are there, and those of the step before have
-            been multiplied.
+        ds_full: [2]: both warpgroups' gradients of a step's scores are there, and those of the step before
+            have been multiplied.
     """
 
     kv_full: Barriers

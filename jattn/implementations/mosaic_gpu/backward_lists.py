@@ -55,8 +55,8 @@ def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> 
         mean_len: Queries of a request.
     """
     mean_len = 0 if mask is not None and _leaves_few(mask) else mean_len
-    how = {"mean_len": mean_len, "deterministic": spec.deterministic}
-    return backward.sizes_of_layer(spec.head_dim, score_of(spec), **how)
+    score, deterministic = score_of(spec), spec.deterministic
+    return backward.sizes_of_layer(spec.head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
 
 def _leaves_few(mask: Mask) -> bool:
