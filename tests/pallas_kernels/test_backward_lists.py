@@ -1,5 +1,6 @@
 """varlen_backward over lists of tiles: every mask that has some, against float64; on a GPU too."""
 
+import dataclasses
 import functools
 import re
 
@@ -232,6 +233,19 @@ class TestRefusals:
         arguments, lists = plain_arguments(), lists_for(default_sizes(64, **made_for))
         with pytest.raises(ValueError, match=message):
             varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **given))
+
+    def test_lists_of_other_kv_heads(self):
+        lists = lists_for(default_sizes(64))
+        lists = lists._replace(made_for=dataclasses.replace(lists.made_for, kv_heads=1))
+        with pytest.raises(ValueError, match=r"lists\.made_for\.kv_heads must be 2, got 1"):
+            varlen_backward(**plain_arguments(), lists=lists)
+
+    def test_lists_whose_queries_are_another_step_s(self):
+        lists = lists_for(default_sizes(64, deterministic=True))
+        other = dataclasses.replace(lists.queries.made_for, num_tokens=999)
+        lists = lists._replace(queries=lists.queries._replace(made_for=other))
+        with pytest.raises(ValueError, match=r"lists\.queries\.made_for\.num_tokens must be 16, got 999"):
+            varlen_backward(**plain_arguments(), lists=lists)
 
     @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
     def test_lists_say_which_kernels_they_are_for(self, sizes):
