@@ -31,7 +31,7 @@ from jattn.models.tensor_files import SCALES_FILE
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import CP, TP
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_int, require_positive, unsupported
 
 _READERS = 2  # parameters at a time; one is sent or written while another is joined or compiled for
 
@@ -70,6 +70,8 @@ def load_shapes(
 
 def _spread(config: DecoderConfig, mesh: Mesh | None, interleave: int) -> DecoderConfig:
     """The configuration as a mesh has it, once it is known to fit."""
+    require_int(cp_kv_cache_interleave_size=interleave)
+    require_positive(cp_kv_cache_interleave_size=interleave)
     if mesh is None:
         return config
     check_divides(config, mesh, interleave)
@@ -134,7 +136,8 @@ def load(
         implementation: Of the attention, as in `jattn.attend`.
         mesh: Devices to spread it over (`jattn.parallel.make_mesh`); None = it lies on one. Parameters that
             are joined or widened are made on the host then: no device ever holds more than its own part.
-        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay on one device.
+        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay on one device;
+            else it changes nothing.
         progress: Shows a bar on stderr.
 
     Raises:
@@ -199,7 +202,11 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
 
     Raises:
         ImportError: safetensors is missing.
+        NotImplementedError: The model lies on devices of several processes.
     """
+    if model.mesh is not None and model.mesh.is_multi_process:
+        what, reason = "save of a model over several processes", "each of them has only its own part"
+        raise unsupported(what, reason, "Save what one process has loaded: load(DIR), on a mesh or on none")
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
-from jattn.parallel import num_ranks
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.intake import Intake
@@ -127,7 +126,7 @@ def make_parts(
     model = as_served(model)
     drafter = as_drafter(*drafts, model, limits)
     processes = processes_of(getattr(model, "mesh", None))
-    limits = limits.on_ranks(num_ranks(model))
+    limits = limits.on_ranks(model, drafter.model)
     num_blocks = limits.num_blocks_for(model, cache.num_blocks, cache.cache_bytes, cache.kind, drafter.model)
     if processes is not None:
         options = f"{limits} {cache.kind} {steps} {drafter.told}"

@@ -9,7 +9,7 @@ import jax
 from jattn.bucket import Bucket
 from jattn.graphs import WASTE, DecodeGraphs, GraphStep
 from jattn.metadata.buckets import default_buckets
-from jattn.parallel import num_parts
+from jattn.parallel import num_parts, num_ranks
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.prompts import require_list_of_ints
@@ -132,9 +132,18 @@ class StepLimits(NamedTuple):
     max_model_len: int | None = None
     batch_invariant: bool = False
 
-    def on_ranks(self, num_ranks: int) -> "StepLimits":
-        """Blocks as the scheduler counts them: each rank has `block_size` tokens of one."""
-        return self._replace(block_size=self.block_size * num_ranks)
+    def on_ranks(self, model: ServedModel, draft: ServedModel | None = None) -> "StepLimits":
+        """Blocks as the scheduler counts them: each rank has `block_size` tokens of one.
+
+        Raises:
+            ValueError: They are no multiple of the tokens that stay together.
+        """
+        ranks = num_ranks(model)
+        for one in (model, draft) if ranks > 1 else ():
+            interleave = getattr(one, "cp_kv_cache_interleave_size", 1)
+            rule = f"be a multiple of cp_kv_cache_interleave_size ({interleave})"
+            require(self.block_size % interleave == 0, "block_size", rule, self.block_size)
+        return self._replace(block_size=self.block_size * ranks)
 
     def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
         """Raises ValueError unless all are ints: positive the limits, None perhaps the memory's sizes."""

@@ -77,11 +77,20 @@ class TestWhatDoesNotFit:
 
     def test_blocks_that_do_not_fall_into_rounds(self):
         with pytest.raises(ValueError, match=r"block_size must be a multiple of 2 ranks x .*\(4\), got 12"):
+            self.model().cache_specs(9, block_size=12)
+        with pytest.raises(ValueError, match=r"block_size must be a multiple of cp_.*_size \(4\), got 6\."):
             Engine(self.model(), num_blocks=9, block_size=6)
 
-    def test_an_interleave_is_positive(self):
-        with pytest.raises(ValueError, match="cp_kv_cache_interleave_size must be positive, got 0"):
-            load(LLAMA, mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=0)
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    @pytest.mark.parametrize("mesh", [None, mesh_of(1, 1), mesh_of(1, 2)], ids=["no mesh", "one", "two"])
+    def test_an_interleave_is_a_positive_int(self, of, mesh, types_unchecked):
+        for value, rule in (
+            (0, "be positive, got 0"),
+            (-1, "be positive, got -1"),
+            (1.5, "be an int, got 1.5"),
+        ):
+            with pytest.raises(ValueError, match=f"cp_kv_cache_interleave_size must {rule}"):
+                of(LLAMA, mesh=mesh, cp_kv_cache_interleave_size=value)
 
     @pytest.mark.parametrize("of", [load, load_shapes])
     def test_alibi_between_keys_that_stay_together(self, of):

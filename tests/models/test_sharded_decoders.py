@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import jattn
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks import on_mesh
-from jattn.models import DecoderConfig, load
+from jattn.models import DecoderConfig, load, save
 from jattn.models.loading import load_shapes, read_config
 from jattn.models.partitions import check_divides, parameter_partition
 from jattn.models.spreading import gathered, spread, whole_shape
@@ -138,6 +138,15 @@ class TestWhatDoesNotFit:
         hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
             check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
+
+    def test_saving_what_lies_on_several_processes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Mesh, "is_multi_process", True)
+        model = load_shapes(LLAMA, mesh=mesh_of(2))
+        with pytest.raises(
+            NotImplementedError, match=r"save of a model over several processes: .* load\(DIR\)"
+        ):
+            save(model, tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
 
     def test_a_pattern_of_each_device_has_no_kernel(self):
         mask = on_mesh(jattn.LocalStrided(), "tp", 8, (32, 8))

@@ -135,6 +135,7 @@ class TestGenerate:
             (["generate", "--model", "no/such/folder", "a"], "no/such/folder"),
             ([*MODEL, "--tensor-parallel-size", "99", "a"], "tp * cp must be at most the number of devices"),
             ([*MODEL, "--tensor-parallel-size", "0", "a"], "tp must be positive, got 0."),
+            ([*MODEL, "--cp-kv-cache-interleave-size", "0", "a"], "interleave_size must be positive, got 0."),
             (
                 [*MODEL, "--tensor-parallel-size", "4", "--decode-context-parallel-size", "3", "a"],
                 "tensor_parallel_size must be a multiple of decode_context_parallel_size (3), got 4.",

@@ -137,10 +137,8 @@ def _mesh(args: argparse.Namespace) -> dict[str, Any]:
     require_positive(decode_context_parallel_size=cp)
     rule = f"be a multiple of decode_context_parallel_size ({cp})"
     require(size % cp == 0, "tensor_parallel_size", rule, size)
-    if size == 1:
-        return {}
-    interleave = args.cp_kv_cache_interleave_size
-    return {"mesh": make_mesh(tp=size // cp, cp=cp), "cp_kv_cache_interleave_size": interleave}
+    mesh = None if size == 1 else make_mesh(tp=size // cp, cp=cp)
+    return {"mesh": mesh, "cp_kv_cache_interleave_size": args.cp_kv_cache_interleave_size}
 
 
 def _layers(text: str) -> tuple[int, ...]:
