@@ -1,5 +1,6 @@
 """From what an engine is told to what it runs with: everything that can be wrong with it is found here."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jattn.serving.scheduler import Scheduler
 from jattn.serving.served_model import ServedModel, as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
-from jattn.serving.speculative import as_drafter, speculation_of
+from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.step_sizes import default_step_sizes
 
 
@@ -129,8 +130,8 @@ def make_parts(
     limits = limits.on_ranks(model, drafter.model)
     num_blocks = limits.num_blocks_for(model, cache.num_blocks, cache.cache_bytes, cache.kind, drafter.model)
     if processes is not None:
-        options = f"{limits} {cache.kind} {steps} {drafter.told}"
-        num_blocks = processes.agree(num_blocks, options)  # each its memory
+        told = _told(limits._replace(block_size=sizes.block_size), cache, steps, drafter)
+        num_blocks = processes.agree(num_blocks, told | of_model(model))  # each its memory
     scheduler = limits.scheduler(model, num_blocks)
     how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": steps.implementation}
     speculation = speculation_of(drafter, model, limits, **how)
@@ -161,3 +162,29 @@ def _prompt_limits(
         block_size=limits.block_size,
         shares_prefixes=shares_prefixes,
     )
+
+
+def _told(limits: StepLimits, cache: CacheOptions, steps: StepOptions, drafter: Drafter) -> dict[str, str]:
+    """What all processes of an engine must have been told alike, by name."""
+    of_cache = {f"cache's {name}": value for name, value in cache.kind.items()}
+    options = {**limits._asdict(), **of_cache, **steps._asdict(), "speculative": drafter.told}
+    of_draft = {} if drafter.model is None else of_model(drafter.model, "draft model's ")
+    return {name: str(value) for name, value in options.items()} | of_draft
+
+
+def of_model(model: Any, whose: str = "") -> dict[str, str]:
+    """What all processes must have alike of a model on a mesh, by name; of its weights nothing is read."""
+    mesh, config = model.mesh, model.config
+    source = str(getattr(config, "source", ""))  # its config.json
+    sizes = f"{config.vocab_size} tokens, {config.max_position_embeddings} positions"
+    devices = [device.id for device in mesh.devices.flat]
+    has = lambda name: getattr(model, name, None) is not None
+    told = {
+        "config": f"of {sizes}, sha256 {hashlib.sha256(source.encode()).hexdigest()[:8]}",
+        "dtype": getattr(model, "dtype", None),
+        "mesh": f"{dict(mesh.shape)} of devices {devices}",
+        "cp_kv_cache_interleave_size": getattr(model, "cp_kv_cache_interleave_size", 1),
+        "peer memory": has("peers"),
+        "kv_scales": has("kv_scales"),
+    }
+    return {f"{whose}{name}": str(value) for name, value in told.items()}

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,28 +86,24 @@ class Processes:
             thread.start()
         atexit.register(self._at_exit)  # before jax.distributed's own, which waits for all
 
-    def agree(self, num_blocks: int, options: str) -> int:
+    def agree(self, num_blocks: int, options: Mapping[str, str]) -> int:
         """The fewest blocks that a process has room for.
 
         Args:
             num_blocks: Of this process.
-            options: What must be the same in all of them, in words.
+            options: What must be the same in all of them, by name, in words.
 
         Raises:
-            ValueError: It is not.
+            ValueError: It is not; all of them get the same error.
         """
-        if not self.leads:
-            self.send(MEET, num_blocks, options)
-            num_blocks, wanted = self._next(MEET)
+        if self.leads:
+            everyone = [(num_blocks, options), *(self._next(MEET) for _ in self._others)]
+            self.send(MEET, everyone)
         else:
-            theirs = [self._next(MEET) for _ in self._others]
-            different = [their for _, their in theirs if their != options]
-            wanted = different[0] if different else options
-            num_blocks = min([num_blocks, *(num for num, _ in theirs)])
-            self.send(MEET, num_blocks, wanted if different else options)
-        rule = "be made alike on all processes"
-        require(wanted == options, "the engine", f"{rule} ({wanted} elsewhere)", options)
-        return num_blocks
+            self.send(MEET, num_blocks, options)
+            (everyone,) = self._next(MEET)
+        require_alike([options for _, options in everyone])
+        return min(num for num, _ in everyone)
 
     def send(self, what: str, *arguments: Any) -> None:
         """Says it to the others: process 0 to all, they to process 0.
@@ -221,6 +217,20 @@ def _end_soon(text: str) -> None:
     time.sleep(GRACE_S)
     print(f"jattn: {text}; this process ends.", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def require_alike(options: Sequence[Mapping[str, str]]) -> None:
+    """What several processes were told must be the same, but for what only some have a word of.
+
+    Args:
+        options: Of each process, by name.
+
+    Raises:
+        ValueError: It is not; the message names what differs.
+    """
+    said = {name: dict.fromkeys(each[name] for each in options if name in each) for name in options[0]}
+    different = [f"{name} {' and '.join(values)}" for name, values in said.items() if len(values) > 1]
+    require(not different, "the engine", "be made alike on all processes", "; ".join(different))
 
 
 def _meet() -> dict[int, Any]:

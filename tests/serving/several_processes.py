@@ -28,7 +28,8 @@ from tests.serving.requests_of_processes import SIZES, asked, drafted  # noqa: E
 
 
 def main() -> None:
-    model = load(FOLDER, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
+    dtype = "bfloat16" if WHAT == "unlike" and RANK > 0 else None
+    model = load(FOLDER, dtype=dtype, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
     run(model, WHAT)
     if WHAT == "serve":  # one engine behind another
         run(model, "draft model")

@@ -5,13 +5,17 @@ import os
 import time
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jattn.models import load, save
+from jattn.models.loading import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
 from jattn.serving.cli import main
-from jattn.serving.processes import processes_of
+from jattn.serving.engine_parts import of_model
+from jattn.serving.processes import processes_of, require_alike
 from tests.serving.requests_of_processes import SIZES, asked, drafted
 from tests.serving.tiny import one_layer_model
 from tests.two_processes import free_port, run_both
@@ -63,8 +67,10 @@ class TestTwoProcesses:
         (code, _, error), (other_code, _, other_error) = run_two(folder, "unlike")
         assert code != 0
         assert other_code != 0
-        assert "the engine must be made alike on all processes" in error
-        assert "max_num_seqs=3" in error + other_error
+        rule = "the engine must be made alike on all processes, got max_num_seqs 2 and 3; "
+        assert rule in error
+        assert rule in other_error
+        assert "dtype float32 and bfloat16" in error
 
     @pytest.mark.parametrize(
         "what", [pytest.param("leader fails", marks=pytest.mark.slow), "follower fails", "follower is killed"]
@@ -152,6 +158,36 @@ def test_one_process_follows_nobody():
     with pytest.raises(ValueError, match=r"follow\(\)'s process must be one of several .*, got 0\."):
         engine.follow()
     engine.close()  # does nothing
+
+
+class TestRequireAlike:
+    MESH = Mesh(np.array([jax.devices()[0]] * 2).reshape(1, 2), ("tp", "cp"))  # for checks alone
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"dtype": "bfloat16"}, "dtype float32 and bfloat16"),
+            ({"cp_kv_cache_interleave_size": 2}, "cp_kv_cache_interleave_size 1 and 2"),
+            ({"mesh": make_mesh()}, r"mesh {'tp': 1, 'cp': 2} of devices \[0, 0\] and {'tp': 1, 'cp': 1} .*"),
+        ],
+    )
+    def test_names_what_differs_between_models(self, folder, change, message):
+        models = [load_shapes(folder, **{"mesh": self.MESH} | of) for of in ({}, change, {})]
+        with pytest.raises(ValueError, match=rf"the engine must be .* processes, got {message}\.$"):
+            require_alike([of_model(model) for model in models])
+
+    @pytest.mark.parametrize(("attribute", "name"), [("peers", "peer memory"), ("kv_scales", "kv_scales")])
+    def test_names_what_only_some_have(self, folder, attribute, name):
+        models = [load_shapes(folder, mesh=self.MESH) for _ in range(2)]
+        setattr(models[0], attribute, ())
+        with pytest.raises(ValueError, match=f"got a draft model's {name} True and False"):
+            require_alike([of_model(model, "a draft model's ") for model in models])
+
+    def test_takes_another_config_for_another_model(self, folder):
+        told = [of_model(load_shapes(of, mesh=self.MESH)) for of in (folder, folder / "draft", folder)]
+        require_alike([told[0], told[2], {}])
+        with pytest.raises(ValueError, match=r"got config of 320 tokens, 512 positions, sha256 \w+ and of"):
+            require_alike(told)
 
 
 class TestProcessesOf:
