@@ -32,7 +32,7 @@ _NAME_BYTES = 256
 
 
 class ProcessError(RuntimeError):
-    """Another process of the engine has failed; the message has its error."""
+    """A process of the engine has failed; the message has its error."""
 
 
 def processes_of(mesh: Mesh | None) -> "Processes | None":
@@ -82,6 +82,9 @@ class Processes:
             threading.Thread(target=self._listen, args=other, name="jattn-processes", daemon=True)
             for other in self._others.items()
         ]
+        # It waits from now on: where an error ends the interpreter, no thread can be started.
+        self._is_over = threading.Event()
+        threading.Thread(target=self._end_soon, name="jattn-end", daemon=True).start()
         for thread in self._listeners:
             thread.start()
         atexit.register(self._at_exit)  # before jax.distributed's own, which waits for all
@@ -157,6 +160,7 @@ class Processes:
         """Lets the others go, where this is process 0."""
         if not self._is_closed:
             self._is_closed = True
+            self._is_over.set()
             if self.leads and self.error is None:
                 self._tell_quietly(END)
             for other in self._others.values():
@@ -172,7 +176,15 @@ class Processes:
 
     def _end_with(self, text: str) -> None:
         self.error = text
-        threading.Thread(target=_end_soon, args=(text,), daemon=True).start()
+        self._is_over.set()
+
+    def _end_soon(self) -> None:
+        """Ends a process that waits: nobody can interrupt a wait for devices, or for others at the exit."""
+        self._is_over.wait()
+        if self.error is not None:  # else it is closed
+            time.sleep(GRACE_S)
+            print(f"jattn: {self.error}; this process ends.", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _next(self, wanted: str) -> Any:
         _, what, arguments = self._heard.get()
@@ -193,6 +205,7 @@ class Processes:
             self._heard.put((index, what, arguments))
             if what == END:
                 self._is_closed = True
+                self._is_over.set()
                 return
             if what == FAILED:
                 self._heard_of_failure(arguments[0])
@@ -210,13 +223,6 @@ class Processes:
         for other in self._others.values():
             with contextlib.suppress(OSError):  # it is gone, as its listener knows
                 other.send_bytes(message)
-
-
-def _end_soon(text: str) -> None:
-    """Ends a process that does not: nobody can interrupt a wait for devices, or for others at the exit."""
-    time.sleep(GRACE_S)
-    print(f"jattn: {text}; this process ends.", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def require_alike(options: Sequence[Mapping[str, str]]) -> None:

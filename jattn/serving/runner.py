@@ -6,6 +6,7 @@ prepares a step while the device runs the last.
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -216,11 +217,12 @@ class Runner:
     def warm_up(self, cold: Sequence[Cold]) -> None:
         """Runs these executables on no requests; waits for them."""
         self._tell("warm_up", cold)
-        for place, bucket in cold:
-            if place < len(self._runs):
-                self._caches = self._runs[place].run(bucket, self._leaves, self._caches)
-            elif self._proposer is not None:
-                self._proposer.warm_up(place - len(self._runs), bucket)
+        with self._fails_for_all(BaseException):
+            for place, bucket in cold:
+                if place < len(self._runs):
+                    self._caches = self._runs[place].run(bucket, self._leaves, self._caches)
+                elif self._proposer is not None:
+                    self._proposer.warm_up(place - len(self._runs), bucket)
 
     def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, Asked]:
         """What `start` is given for a step of these generations, one a row."""
@@ -277,6 +279,27 @@ class Runner:
         if self._processes is not None and asked is not None:
             call = call.on_host()
             self._tell("start", call)
+        with self._fails_for_all(BaseException):
+            return self._started(call, asked)
+
+    def read(self) -> Iterator[NewTokens]:
+        """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
+        flying = self._in_flight[0]
+        with self._fails_for_all(Exception):
+            yield from new_tokens(flying, self._in_flight.popleft)
+
+    # --------------------------------------------------------------------------------------- inside
+    @contextlib.contextmanager
+    def _fails_for_all(self, kind: type[BaseException]) -> Iterator[None]:
+        """The others run this, too: where it fails here alone, they would wait for this process forever."""
+        try:
+            yield
+        except kind as error:
+            if self._processes is not None and self._processes.failure_elsewhere() is None:
+                self._processes.fail(error)
+            raise
+
+    def _started(self, call: StepCall, asked: Asked | None) -> Any:
         call = call.after(self._last_tokens)
         self._caches = self._copies(self._caches, call.block_copies, call.near_copies)
         graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
@@ -302,12 +325,6 @@ class Runner:
         self.num_cascade_steps += call.prefix_len > 0
         return None
 
-    def read(self) -> Iterator[NewTokens]:
-        """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
-        flying = self._in_flight[0]
-        yield from new_tokens(flying, self._in_flight.popleft)
-
-    # --------------------------------------------------------------------------------------- inside
     def _drafted(self, call: StepCall) -> tuple[StepTokens, tuple[Any, Any] | None]:
         """A step's tokens, and its drafts with their numbers; has the proposer begin with them."""
         if self._proposer is None:

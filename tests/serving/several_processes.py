@@ -1,5 +1,7 @@
 """One of two processes, with two CPU devices each, that run one engine: the other is told what to do.
 
+For "keys" each has one device, and on it half of the keys of each request.
+
 Run by tests/serving/test_processes.py: PORT RANK FOLDER WHAT.
 """
 
@@ -14,7 +16,8 @@ from typing import Any
 import jax
 
 PORT, RANK, FOLDER, WHAT = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), sys.argv[4]
-jax.config.update("jax_num_cpu_devices", 2)
+MESH = {"cp": 2} if WHAT == "keys" else {"tp": 4}
+jax.config.update("jax_num_cpu_devices", 1 if WHAT == "keys" else 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, RANK)
 
@@ -24,12 +27,13 @@ from flax import nnx  # noqa: E402
 import jattn  # noqa: E402
 from jattn.models import load  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
+from tests.serving.faults import device_fails  # noqa: E402
 from tests.serving.requests_of_processes import SIZES, asked, drafted  # noqa: E402
 
 
 def main() -> None:
     dtype = "bfloat16" if WHAT == "unlike" and RANK > 0 else None
-    model = load(FOLDER, dtype=dtype, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
+    model = load(FOLDER, dtype=dtype, mesh=jattn.parallel.make_mesh(**MESH), progress=False)
     run(model, WHAT)
     if WHAT == "serve":  # one engine behind another
         run(model, "draft model")
@@ -76,12 +80,21 @@ def fail_soon(engine: Engine) -> None:
     fail()
 
 
+def fail_in_a_step(engine: Engine) -> None:
+    """The other has begun it by then."""
+    engine.generate([[1, 2, 3]], max_tokens=2)
+    print(json.dumps({"failed_at": time.time()}), flush=True)
+    with device_fails(engine):
+        engine.generate([[1, 2, 3]], max_tokens=2)
+
+
 def go_on(engine: Engine) -> None:
     while True:
         engine.generate([[1, 2, 3]], max_tokens=8)
 
 
-LEADS = {"serve": serve, "draft model": draft, "leader fails": fail_soon}
+LEADS = {"serve": serve, "keys": draft, "draft model": draft}
+LEADS |= {"leader fails": fail_soon, "leader fails in a step": fail_in_a_step}
 LEADS |= {"follower fails": go_on, "follower is killed": go_on}
 
 

@@ -1,8 +1,12 @@
 """Several processes run one engine: process 0 says what, and none outlives another's failure for long."""
 
+import collections
 import json
 import os
+import subprocess
+import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -16,12 +20,26 @@ from jattn.serving import Engine
 from jattn.serving.cli import main
 from jattn.serving.engine_parts import of_model
 from jattn.serving.processes import processes_of, require_alike
+from jattn.serving.warming import Cold, Runs
 from tests.serving.requests_of_processes import SIZES, asked, drafted
 from tests.serving.tiny import one_layer_model
-from tests.two_processes import free_port, run_both
+from tests.two_processes import ROOT, free_port, run_both
 
 MODEL = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}  # on four, each held twice
 SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itself watches takes 100 and more
+SAID = {
+    "leader fails in a step": "process 0 failed: JaxRuntimeError: INTERNAL: the device fell over",
+    "follower is killed": "process 1 ended without a word",
+}
+BY_AN_ERROR = """
+import atexit, multiprocessing, time
+from jattn.serving import processes
+atexit.register(time.sleep, 60)  # as jax.distributed, which waits for all
+processes._meet, processes.GRACE_S = lambda: {1: connection}, 0.1
+connection, other = multiprocessing.Pipe()
+processes.Processes()
+raise RuntimeError("it has had enough")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +81,12 @@ class TestTwoProcesses:
         num_drafts, num_accepted = of_drafts["drafts"]
         assert 0 < num_accepted < num_drafts
 
+    def test_get_them_where_each_has_some_of_the_keys(self, folder):
+        (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "keys")
+        assert (code, other_code) == (0, 0), error + other_error
+        assert last_json(lines) == drafted(Engine(load(folder, progress=False), **SIZES))
+        assert other_lines[-1] == "followed"
+
     def test_must_be_made_alike(self, folder):
         (code, _, error), (other_code, _, other_error) = run_two(folder, "unlike")
         assert code != 0
@@ -73,12 +97,18 @@ class TestTwoProcesses:
         assert "dtype float32 and bfloat16" in error
 
     @pytest.mark.parametrize(
-        "what", [pytest.param("leader fails", marks=pytest.mark.slow), "follower fails", "follower is killed"]
+        "what",
+        [
+            pytest.param("leader fails", marks=pytest.mark.slow),
+            "leader fails in a step",
+            "follower fails",
+            "follower is killed",
+        ],
     )
     def test_end_with_the_error_of_the_one_that_failed(self, folder, what):
         ends = run_two(folder, what)
         ended_at = time.time()
-        said = "process 1 ended without a word" if what == "follower is killed" else "it has had enough"
+        said = SAID.get(what, "it has had enough")
         told = ends[:1] if what == "follower is killed" else ends
         assert all(code != 0 for code, *_ in ends), ends
         assert all(said in error for *_, error in told), ends
@@ -160,6 +190,15 @@ def test_one_process_follows_nobody():
     engine.close()  # does nothing
 
 
+@pytest.mark.kernels
+def test_a_process_that_an_error_ends_does_not_wait_for_the_others():
+    done = subprocess.run(
+        [sys.executable, "-c", BY_AN_ERROR], capture_output=True, text=True, timeout=50, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert "jattn: process 0 failed: RuntimeError: it has had enough; this process ends." in done.stderr
+
+
 class TestRequireAlike:
     MESH = Mesh(np.array([jax.devices()[0]] * 2).reshape(1, 2), ("tp", "cp"))  # for checks alone
 
@@ -188,6 +227,65 @@ class TestRequireAlike:
         require_alike([told[0], told[2], {}])
         with pytest.raises(ValueError, match=r"got config of 320 tokens, 512 positions, sha256 \w+ and of"):
             require_alike(told)
+
+
+class StandIn:
+    """Of Processes that this one leads; nobody listens."""
+
+    leads = True
+
+    def __init__(self, elsewhere=None):
+        self.elsewhere, self.failed = elsewhere, []
+
+    def send(self, *_):
+        pass
+
+    def failure_elsewhere(self):
+        return self.elsewhere
+
+    def fail(self, error):
+        self.failed.append(error)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2, max_num_batched_tokens=16)
+    return engine._runner
+
+
+@pytest.mark.parametrize("what", ["start", "warm_up", "read"])
+class TestWhatProcess0FailsIn:
+    def failing(self, runner, what, error, monkeypatch, elsewhere=None):
+        """What the others are told where it fails with the error."""
+
+        def fails(*_):
+            raise error
+
+        others, call = StandIn(elsewhere), types.SimpleNamespace(on_host=lambda: call, after=fails)
+        monkeypatch.setattr(runner, "_processes", others)
+        monkeypatch.setattr(runner, "_in_flight", collections.deque([None]))
+        monkeypatch.setattr(Runs, "run", fails)
+        monkeypatch.setattr("jattn.serving.runner.new_tokens", fails)
+        runs = {
+            "start": lambda: runner.start(call, object()),
+            "warm_up": lambda: runner.warm_up([Cold(0, runner.graphs.buckets[0])]),
+            "read": lambda: list(runner.read()),
+        }
+        with pytest.raises(type(error)):
+            runs[what]()
+        return others.failed
+
+    def test_is_told_to_those_who_have_begun_it(self, runner, what, monkeypatch, types_unchecked):
+        error = MemoryError("here alone")
+        assert self.failing(runner, what, error, monkeypatch) == [error]
+
+    def test_is_not_told_where_another_s_failure_is_why(self, runner, what, monkeypatch, types_unchecked):
+        error = ConnectionError("by peer")
+        assert self.failing(runner, what, error, monkeypatch, "process 1 failed") == []
+
+    def test_is_nothing_where_a_reading_is_interrupted(self, runner, what, monkeypatch, types_unchecked):
+        error = KeyboardInterrupt()
+        assert self.failing(runner, what, error, monkeypatch) == ([] if what == "read" else [error])
 
 
 class TestProcessesOf:
