@@ -28,15 +28,16 @@ from jattn.serving import Engine  # noqa: E402
 MODEL = "examples/tiny_model"
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 33, "max_model_len": 64}
 PROMPTS = ["def f(", "class "]
+WAYS = (("tp", False), ("tp", True), ("cp", True))  # what is cut in two: heads, or keys; with peer memory
 
 
 def generated(engine: Engine) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=16)]
 
 
-def of_both(*, uses_peers: bool) -> Any:
+def of_both(*, uses_peers: bool, **axes: int) -> Any:
     """Tokens in process 0; None in the other, which follows."""
-    model = load(MODEL, mesh=jattn.parallel.make_mesh(tp=2), dtype=jnp.bfloat16, progress=False)
+    model = load(MODEL, mesh=jattn.parallel.make_mesh(**axes), dtype=jnp.bfloat16, progress=False)
     if uses_peers:
         reason = why_no_peer_memory(model)  # what `jattn serve` asks
         assert reason == (None if WHERE == "gpu" else "devices are no NVIDIA GPUs"), reason
@@ -51,7 +52,7 @@ def of_both(*, uses_peers: bool) -> Any:
 
 
 def main() -> None:
-    found = {"psum": of_both(uses_peers=False), "peers": of_both(uses_peers=True)}
+    found = {f"{axis} {uses_peers}": of_both(uses_peers=uses_peers, **{axis: 2}) for axis, uses_peers in WAYS}
     if RANK == 0:
         found["alone"] = generated(Engine(load(MODEL, dtype=jnp.bfloat16, progress=False), **SIZES))
         print(json.dumps(found), flush=True)
