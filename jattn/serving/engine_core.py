@@ -184,8 +184,9 @@ class EngineCore:
                         self.drop([new.request_id])
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
-        if new.prompt_logprobs and new.prompt_start == len(generation.prompt_logprobs):
-            generation.prompt_logprobs += new.prompt_logprobs  # else known, from before a preemption
+        num_known = len(generation.prompt_logprobs)  # some of the new ones, where it was preempted
+        if new.prompt_logprobs and new.prompt_start <= num_known:
+            generation.prompt_logprobs += new.prompt_logprobs[num_known - new.prompt_start :]
         if not new.token_ids:
             return
         num_accepted = len(new.token_ids) - 1

@@ -139,7 +139,10 @@ def build_request(
         )
 
     text = prompt if isinstance(prompt, str) else None
-    return Request(text, params, [generation(params.of_completion(index)) for index in range(params.n)])
+    first, *others = (generation(params.of_completion(index)) for index in range(params.n))
+    for one in others:  # the prompt is computed once, by whichever of them
+        one.prompt_logprobs = first.prompt_logprobs
+    return Request(text, params, [first, *others])
 
 
 def _most_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int | None, limits: PromptLimits) -> int:

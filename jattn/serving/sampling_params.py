@@ -171,12 +171,7 @@ class SamplingParams:
     def of_completion(self, index: int) -> "SamplingParams":
         """Those of completion number `index` of n, whose seed is as many higher."""
         assert self.seed is not None
-        return dataclasses.replace(
-            self,
-            n=1,
-            seed=(self.seed + index) % NUM_SEEDS,
-            prompt_logprobs=None if index else self.prompt_logprobs,
-        )
+        return dataclasses.replace(self, n=1, seed=(self.seed + index) % NUM_SEEDS)
 
 
 def _is_number(value: Any) -> bool:

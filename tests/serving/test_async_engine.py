@@ -87,7 +87,7 @@ class TestGenerate:
             outputs = [output async for output in async_engine.generate("abc", params, request_id="mine")]
             assert {output.request_id for output in outputs} == {"mine"}
             told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-            assert told == [want.prompt_logprobs]
+            assert told == [want.prompt_logprobs] * 3  # each with its first token
             return [
                 [i for output in outputs if output.index == index for i in output.new_token_ids]
                 for index in range(3)

@@ -225,11 +225,13 @@ class TestEngine:
         crowded, alone = engine_of(num_blocks=9, budget=11), engine_of()
         prompts = [random.Random(i).choices(range(320), k=15 + i) for i in range(4)]
         params = [SamplingParams(seed=i, n=3, prompt_logprobs=1 if i == 1 else None, **HOT) for i in range(4)]
-        names = [crowded.add_request(*pair) for pair in zip(prompts, params, strict=True)]
-        ids, _, _ = drained(crowded)
+        results = crowded.generate(prompts, params)
         assert crowded.stats.num_preemptions > 0
-        for name, result in zip(names, alone.generate(prompts, params), strict=True):
-            assert [ids[name, i] for i in range(3)] == [one.token_ids for one in result.outputs]
+        for got, want in zip(results, alone.generate(prompts, params), strict=True):
+            assert [one.token_ids for one in got.outputs] == [one.token_ids for one in want.outputs]
+        for one in results[1].outputs:
+            assert [place and next(iter(place)) for place in one.prompt_logprobs] == [None, *prompts[1][1:]]
+        assert results[0].outputs[2].prompt_logprobs is None
         assert crowded.stats.num_used_blocks == 0
 
     def test_the_copy_is_made_in_the_caches_that_are_given_up(self):

@@ -218,8 +218,33 @@ class TestLogprobs:
                     assert all(abs(one.logprob - table[i][token]) < 1e-4 for token, one in got.items())
         assert (engine.stats.num_preemptions > 0) == (num_blocks == 8)
 
+    def test_of_a_prompt_that_is_preempted_in_its_midst_are_all_told(self, engine):
+        small = engine_of(num_blocks=14, budget=7, enable_prefix_caching=False)
+        prompts = [random.Random(i).choices(range(256), k=k) for i, k in enumerate((15, 8, 49))]
+        params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20)]
+        params += [SamplingParams(max_tokens=5, prompt_logprobs=1)]
+        got, want = (one.generate(prompts, params)[2].prompt_logprobs for one in (small, engine))
+        assert small.stats.num_preemptions > 0
+        assert [place and next(iter(place)) for place in got] == [None, *prompts[2][1:]]
+        for one, other in zip(got[1:], want[1:], strict=True):
+            token = next(iter(one))
+            assert abs(one[token].logprob - other[token].logprob) < 1e-3
+
 
 class TestCompletions:
+    def test_each_of_n_tells_of_the_prompt(self, engine):
+        params = SamplingParams(seed=1, n=3, temperature=1.0, max_tokens=2, prompt_logprobs=1)
+        (result,) = engine.generate(["abc"], params)
+        first, *others = (one.prompt_logprobs for one in result.outputs)
+        assert others == [first, first]
+        assert len(first) == 3
+        name = engine.add_request("abc", params)
+        told = []
+        while engine.has_unfinished_requests():
+            told += [(one.index, one.prompt_logprobs) for one in engine.step() if one.prompt_logprobs]
+        assert sorted(index for index, _ in told) == [0, 1, 2], name
+        assert all(logprobs == first for _, logprobs in told)
+
     def test_n_are_those_of_seeds_that_follow_each_other(self, engine):
         hot = {"temperature": 1.5, "max_tokens": 7}
         (result,) = engine.generate(["abc"], SamplingParams(seed=10, n=3, **hot))
