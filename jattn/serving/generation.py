@@ -106,7 +106,8 @@ class Generation:
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in (self.sampling_params.stop_token_ids or ()) else None
-            piece = self._ended(self.text.flush())
+            shown = self.text.append(token_id) if self.sampling_params.include_stop_str_in_output else ""
+            piece = self._ended(shown + self.text.flush())
         else:
             piece = self.text.append(token_id) if self._has_text else ""
             if piece:

@@ -94,8 +94,8 @@ class GenerationResult:
 
     Attributes:
         token_ids: The new tokens, the stop token included.
-        text: Their text, without the stop token, and without the stop string unless it was to be kept; empty
-            if the model has no tokenizer.
+        text: Their text, without the stop token or string unless it was to be kept; empty if the model has no
+            tokenizer.
         finish_reason: "stop": a stop token or string came; "length": max_tokens or the model's context is
             reached; "abort": `AsyncEngine.abort`; "error": see RequestError.
         stop_reason: The stop string, or the token of stop_token_ids, that ended it; None = none of these.

@@ -133,7 +133,7 @@ def build_request(
             max_tokens=most,
             sampling_params=params,
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
-            text=TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens),
+            text=TextStream(tokenizer, token_ids, skip_special_tokens=params.skip_special_tokens),
             hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
             mask=token_mask(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars),
         )

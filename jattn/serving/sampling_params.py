@@ -33,7 +33,7 @@ class SamplingParams:
         stop: Texts that end the completion; it is cut before them. One string or several; None = ().
         stop_token_ids: Tokens that end the completion, besides the model's eos. None = ().
         ignore_eos: The model's eos does not end the completion.
-        include_stop_str_in_output: The text keeps the stop string that ended it.
+        include_stop_str_in_output: The text keeps the stop string, or the token, that ended it.
         presence_penalty: Taken off the logits of tokens that were generated. In [-2, 2].
         frequency_penalty: The same, times how often. In [-2, 2].
         repetition_penalty: Logits of tokens of the prompt or generated are divided by it where positive,

@@ -4,24 +4,27 @@ from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a character to
+MOST_PROMPT = 6  # tokens of a prompt that are looked at, about as many as in vLLM
 
 
 class TextStream:
     """The text of a growing list of tokens, in pieces that never cut a UTF-8 character.
 
     A token may hold a part of a character; its bytes are held back until the character is complete. A token
-    is decoded together with those of the piece before it, since some tokenizers write a space only behind
-    another token.
+    is decoded together with those of the piece before it, at first the prompt's last ones, since some
+    tokenizers write a space only behind another token.
 
     Source: vLLM `detokenize_incrementally`.
     """
 
-    def __init__(self, tokenizer: Any | None, *, skip_special_tokens: bool = True) -> None:
-        """Starts empty; `tokenizer` None = every piece is empty."""
+    def __init__(
+        self, tokenizer: Any | None, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        """Starts empty, behind a prompt that is no part of it; `tokenizer` None = every piece is empty."""
         self.text = ""
         self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
-        self._token_ids: list[int] = []
-        self._context = self._read = 0  # first token of the last piece, and of the one to come
+        self._token_ids = self._end_of(prompt_ids)  # tokens of the last piece, and of the one to come
+        self._num_read = len(self._token_ids)  # those of the last piece
 
     @property
     def has_tokenizer(self) -> bool:
@@ -30,26 +33,46 @@ class TextStream:
 
     def append(self, token_id: int) -> str:
         """Takes one more token; returns the text that is complete now and was not before."""
-        self._token_ids.append(token_id)
-        before = self._decode(self._context, self._read)
-        now = self._decode(self._context, len(self._token_ids))
-        if len(now) <= len(before) or now.endswith(INCOMPLETE):
+        if self._tokenizer is None:
             return ""
-        self._context, self._read = self._read, len(self._token_ids)
+        self._token_ids.append(token_id)
+        before, now = self._decode(self._token_ids[: self._num_read]), self._decode(self._token_ids)
+        if len(now) <= len(before) or now.endswith(INCOMPLETE):
+            if self._is_left_out(token_id):
+                self._token_ids.pop()  # else a thousand of them would be decoded with each that follows
+            return ""
         return self._emit(now[len(before) :])
 
     def flush(self) -> str:
         """The text held back, with a replacement character for what never became complete."""
-        whole = self._decode(0, len(self._token_ids))
-        return self._emit(whole[len(self.text) :]) if whole.startswith(self.text) else ""
+        before = self._decode(self._token_ids[: self._num_read])
+        return self._emit(self._decode(self._token_ids)[len(before) :])
 
-    def _decode(self, first: int, end: int) -> str:
+    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Some of a prompt's last tokens, that neither begin nor end within a character."""
+        last = list(prompt_ids[-MOST_PROMPT:])
+        for end in range(len(last), 0, -1):
+            for first in range(end):
+                if INCOMPLETE not in self._decode(last[first:end]):
+                    return last[first:end]
+        return []
+
+    def _is_left_out(self, token_id: int) -> bool:
+        """Whether the token is in no text at all: a special one, or one that the tokenizer does not have."""
+        assert self._tokenizer is not None
+        if self._tokenizer.id_to_token(token_id) is None:
+            return True
+        shown = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return shown != "" and self._decode([token_id]) == ""
+
+    def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
             return ""
-        ids = self._token_ids[first:end]
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def _emit(self, piece: str) -> str:
+        self._token_ids = self._token_ids[self._num_read :]
+        self._num_read = len(self._token_ids)
         self.text += piece
         return piece
 
@@ -62,21 +85,25 @@ class StopFilter:
         self.text = ""
         self._stop, self._keeps_it, self._held = tuple(stop), keeps_it, ""
         self._most_held = max(map(len, self._stop), default=1) - 1
+        self._num_free = 0  # of the characters held, those that no stop string may end with
 
     def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Takes what comes next.
 
         Args:
             piece: Text.
-            may_stop: Without it stop strings are text like any other.
+            may_stop: Without it a stop string that ends here is text like any other; one that begins here
+                may end later.
 
         Returns:
             What may be shown now, and the stop string that ended the text; None = none did.
         """
         self._held += piece
-        if not may_stop or not self._stop:
+        if not self._stop:
             return self.flush(), None
-        found = min(((self._held.find(s), s) for s in self._stop if s in self._held), default=None)
+        if not may_stop:
+            self._num_free = len(self._held)
+        found = min(((place, s) for s in self._stop if (place := self._place(s)) >= 0), default=None)
         if found is not None:
             first, stop = found
             self._held = self._held[: first + len(stop) * self._keeps_it]
@@ -87,6 +114,10 @@ class StopFilter:
         """What was held back."""
         return self._show(len(self._held))
 
+    def _place(self, stop: str) -> int:
+        """Where a stop string is in what is held, if it ends where one may; -1 = nowhere."""
+        return self._held.find(stop, max(self._num_free - len(stop) + 1, 0))
+
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""
         for n in range(min(self._most_held, len(self._held)), 0, -1):
@@ -96,5 +127,6 @@ class StopFilter:
 
     def _show(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]
+        self._num_free = max(self._num_free - count, 0)
         self.text += shown
         return shown

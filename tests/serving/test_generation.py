@@ -20,6 +20,24 @@ def generation(max_tokens=9, stop_ids=(), **params):
     )
 
 
+@pytest.mark.parametrize("ends", [{"stop_token_ids": [B]}, {"eos": [B]}])
+def test_keeps_the_token_that_ended_it_where_that_was_asked(ends):
+    under_way = generation(stop_ids=ends.pop("eos", ()), include_stop_str_in_output=True, **ends)
+    for token_id in (A, EURO[0], B):
+        under_way.append(token_id)
+    result = under_way.result()
+    assert (result.text, result.finish_reason) == ("a\ufffdb", "stop")
+    assert result.stop_reason == (B if ends else None)
+
+
+def test_a_stop_string_may_begin_before_min_tokens():
+    for min_tokens, text in ((2, ""), (3, "aba")):
+        under_way = generation(max_tokens=3, min_tokens=min_tokens, stop="ab")
+        for token_id in (A, B, A)[: 3 if min_tokens == 3 else 2]:
+            under_way.append(token_id)
+        assert under_way.result().text == text
+
+
 @pytest.mark.parametrize(
     ("token_ids", "options", "pieces", "reason"),
     [

@@ -24,6 +24,20 @@ def byte_tokenizer():
 BYTES = byte_tokenizer()
 
 
+def llama_tokenizer():
+    """As Llama 2's, whose decoder strips the first space: three special tokens, bytes, words."""
+    words = [f"\u2581{word}" for word in ("Hello", "world", "")]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    decoders = tokenizers.decoders
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1, right=0)])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
 def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None, **changes):
     """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
     config = read_config(GOLDEN / "hf" / "llama")
