@@ -14,6 +14,7 @@ GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 NUM_SEEDS = 2**32
 MAX_LOGPROBS = 20  # vLLM's max_logprobs
 MAX_BIAS = 100.0
+MAX_TEMPERATURE = 1e30  # float32 holds it, and what is divided by it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class SamplingParams:
     Attributes:
         max_tokens: Most new tokens. None = as many as the model's context and the cache leave.
         min_tokens: What would end the text (the model's eos, stop_token_ids, stop) does not before so many.
-        temperature: Logits are divided by it; 0 (or less than 1e-5) = greedy, whatever the filters say.
+        temperature: Logits are divided by it; 0 (or less than 1e-5) = greedy, whatever the filters say. At
+            most 1e30.
         top_p: Only the likeliest tokens whose probabilities together reach top_p, after top_k. 1 = off.
         top_k: Only the k likeliest tokens, and those as likely as the k-th. None, 0 or -1 = off.
         min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
@@ -78,7 +80,8 @@ class SamplingParams:
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         self._check_kinds()
-        require(0 <= self.temperature < math.inf, "temperature", "be at least 0", self.temperature)
+        require(self.temperature >= 0, "temperature", "be at least 0", self.temperature)
+        require(self.temperature <= MAX_TEMPERATURE, "temperature", "be at most 1e30", self.temperature)
         require(self.top_k is None or self.top_k >= -1, "top_k", "be at least 0 (None = off)", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1 = off)", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "be in [0, 1] (0 = off)", self.min_p)

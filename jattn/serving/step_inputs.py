@@ -13,6 +13,7 @@ from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata
 from jattn.serving.scheduled_step import Step
 from jattn.serving.step import StepTokens
+from jattn.serving.token_filter import without
 
 
 def step_tokens(
@@ -93,17 +94,25 @@ def step_adjustments(
     if not any([generation.is_adjusted for generation in generations]):
         return None
     requests = [
-        Adjusted(
-            one.sampling_params,
-            *one.penalised_ids(),
-            end_ids=one.end_ids,
-            num_generated=one.num_generated,
-            pending_row=row_before[request_id] if one.num_pending else -1,
-            allowed=None if one.mask is None else one.mask.allowed(),
-        )
+        _adjusted(one, row_before[request_id] if one.num_pending else -1)
         for request_id, one in zip(step.request_ids, generations, strict=True)
     ]
     return build_adjustments(requests, last_tokens, **sizes)
+
+
+def _adjusted(one: Generation, pending_row: int) -> Adjusted:
+    """What a generation asks for. Where its mask allows nothing but ends, they may come before min_tokens."""
+    allowed, end_ids = None if one.mask is None else one.mask.allowed(), one.end_ids
+    if allowed is not None and end_ids and not without(allowed, end_ids).any():
+        end_ids = ()
+    return Adjusted(
+        one.sampling_params,
+        *one.penalised_ids(),
+        end_ids=end_ids,
+        num_generated=one.num_generated,
+        pending_row=pending_row,
+        allowed=allowed,
+    )
 
 
 class PromptPart(NamedTuple):

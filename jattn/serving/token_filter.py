@@ -88,10 +88,10 @@ def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
 
 
 def without(bits: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-    """A copy of a mask that does not allow these."""
+    """A copy of a mask that does not allow these; a checkpoint's eos may be beyond the vocabulary."""
     bits = bits.copy()
     for token in token_ids:
-        bits[token // 32] &= ~np.uint32(1 << token % 32)
+        bits[token // 32 : token // 32 + 1] &= ~np.uint32(1 << token % 32)
     return bits
 
 

@@ -90,6 +90,14 @@ class TestEngine:
         )
         assert re.fullmatch("[a-c]{8}", engine.generate(["p"], params)[0].text)
 
+    def test_it_goes_before_min_tokens(self, engine):
+        (y,) = BYTES.encode("y").ids
+        ends = {"min_tokens": 2, "stop_token_ids": [y]}
+        (result,) = engine.generate(["a"], dataclasses.replace(asks(choice=["yes"]), **ends))
+        assert (result.text, result.finish_reason, result.stop_reason) == ("yes", "stop", None)
+        (result,) = engine.generate(["a"], SamplingParams(allowed_token_ids=[y], **ends))
+        assert result.token_ids == [y, y]
+
     @pytest.mark.kernels
     def test_the_model_s_end_may_come_where_the_form_allows_it(self):
         model = engine_of().model
