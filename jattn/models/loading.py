@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jattn.models import tokenizer_files
 from jattn.models.checkpoint import check_tensors, float_dtype, open_tensors, optional_module
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
@@ -170,8 +171,8 @@ def load(
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales, model.generation_config = kv_scales, generation_config
-    if (directory / "tokenizer.json").exists():
-        model.tokenizer = _read_tokenizer(directory / "tokenizer.json")
+    if (directory / tokenizer_files.FILE).exists():
+        model.tokenizer = tokenizer_files.read_tokenizer(directory / tokenizer_files.FILE)
     return model
 
 
@@ -221,11 +222,13 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     (directory / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     model.generation_config.write(directory)
     if model.tokenizer is not None:
-        model.tokenizer.save(str(directory / "tokenizer.json"))
+        model.tokenizer.save(str(directory / tokenizer_files.FILE))
 
 
 def read_config(directory: str | pathlib.Path) -> DecoderConfig:
     """The configuration in a Hugging Face folder; generation_config.json's eos_token_id wins.
+
+    The tokenizer's own eos_token ends a text, too, as in vLLM.
 
     Raises:
         FileNotFoundError: There is no such folder, or no config.json in it.
@@ -233,22 +236,18 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
         NotImplementedError: As `DecoderConfig.from_hf`.
     """
     directory = pathlib.Path(directory)
-    hf = read_json(directory / "config.json")
-    generation = directory / FILE
+    hf, told = read_json(directory / "config.json"), {}
+    generation, own = directory / FILE, tokenizer_files.eos_id_of(directory)
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
         rule = "be an int or a list of them"
         require(eos is None or are_token_ids(eos), f"{generation}: eos_token_id", rule, repr(eos))
-        hf = hf if eos is None else hf | {"eos_token_id": eos}
+        told = {} if eos is None else {"eos_token_id": eos}
     try:
-        return DecoderConfig.from_hf(hf)
+        config = DecoderConfig.from_hf({**text_part(hf), **told})
+        if own is not None and own not in config.eos_token_ids:
+            ids = [*config.eos_token_ids, own]
+            config = DecoderConfig.from_hf({**text_part(hf), "eos_token_id": ids})
+        return config
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
-
-
-def _read_tokenizer(path: pathlib.Path) -> Any:
-    tokenizers = optional_module("tokenizers")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # all that the package raises is a bare Exception
-        raise ValueError(f"{path} must be a tokenizer of the tokenizers package, got {error}.") from error

@@ -167,6 +167,7 @@ BROKEN = {
     "config.json": ["{", "[1]", "\xff\xfe"],
     "generation_config.json": ["", "3"],
     "tokenizer.json": ["{", '{"model": 3}'],
+    "tokenizer_config.json": ["{", "[]"],
     "kv_scales.safetensors": ["x" * 20],
     "model.safetensors.index.json": ["{", "{}", '{"weight_map": {"x": 1}}'],
 }
@@ -218,6 +219,35 @@ def test_the_end_of_text_in_generation_config_wins(tmp_path):
     assert load(tmp_path, progress=False).config.eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
     assert load(tmp_path, progress=False).config.eos_token_ids == (5, 9)
+
+
+@pytest.mark.parametrize("named", ["<end>", {"content": "<end>", "special": True}])
+def test_the_tokenizer_s_end_of_text_ends_one_too(tmp_path, named):
+    write_checkpoint(tmp_path, TIED | {"eos_token_id": None}, random_tensors(TIED))
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.add_special_tokens(["<pad>", "<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load(tmp_path, progress=False).config.eos_token_ids == ()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    model = load(tmp_path, progress=False)
+    assert model.config.eos_token_ids == (3,)
+    save(model, tmp_path / "again")
+    assert load(tmp_path / "again", progress=False).config.eos_token_ids == (3,)
+    for ids, want in ([5], (5, 3)), ([3, 5], (3, 5)):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert load(tmp_path, progress=False).config.eos_token_ids == want
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none>"}))
+    assert load(tmp_path, progress=False).config.eos_token_ids == (3, 5)
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=8, pad_id=1, pad_token="b")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = load(tmp_path, progress=False)
+    assert [model.tokenizer.encode(text).ids for text in ("a", "a" * 9)] == [[0], [0] * 9]
 
 
 def test_shows_progress(tmp_path, capfd):

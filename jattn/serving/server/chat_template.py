@@ -13,7 +13,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jattn.serving.server.template_files import special_tokens_of, templates_of
+from jattn.models.tokenizer_files import special_tokens_of
+from jattn.serving.server.template_files import templates_of
 from pallas_kernels.checks import require
 
 
