@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jattn.serving.server.call_formats import CallFormat
@@ -93,9 +93,18 @@ class Braces:
 class CallReader:
     """Calls of a format; what is no call is content, as it came."""
 
-    def __init__(self, form: CallFormat, *, most: int | None = None) -> None:
-        """Of so many calls at most; None = any number."""
+    def __init__(
+        self, form: CallFormat, *, names: Collection[str] | None = None, most: int | None = None
+    ) -> None:
+        """For one text.
+
+        Args:
+            form: How calls are written. Where nothing opens them, an object is one if it has arguments.
+            names: Of functions that can be called; None = of any. Looked at where nothing opens a call.
+            most: So many calls at most; None = any number.
+        """
         self._form, self._most, self._num_calls = form, most, 0
+        self._names = None if form.opening else names
         self._held = ""  # of the text what has not been told
         self._is_behind_call = False  # and nothing but blanks since
         self._stage: Callable[[], bool] = self._outside if form.opening else self._at_start
@@ -163,15 +172,18 @@ class CallReader:
             return self._no_call()
         new, self._read = self._held[self._read :], len(self._held)
         if "{" in new and (found := HEAD.match(self._held, first)):
-            self._begin(json.loads(found[1], strict=False), "")
+            name = json.loads(found[1], strict=False)
+            if not self._is_known(name):
+                return self._no_call()
+            self._begin(name, "")
             self._go_to(self._in_arguments, found[0], found.end())
             return True
         end = self._braces.end(new, 0)
         if end is None:
             return False
         end += self._read - len(new)
-        call = _parsed(self._held[first:end])
-        if call is None:
+        call = _parsed(self._held[first:end], needs_arguments=not opening)
+        if call is None or not self._is_known(call[0]):
             return self._no_call()
         self._begin(*call)
         self._go_to(self._behind, self._held[first : end - 1], end - 1)
@@ -182,6 +194,9 @@ class CallReader:
         self._braces = Braces()
         self._braces.end(read, 0)
         self._held, self._stage = self._held[place:], stage
+
+    def _is_known(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
     def _no_call(self) -> bool:
         self._show(len(self._form.opening))
@@ -232,13 +247,15 @@ def _more(index: int, arguments: str) -> dict[str, Any]:
     return {"index": index, "function": {"arguments": arguments}}
 
 
-def _parsed(text: str) -> tuple[str, str] | None:
+def _parsed(text: str, *, needs_arguments: bool) -> tuple[str, str] | None:
     """Name and arguments of a call that is there as a whole; None = it is none."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(told, dict) or not isinstance(told.get("name"), str):
+        return None
+    if needs_arguments and not {"arguments", "parameters"} & told.keys():
         return None
     arguments = told.get("arguments", told.get("parameters", {}))
     return told["name"], json.dumps(arguments, ensure_ascii=False)

@@ -61,7 +61,9 @@ def calling(body: ChatCompletionBody, form: CallFormat | None, tokenizer: Any) -
         grammar = "tool_choice", StructuredOutputsParams(grammar=text)
     elif any(tool.function.strict for tool in tools):
         grammar = "tools", StructuredOutputsParams(grammar=strict_calls(known, tools, special, most=most))
-    return Calling(lambda: CallReader(known, most=most), grammar, special.get(known.opening, False))
+    names = {tool.function.name for tool in tools}
+    make_reader = lambda: CallReader(known, names=names, most=most)
+    return Calling(make_reader, grammar, special.get(known.opening, False))
 
 
 def named_tool(tools: Sequence[Tool], choice: NamedToolChoice) -> Tool:

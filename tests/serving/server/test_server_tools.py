@@ -113,6 +113,7 @@ class TestCallReader:
             (LLAMA3_JSON, f"Well. {LLAMA}", f"Well. {LLAMA}", []),
             (LLAMA3_JSON, '{"answer": {"name": 5}} it is', '{"answer": {"name": 5}} it is', []),
             (LLAMA3_JSON, '{"parameters": {}, "name": "f"}', "", [("f", "{}")]),
+            (LLAMA3_JSON, '{"name": "John", "age": 3}', '{"name": "John", "age": 3}', []),
             (LLAMA3_JSON, "<|pyth", "<|pyth", []),
         ],
     )
@@ -121,6 +122,13 @@ class TestCallReader:
         for cut in range(len(text) + 1):
             assert read(CallReader(form), [text[:cut], text[cut:]]) == want
         assert read(CallReader(form), text) == want
+
+    @pytest.mark.parametrize("text", [LLAMA, '{"parameters": {}, "name": "weather"}'])
+    def test_only_tools_are_called_where_nothing_opens_a_call(self, text):
+        for pieces in ([text], text):
+            assert read(CallReader(LLAMA3_JSON, names={"other"}), pieces) == (text, [], "stop")
+            assert read(CallReader(LLAMA3_JSON, names={"weather"}), pieces)[2] == "tool_calls"
+        assert read(CallReader(HERMES, names={"other"}), CALL) == ("", [WHETHER], "tool_calls")
 
     def test_holds_back_no_more_than_what_may_become_a_tag(self):
         reader = CallReader(HERMES)
@@ -239,6 +247,19 @@ class TestChat:
         assert (choice.message.content, choice.finish_reason) == ("Let me see. ", "tool_calls")
         assert choice.message.tool_calls[0].function.arguments == WHETHER[1]
         assert choice.message.tool_calls[0].id.startswith("call_")
+
+    def test_an_answer_in_json_is_no_call_of_llama_s(self, server):
+        text = '{"name": "John", "age": 3}'
+        asked = {"messages": [USER], "tools": [TOOL], "max_tokens": 60, "guided_choice": [text]}
+        service = server.server.service
+        before, service.call_format = service.call_format, LLAMA3_JSON
+        try:
+            (choice,) = server.post(CHAT, **asked)["choices"]
+            streamed = [event["choices"][0] for event in server.events(CHAT, **asked)]
+        finally:
+            service.call_format = before
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "".join(one["delta"].get("content", "") for one in streamed) == text
 
     def test_a_named_function_gets_arguments_of_its_schema(self, client):
         choice = {"type": "function", "function": {"name": "weather"}}
