@@ -22,6 +22,7 @@ class EngineInfo:
         default_sampling_params: The checkpoint's.
         vocab_size: Ids that the model knows.
         max_model_len: Tokens of the longest request, its new ones among them.
+        capacity_tokens: Tokens of a request that the cache holds.
         max_num_seqs: Completions that a step holds.
         block_size: Tokens of a cache block.
     """
@@ -30,8 +31,14 @@ class EngineInfo:
     default_sampling_params: SamplingParams
     vocab_size: int
     max_model_len: int
+    capacity_tokens: int
     max_num_seqs: int
     block_size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that is served, whether the model or the cache sets an end to it."""
+        return min(self.max_model_len, self.capacity_tokens)
 
     @staticmethod
     def of(engine: "Engine") -> "EngineInfo":
@@ -41,6 +48,7 @@ class EngineInfo:
             default_sampling_params=engine.default_sampling_params,
             vocab_size=engine.model.config.vocab_size,
             max_model_len=engine.max_model_len,
+            capacity_tokens=engine.scheduler.capacity_tokens,
             max_num_seqs=engine.scheduler.max_num_seqs,
             block_size=engine.block_size,
         )

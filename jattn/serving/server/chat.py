@@ -123,12 +123,12 @@ async def create_chat_completion(request: Request) -> Response:
     service.check_model(body.model)
     refuse(body, OFF)
     how = calling(body, service.call_format, service.tokenizer)
-    longest = service.info.max_model_len
-    prompt = truncated(body, chat_tokens(service, body), longest)
-    require(len(prompt) > 0, "messages", "become at least one token", prompt)
     max_tokens = _max_tokens(body)
-    require_place("messages", len(prompt), max_tokens, longest)
-    own: dict[str, Any] = {"max_tokens": longest - len(prompt) if max_tokens is None else max_tokens}
+    prompt = truncated(body, chat_tokens(service, body), service.info.longest, max_tokens)
+    require(len(prompt) > 0, "messages", "become at least one token", prompt)
+    require_place("messages", len(prompt), max_tokens, service.info.max_model_len)
+    rest = max(service.info.longest - len(prompt), 1)
+    own: dict[str, Any] = {"max_tokens": rest if max_tokens is None else max_tokens}
     form, own["logprobs"] = wanted_form(body, how.form), num_logprobs(body)
     if how.has_special_tokens:
         own["skip_special_tokens"] = False

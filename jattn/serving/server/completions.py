@@ -13,7 +13,7 @@ from jattn.serving.server.forms import wanted_form
 from jattn.serving.server.protocol import CompletionBody
 from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
 from jattn.serving.server.service import Service, texts_of
-from jattn.serving.server.token_texts import TokenTexts, finite
+from jattn.serving.server.token_texts import TextOffsets, TokenTexts, finite
 from pallas_kernels.checks import require
 
 
@@ -25,7 +25,7 @@ class TextShape:
     def __init__(self, texts: TokenTexts, body: CompletionBody, prompts: Sequence[tuple[list[int], str]]):
         """For prompts as tokens and as text."""
         self._texts, self._body, self._prompts = texts, body, prompts
-        self._offsets: dict[int, int] = {}  # characters of each completion that are told
+        self._offsets: dict[int, TextOffsets] = {}  # of each completion that has begun
 
     def opening(self, index: int) -> None:
         """There is none."""
@@ -36,14 +36,18 @@ class TextShape:
 
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
         """Text, and what was likely there."""
-        begins = index not in self._offsets
-        self._offsets.setdefault(index, 0)
         prompt_ids, prompt = self._prompts[index // (self._body.n or 1)]
+        begins, skips = index not in self._offsets, self._body.skip_special_tokens
+        if begins:
+            self._offsets[index] = self._texts.offsets(prompt_ids, skip_special_tokens=skips)
         has_text = self._body.max_tokens != 0  # else the prompt's log-probabilities are all that is wanted
         new_ids, text = (output.new_token_ids, output.new_text) if has_text else ([], "")
         logprobs: list[Logprobs | None] = [*(output.logprobs or ())] if has_text else []
-        ids = new_ids
-        if self._body.echo and begins:
+        reason, stop_reason = output.finish_reason, output.stop_reason
+        if not has_text and reason == "stop":
+            reason, stop_reason = "length", None
+        ids, echoes = new_ids, self._body.echo and begins
+        if echoes:
             ids, text = [*prompt_ids, *ids], prompt + text
             logprobs = [*(output.prompt_logprobs or ()), *logprobs]
         told: dict[str, Any] = {}
@@ -54,19 +58,19 @@ class TextShape:
         return told | {
             "index": index,
             "text": text,
-            "logprobs": None if self._body.logprobs is None else self._logprobs(index, ids, logprobs),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
+            "logprobs": None
+            if self._body.logprobs is None
+            else self._logprobs(ids, logprobs, self._offsets[index].of(ids, prompt if echoes else None)),
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
         }
 
-    def _logprobs(self, index: int, ids: list[int], logprobs: list[Logprobs | None]) -> dict[str, Any]:
+    def _logprobs(
+        self, ids: list[int], logprobs: list[Logprobs | None], offsets: list[int]
+    ) -> dict[str, Any]:
         name = self._texts.name
         rows = zip(ids, logprobs, strict=True)
         tokens = [name(token) for token in ids]
-        offsets = []
-        for token in ids:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._texts.text(token))
         num = self._body.logprobs
         return {
             "tokens": tokens,
@@ -132,7 +136,7 @@ def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], st
             text: str | None = one
         else:
             ids, text = one, None
-        kept = truncated(body, ids, service.info.max_model_len)
+        kept = truncated(body, ids, service.info.longest, body.max_tokens)
         if body.echo and (text is None or len(kept) < len(ids)):
             text = service.text_of("prompt", kept)
         found.append((kept, text or ""))

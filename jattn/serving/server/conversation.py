@@ -44,7 +44,7 @@ def _variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
         ValueError: The template does not ask for it.
     """
     own: dict[str, Any] = {}
-    if body.tools is not None and not (isinstance(body, ChatCompletionBody) and body.tool_choice == "none"):
+    if body.tools and not (isinstance(body, ChatCompletionBody) and body.tool_choice == "none"):
         own["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     asked = {"documents": body.documents or None, "reasoning_effort": getattr(body, "reasoning_effort", None)}
     for name, value in asked.items():
@@ -73,12 +73,14 @@ def _continued(text: str, last: str) -> str:
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
     """A message as templates want it: its parts of text joined by line ends, as vLLM does."""
-    plain = message.model_dump(exclude_unset=True)
+    told = message.model_dump(exclude_unset=True)
+    # Clients write null for what is not there, and templates ask whether it is there.
+    plain = {name: value for name, value in told.items() if value is not None or name == "content"}
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_text(part, f"messages[{index}].content") for part in message.content)
-    elif message.content is None and plain.get("tool_calls") is None:
+    elif message.content is None and "tool_calls" not in plain:
         plain["content"] = ""  # templates would write "None"
-    if plain.get("tool_calls") is not None:
+    if "tool_calls" in plain:
         plain["tool_calls"] = with_objects(f"messages[{index}].tool_calls", plain["tool_calls"])
     return plain
 

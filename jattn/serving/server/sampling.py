@@ -47,7 +47,7 @@ def sampling_params(
         ValueError: A value is out of its range; the message names it.
     """
     asked = {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
-    if body.seed is not None:
+    if body.seed is not None and body.seed != -1:  # vLLM's word for none
         asked["seed"] = body.seed % NUM_SEEDS
     if body.logit_bias:
         asked["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
@@ -101,12 +101,20 @@ def require_place(name: str, num_prompt: int, max_tokens: int | None, max_model_
         raise ApiError(400, told, name, "context_length_exceeded")
 
 
-def truncated(body: GenerationBody, token_ids: list[int], max_model_len: int) -> list[int]:
+def truncated(body: GenerationBody, token_ids: list[int], longest: int, max_tokens: int | None) -> list[int]:
     """A prompt's last tokens, as many as are wanted.
 
-    Source: vLLM `truncate_prompt_tokens`; -1 = as many as fit the context.
+    Args:
+        body: The request.
+        token_ids: The prompt.
+        longest: Most tokens of a request.
+        max_tokens: New ones among them; None = at least one.
+
+    Source: vLLM `truncate_prompt_tokens`; -1 = as many as leave a place for the new tokens.
     """
     most = body.truncate_prompt_tokens
     if most is None:
         return token_ids
-    return token_ids[max(len(token_ids) - (max_model_len if most < 0 else most), 0) :]
+    if most < 0:
+        most = max(longest - (1 if max_tokens is None else max_tokens), 1)
+    return token_ids[max(len(token_ids) - most, 0) :]

@@ -8,6 +8,7 @@ from typing import Any
 
 from jattn.serving.logprobs import Logprob
 from jattn.serving.outputs import Logprobs
+from jattn.serving.text import TextStream
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -40,6 +41,10 @@ class TokenTexts:
             return [_bytes_of_symbols()[symbol] for symbol in symbols]
         return list(self.text(token_id).encode())
 
+    def offsets(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> "TextOffsets":
+        """Of a text that a prompt goes on to; special tokens are in it unless skipped."""
+        return TextOffsets(self._tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+
     def described(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         """A token as chat completions tell of it."""
         return {
@@ -55,6 +60,34 @@ class TokenTexts:
 
     def _ranked(self, token_id: int, one: Logprob) -> dict[str, Any]:
         return {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": self.text(token_id)}
+
+
+class TextOffsets:
+    """Where tokens begin in their text, in characters; a part of a character begins where that does."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        """Of a text that goes on from a prompt."""
+        self._tokenizer, self._prompt_ids, self._begin = tokenizer, prompt_ids, 0
+        self._new = TextStream(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+
+    def of(self, token_ids: Sequence[int], prompt: str | None = None) -> list[int]:
+        """Of the tokens that come next; `prompt`: the text begins with this, and its tokens come first."""
+        if prompt is None:
+            return [self._begin + begin for begin in _begins(self._new, token_ids)]
+        text, self._begin = TextStream(self._tokenizer, skip_special_tokens=False), len(prompt)
+        begins = _begins(text, self._prompt_ids)
+        text.flush()
+        added = max(len(text.text) - len(prompt), 0)  # a BOS, which the prompt's text does not have
+        return [max(begin - added, 0) for begin in begins] + self.of(token_ids[len(begins) :])
+
+
+def _begins(text: TextStream, token_ids: Sequence[int]) -> list[int]:
+    """How long a text is before each token that it takes."""
+    begins = []
+    for token in token_ids:
+        begins.append(len(text.text))
+        text.append(token)
+    return begins
 
 
 def finite(logprob: float) -> float:

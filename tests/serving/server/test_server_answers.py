@@ -8,7 +8,9 @@ import socket
 
 import pytest
 
-from tests.serving.server.running import parsed, running
+from jattn.serving.server.token_texts import TokenTexts
+from tests.serving.server.running import parsed, running, small_engine
+from tests.serving.tiny import BYTES, llama_tokenizer, one_layer_model
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -110,6 +112,41 @@ class TestCompletions:
         assert all(value < 0 for value in joined("token_logprobs")[1:])
         assert len(joined("tokens")) == len(joined("token_logprobs")) == 5
 
+    @pytest.mark.parametrize("more", [{}, {"best_of": 5}, {"max_tokens": 0}])
+    def test_echo_and_logprobs_of_several_completions(self, server, more):
+        asked = {"prompt": ["abc", "de"], "max_tokens": 2, "n": 2, "seed": 1}
+        asked |= {"echo": True, "logprobs": 1} | more
+        choices = server.post("/v1/completions", **asked)["choices"]
+        assert len(choices) == 4
+        for index, choice in enumerate(choices):
+            prompt = asked["prompt"][index // 2]
+            told = choice["logprobs"]
+            assert told["tokens"][: len(prompt)] == [*prompt]
+            assert told["token_logprobs"][0] is None
+            assert all(value < 0 for value in told["token_logprobs"][1:])
+            assert {len(values) for values in told.values()} == {len(prompt) + asked["max_tokens"]}
+        if "best_of" not in more:
+            streamed = [event["choices"][0] for event in server.events("/v1/completions", **asked)]
+            firsts = [one for one in streamed if one["logprobs"]["token_logprobs"][0] is None]
+            assert sorted(one["index"] for one in firsts) == [0, 1, 2, 3]
+        told = server.post("/v1/completions", **asked, prompt_logprobs=0)["choices"]
+        lengths = [len(one["prompt_logprobs"]) for one in told]
+        assert lengths == [3, 3, 2, 2]
+
+    def test_offsets_count_characters_not_bytes(self, server):
+        asked = {"prompt": "é€a", "max_tokens": 3, "echo": True, "logprobs": 0, "temperature": 0}
+        asked |= {"allowed_token_ids": BYTES.encode("b").ids}
+        (choice,) = server.post("/v1/completions", **asked)["choices"]
+        assert choice["text"] == "é€abbb"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 4, 5]
+        streamed = [event["choices"][0]["logprobs"] for event in server.events("/v1/completions", **asked)]
+        assert [i for one in streamed for i in one["text_offset"]] == choice["logprobs"]["text_offset"]
+
+    def test_a_prompt_alone_ends_by_its_length_whatever_its_one_token_is(self, server):
+        asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "stop_token_ids": [5]}
+        (choice,) = server.post("/v1/completions", **asked, allowed_token_ids=[5])["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "length", None)
+
     def test_a_prompt_alone_can_be_scored(self, server):
         asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
         (choice,) = server.post("/v1/completions", **asked)["choices"]
@@ -184,6 +221,55 @@ class TestChat:
         messages = [{"role": "user", "content": "x" * 440}]
         answer = server.post("/v1/chat/completions", messages=messages)
         assert answer["usage"]["total_tokens"] == 512
+
+
+def test_a_text_goes_on_with_the_space_that_it_begins_with():
+    model = one_layer_model()
+    model.tokenizer = tokenizer = llama_tokenizer()
+    hello, world = (tokenizer.token_to_id(f"\u2581{word}") for word in ("Hello", "world"))
+    asked = {"prompt": [1, hello], "max_tokens": 2, "allowed_token_ids": [world]}
+    with running(small_engine(model)) as server:
+        (choice,) = server.post("/v1/completions", **asked, echo=True, logprobs=0)["choices"]
+        assert choice["text"] == "<s> Hello world world"
+        assert choice["logprobs"]["text_offset"] == [0, 3, 9, 15]
+        (choice,) = server.post("/v1/completions", **asked, stop=" world")["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("", " world")
+        streamed = [event["choices"][0]["text"] for event in server.events("/v1/completions", **asked)]
+        assert "".join(streamed) == " world world"
+
+
+def test_a_bos_that_was_added_has_no_place_in_the_prompt_s_text():
+    tokenizer = llama_tokenizer()
+    hello, world = (tokenizer.token_to_id(f"\u2581{word}") for word in ("Hello", "world"))
+    offsets = TokenTexts(tokenizer).offsets([1, hello], skip_special_tokens=True)
+    assert offsets.of([1, hello, world], "Hello") == [0, 0, 5]
+    assert offsets.of([2, world]) == [11, 11]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Of 128 tokens in the cache, which are fewer than the model's context."""
+    file = tmp_path_factory.mktemp("template") / "template.jinja"
+    file.write_text(CHATML)
+    with running(small_engine(num_blocks=17), chat_template=file) as server:
+        yield server
+
+
+class TestSmallCaches:
+    def test_chats_go_on_to_the_cache_s_end(self, small):
+        messages = [{"role": "user", "content": "x" * 80}]
+        answer = small.post("/v1/chat/completions", messages=messages)
+        assert answer["usage"]["total_tokens"] == 128
+        status, error = small.error("/v1/chat/completions", messages=messages, min_tokens=60)
+        assert (status, error["param"]) == (400, "min_tokens")
+
+    @pytest.mark.parametrize("more", [{}, {"max_tokens": 3}])
+    def test_a_prompt_is_cut_to_what_leaves_a_place_for_new_tokens(self, small, more):
+        asked = {"truncate_prompt_tokens": -1} | more
+        messages = [{"role": "user", "content": "x" * 600}]
+        for path, start in (("", {"prompt": "x" * 600}), ("chat/", {"messages": messages})):
+            usage = small.post(f"/v1/{path}completions", **start, **asked)["usage"]
+            assert usage["total_tokens"] == 128
 
 
 class TestOthers:

@@ -128,8 +128,26 @@ class TestSampling:
         assert (counts, counts[-1], last["choices"]) == (sorted(counts), 5, [])
         assert last["usage"] == events[-1]["usage"]
 
+    def test_a_seed_of_minus_one_is_none(self, server, path):
+        assert len({said(server, path, seed=-1) for _ in range(3)}) > 1
+
 
 class TestConversations:
+    def test_nulls_of_a_message_are_not_there(self, server):
+        template = server.server.service.chat_template
+        render, seen = template.render, []
+        template.render = lambda messages, **told: seen.append((messages, told)) or render(messages, **told)
+        try:
+            nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+            last = {"role": "assistant", "content": "Hello"}
+            said = [USER, last | nulls, {"role": "user", "content": None}]
+            server.post(CHAT, messages=said, tools=[], max_tokens=1)
+        finally:
+            del template.render
+        messages, told = seen[0]
+        assert messages == [USER, last, {"role": "user", "content": ""}]
+        assert "tools" not in told
+
     def test_parts_are_joined_whatever_kind_of_text_they_are(self, server):
         parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
         parts.append({"type": "refusal", "refusal": "d"})
