@@ -105,6 +105,8 @@ def attend(
     _check_types(query, cache, metadata, spec, plan, mask)
     per_head = PerHead(_one_a_head("sinks", sinks, spec), _one_a_head("alibi_slopes", alibi_slopes, spec))
     _check(query, cache, metadata, spec, per_head)
+    no_mask = "be None with a plan (give it to plan, or leave plan=None)"
+    require(plan is None or mask is None, "mask", no_mask, mask)
     if plan is not None and plan.cascade is not None and can_cascade(spec, per_head.alibi_slopes):
         assert isinstance(cache, PagedCache)
         check_batch_of(plan, metadata)
@@ -176,7 +178,6 @@ def _chosen(
     """What serves the layer: as the plan says, unless something else is asked for by name."""
     if plan is None:
         return choose_layers(metadata, (layer,), mask, implementation=implementation)[0]
-    require(mask is None, "mask", "be None with a plan (give it to plan, or leave plan=None)", mask)
     check_batch_of(plan, metadata)
     chosen = plan.layer_plan(layer)
     if implementation is None or _is_asked_for(chosen, implementation):

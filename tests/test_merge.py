@@ -228,3 +228,10 @@ def test_a_common_prefix_with_a_mask_is_refused():
     mask = jattn.masks.Document(ids=jnp.zeros(16, jnp.int32))
     with pytest.raises(NotImplementedError, match="common_prefix_len with a mask: a row's mask tells"):
         jattn.plan(metadata, specs, cache_spec, mask=mask, common_prefix_len=4)
+
+
+def test_a_mask_beside_a_plan_with_a_common_prefix_is_refused():
+    metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(4), [None])
+    plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
+    with pytest.raises(ValueError, match=r"mask must be None with a plan .*, got Sinks\(num=4\)"):
+        jattn.attend(query, cache, metadata, specs[0], plan, mask=jattn.masks.Sinks(4))
