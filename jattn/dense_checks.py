@@ -108,9 +108,13 @@ def _sizes_of(
     if cu_seqlens is None:
         ahead = last_ahead(spec)
         seen = kv_tokens if ahead is None else min(kv_tokens, q_tokens + ahead)
-        return Sizes(spec.num_q_heads, num_rows, q_tokens, max_seq_len=seen, max_query_end=q_tokens)
-    longest = int(np.diff(np.asarray(cu_seqlens)).max()) if support.is_concrete(cu_seqlens) else None
-    return Sizes(spec.num_q_heads, num_rows, max_query_len=longest, max_seq_len=longest)
+        ends = lambda: np.full(num_rows, q_tokens)
+        return Sizes(spec.num_q_heads, num_rows, q_tokens, seen, max_query_end=q_tokens, query_ends=ends)
+    if not support.is_concrete(cu_seqlens):
+        return Sizes(spec.num_q_heads, num_rows)
+    lens = np.diff(np.asarray(cu_seqlens))
+    longest = int(lens.max())
+    return Sizes(spec.num_q_heads, num_rows, longest, max_seq_len=longest, query_ends=lambda: lens)
 
 
 def last_ahead(spec: AttentionSpec) -> int | None:

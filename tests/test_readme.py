@@ -77,9 +77,9 @@ def test_the_masks_example_lists_a_prompt_s_tiles():
     assert lists.shape == (16, 8)
     assert int(lists.max()) <= 8
     assert 0 < made["share"] < 0.3
-    assert "plot(chosen, 1024)" in drawn.code
+    assert "plot(chosen, 1024, num_q_heads=8)" in drawn.code
     pytest.importorskip("matplotlib")
-    picture = jattn.sparsity.plot(made["chosen"], 1024)
+    picture = jattn.sparsity.plot(made["chosen"], 1024, num_q_heads=8)
     assert [axis.get_title() for axis in picture.axes] == [f"head {n}" for n in range(4)]
 
 

@@ -6,14 +6,25 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require, require_int
 
+MAX_INT = 2**31 - 1  # positions are int32
 KINDS = {"bool": jnp.bool_, "integer": jnp.integer}
 
 
 def require_ints(at_least: int, **values: Any) -> None:
-    """Every named value must be an int, not a bool, and at least so large."""
+    """Every named value must be an int, not a bool, at least so large, and fit 32 bits."""
     for name, value in values.items():
         require_int(**{name: value})
         require(value >= at_least, name, "be positive" if at_least == 1 else f"be at least {at_least}", value)
+        require(value <= MAX_INT, name, f"be at most {MAX_INT}", value)
+
+
+def require_heads(num_q_heads: int, num_kv_heads: int | None) -> None:
+    """Numbers of heads must be positive, and kv heads, where they are known, divide query heads."""
+    require_ints(1, num_q_heads=num_q_heads)
+    if num_kv_heads is not None:
+        require_ints(1, num_kv_heads=num_kv_heads)
+        divides = num_q_heads % num_kv_heads == 0
+        require(divides, "num_kv_heads", f"divide num_q_heads ({num_q_heads})", num_kv_heads)
 
 
 def require_array(name: str, value: Any, kind: str, axes: dict[int, str]) -> None:

@@ -22,7 +22,7 @@ from pallas_kernels.checks import require
 class Mask(abc.ABC):
     """Which pairs of a query and a key see each other, and how much of a tile of pairs does.
 
-    Compose with & and |.
+    Compose with & and |. A class of one's own without arrays is registered by jax.tree_util.register_static.
 
     Attributes:
         row_axes: Which of its arrays may have a row for each request, and how many axes they have then. A
@@ -84,6 +84,11 @@ class Mask(abc.ABC):
         return 1, 1
 
     @property
+    def says_num_heads(self) -> bool:
+        """There must be just so many query heads as num_heads says, no multiple of them."""
+        return False
+
+    @property
     def is_static(self) -> bool:
         """It holds no arrays, so it is hashable and may be a part of a spec."""
         return not jax.tree.leaves(self)
@@ -139,9 +144,12 @@ class Mask(abc.ABC):
 
 
 def check_is_mask(name: str, value: object) -> None:
-    """Raises ValueError unless `value` is a mask."""
+    """Raises ValueError unless `value` is a mask, and one that JAX can take apart."""
     got = f"a {type(value).__name__}"
     require(isinstance(value, Mask), name, "be a mask of jattn.masks (BlockMask takes arrays of bool)", got)
+    rule = "be a pytree (jax.tree_util.register_static makes one of a class of masks without arrays)"
+    for leaf in jax.tree.leaves(value):
+        require(not isinstance(leaf, Mask), name, rule, f"a {type(leaf).__name__}")
 
 
 def leaves(mask: Mask) -> Iterator[Mask]:
@@ -202,13 +210,18 @@ class _Joined(Mask):
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
         query, kv = zip(*(mask.num_heads for mask in self.masks), strict=True)
-        return _common(query), _common(kv)
+        # Where one mask says how many query heads there are, formulas are about as many.
+        return _common([num for num in query if num] if self.says_num_heads else query), _common(kv)
+
+    @property
+    @override
+    def says_num_heads(self) -> bool:
+        return any(mask.says_num_heads for mask in self.masks)
 
 
 def _common(nums: Sequence[int | None]) -> int | None:
-    """The heads that some masks need together: arrays say how many, and then formulas are about as many."""
-    said = math.lcm(*(num for num in nums if num is not None))
-    return None if said == 1 and None in nums else said
+    """The heads of which some masks together need a multiple; None where one does not say."""
+    return None if None in nums else math.lcm(*(num for num in nums if num))
 
 
 @jax.tree_util.register_dataclass

@@ -14,8 +14,10 @@ from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.pytree import pytree, static
-from pallas_kernels.checks import require
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_int
 
+DRAWS = 32749  # numbers that a draw may give; a prime
 MAX_PLACES = 2**31 - 1  # that a number in 32 bits tells apart
 
 
@@ -102,6 +104,24 @@ class BlockMask(Mask):
                 need = -(-positions // size)
                 wanted = f"be at least {need}, to reach over the {positions} positions that a row may have"
                 require(got >= need, f"BlockMask's {axis} of {size}", wanted, got)
+        self._check_rows_reach(sizes)
+
+    def _check_rows_reach(self, sizes: Sizes) -> None:
+        """What first_q_block leaves of each row must reach over its queries, where both can be seen.
+
+        Queries may begin anywhere in a block and so touch one more than as many whole ones are. Where the
+        array has room for that, nothing is looked at: it may still be computed.
+        """
+        first, size, q_blocks = self.first_q_block, self.block_q, self.blocks.shape[-2]
+        ends, longest = sizes.query_ends, sizes.max_query_len
+        if first is None or size is None or ends is None or not support.is_concrete(first):
+            return
+        if longest is not None and q_blocks >= blocks_of_tile(longest, size):
+            return
+        last = ends()
+        need = int(np.max(np.where(last > 0, -(-last // size) - np.asarray(first), 0), initial=0))
+        wanted = f"be at least {need}, to reach from first_q_block over a row's last query"
+        require(q_blocks >= need, f"BlockMask's q_blocks of {size}", wanted, q_blocks)
 
     def _check_heads(self, num_q_heads: int) -> None:
         heads = self.blocks.shape[-3]
@@ -188,8 +208,10 @@ class BigBird(Mask):
 
     def __post_init__(self) -> None:
         require_ints(1, block_size=self.block_size)
-        for name in ("local_blocks", "global_blocks", "random_blocks", "seed"):
+        for name in ("local_blocks", "global_blocks", "random_blocks"):
             require_ints(0, **{name: getattr(self, name)})
+        require_int(seed=self.seed)
+        require(self.seed >= 0, "seed", "be at least 0", self.seed)
 
     @property
     @override
@@ -198,8 +220,9 @@ class BigBird(Mask):
 
     def _sees_block(self, head: Any, a: Any, b: Any) -> Any:
         sees = (jnp.abs(a - b) < self.local_blocks) | (jnp.minimum(a, b) < self.global_blocks)
+        of_seed = int(self.seed) * 7919 % DRAWS  # of any seed, within int32
         for nth in range(self.random_blocks):
-            drawn = _mixed(_mixed(a * 64 + nth + self.seed * 7919) + head * 977)
+            drawn = _mixed(_mixed(a * 64 + nth + of_seed) + head * 977)
             sees = sees | (jax.lax.rem(drawn, a + 1) == b)
         return sees
 
@@ -220,7 +243,7 @@ class BigBird(Mask):
 
 
 def _mixed(x: Any) -> Any:
-    """A number from 0 to 2^15 - 1 that looks drawn; products stay within int32."""
-    x = remainder(x, 32749) * 31337 + 12345
+    """A number below DRAWS that looks drawn; products stay within int32."""
+    x = remainder(x, DRAWS) * 31337 + 12345
     x = x ^ quotient(x, 4096)
-    return remainder(x, 32749)
+    return remainder(x, DRAWS)

@@ -30,8 +30,11 @@ def check_mask_of_step(
     bucket = metadata.bucket
     num_blocks = metadata.block_table.shape[1]
     max_seq_len = (num_blocks - 1) * metadata.block_size + 1 if has_cache and num_blocks else None
+    query_ends = None
     if support.is_concrete(metadata):
-        max_seq_len = int(np.max(np.asarray(metadata.seq_lens), initial=0))
+        seq_lens = np.asarray(metadata.seq_lens)
+        max_seq_len = int(np.max(seq_lens, initial=0))
+        query_ends = lambda: np.where(np.asarray(metadata.query_lens) > 0, seq_lens, 0)
     of_decodes = bucket.decode_query_len if bucket.max_decodes else 0
     max_query_len = max(of_decodes, bucket.max_prefill_tokens)
     if max_seq_len is not None:
@@ -41,6 +44,7 @@ def check_mask_of_step(
         num_rows=bucket.max_reqs,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        query_ends=query_ends,
     )
     check_mask(mask, sizes, causal=causal)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jattn.masks.arguments import require_ints
+from jattn.masks.arguments import require_heads
 from jattn.masks.base import Mask, check_is_mask, row_counts
 from jattn.masks.pairs import Pairs, Sizes
 from pallas_kernels.checks import require
@@ -90,17 +90,17 @@ def heads_of(mask: Mask, num_q_heads: int | None, num_kv_heads: int | None) -> t
     """Query heads and kv heads of a mask: as given, or as many as it tells apart.
 
     Raises:
-        ValueError: It tells heads apart by their numbers and does not say how many there are; a number is 0.
+        ValueError: It tells heads apart by their numbers and does not say how many there are; a number is 0,
+            or kv heads do not divide query heads.
     """
     check_is_mask("mask", mask)
-    for name, given in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads)):
-        if given is not None:
-            require_ints(1, **{name: given})
     query, kv = mask.num_heads
+    q_heads = query if num_q_heads is None else num_q_heads
     rule = "be given for a mask that tells heads apart by their numbers"
-    require((num_q_heads or query) is not None, "num_q_heads", rule, num_q_heads)
-    require((num_kv_heads or kv) is not None, "num_kv_heads", rule, num_kv_heads)
-    q_heads = num_q_heads or query or 1
+    require(q_heads is not None, "num_q_heads", rule, num_q_heads)
+    require(num_kv_heads is not None or kv is not None, "num_kv_heads", rule, num_kv_heads)
+    assert q_heads is not None
+    require_heads(q_heads, num_kv_heads)
     return q_heads, num_kv_heads or q_heads
 
 

@@ -1,6 +1,9 @@
 """What masks are asked: of pairs of a query and a key, of tiles of these, and of a step's sizes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Pairs(NamedTuple):
@@ -71,6 +74,7 @@ class Sizes(NamedTuple):
         max_query_len: Bound of a request's queries; None = unknown.
         max_seq_len: Bound of its keys, and so of the positions of queries; None = unknown.
         max_query_end: Bound of the positions of queries where that is another; None = it is not.
+        query_ends: Reads one past the position of each row's last query, 0 of a row without; None = unknown.
     """
 
     num_q_heads: int
@@ -78,3 +82,4 @@ class Sizes(NamedTuple):
     max_query_len: int | None = None
     max_seq_len: int | None = None
     max_query_end: int | None = None
+    query_ends: Callable[[], np.ndarray] | None = None

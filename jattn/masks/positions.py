@@ -6,8 +6,9 @@ from typing import Any, override
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jattn.masks.arguments import require_ints
+from jattn.masks.arguments import MAX_INT, require_ints
 from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Tiles
@@ -150,6 +151,9 @@ class Dilated(Mask):
     def __post_init__(self) -> None:
         require_ints(0, num=self.num)
         require_ints(1, step=self.step)
+        rule = f"be at most {MAX_INT}, the last position that there may be"
+        reach = int(self.num) * int(self.step)
+        require(reach <= MAX_INT, "num * step", rule, reach)
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -161,8 +165,8 @@ class Dilated(Mask):
         reach = self.num * self.step
         nearest, farthest = distances(tiles)
         low, high = jnp.maximum(nearest, -reach), jnp.minimum(farthest, reach)
-        # Shifted by the reach, a multiple of the step, so that no dividend is negative.
-        below = lambda x: quotient(jnp.maximum(x + reach + self.step, 0), self.step)
+        # Rounded down, negative ones too; shifted by the reach they might not fit 32 bits.
+        below = lambda x: jnp.where(x < 0, quotient(x + 1, self.step) - 1, quotient(x, self.step))
         num_seen = jnp.where(low <= high, below(high) - below(low - 1), 0)
         return Coverage(num_seen > 0, num_seen == farthest - nearest + 1)
 
@@ -173,7 +177,7 @@ class MaskFunction(Mask):
     """`function(head, query, key) -> bool`, elementwise, of int32 arrays that broadcast; hashed by identity.
 
     Its schedule takes a look at every pair. `query` and `key` are positions; arrays that the function closes
-    over are constants of what is compiled.
+    over are constants of what is compiled. What it returns is an array of bool, or True or False of all.
     """
 
     function: Callable[[Any, Any, Any], Any]
@@ -187,9 +191,17 @@ class MaskFunction(Mask):
     def num_heads(self) -> tuple[int | None, int | None]:
         return None, 1
 
+    def _says(self, head: Any, query: Any, key: Any) -> Any:
+        """What the function returns: of other numbers than bool & and ~ would take the bits."""
+        said = self.function(head, query, key)
+        said = np.bool_(said) if isinstance(said, bool) else said  # Python's ~True is -2
+        dtype = getattr(said, "dtype", type(said).__name__)
+        require(dtype == jnp.bool_, "function", "return bool, as comparisons do", dtype)
+        return said
+
     @override
     def sees(self, pairs: Pairs) -> Any:
-        return self.function(pairs.head, pairs.query, pairs.key)
+        return self._says(pairs.head, pairs.query, pairs.key)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
@@ -203,7 +215,7 @@ class MaskFunction(Mask):
                 *[1] * jnp.ndim(tiles.first_key), 1, -1
             )
             is_in = (query <= wide(tiles.last_query)) & (key <= wide(tiles.last_key))
-            return of(self.function(wide(tiles.head), query, key), is_in)
+            return of(self._says(wide(tiles.head), query, key), is_in)
 
         some = every_pair(lambda sees, is_in: sees & is_in).any(axis=(-2, -1))
         every = every_pair(lambda sees, is_in: sees | ~is_in).all(axis=(-2, -1))

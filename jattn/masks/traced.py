@@ -1,5 +1,6 @@
 """Masks that hold arrays: pytrees, so that they change from step to step without a recompile."""
 
+import math
 import numbers
 from typing import Any, ClassVar, override
 
@@ -85,6 +86,11 @@ class VerticalSlash(Mask):
     def num_heads(self) -> tuple[int | None, int | None]:
         return self.columns.shape[-2], 1
 
+    @property
+    @override
+    def says_num_heads(self) -> bool:
+        return True
+
     @override
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
@@ -102,7 +108,7 @@ class VerticalSlash(Mask):
 
         def marked(places: Array) -> Array:
             *heads, count = places.shape
-            places = jnp.where(places < 0, max_seq_len, places).reshape(-1, count)
+            places = jnp.where(places < 0, max_seq_len, places).reshape(math.prod(heads), count)
             head = jnp.arange(places.shape[0])[:, None]
             marks = jnp.zeros((places.shape[0], max_seq_len), bool).at[head, places].set(True, mode="drop")
             return marks.reshape(*heads, max_seq_len)

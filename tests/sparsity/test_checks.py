@@ -213,6 +213,24 @@ def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message, types_unche
     masks.check_mask_of_step(fitting, metadata(), **layer, has_cache=True)
 
 
+@pytest.mark.parametrize(("end", "first", "need"), [(9, 0, 3), (9, 1, 2), (10, 1, 2), (12, 1, 2), (12, 2, 1)])
+def test_blocks_that_end_before_a_row_s_last_query_are_named(end, first, need):
+    """Six queries up to `end`, in blocks of four: two are enough where they begin with a block."""
+    step = jattn.build_batch_metadata([6], [end], None)
+    layer = {"num_q_heads": 2, "causal": True, "has_cache": False}
+    firsts = np.asarray([first], np.int32)
+    make = lambda count, firsts: masks.BlockMask(
+        blocks=np.ones((1, count, 3), bool), block_q=4, block_kv=4, first_q_block=firsts
+    )
+    masks.check_mask_of_step(make(max(need, 2), firsts), step, **layer)
+    if need > 2:
+        message = "q_blocks of 4 must be at least 3, to reach from first_q_block over a row's last .*, got 2"
+        with pytest.raises(ValueError, match=message):
+            masks.check_mask_of_step(make(2, firsts), step, **layer)
+    # Nobody knows where queries begin that are traced.
+    jax.eval_shape(lambda firsts: masks.check_mask_of_step(make(2, firsts), step, **layer), firsts)
+
+
 def test_a_mask_that_reaches_is_served_to_its_edge():
     masks.check_mask(block_mask(4, 2), sizes(), causal=False)
     masks.check_mask(block_mask(3, 2, np.zeros(8, np.int32)), sizes(), causal=False)
@@ -244,13 +262,13 @@ CHOSEN = masks.BlockMask(blocks=np.ones((8, 4, 4), bool), block_q=8, block_kv=8)
 
 def test_heads_are_as_many_as_a_mask_tells_apart():
     assert masks.dense(masks.Causal(), 3, 4).shape == (1, 3, 4)
-    assert masks.dense(CHOSEN, 32, 32).shape == (8, 32, 32)
+    assert masks.dense(CHOSEN, 32, 32, num_q_heads=8).shape == (8, 32, 32)
+    assert masks.dense(CHOSEN.masks[0] & masks.Sinks(2), 32, 32).shape == (8, 32, 32)
     slash = masks.VerticalSlash(columns=np.ones((6, 8), bool), slashes=np.ones((6, 8), bool))
     assert masks.dense(slash & masks.MaskFunction(lambda h, i, j: i > j), 3, 4).shape == (6, 3, 4)
     assert masks.dense(masks.LocalStrided(homo_head=True), 3, 4).shape == (1, 3, 4)
     seen = 2 * 32 * 33 / 2 + 6 * (1 + 2 * 31)  # two heads see all that is past, six two keys each
-    assert masks.density(CHOSEN, 32, 32) == pytest.approx(seen / (8 * 32 * 33 / 2))
-    assert masks.density(CHOSEN, 32, 32) == masks.density(CHOSEN, 32, 32, num_q_heads=8)
+    assert masks.density(CHOSEN, 32, 32, num_q_heads=8) == pytest.approx(seen / (8 * 32 * 33 / 2))
 
 
 @pytest.mark.parametrize("of", [masks.dense, masks.density])
@@ -271,6 +289,18 @@ def test_heads_are_as_many_as_a_mask_tells_apart():
             "num_kv_heads must be given .*, got None",
         ),
         (masks.MaskFunction(lambda h, i, j: h > i), {}, "num_q_heads must be given .*, got None"),
+        # Of two kv heads, in the one; nobody says how many query heads.
+        (
+            masks.LocalStrided() & masks.BlockMask(blocks=np.ones((2, 1, 1), bool), block_q=4, block_kv=4),
+            {},
+            "num_q_heads must be given .*, got None",
+        ),
+        (CHOSEN, {}, "num_q_heads must be given .*, got None"),
+        (
+            masks.LocalStrided(homo_head_group=True),
+            {"num_q_heads": 4, "num_kv_heads": 8},
+            r"num_kv_heads must divide num_q_heads \(4\), got 8",
+        ),
         (masks.OnlyHeads((1, 5)), {"num_q_heads": 4}, r"OnlyHeads.heads must lie in \[0, 4\), got \(1, 5\)"),
         (CHOSEN, {"num_q_heads": 4}, r"blocks' heads must divide the query heads \(4\), got 8"),
         (masks.Document(ids=IDS), {"row": 4}, r"row must lie in Document.ids's 4 rows, got 4"),
@@ -299,6 +329,18 @@ NONSENSE = {
     "masks.streaming_heads(1, num_first=4, num_recent=4)": "heads must be a tuple of query heads, got 1",
     "masks.streaming_heads([1], num_first=4, num_recent=0)": "num_recent must be positive, got 0",
     "masks.MaskFunction(np.ones(3))": "function must be a function of head, query and key, got array",
+    "masks.MaskFunction(lambda h, q, k: None).sees(PAIRS)": "function must return bool, .*, got NoneType",
+    "masks.MaskFunction(lambda h, q, k: 1).sees(PAIRS)": "function must return bool, .*, got int",
+    "masks.Sinks(2**31)": "num must be at most 2147483647, got 2147483648",
+    "masks.LocalStrided(vert_stride=2**31)": "vert_stride must be at most 2147483647, got 2147483648",
+    "masks.Dilated(2**20, 2**11)": r"num \* step must be at most 2147483647, .*, got 2147483648",
+    "masks.BigBird(seed=1.0)": "seed must be an int, got 1.0",
+    "masks.BigBird(seed=-1)": "seed must be at least 0, got -1",
+    "masks.dense(OWN, 4, 4)": "mask must be a pytree .jax.tree_util.register_static .*, got a Own",
+    "masks.Causal() & OWN": "what a mask is joined with must be a pytree .*, got a Own",
+    "jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, sparsity=OWN)": (
+        "sparsity must be a pytree .jax.tree_util.register_static .*, got a Own"
+    ),
     "masks.Document(ids=[0, 0, 1])": "ids must be an array of integer elements, got a list",
     "masks.Document(ids=np.ones(3))": "ids must be an array of integer elements, got float64",
     "masks.Document(ids=np.zeros((1, 2, 2), int))": r"ids must have axes \[positions\] .*, got \(1, 2, 2\)",
@@ -339,7 +381,17 @@ import json, sys
 import jax.numpy as jnp, numpy as np
 import jattn, jattn.sparsity
 from jattn import masks
-BOOLS = np.ones((1, 2, 2), bool)
+from functools import partial
+BOOLS, ONES = np.ones((1, 2, 2), bool), np.ones((1, 8, 2, 4), np.float32)
+PAIRS = masks.Pairs(0, 0, 0, 0, (1, 1))
+class Own(masks.Mask):
+    sees = coverage = lambda self, where: None
+OWN = Own()
+sizes = {"max_query_len": 8, "max_seq_len": 8, "num_q_heads": 2, "seq_lens": np.array([5, 3])}
+schedule = partial(jattn.sparsity.schedule, masks.Causal(), **sizes)
+vertical_slash = partial(jattn.sparsity.vertical_slash, ONES[0], ONES[0], num_columns=1, num_slashes=1)
+sizes = {"block_size": 4, "num_selected": 1, "window": 2}
+nsa = partial(jattn.sparsity.nsa, ONES, ONES, ONES, ONES[..., :3], **sizes)
 said = {}
 for call in json.load(sys.stdin):
     try:

@@ -1,5 +1,7 @@
 """Masks mean what their rules say, are values, and refuse nonsense."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn
-from jattn import masks
+from jattn import masks, sparsity
 from jattn.masks import blocks as block_masks
 from tests.sparsity import rules
 
@@ -48,6 +50,53 @@ def test_big_bird_has_neighbours_first_blocks_and_as_many_draws_as_it_says():
     assert drawn[:, 32:].mean() > 2.5
     assert not (sees & ~certain)[:, b > a].any()
     assert len({head.tobytes() for head in sees}) == 4
+
+
+@pytest.mark.parametrize("seed", [271_182, 2**40 + 1])
+def test_big_bird_draws_by_any_seed(seed):
+    mixed = lambda x: ((y := x % 32749 * 31337 + 12345) ^ (y // 4096)) % 32749
+    of = lambda head, a: mixed(mixed(a * 64 + seed * 7919) + head * 977) % (a + 1)
+    none = {"local_blocks": 0, "global_blocks": 0}
+    sees = masks.dense(masks.BigBird(block_size=1, random_blocks=1, seed=seed, **none), 9, 9, num_q_heads=2)
+    want = [[of(head, a) for a in range(9)] for head in range(2)]
+    np.testing.assert_array_equal(np.asarray(sees).argmax(axis=-1), want)
+    assert np.asarray(sees).sum() == 18
+
+
+def test_a_function_returns_bool():
+    """Of other numbers & and ~ would take bits: the last of 2 is not set."""
+    apart = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
+    for mask in (apart, ~apart, masks.Causal() & apart):
+        for look in (
+            functools.partial(masks.dense, mask, 4, 4, num_q_heads=1),
+            functools.partial(
+                sparsity.schedule, mask, jnp.asarray([4]), max_query_len=4, max_seq_len=4, num_q_heads=1
+            ),
+        ):
+            with pytest.raises(ValueError, match="function must return bool, as comparisons do, got int32"):
+                look()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_function_may_say_one_thing_of_all_pairs(answer):
+    mask = masks.MaskFunction(lambda head, query, key: answer)
+    lens = {"seq_lens": jnp.asarray([4]), "max_query_len": 4, "max_seq_len": 4, "num_q_heads": 1}
+    for asked, want in ((mask, answer), (~mask, not answer)):
+        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).all() == want
+        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).any() == want
+        made = sparsity.schedule(asked, **lens, tile_q=4, tile_kv=4)
+        assert (made.num_partial.item(), made.num_full.item()) == (0, int(want))
+
+
+@pytest.mark.parametrize("mask", [masks.Dilated(2**31 - 1, 1), masks.Dilated(2**30 - 1, 2)])
+def test_a_dilated_window_may_reach_over_all_positions(mask):
+    made = sparsity.schedule(
+        mask, jnp.asarray([8]), max_query_len=8, max_seq_len=8, num_q_heads=1, tile_q=4, tile_kv=4
+    )
+    seen = np.asarray(masks.dense(mask, 8, 8))
+    assert seen.mean() == 1 / mask.step
+    np.testing.assert_array_equal((made.num_full + made.num_partial)[:, 0], [2, 2])
+    np.testing.assert_array_equal(made.num_full[:, 0], [2 * (mask.step == 1)] * 2)
 
 
 @settings(max_examples=15)
