@@ -10,10 +10,11 @@ from jaxtyping import Array, Float
 
 from jattn.dense_attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
+from jattn.masks.arguments import require_ints
 from jattn.masks.integers import quotient
 from jattn.sparsity.own_scores import choosable, in_blocks, top_k_blocks
 from jattn.sparsity.texts import as_texts
-from pallas_kernels.checks import require, require_positive, require_shape
+from pallas_kernels.checks import require_shape
 
 type Compress = Callable[[Array], Array]
 
@@ -60,13 +61,12 @@ def nsa(
     q, k, v = as_texts(q, k, v)
     gates = gates if has_batch else gates[None]
     require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, one of each")
-    require_positive(block_size=block_size, block_q=block_q)
-    require(window >= 1, "window", "be at least 1", window)
-    require(q.shape[1] >= 1, "q", "have at least one token", q.shape)
+    sizes = {"block_size": block_size, "num_selected": num_selected, "block_q": block_q}
+    require_ints(1, **sizes, window=window)
     keys, values = (_compressed(x, block_size, compress) for x in (k, v))
     how: dict[str, Any] = {"implementation": implementation}
     compressed = attention(q, keys, values, mask=EndedBlocks(block_size), **how)
-    mask = selected_blocks(q, keys, block_size=block_size, num_selected=num_selected, block_q=block_q)
+    mask = selected_blocks(q, keys, **sizes)
     selected = attention(q, k, v, causal=True, mask=mask, **how)
     nearby = attention(q, k, v, causal=True, window=(window - 1, 0), **how)
     parts = (compressed, selected, nearby)
@@ -97,14 +97,16 @@ def selected_blocks(
     block_q: int = 1,
 ) -> BlockMask:
     """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's."""
+    require_ints(1, block_size=block_size, num_selected=num_selected, block_q=block_q)
     places = jnp.arange(0, q.shape[1], block_q)
     q = q[:, ::block_q]
     (batch, choosers, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
     grouped = q.reshape(batch, choosers, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, keys.astype(jnp.float32)) * head_dim**-0.5
     has_ended = places[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
-    shares = jnp.where(has_ended, jax.nn.softmax(jnp.where(has_ended, scores, -1e30), axis=-1), 0.0)
-    chosen = choosable(shares.sum(axis=2), block_q=block_q, block_kv=block_size, num_first=1)
+    # Logarithms of shares: of a peaked attention most shares are 0 in f32, and equals are chosen together.
+    shares = jax.nn.log_softmax(jnp.where(has_ended, scores, -1e30), axis=-1)
+    chosen = choosable(jax.nn.logsumexp(shares, axis=2), block_q=block_q, block_kv=block_size, num_first=1)
     return BlockMask(blocks=top_k_blocks(chosen, num_selected), block_q=block_q, block_kv=block_size)
 
 

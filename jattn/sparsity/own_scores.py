@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.checks import require, require_positive
+from jattn.masks.arguments import require_ints
+from pallas_kernels.checks import require
 
 
 def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*rows blocks"]:
@@ -13,15 +14,17 @@ def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*
     There is no gradient through a choice. Scores that are to be trained enter the output through a gate, too.
 
     Args:
-        scores: Of each block of keys; +inf = always, -inf = never.
+        scores: Of each block of keys; +inf = always, -inf = never. NaN counts as +inf, so that it
+            comes out of attention, as it does of dense attention.
         k: Static: how many. What scores as the last of them is taken, too.
 
     Raises:
-        ValueError: k is less than 1, or there are no blocks.
+        ValueError: k is no int or less than 1, or there are no blocks.
     """
-    require(k >= 1, "k", "be at least 1", k)
+    require_ints(1, k=k)
     require(scores.ndim > 0 and scores.shape[-1] > 0, "scores", "be of at least one block", scores.shape)
     scores = jax.lax.stop_gradient(scores)
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     least = jax.lax.top_k(scores, min(k, scores.shape[-1]))[0][..., -1:]
     return (scores >= least) & ~jnp.isneginf(scores)
 
@@ -40,10 +43,11 @@ def in_blocks(
     x: Float[Array, "batch tokens heads head_dim"], block_size: int
 ) -> Float[Array, "batch blocks block_size heads head_dim"]:
     """Tokens by block, the last one filled up with zeros."""
-    require_positive(block_size=block_size)
-    missing = -x.shape[1] % block_size
-    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    return x.reshape(x.shape[0], -1, block_size, *x.shape[2:])
+    require_ints(1, block_size=block_size)
+    batch, tokens, *width = x.shape
+    blocks = -(-tokens // block_size)
+    x = jnp.pad(x, ((0, 0), (0, blocks * block_size - tokens), (0, 0), (0, 0)))
+    return x.reshape(batch, blocks, block_size, *width)
 
 
 def choosable(
@@ -63,7 +67,8 @@ def choosable(
         num_first: Static: blocks at a text's start that are always taken.
         num_recent: Static: blocks up to and with the queries' own that are.
     """
-    require(block_q >= 1 and block_kv % block_q == 0, "block_q", f"divide block_kv ({block_kv})", block_q)
+    require_ints(1, block_q=block_q)
+    require(block_kv % block_q == 0, "block_q", f"divide block_kv ({block_kv})", block_q)
     q_blocks, kv_blocks = scores.shape[-2:]
     own = (jnp.arange(q_blocks) * block_q // block_kv)[None, None, :, None]
     nth = jnp.arange(kv_blocks)[None, None, None, :]

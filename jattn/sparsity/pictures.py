@@ -25,10 +25,10 @@ def plot(
         what: A mask, or the schedule of one; of a schedule every tile of queries is drawn, row after row.
         seq_len: Of a mask: queries and keys.
         num_heads: How many query heads to draw at most: the first ones. One, where all see the same.
-        options: Of a mask: `dense`'s; num_q_heads where it tells heads apart and holds no array of them.
+        options: Of a mask: `dense`'s; num_q_heads where it tells heads apart by their numbers.
 
     Raises:
-        ValueError: seq_len is not given for a mask, or is for a schedule; or as `dense`.
+        ValueError: seq_len is not given for a mask; it or an option is for a schedule; or as `dense`.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -55,6 +55,7 @@ def classes(
     rule = "be given for a mask, and for a mask only"
     require(is_schedule == (seq_len is None), "seq_len", rule, seq_len)
     if isinstance(what, TileSchedule):
+        require(not options, "options", "be given for a mask only", ", ".join(options))
         partial, full = (np.asarray(x).swapaxes(0, 1) for x in tile_classes(what))
         return (partial * PARTIAL + full * FULL)[:num_heads]
     assert seq_len is not None

@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.bucket import Bucket
 from jattn.cache import PackedKV, PagedCache, keys_of_row
 from jattn.masks import BlockMask
+from jattn.masks.arguments import require_ints
+from jattn.masks.blocks import blocks_of_tile
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require
 
 
 def select_prefill_blocks(
@@ -53,16 +56,15 @@ def select_prefill_blocks(
         A mask for `attend(mask=)`, its rows those of the metadata.
 
     Raises:
-        ValueError: mass or block_size is out of range, or a paged cache has no block table.
+        ValueError: A number is out of range, or a paged cache has no block table.
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
-    require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
-    require_positive(block_size=block_size)
+    _check_numbers(mass, block_size, num_first=num_first, num_recent=num_recent)
     bucket, kv_blocks = metadata.bucket, _num_blocks(kv, metadata, block_size)
     reason = (None if interpret else support.why_not_on(query, kv)) or _why_not_least(kv_blocks)
     use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
     first = metadata.num_computed_tokens // block_size
-    q_blocks = -(-bucket.max_prefill_tokens // block_size) + 1
+    q_blocks = _num_q_blocks(bucket, block_size)
     as_mask = functools.partial(BlockMask, first_q_block=first, block_q=block_size, block_kv=block_size)
     if not (bucket.max_reqs and kv_blocks):
         shape = (bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1))
@@ -113,6 +115,18 @@ def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows
     is_needed = before < mass * ordered.sum(axis=-1, keepdims=True)
     least = jnp.where(is_needed, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return (weights >= least) & (weights > 0)
+
+
+def _check_numbers(mass: float, block_size: int, **counts: int) -> None:
+    require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
+    require_ints(1, block_size=block_size)
+    require_ints(0, **counts)
+
+
+def _num_q_blocks(bucket: Bucket, block_size: int) -> int:
+    """Blocks of queries that a request may touch, wherever they begin."""
+    of_decodes = bucket.decode_query_len if bucket.max_decodes else 1
+    return blocks_of_tile(max(bucket.max_prefill_tokens, of_decodes), block_size)
 
 
 def _num_blocks(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int) -> int:

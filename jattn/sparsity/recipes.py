@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
+from jattn.masks.arguments import require_ints
 from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
 from jattn.sparsity.pooled import largest
 from jattn.sparsity.texts import as_texts
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require
 
 
 def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
@@ -23,9 +24,7 @@ def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
 
     Source: StreamingLLM.
     """
-    for name, count in (("num_first", num_first), ("num_recent", num_recent)):
-        require_int(**{name: count})
-        require(count >= 1, name, "be at least 1", count)
+    require_ints(1, num_first=num_first, num_recent=num_recent)
     return Sinks(num_first) | Window(left=num_recent - 1)
 
 
@@ -57,7 +56,7 @@ def moba(
 
     Source: MoBA.
     """
-    require_positive(block_size=block_size, block_q=block_q)
+    require_ints(1, block_size=block_size, top_k=top_k, block_q=block_q)
     q, k = as_texts(q, k)
     scores = _products(q[:, ::block_q].astype(jnp.float32), block_means(k, block_size))
     scores = choosable(scores, block_q=block_q, block_kv=block_size)
@@ -94,7 +93,7 @@ def x_attention(
     Source: XAttention.
     """
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
-    require_positive(block_size=block_size, stride=stride)
+    require_ints(1, block_size=block_size, stride=stride)
     require(block_size % stride == 0, "stride", f"divide block_size ({block_size})", stride)
     q, k = as_texts(q, k)
     # Query s - 1 - r of a square's rows meets key r of its columns: side by side they are one long product.
@@ -142,9 +141,8 @@ def vertical_slash(
     Source: MInference.
     """
     require(q.ndim == 3, "q", "be of one text (jax.vmap takes several)", tuple(q.shape))
-    require(last >= 1, "last", "be at least 1", last)
-    for name, count in (("num_columns", num_columns), ("num_slashes", num_slashes)):
-        require(count >= 0, name, "be at least 0", count)
+    require_ints(1, last=last)
+    require_ints(0, num_columns=num_columns, num_slashes=num_slashes)
     q, k = (x[0] for x in as_texts(q, k))
     tokens, last = q.shape[0], min(last, q.shape[0])
     scores = _products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
@@ -161,9 +159,10 @@ def _side_by_side(
 ) -> Float[Array, "batch squares heads width"]:
     """The vectors of each `stride` tokens as one, first or last token first; whole blocks of them."""
     whole = in_blocks(x, block_size)
-    pieces = whole.reshape(x.shape[0], -1, stride, *x.shape[2:])
+    squares = whole.shape[1] * block_size // stride
+    pieces = whole.reshape(x.shape[0], squares, stride, *x.shape[2:])
     pieces = jnp.moveaxis(pieces[:, :, ::-1] if is_backward else pieces, 2, 3)
-    return pieces.reshape(*pieces.shape[:3], -1)
+    return jax.lax.collapse(pieces, 3)
 
 
 def _products(

@@ -18,10 +18,11 @@ def as_texts(
         names: Of the keys.
 
     Raises:
-        ValueError: They do not belong together.
+        ValueError: They do not belong together, or have no tokens.
     """
     rule = "have shape [batch, tokens, q_heads, head_dim], or no batch"
     require(q.ndim in (3, 4), "q", rule, tuple(q.shape))
+    require(q.shape[-3] > 0, "q", "have at least one token", tuple(q.shape))
     for name, array in zip(names, keys, strict=False):
         q_heads, heads = q.shape[-2], array.shape[-2] if array.ndim == q.ndim else 1
         require_shape(name, array.shape, (*q.shape[:-2], heads, q.shape[-1]), "as q, of its own heads")

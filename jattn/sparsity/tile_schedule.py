@@ -1,13 +1,16 @@
 """From a mask to the tiles that a kernel works through, on the device: `schedule(mask, seq_lens, ...)`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks import Coverage, Mask, Sizes, check_mask, coverage_of_tiles
+from jattn.masks.arguments import require_array, require_heads, require_ints
 from jattn.pytree import pytree, static
-from pallas_kernels.checks import require_positive, require_shape
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_shape
 from pallas_kernels.list_tiles import by_sorting, codes_of
 
 
@@ -70,15 +73,14 @@ def schedule(
         Tiles of queries in order, `ceil(max_query_len / tile_q)` for each request.
 
     Raises:
-        ValueError: A bound or a size is not positive, query_lens and seq_lens disagree, or the mask has other
-            rows or heads or does not reach as far.
+        ValueError: A bound or a size is not positive, kv heads do not divide query heads, query_lens and
+            seq_lens disagree, or the mask has other rows or heads or does not reach as far.
     """
-    require_positive(max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
-    require_positive(num_q_heads=num_q_heads)
+    require_ints(1, max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
+    require_heads(num_q_heads, num_kv_heads)
     query_lens = seq_lens if query_lens is None else query_lens
-    require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
-    bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-    check_mask(mask, Sizes(num_q_heads, num_rows=seq_lens.shape[0], **bounds), causal=False)
+    _check_lens(seq_lens, query_lens)
+    check_mask(mask, Sizes(num_q_heads, seq_lens.shape[0], max_query_len, max_seq_len), causal=False)
     tiles = _tiles_of_queries(seq_lens, query_lens, -(-max_query_len // tile_q), tile_q)
     coverage = coverage_of_tiles(
         mask,
@@ -89,6 +91,18 @@ def schedule(
         is_prefill=is_prefill,
     )
     return _listed(coverage, tiles, tile_q, tile_kv)
+
+
+def _check_lens(seq_lens: Any, query_lens: Any) -> None:
+    """Raises ValueError unless these are lengths of requests and, as far as is seen, of their queries."""
+    for name, lens in (("seq_lens", seq_lens), ("query_lens", query_lens)):
+        require_array(name, lens, "integer", {1: "[reqs]"})
+    require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
+    if query_lens is seq_lens or not support.is_concrete(seq_lens, query_lens):
+        return
+    keys, queries = np.asarray(seq_lens), np.asarray(query_lens)
+    is_part = bool(((queries >= 0) & (queries <= keys)).all())
+    require(is_part, "query_lens", f"be at least 0 and at most seq_lens {keys.tolist()}", queries.tolist())
 
 
 class _QueryTiles(NamedTuple):

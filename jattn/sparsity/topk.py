@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jattn.cache import CacheSpec
 from jattn.masks import BlockMask, ListedBlocks
+from jattn.masks.arguments import require_ints
 from jattn.pytree import pytree
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels.checks import require, require_int, require_shape
 
 
 @pytree
@@ -108,7 +109,8 @@ def select_blocks(
         block_table: Of the decode region.
         seq_lens: Keys of each request; 0 marks a padding row.
         num_selected: Static: blocks of each kv head, the recent ones included; all where there are no more.
-            What scores as the last of them is taken, too.
+            What scores as the last of them is taken, too. XLA takes what scores NaN, so that it shows; the
+            kernels may then take anything beside the recent blocks.
         block_size: Static: tokens of a cache block.
         num_recent: Static: so many of the last blocks are always among them.
         implementation: "mosaic_gpu" or "xla"; None = the best that this machine and these sizes allow.
@@ -119,17 +121,15 @@ def select_blocks(
         the decode region alone with it (`metadata.decode_part`).
 
     Raises:
-        ValueError: num_selected is not between 1 and max_blocks, or the shapes disagree.
+        ValueError: num_selected is not between 1 and max_blocks, or another number is out of range, or the
+            shapes disagree.
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
-    (q_heads, _), kv_heads, max_blocks = query.shape[1:], bounds.low.shape[1], block_table.shape[1]
-    require(q_heads % kv_heads == 0, "query's heads", f"be a multiple of the bounds' ({kv_heads})", q_heads)
-    require(max_blocks > 0, "block_table", "have columns", block_table.shape)
-    require_shape("block_table", block_table.shape, (query.shape[0], max_blocks), "one row per request")
-    rule = f"lie in [1, max_blocks ({max_blocks})]"
-    require(1 <= num_selected <= max_blocks, "num_selected", rule, num_selected)
+    _check_shapes(query, bounds, block_table, seq_lens)
+    max_blocks = block_table.shape[1]
+    _check_numbers(num_selected, max_blocks, block_size=block_size, num_recent=num_recent)
     reason = None if interpret else support.why_not_on(query, bounds, block_table)
-    reason = reason or _why_not_select(bounds, num_q_heads=q_heads, max_blocks=max_blocks)
+    reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
     use_kernel = support.takes_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
     num_blocks = (seq_lens + (block_size - 1)) // block_size
@@ -144,10 +144,27 @@ def select_blocks(
         lists = {"ids": best.ids, "counts": best.counts}
         return ListedBlocks(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size, **lists)
     scores = block_scores(query, bounds, block_table)
-    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
+    is_taken = is_recent | jnp.isnan(scores)
+    scores = jnp.where(is_live, jnp.where(is_taken, jnp.inf, scores), -jnp.inf)
     least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected, None]
     chosen = (scores >= least) & is_live
     return BlockMask(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size)
+
+
+def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array) -> None:
+    (reqs, q_heads, _), kv_heads, max_blocks = query.shape, bounds.low.shape[1], block_table.shape[1]
+    require(q_heads % kv_heads == 0, "query's heads", f"be a multiple of the bounds' ({kv_heads})", q_heads)
+    require(max_blocks > 0, "block_table", "have columns", block_table.shape)
+    require_shape("block_table", block_table.shape, (reqs, max_blocks), "one row per request")
+    require_shape("seq_lens", seq_lens.shape, (reqs,), "one per request")
+
+
+def _check_numbers(num_selected: int, max_blocks: int, *, block_size: int, num_recent: int) -> None:
+    require_ints(1, block_size=block_size)
+    require_ints(0, num_recent=num_recent)
+    require_int(num_selected=num_selected)
+    rule = f"lie in [1, max_blocks ({max_blocks})]"
+    require(1 <= num_selected <= max_blocks, "num_selected", rule, num_selected)
 
 
 def _why_not_select(bounds: KeyBounds, *, num_q_heads: int, max_blocks: int) -> str | None:

@@ -39,3 +39,5 @@ def test_a_mask_needs_a_length_and_a_schedule_has_one():
         classes(MASK)
     with pytest.raises(ValueError, match="seq_len must be given for a mask, and for a mask only, got 3"):
         classes(made(), 3)
+    with pytest.raises(ValueError, match="options must be given for a mask only, got num_q_heads"):
+        classes(made(), num_q_heads=7)

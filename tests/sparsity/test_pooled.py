@@ -136,6 +136,16 @@ def test_attention_over_what_was_chosen_reads_nothing_else():
         assert not np.asarray(got)[~live].any()
 
 
+def test_queries_of_a_decode_see_what_they_saw_across_an_edge_of_blocks():
+    bucket = jattn.Bucket(max_decodes=2, decode_query_len=4, max_blocks=2)
+    metadata = jattn.build_batch_metadata([4, 4], [6, 8], [[1, 2], [3, 4]], block_size=4, bucket=bucket)
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
+    query, cache = draw(0, 8, 2, 8), jattn.PagedCache(k=draw(1, 5, 4, 1, 8), v=draw(2, 5, 4, 1, 8))
+    mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=0.5, block_size=4)
+    got = jattn.attend(query, cache, metadata, SPEC, mask=mask)
+    np.testing.assert_allclose(got, jattn.attend(query, cache, metadata, SPEC), atol=1e-6)
+
+
 def test_of_nothing_nothing_is_chosen():
     query, cache, _ = problem()
     empty = jattn.build_batch_metadata([], [], np.zeros((0, 3), int), block_size=4)
@@ -173,8 +183,13 @@ def test_largest_takes_the_fewest_that_suffice():
     [
         ({"mass": 0.0}, r"mass must lie in \(0, 1\], got 0.0"),
         ({"block_size": 0}, "block_size must be positive"),
+        ({"block_size": 4.0}, "block_size must be an int, got 4.0"),
+        ({"num_first": -1}, "num_first must be at least 0, got -1"),
+        ({"num_recent": -1}, "num_recent must be at least 0, got -1"),
+        ({"num_recent": 1.5}, "num_recent must be an int, got 1.5"),
     ],
 )
+@pytest.mark.usefixtures("types_unchecked")
 def test_nonsense_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         select_prefill_blocks(*problem(), SPEC, **{"mass": 0.5} | change)

@@ -107,7 +107,7 @@ class TestArrays:
             ),
             (
                 lambda q, k: sparsity.vertical_slash(q[0], k[0], num_columns=1, num_slashes=1, last=0),
-                "last must be at least 1, got 0",
+                "last must be positive, got 0",
             ),
             (
                 lambda q, k: sparsity.moba(q, k, block_size=8, top_k=1, block_q=0),
@@ -119,6 +119,20 @@ class TestArrays:
         q, k, _ = arrays(20)
         with pytest.raises(ValueError, match=message):
             run(q, k)
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_a_text_has_tokens(self, name):
+        q, k, v = (x[:, :0] for x in arrays())
+        given = (x[0] for x in (q, k, v)) if name == "vertical_slash" else (q, k, v)
+        with pytest.raises(ValueError, match=r"q must have at least one token, got \((2, )?0, 4, 8\)"):
+            RECIPES[name](*given)
+
+    @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
+    def test_a_batch_may_have_no_texts(self, name):
+        q, k, v = (x[:0] for x in arrays(20))
+        made = RECIPES[name](q, k, v)
+        out = made if name == "nsa" else jattn.attention(q, k, v, causal=True, mask=made)
+        assert out.shape == q.shape
 
 
 class TestPackedDocuments:
@@ -180,10 +194,17 @@ class TestTopKBlocks:
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 9), ~np.isneginf(scores))
 
+    def test_what_is_nan_is_taken_beside_what_is_always_taken(self):
+        """So that it comes out of attention, and hides nothing else."""
+        nan, inf = jnp.nan, jnp.inf
+        scores = jnp.asarray([[1, nan, 3, inf, 2], [nan, 1, 2, -inf, 0], [nan, nan, nan, inf, -inf]])
+        want = [[0, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 1, 0]]
+        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
+
     @pytest.mark.parametrize(
         ("scores", "k", "message"),
         [
-            (jnp.zeros(3), 0, "k must be at least 1, got 0"),
+            (jnp.zeros(3), 0, "k must be positive, got 0"),
             (jnp.zeros((2, 0)), 1, r"scores must be .* got \(2, 0\)"),
         ],
     )
@@ -242,9 +263,9 @@ def test_streaming_llm_sees_first_and_recent_keys():
     i, j = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]
     seen = drawn(sparsity.streaming_llm(num_first=3, num_recent=5), 0)
     np.testing.assert_array_equal(seen[0], ((j < 3) | (i - j < 5)) & (j <= i))
-    with pytest.raises(ValueError, match="num_recent must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_recent must be positive, got 0"):
         sparsity.streaming_llm(num_first=3, num_recent=0)
-    with pytest.raises(ValueError, match=r"^num_first must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"^num_first must be positive, got 0"):
         sparsity.streaming_llm(num_first=0, num_recent=5)
     with pytest.raises(ValueError, match=r"^num_first must be an int, got True"):
         sparsity.streaming_llm(num_first=True, num_recent=5)
@@ -300,6 +321,14 @@ def test_vertical_slash_marks_what_the_last_queries_attend_to():
         assert set(np.flatnonzero(np.asarray(seen.slashes)[0, h])) == set(np.argsort(slashes)[-6:])
 
 
+@pytest.mark.parametrize(("columns", "slashes"), [(0, 3), (3, 0), (0, 0)])
+def test_vertical_slash_may_have_no_columns_or_no_slashes(columns, slashes):
+    q, k, _ = (x[0] for x in arrays())
+    seen = sparsity.vertical_slash(q, k, num_columns=columns, num_slashes=slashes)
+    for marks, count in ((seen.columns, columns), (seen.slashes, slashes)):
+        np.testing.assert_array_equal(marks.sum(axis=-1), np.full((1, Q_HEADS), count))
+
+
 class TestNSA:
     def gates(self):
         return jax.nn.sigmoid(jax.random.normal(jax.random.key(7), (2, TOKENS, Q_HEADS, 3)))
@@ -337,6 +366,17 @@ class TestNSA:
                 want = sum(gates[b, i, h, n] * x for n, x in enumerate(parts))
                 np.testing.assert_allclose(out[b, i, h], want, atol=2e-5)
 
+    @pytest.mark.parametrize("step", [1.0, 40.0])
+    def test_a_peaked_attention_chooses_as_a_flat_one_does(self, step):
+        """Where scores lie 40 apart most shares are 0 in f32; their order is the same."""
+        keys = jnp.broadcast_to(
+            step * jnp.asarray([3, 1, 5, 2, 4, 0, 6.0])[None, :, None, None], (1, 7, 1, 1)
+        )
+        q = jnp.ones((1, 50, 2, 1))
+        chosen = sparsity.selected_blocks(q, keys, block_size=8, num_selected=4, block_q=8).blocks[0, 0]
+        want = [[0, 2, 3, 4], [0, 2, 4, 5], [0, 2, 4, 6]]
+        assert [np.flatnonzero(row).tolist() for row in chosen[4:]] == want
+
     def test_gates_and_what_compresses_are_trained(self):
         q, k, v = arrays()
 
@@ -355,8 +395,8 @@ class TestNSA:
                 {"gates": jnp.zeros((2, TOKENS, Q_HEADS, 2))},
                 r"gates must have shape \(2, 50, 4, 3\) .*, got \(2,",
             ),
-            ({"window": 0}, r"window must be at least 1, got 0"),
-            ({"num_selected": 0}, r"k must be at least 1, got 0"),
+            ({"window": 0}, r"window must be positive, got 0"),
+            ({"num_selected": 0}, r"num_selected must be positive, got 0"),
             (
                 {"compress": lambda x: x},
                 r"compress's result must have shape \(2, 7, 2, 8\) \(batch, .*, got \(2, 7, 8, 2, 8\)",

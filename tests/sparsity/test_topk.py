@@ -119,6 +119,19 @@ def test_what_no_request_owns_may_be_anything():
     assert int(want.sum()) == 2 * 2 * 2
 
 
+def test_what_scores_nan_is_taken_beside_the_recent_blocks():
+    _, bounds, table, query = filled()
+    spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), bounds)  # the first request's first block
+    lens = jnp.asarray([12, 12, 8], jnp.int32)
+    options = {"num_selected": 2, "block_size": 4, "implementation": "xla"}
+    chosen = select_blocks(query, spoiled, table, lens, **options).blocks[:, :, 0]
+    np.testing.assert_array_equal(chosen[0], [[True, False, True]] * 2)
+    want = select_blocks(query, bounds, table, lens, **options).blocks[:, :, 0]
+    np.testing.assert_array_equal(chosen[1:], want[1:])
+    of_nan = select_blocks(query.at[0].set(jnp.nan), bounds, table, lens, **options).blocks
+    assert of_nan[0].all()
+
+
 def test_nothing_is_written_and_chosen_of_nothing():
     _, bounds, table, query = filled()
     kept = jax.tree.map(np.asarray, bounds)
@@ -164,6 +177,23 @@ def test_a_number_of_blocks_that_there_are_not_is_named(num):
     _, bounds, table, query = filled()
     with pytest.raises(ValueError, match=rf"num_selected must lie in \[1, max_blocks \(3\)\], got {num}"):
         select_blocks(query, bounds, table, jnp.asarray([3, 3, 3]), num_selected=num, block_size=4)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": jnp.asarray([3])}, r"seq_lens must have shape \(3,\) \(one per request\), got \(1,\)"),
+        ({"num_recent": -1}, "num_recent must be at least 0, got -1"),
+        ({"num_selected": 1.0}, "num_selected must be an int, got 1.0"),
+        ({"block_size": 4.0}, "block_size must be an int, got 4.0"),
+    ],
+)
+def test_nonsense_is_named(change, message):
+    _, bounds, table, query = filled()
+    given = {"seq_lens": jnp.asarray([3, 3, 3]), "num_selected": 1, "block_size": 4}
+    with pytest.raises(ValueError, match=message):
+        select_blocks(query, bounds, table, **given | change)
 
 
 def test_a_table_without_blocks_is_named():
