@@ -72,10 +72,10 @@ def nsa() -> Pattern:
         keys, values = cached_means(cache, metadata)
         group, place = spec.q_heads_per_kv_head, metadata.seq_lens - 1
         scale = spec.softmax_scale
-        shares = shares_of_ended(products(query, keys) * scale, place)
+        shares = jnp.exp(log_shares_of_ended(products(query, keys) * scale, place))
         compressed = jnp.einsum("rhb,rbhd->rhd", shares, jnp.repeat(values, group, axis=2))
-        first = shares_of_ended(products(chooser, keys) * scale, place // BLOCK * BLOCK)
-        by_kv_head = first.reshape(len(first), -1, group, keys.shape[1]).sum(axis=2)
+        first = log_shares_of_ended(products(chooser, keys) * scale, place // BLOCK * BLOCK)
+        by_kv_head = jax.nn.logsumexp(first.reshape(len(first), -1, group, keys.shape[1]), axis=2)
         mask = best_blocks(by_kv_head, metadata, num_first=1)
         selected = jattn.attend(query, cache, metadata, spec, mask=mask)
         near = dataclasses.replace(spec, window=(WINDOW - 1, 0))
@@ -113,12 +113,12 @@ def products(
     return jnp.einsum("rhd,rbhd->rhb", query.astype(jnp.float32), keys)
 
 
-def shares_of_ended(
+def log_shares_of_ended(
     scores: Float[Array, "reqs q_heads blocks"], place: Int[Array, " reqs"]
 ) -> Float[Array, "reqs q_heads blocks"]:
-    """Softmax over the blocks that end up to a query's place."""
+    """Logarithm of the softmax over the blocks that end up to a query's place; -inf of the others."""
     has_ended = ((jnp.arange(scores.shape[2]) + 1)[None] * BLOCK <= place[:, None] + 1)[:, None]
-    return jnp.where(has_ended, jax.nn.softmax(jnp.where(has_ended, scores, -1e30), axis=-1), 0.0)
+    return jnp.where(has_ended, jax.nn.log_softmax(jnp.where(has_ended, scores, -1e30), axis=-1), -jnp.inf)
 
 
 def best_blocks(
