@@ -171,8 +171,7 @@ def load(
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales, model.generation_config = kv_scales, generation_config
-    if (directory / tokenizer_files.FILE).exists():
-        model.tokenizer = tokenizer_files.read_tokenizer(directory / tokenizer_files.FILE)
+    model.tokenizer = tokenizer_files.read_tokenizer(directory)
     return model
 
 

@@ -10,13 +10,18 @@ FILE = "tokenizer.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_tokenizer(path: pathlib.Path) -> Any:
+def read_tokenizer(folder: pathlib.Path) -> Any | None:
     """A `tokenizers.Tokenizer` that neither cuts texts nor pads them: some are saved as a training had them.
+
+    None where the folder has no tokenizer.json.
 
     Raises:
         ImportError: tokenizers is missing.
         ValueError: The file is none; the message names it.
     """
+    path = folder / FILE
+    if not path.exists():
+        return None
     tokenizers = optional_module("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))

@@ -280,7 +280,32 @@ class Runner:
             call = call.on_host()
             self._tell("start", call)
         with self._fails_for_all(BaseException):
-            return self._started(call, asked)
+            call = call.after(self._last_tokens)
+            self._caches = self._copies(self._caches, call.block_copies, call.near_copies)
+            graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
+            prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
+            tokens, drafts = self._drafted(call)
+            outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, tokens, *prefix)
+            drawn_by = outputs.num_generated, *call.drawn_by
+            sampled = self._samplers(outputs.logits, drafts, *drawn_by, call.num_logprobs)
+            if isinstance(sampled, Sampled):
+                self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
+            of_prompts = None
+            if call.prompt is not None:
+                next_ids, num = call.prompt
+                state = self.weights.state
+                of_prompts = prompt_logprobs(self._graphdef, state, outputs.hidden, next_ids, num=num)
+            if asked is None:
+                return sampled
+            for array in jax.tree.leaves((sampled, of_prompts)):
+                array.copy_to_host_async()
+            self._in_flight.append(
+                InFlight(asked.step, sampled, asked.num_logprobs, asked.prompt, of_prompts)
+            )
+            self.num_steps += 1
+            self._runs[call.prefix_len > 0].num_runs[call.metadata.bucket] += 1
+            self.num_cascade_steps += call.prefix_len > 0
+            return None
 
     def read(self) -> Iterator[NewTokens]:
         """What the oldest step in flight brought; waits for it. Interrupted meanwhile, it loses nothing."""
@@ -298,32 +323,6 @@ class Runner:
             if self._processes is not None and self._processes.failure_elsewhere() is None:
                 self._processes.fail(error)
             raise
-
-    def _started(self, call: StepCall, asked: Asked | None) -> Any:
-        call = call.after(self._last_tokens)
-        self._caches = self._copies(self._caches, call.block_copies, call.near_copies)
-        graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
-        prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
-        tokens, drafts = self._drafted(call)
-        outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, tokens, *prefix)
-        drawn_by = outputs.num_generated, *call.drawn_by
-        sampled = self._samplers(outputs.logits, drafts, *drawn_by, call.num_logprobs)
-        if isinstance(sampled, Sampled):
-            self._last_tokens = sampled.tokens  # a step with drafts is read before the next one
-        of_prompts = None
-        if call.prompt is not None:
-            next_ids, num = call.prompt
-            state = self.weights.state
-            of_prompts = prompt_logprobs(self._graphdef, state, outputs.hidden, next_ids, num=num)
-        if asked is None:
-            return sampled
-        for array in jax.tree.leaves((sampled, of_prompts)):
-            array.copy_to_host_async()
-        self._in_flight.append(InFlight(asked.step, sampled, asked.num_logprobs, asked.prompt, of_prompts))
-        self.num_steps += 1
-        self._runs[call.prefix_len > 0].num_runs[call.metadata.bucket] += 1
-        self.num_cascade_steps += call.prefix_len > 0
-        return None
 
     def _drafted(self, call: StepCall) -> tuple[StepTokens, tuple[Any, Any] | None]:
         """A step's tokens, and its drafts with their numbers; has the proposer begin with them."""
