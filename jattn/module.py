@@ -16,6 +16,7 @@ from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.context_parallel import attend_on_rank
 from jattn.implementations.choice import asked_for, hashable
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.check import require_no_context
 from jattn.metadata.ranks import Ranks, slots_of_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
@@ -139,7 +140,8 @@ class PagedAttention(nnx.Module):
 
         Args:
             x: The step's tokens, laid out as the metadata says.
-            cache: The layer's cache; None = every row's keys are this step's own (training, encoders).
+            cache: The layer's cache; None = every row's keys are this step's own (training, encoders), and
+                no row has context: inside jit nobody can see one that has.
             metadata: The step's metadata.
             positions: For rope; `metadata.positions` unless the model counts otherwise.
             plan: The step's plan, if one was made.
@@ -148,8 +150,8 @@ class PagedAttention(nnx.Module):
             Output [tokens, hidden], and the cache with this step's keys and values in it.
 
         Raises:
-            ValueError: An argument is of another kind, x or positions are not the metadata's tokens, or a
-                layer that shares keys and values got no cache.
+            ValueError: An argument is of another kind, x or positions are not the metadata's tokens, or
+                there is no cache and the layer shares keys and values, or a row has context.
         """
         self._check(x, cache, metadata, positions, plan)
         query, kv = self._query_and_kv(x, cache, metadata, positions)
@@ -236,6 +238,8 @@ class PagedAttention(nnx.Module):
         require_shape("x", jnp.shape(x), (tokens, width), meaning)
         require_shape("positions", jnp.shape(positions), (tokens,), "the metadata's tokens")
         require(cache is not None or not self.shares_kv, "cache", "be given to a layer with shares_kv", None)
+        if cache is None:
+            require_no_context(metadata)
 
     def _clipped(self, x: Array) -> Array:
         return x if self.clip_qkv is None else jnp.clip(x, -self.clip_qkv, self.clip_qkv)

@@ -71,6 +71,21 @@ def test_chunks_and_decode_through_the_cache_equal_the_whole_prompt_without_one(
         np.testing.assert_allclose(out, want[jnp.asarray(tokens)], atol=2e-6)
 
 
+def test_without_a_cache_no_row_has_context():
+    """What stands where its keys would be are another request's, or padding's."""
+    attention, bucket = layer(), jattn.Bucket(max_prefills=1, max_prefill_tokens=16, max_blocks=2)
+    padded = jattn.build_batch_metadata([4], [6], [[1, 2]], block_size=4, bucket=bucket)
+    for metadata, tokens in ((step([4, 4], [6, 4]), 8), (padded, 16)):
+        with pytest.raises(ValueError, match=r"seq_lens\[0\] must be its 4 new tokens without .*, got 6\."):
+            attention(hidden(tokens), None, metadata, metadata.positions)
+    whole = jattn.build_cross_attention_metadata([4, 4], [4, 4], None)
+    got, want = (
+        jax.jit(lambda x, of=of: attention(x, None, of, of.positions)[0])(hidden(8))
+        for of in (whole, step([4, 4], [4, 4]))
+    )
+    np.testing.assert_array_equal(got, want)
+
+
 def test_hooks_see_heads_before_rope():
     seen = []
 

@@ -64,9 +64,24 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
         return
     _check_nothing_is_written(step)
     if cache_spec is None:
-        _check_has_no_context(rows)
+        require_no_context(step)
     else:
         _check_keys_outside(rows, jax.device_get(cache_spec))
+
+
+def require_no_context(metadata: BatchMetadata) -> None:
+    """Without a cache each row's keys are its own new tokens' alone; where nothing is traced.
+
+    Raises:
+        ValueError: A row has context: what would be read in its place are other rows' keys.
+    """
+    if not support.is_concrete(metadata):
+        return
+    step = jax.device_get(metadata)
+    seq_lens, query_lens = np.asarray(step.seq_lens), _query_lens(step)
+    for r in np.flatnonzero(seq_lens != query_lens)[:1]:
+        rule = f"be its {query_lens[r]} new tokens without a cache"
+        require(False, f"seq_lens[{r}]", rule, seq_lens[r])
 
 
 def _check_arrays(step: BatchMetadata) -> None:
@@ -108,10 +123,16 @@ def _checked_rows(step: BatchMetadata) -> _Rows:
         got, last = int(getattr(step, f"num_{name}s")), int(live[-1]) + 1 if live.size else 0
         require(got <= limit, f"num_{name}s", f"be at most the bucket's {limit}", got)
         require(got >= last, f"num_{name}s", f"cover the last live {name} row ({last})", got)
-    is_decode = np.arange(bucket.max_reqs) < first
-    query_lens = np.where(is_decode, bucket.decode_query_len, np.diff(starts))
-    firsts = np.where(is_decode, np.arange(bucket.max_reqs) * bucket.decode_query_len, starts[:-1])
-    return _Rows(lens.astype(np.int64), np.where(lens > 0, query_lens, 0), firsts)
+    row = np.arange(bucket.max_reqs)
+    firsts = np.where(row < first, row * bucket.decode_query_len, starts[:-1])
+    return _Rows(lens.astype(np.int64), _query_lens(step), firsts)
+
+
+def _query_lens(step: BatchMetadata) -> np.ndarray:
+    """BatchMetadata's, by numpy: of constants inside jit, too."""
+    is_decode = np.arange(step.bucket.max_reqs) < step.bucket.max_decodes
+    lens = np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
+    return np.where(np.asarray(step.seq_lens) > 0, lens, 0)
 
 
 def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> None:
@@ -191,12 +212,6 @@ def _check_nothing_is_written(step: BatchMetadata) -> None:
     slots = np.asarray(step.slot_mapping)
     for t in np.flatnonzero(slots >= 0)[:1]:
         require(False, f"slot_mapping[{t}]", "be < 0 without a cache", slots[t])
-
-
-def _check_has_no_context(rows: _Rows) -> None:
-    for r in np.flatnonzero(rows.seq_lens != rows.query_lens)[:1]:
-        rule = f"be its {rows.query_lens[r]} new tokens without a cache"
-        require(False, f"seq_lens[{r}]", rule, rows.seq_lens[r])
 
 
 def _check_keys_outside(rows: _Rows, kv: PackedKV) -> None:

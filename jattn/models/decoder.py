@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.check import require_no_context
 from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach, is_near, of_layer
 from jattn.models.config import DecoderConfig
@@ -135,7 +136,7 @@ class Decoder(nnx.Module):
         Args:
             token_ids: The step's tokens, laid out as the metadata says. Padding may hold any id.
             caches: One a layer (`create_caches`); donated: use those returned. None = no cache: every row's
-                keys are this step's own (training, scoring).
+                keys are this step's own (training, scoring), and no row has context.
             metadata: The step's metadata. ByReach: the same step's, over two block tables (`near_layers`).
             positions: Where tokens stand; None = metadata.positions.
             plan: The step's plan, if one was made; shared by all layers, or ByReach as the metadata is.
@@ -149,6 +150,8 @@ class Decoder(nnx.Module):
         """
         if caches is not None:
             require_one_a_layer("caches", caches, len(self.layers))
+        else:
+            require_no_context(metadata.far if isinstance(metadata, ByReach) else metadata)
         if self.mesh is not None:
             options, how = {"metadata": metadata, "positions": positions}, "caches"
             out: Any = run_on_mesh(self, "__call__", (token_ids,), caches, options, plan=plan, returns=how)

@@ -7,6 +7,7 @@ from flax import nnx
 
 import jattn
 from jattn.models import Decoder, DecoderConfig
+from jattn.models.by_reach import ByReach
 from jattn.models.hf_tensors import Join, Stored, to_hf
 from jattn.models.layers import ACTIVATIONS, make_norm, make_qk_norm
 from jattn.models.specs import ACTIVATIONS as NAMES
@@ -106,3 +107,11 @@ def test_tokens_are_placed_where_they_stand():
     metadata = jattn.build_batch_metadata([2], [2], None)
     shifted = model(tokens, None, metadata, positions=positions)[0] - model(tokens, None, metadata)[0]
     assert np.abs(shifted).max() > 1e-4
+
+
+def test_without_caches_no_row_has_context():
+    model = Decoder(DecoderConfig.from_hf(SIZES | {"model_type": "gpt2"}), rngs=nnx.Rngs(0))
+    metadata = jattn.build_batch_metadata([1, 1], [1, 3], [[1], [2]])
+    for given in (metadata, ByReach(metadata, metadata)):
+        with pytest.raises(ValueError, match=r"seq_lens\[1\] must be its 1 new tokens without .*, got 3\."):
+            model(jnp.zeros(2, jnp.int32), None, given)
