@@ -18,6 +18,7 @@ from jattn.implementations import packed
 from jattn.implementations.choice import Asked, Choice
 from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.layers import layer_of
+from jattn.masks.closed import with_arrays
 from jattn.metadata.regions import part_of
 from jattn.planning import choose_layers
 from jattn.sharded_arrays import Cut
@@ -141,6 +142,7 @@ def attend_parts(how: How, values: Values, rows: Rows) -> Attended:
     """Attention of arrays that XLA's partitioner may cut: texts and heads stay where they lie. Traced."""
     is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     of_heads = jax.tree.map(lambda x: x if is_real(x) else x.astype(jnp.float32), values.per_head)
+    rows = rows if rows.mask is None else rows._replace(mask=with_arrays(rows.mask))
     return _attend_parts(how, values._replace(per_head=of_heads), rows)
 
 

@@ -203,6 +203,22 @@ class TestMasks:
         want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
         close(jattn.attention(*given, mask=mask), want)
 
+    def test_functions_that_close_over_traced_arrays_have_gradients(self):
+        derives_as_a_mask_of_bools(arrays(9, head_dim=24))
+
+
+def derives_as_a_mask_of_bools(given):
+    """Of a function over a table that is traced, alone and under & and ~."""
+    table = jax.random.bernoulli(jax.random.key(8), 0.5, (4, 9, 9))
+
+    def loss(given, table, by_function):
+        mine = masks.MaskFunction(lambda head, query, key: table[head, query, key])
+        mask = masks.Causal() & ~mine if by_function else jnp.tri(9, dtype=bool)[None, None] & ~table[None]
+        return (jattn.attention(*given, mask=mask) ** 2).sum()
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    jax.tree.map(functools.partial(close, atol=1e-5), step(given, table, True), step(given, table, False))
+
 
 class TestTransformations:
     def test_vmap_is_a_batch(self):
@@ -473,6 +489,7 @@ class TestOnAMeshOfAutoAxes:
         want = jattn.attention(*given, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
         close(run(*given), want)
         close(jax.vmap(run)(*given), want)
+        derives_as_a_mask_of_bools(arrays(9, head_dim=24))
 
 
 def test_the_signature_is_what_its_users_were_promised():

@@ -20,6 +20,7 @@ from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles, varying_as
 from jattn.masks import Mask
+from jattn.masks.closed import with_arrays
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
@@ -92,6 +93,8 @@ def attend(how: How, values: Values, context: Context) -> OutAndLse:
         reason = "kernels do not say over which axes their results vary"
         way_out = "Say jax.shard_map(check_vma=False), or implementation='xla'"
         raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, way_out)
+    if how.choice.kernel is None and context.mask is not None:
+        context = context._replace(mask=with_arrays(context.mask))
     return _attend(how, values, context)
 
 
