@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from jattn.implementations.choice import Asked, asked_for, hashable
 from jattn.masks import BlockMask, Document, Mask, Sizes, check_mask
 from jattn.masks.base import leaves, row_counts
-from jattn.masks.documents import come_in_runs
+from jattn.masks.documents import as_int32, come_in_runs
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, unsupported
@@ -48,7 +48,7 @@ def rows_of_arrays(
     """Documents and mask, checked."""
     _check_documents(q, k, segment_ids, cu_seqlens)
     if segment_ids is not None:
-        segment_ids = jnp.atleast_2d(segment_ids)
+        segment_ids = jnp.atleast_2d(as_int32(segment_ids))
     return Rows(segment_ids, cu_seqlens, _mask_of(mask, q, k, cu_seqlens, spec))
 
 

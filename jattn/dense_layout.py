@@ -105,8 +105,7 @@ def segments(segment_ids: Int[Array, "batch tokens"], *, as_runs: bool) -> Docum
         segment_ids: An id of each token.
         as_runs: Static: number the runs of equal ids instead: ids that ascend, as skipping whole tiles needs.
     """
-    ids = segment_ids.astype(jnp.int32)
-    return runs_of(ids) if as_runs else Document(ids=ids)
+    return runs_of(segment_ids) if as_runs else Document(ids=segment_ids)
 
 
 def _metadata(query_start_loc: Array, seq_lens: Int32[Array, " reqs"], num_tokens: int) -> BatchMetadata:

@@ -26,6 +26,19 @@ def entry(table: Any, row: Any, position: Any) -> Any:
     return table[jnp.minimum(row, table.shape[0] - 1), position]
 
 
+def as_int32(ids: Any) -> Any:
+    """Ids of 64 bits on the host that jax would cut to 32, numbered anew where those do not hold them.
+
+    Equal ones stay equal, and smaller ones smaller.
+    """
+    if not isinstance(ids, np.ndarray) or ids.dtype.itemsize <= 4:
+        return ids
+    bounds = np.iinfo(np.int32)
+    if ids.size and (int(ids.min()) < bounds.min or int(ids.max()) > bounds.max):
+        ids = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
+    return ids.astype(np.int32)
+
+
 @pytree
 class Document(Mask):
     """Keys of the query's own document, where a request is several documents one after the other.
@@ -47,6 +60,7 @@ class Document(Mask):
         axes = {1: "[positions]", 2: "[reqs, positions]"}
         require_array("ids", self.ids, "integer", axes)
         require(self.ids.shape[-1] > 0, "ids", "have at least one position", self.ids.shape)
+        object.__setattr__(self, "ids", as_int32(self.ids))
 
     @override
     def sees(self, pairs: Pairs) -> Any:
