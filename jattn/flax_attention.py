@@ -11,6 +11,7 @@ where they stand. What is left, and what has a bias, takes memory that grows wit
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Shaped
 from jattn.dense_attention import attend_arrays
 from jattn.dense_checks import Rows, mask_of_array
 from jattn.flax_scores import Given, by_scores, is_positional
-from jattn.implementations.choice import Asked, asked_for, first_able, hashable
+from jattn.implementations.choice import Asked, asked_for, first_able, hashable, reasons_against
 from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape, unsupported
@@ -117,7 +118,8 @@ def _attend(given: Given, spec: AttentionSpec, is_causal: bool, implementation: 
     if not has_places and _takes_tiles(given, spec):
         return _by_tiles(given, spec, is_causal, implementation)
     reason = "there is no kernel with a bias, input_positions, or queries that stand elsewhere than keys"
-    first_able(asked_for(implementation), {"mosaic_gpu": reason})
+    spec.check_keys(given.key.dtype)
+    first_able(asked_for(implementation), reasons_against(spec, reason))
     return by_scores(given, spec, is_causal)
 
 
@@ -133,7 +135,8 @@ def _by_tiles(
     """By `attention`, nothing of queries x keys but the mask itself."""
     spec = dataclasses.replace(spec, causal=spec.causal or is_causal)
     *batch, q_tokens, q_heads, _ = given.query.shape
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (given.query, given.key, given.value))
+    texts = math.prod(batch)
+    q, k, v = (x.reshape(texts, *x.shape[-3:]) for x in (given.query, given.key, given.value))
     rows, shown = Rows(None, None, None), None
     if given.mask is not None:
         shown = _of_texts(given.mask, batch)
@@ -152,7 +155,7 @@ def _of_texts(mask: Array, batch: list[int]) -> Shaped[Array, "texts heads queri
     mask = mask.reshape((1,) * (len(batch) + 3 - mask.ndim) + mask.shape)
     if any(size != 1 for size in mask.shape[:-3]):
         mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))
-    return mask.reshape(-1, *mask.shape[-3:])
+    return mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
 
 
 def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> None:
@@ -200,9 +203,7 @@ def _spec_for(
 def _per_head(
     spec: AttentionSpec, sinks: Array | None, alibi_slopes: Array | None
 ) -> dict[str, Array | None]:
-    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if per_head is not None:
-            require_shape(name, per_head.shape, (spec.num_q_heads,), "q_heads")
+    per_head = spec.per_head(sinks, alibi_slopes)
     has_slopes = alibi_slopes is not None or not spec.sqrt_alibi
     require(has_slopes, "alibi_slopes", "be given with spec.sqrt_alibi", None)
-    return {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    return per_head

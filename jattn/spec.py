@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from jattn.fields import set_bools, set_floats, set_ints
 from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
-from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
 
 # What each AttentionSpec.query_quantization rounds queries to.
 QUERY_DTYPES = {None: None, "int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}
@@ -133,6 +135,24 @@ class AttentionSpec:
         if self.causal:
             mask = mask & Causal()
         return mask if self.chunk_size is None else mask & Chunked(self.chunk_size)
+
+    def per_head(self, sinks: Any, alibi_slopes: Any) -> dict[str, Array | None]:
+        """Numbers of each query head as arrays, by the names of the arguments."""
+        arrays: dict[str, Array | None] = {"sinks": None, "alibi_slopes": None}
+        for name, values in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+            if values is None:
+                continue
+            array = jnp.asarray(values)
+            require_shape(name, array.shape, (self.num_q_heads,), "q_heads")
+            is_real = jnp.issubdtype(array.dtype, jnp.floating)
+            arrays[name] = array if is_real else array.astype(jnp.float32)
+        return arrays
+
+    def check_keys(self, k_dtype: DTypeLike) -> None:
+        """Queries are rounded to what the keys are, or not at all."""
+        rounds_to, rule = QUERY_DTYPES[self.query_quantization], f"be None with keys of {jnp.dtype(k_dtype)}"
+        is_right = rounds_to in (None, k_dtype)
+        require(is_right, "spec.query_quantization", rule, repr(self.query_quantization))
 
     def mask_with(self, mask: Mask | None) -> Mask | None:
         """What a query sees beyond the numbers above: `sparsity` and another mask."""

@@ -241,6 +241,21 @@ class TestShapes:
         with pytest.raises(ValueError, match=r"alibi_slopes must be given with spec.sqrt_alibi, got None"):
             with_spec(sqrt_alibi=True)(q, q, q)
 
+    @pytest.mark.parametrize("lens", [(3, 0), (0, 3), (0, 0)])
+    def test_without_keys_or_tokens_outputs_are_zero(self, lens):
+        q, k = (jnp.ones((2, 3, n, 1, 8)) for n in lens)
+        for options in ({}, {"mask": jnp.ones((2, 3, 1, *lens), bool)}, {"bias": jnp.zeros(lens)}):
+            out = jattn.attention_fn(q, k, k, **options)
+            np.testing.assert_array_equal(out, jnp.zeros_like(q))
+
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_numbers_of_heads_may_be_lists(self):
+        x, numbers = jax.random.normal(jax.random.key(0), (1, 5, 4, 6)), [0.0, 1.0, 2.0, 3.0]
+        given = {"sinks": numbers, "alibi_slopes": numbers}
+        want = jattn.attention(x, x, x, **{name: jnp.asarray(numbers) for name in given})
+        for attend in (jattn.attention_fn, jattn.attention):
+            np.testing.assert_allclose(attend(x, x, x, **given), want, atol=1e-6)
+
 
 class TestMemory:
     """What is kept for the backward pass grows with tokens, not with queries x keys."""
@@ -278,3 +293,13 @@ def test_a_kernel_is_refused_by_name_where_there_is_none():
         jattn.attention_fn(q, q, q, jnp.zeros((2, 2)), implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu: the kernels need an NVIDIA GPU"):
         jattn.attention_fn(q, q, q, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": jnp.zeros((2, 2))}])
+def test_what_a_spec_asks_for_in_vain_is_refused_with_and_without_a_bias(options):
+    q = jnp.ones((1, 2, 4, 6))
+    message = r"spec.query_quantization must be None with keys of float32, got 'int8'"
+    with pytest.raises(ValueError, match=message):
+        with_spec(query_quantization="int8")(q, q, q, **options)
+    with pytest.raises(NotImplementedError, match="reference: its sums depend on the sizes of the bucket"):
+        with_spec(batch_invariant=True)(q, q, q, implementation="reference", **options)

@@ -7,6 +7,7 @@ from jattn.implementations import reference
 from jattn.implementations.layers import Layer, Region
 from jattn.implementations.mosaic_gpu import Kernel, choose_kernel
 from jattn.masks import Mask
+from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, unsupported
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # best first
@@ -54,6 +55,11 @@ def hashable(implementation: Asked) -> str | tuple[str, ...] | None:
     return implementation if isinstance(implementation, str | None) else tuple(implementation)
 
 
+def reasons_against(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:
+    """Why implementations cannot serve a layer, by their names; None of one that can."""
+    return {"mosaic_gpu": no_kernels, "reference": reference.why_not(spec)}
+
+
 def first_able(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
     """The first name that no reason speaks against, and the reasons against those before it.
 
@@ -92,7 +98,7 @@ def choose(
     """
     asked = asked_for(implementation)
     kernel: Kernel | None = None
-    reasons = {"mosaic_gpu": no_kernels, "reference": reference.why_not(layer.spec)}
+    reasons = reasons_against(layer.spec, no_kernels)
     if no_kernels is None and "mosaic_gpu" in asked:
         found = choose_kernel(layer, region, mask)
         if isinstance(found, str):
