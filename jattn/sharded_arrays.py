@@ -114,7 +114,8 @@ def cut_of(q: Array, k: Array, v: Array) -> Cut | None:
             reason = "attention is cut by texts and heads alone"
             way_out = "Give it whole tokens and heads (jax.sharding.reshard)"
             raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, way_out)
-    said = {name: (*of.spec[:-3], of.spec[-2]) for name, of in cut.items()}
+    of_heads = cut["q"].spec[-2] if "q" in cut else None
+    said = {name: (*of.spec[:-3], _as_of_queries(of.spec[-2], of_heads)) for name, of in cut.items()}
     *texts, heads = (_agreed(said, axis) for axis in range(q.ndim - 2))
     size, num_kv_heads = size_of(meshes[0], heads), k.shape[-2]
     if not are_apart(meshes[0], heads, num_kv_heads):
@@ -155,6 +156,12 @@ def _agreed(said: dict[str, tuple[Axes, ...]], axis: int) -> Axes:
     same = len(set(found.values())) <= 1
     require(same, "q, k and v", "be cut by the same axes of a mesh, or whole", found)
     return next(iter(found.values()), None)
+
+
+def _as_of_queries(axes: Axes, of_queries: Axes) -> Axes:
+    """What cuts query heads where kv heads, of which there may be fewer, are cut by the first of that."""
+    names = names_of(axes)
+    return of_queries if names == names_of(of_queries)[: len(names)] else axes
 
 
 def names_of(axes: Axes) -> tuple[str, ...]:

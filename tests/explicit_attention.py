@@ -96,6 +96,8 @@ def main() -> None:
     check("one kv head", of(), (BOTH, TEXTS), kv_heads=1, of_gradients=(1, 0))
     by_device = P(None, None, ("data", "heads"))
     check("two kv heads of four devices", of(), (by_device, P()), of_gradients=(1, 2))
+    coarser = P(None, None, "data")
+    check("two kv heads on two, their queries on four", of(), (by_device, coarser), of_gradients=(1, 0))
     check("sinks and slopes", of(**PER_HEAD), (BOTH, BOTH))
     check("ids", of(segment_ids=IDS), (BOTH, BOTH))
     check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
