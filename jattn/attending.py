@@ -22,7 +22,7 @@ from jattn.metadata.cascade import CascadeMetadata
 from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
-from jattn.spec import QUERY_DTYPES, AttentionSpec
+from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape, require_type
 
 ALIGNED_BYTES = 256  # where XLA wants the arrays of a GPU to begin
@@ -93,8 +93,8 @@ def attend(
 
     Returns:
         Output in query.dtype; rows without a key and padding are 0. With return_lse also the natural log of
-        the softmax's denominator, f32 [q_heads, tokens], sinks included; -inf where the output is 0 for want
-        of keys.
+        the softmax's denominator, f32 [q_heads, tokens], sinks included: where all keys are masked it is the
+        sink. -inf where the output is 0 without one, of requests without any keys, and of padding.
 
     Raises:
         ValueError: Arguments disagree.
@@ -102,8 +102,27 @@ def attend(
 
     Source: vLLM V1 attention backends' `forward`.
     """
+    how: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "implementation": implementation}
+    out, lse = attend_exactly(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
+    return (out, lse.astype(jnp.float32)) if return_lse else out
+
+
+def attend_exactly(
+    query: Any,
+    cache: Any,
+    metadata: Any,
+    spec: Any,
+    plan: Any = None,
+    *,
+    sinks: Any,
+    alibi_slopes: Any,
+    mask: Any,
+    implementation: Asked,
+    return_lse: bool,
+) -> tuple[Array, Any]:
+    """`attend`, its log-sum-exp, or None, in the type that it was summed in: f64 of f64 queries."""
     _check_types(query, cache, metadata, spec, plan, mask)
-    per_head = PerHead(_one_a_head("sinks", sinks, spec), _one_a_head("alibi_slopes", alibi_slopes, spec))
+    per_head = PerHead(**spec.per_head(sinks, alibi_slopes))
     _check(query, cache, metadata, spec, per_head)
     no_mask = "be None with a plan (give it to plan, or leave plan=None)"
     require(plan is None or mask is None, "mask", no_mask, mask)
@@ -111,11 +130,9 @@ def attend(
         assert isinstance(cache, PagedCache)
         check_batch_of(plan, metadata)
         parts, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
-        both = attend_cascade(query, cache, parts, spec, plans, sinks=sinks, implementation=implementation)
-        return both if return_lse else both[0]
+        return attend_cascade(query, cache, parts, spec, plans, sinks=sinks, implementation=implementation)
     chosen = _chosen(layer_of(spec, cache, query.dtype), metadata, plan, mask, implementation)
-    out, lse = _attend_once(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
-    return (out, lse) if return_lse else out
+    return _attend_once(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
 
 
 def attend_cascade(
@@ -289,15 +306,6 @@ def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, ma
     require(is_real, "query", "be of a floating-point type of 16 bits or more", query.dtype)
 
 
-def _one_a_head(name: str, values: Any, spec: AttentionSpec) -> Array | None:
-    """Numbers of each query head as an array."""
-    if values is None:
-        return None
-    array = jnp.asarray(values)
-    require_shape(name, array.shape, (spec.num_q_heads,), "q_heads")
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
-
-
 def _is_asked_for(chosen: LayerPlan, implementation: str | Sequence[str]) -> bool:
     """Whether a plan has what is asked for by name."""
     asked = asked_for(implementation)
@@ -321,12 +329,7 @@ def _check(
         "be given with spec.sqrt_alibi",
         None,
     )
-    require(
-        QUERY_DTYPES[spec.query_quantization] in (None, cache.k.dtype),
-        "spec.query_quantization",
-        f"be None with keys of {cache.k.dtype}",
-        repr(spec.query_quantization),
-    )
+    spec.check_keys(cache.k.dtype)
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.automatic_arrays import are_automatic
@@ -49,9 +50,8 @@ def attention(
         window: As AttentionSpec's, (left, right).
         soft_cap: As AttentionSpec's.
         scale: As AttentionSpec's; head_dim ** -0.5 when None.
-        segment_ids: An id of each token [batch, tokens]: a query sees keys of its own id. The kernels take
-            each run of equal ids for a segment; ids that come again, if not traced, go to XLA. Padding has
-            an id of its own, and must be finite.
+        segment_ids: An id of each token [batch, tokens], padding (finite) its own: a query sees keys of its
+            id. Kernels take runs of equal ids for segments; ids that come again, if not traced, go to XLA.
         cu_seqlens: First token of each document, and one past the last, from 0; behind is padding.
         alibi_slopes: As in `attend`.
         sinks: As in `attend`.
@@ -64,7 +64,8 @@ def attention(
 
     Returns:
         As q; rows without a key are 0. With return_lse a pair with the natural log of the softmax's
-        denominator, f32 [batch, q_heads, q_tokens] or [q_heads, q_tokens]; -inf without a key.
+        denominator, f32 [batch, q_heads, q_tokens] or [q_heads, q_tokens], sinks included: where
+        all keys are masked it is the sink. -inf without one, and where there are no keys at all.
 
     Raises:
         ValueError: Arguments disagree.
@@ -74,9 +75,9 @@ def attention(
     spec = spec_of_arrays(q, k, v, causal=causal, **numbers)
     rows = rows_of_arrays(q, k, segment_ids, cu_seqlens, mask, spec)
     asked = asked_for_documents(segment_ids, rows.mask, implementation)
-    per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    per_head = spec.per_head(sinks, alibi_slopes)
     out, lse = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
-    return (out, lse) if return_lse else out
+    return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))

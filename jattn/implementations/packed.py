@@ -86,7 +86,7 @@ class Context(NamedTuple):
 
 
 def attend(how: How, values: Values, context: Context) -> OutAndLse:
-    """Output of a region's tokens, and their log-sum-exp or None, as `jattn.attend` defines them."""
+    """Output of a region's tokens, and their log-sum-exp or None, in the type that it was summed in."""
     values = varying_together(values)
     axes = sorted(jax.typeof(values.query).manual_axis_type.varying)
     if how.choice.kernel is not None and axes:

@@ -37,7 +37,7 @@ def attend(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Output and log-sum-exp of every token, as `jattn.attend` defines them.
+    """Output and log-sum-exp of every token, as `jattn.attend` defines them; the latter f64 of f64 queries.
 
     Args:
         query: The step's queries.
@@ -59,7 +59,7 @@ def attend(
     if bucket.max_prefill_tokens:
         regions.append(_prefills(query[bucket.max_decode_tokens :], problem, tiles))
     outs, lses = zip(*regions, strict=True)
-    return jnp.concatenate(outs), jnp.concatenate(lses).T.astype(jnp.float32)
+    return jnp.concatenate(outs), jnp.concatenate(lses).T
 
 
 def _decodes(query: Array, problem: Problem) -> OutAndLse:
