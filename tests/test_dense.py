@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -86,6 +87,9 @@ class TestAsJaxNNHasIt:
         close(jattn.attention(*given, mask=mask), want)
         close(jattn.attention(*given, mask=mask[:1]), jax.nn.dot_product_attention(*given, mask=mask[:1]))
 
+    def test_gradients_of_float64_are_as_exact(self):
+        has_float64_s_gradients()
+
     def test_the_log_sum_exp_is_that_of_the_scores(self):
         q, k, v = arrays(6)
         scores = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, axis=2)) * 8**-0.5
@@ -94,6 +98,20 @@ class TestAsJaxNNHasIt:
         close(out, jattn.attention(q, k, v))
         lse_of_one = jattn.attention(q[0], k[0], v[0], return_lse=True)[1]
         np.testing.assert_array_equal(lse_of_one, lse[0])
+
+
+def has_float64_s_gradients():
+    """Where the log-sum-exp was kept in f32 they had its accuracy."""
+    with jax.enable_x64(True):
+        given = [x.astype(jnp.float64) for x in arrays(12)]
+
+        def loss(given, implementation):
+            out, lse = jattn.attention(*given, causal=True, return_lse=True, implementation=implementation)
+            assert lse.dtype == jnp.float32
+            return (out**2).sum()
+
+        got, want = (jax.grad(loss)(given, by) for by in ("xla", "reference"))
+        jax.tree.map(functools.partial(close, atol=1e-13), got, want)
 
 
 class TestDocuments:
@@ -150,6 +168,39 @@ class TestDocuments:
         mask = ids[:, None, :, None] == ids[:, None, None, :]
         want = jax.nn.dot_product_attention(*given, mask=mask, is_causal=True)
         close(jattn.attention(*given, segment_ids=ids, causal=True), want)
+
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_ids_of_64_bits_are_told_apart(self):
+        """Equal in their last 32 bits, as JAX would cut them."""
+        given, small = arrays(12), np.arange(24).reshape(2, 12) // 5
+        large = (7 - small) * 2**32 + 1
+        want = jattn.attention(*given, segment_ids=small)
+        close(jattn.attention(*given, segment_ids=large), want)
+        close(jattn.attention(*(x[0] for x in given), segment_ids=large[0]), want[0])
+        close(jattn.attention(*given, mask=masks.Document(ids=large)), want)
+        with jax.enable_x64(True):
+            close(jattn.attention(*given, segment_ids=jnp.asarray(large), implementation="xla"), want)
+
+    @pytest.mark.parametrize("implementation", ["xla", "reference"])
+    @pytest.mark.parametrize("is_packed", [False, True])
+    def test_nan_of_one_reaches_no_gradient_of_its_neighbours(self, implementation, is_packed):
+        given = (*arrays(9, batch=3), arrays(9, batch=3)[0])
+        flat = lambda x: x.reshape(27, *x.shape[2:])
+
+        def attend(*given):
+            how = {"causal": True, "implementation": implementation}
+            if not is_packed:
+                return jattn.attention(*given, **how)
+            out = jattn.attention(*map(flat, given), cu_seqlens=jnp.arange(4) * 9, **how)
+            return out.reshape(given[0].shape)
+
+        gradients = jax.jit(lambda given, grad: jax.vjp(attend, *given)[1](grad))
+        want = gradients(given[:3], given[3])
+        for nth, bad in itertools.product(range(4), (0, 2)):
+            spoilt = [x.at[bad].set(jnp.nan) if i == nth else x for i, x in enumerate(given)]
+            others = np.delete(np.arange(3), bad)
+            for got, right in zip(gradients(tuple(spoilt[:3]), spoilt[3]), want, strict=True):
+                close(got[others], right[others])
 
     def test_kernels_are_given_runs_and_others_the_ids(self, monkeypatch):
         """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
@@ -236,7 +287,7 @@ class TestTransformations:
             close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
 
     @pytest.mark.kernels
-    @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 18), ("automatic", 22)])
+    @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 19), ("automatic", 22)])
     def test_arrays_on_a_mesh_stay_cut_and_nothing_is_exchanged(self, axes, lines):
         """Under shard_map over texts and heads, on Explicit axes, and on Auto ones under plain jit."""
         command = [sys.executable, "-m", f"tests.{axes}_attention"]
@@ -429,6 +480,12 @@ class TestOnAMeshOfExplicitAxes:
         for kv_heads in (1, 2, 4):
             assert self.run(by_device, (), (), kv_heads=kv_heads)[2] == ("x", "y")
 
+    def test_kv_heads_may_be_cut_by_the_first_axes_that_cut_query_heads(self):
+        by_device, coarser = (None, None, ("x", "y")), (None, None, "x")
+        assert self.run(by_device, coarser, coarser)[2] == ("x", "y")
+        with pytest.raises(ValueError, match=r"q, k and v must be cut by the same axes of a mesh"):
+            self.run(by_device, coarser, (None, None, "y"))
+
 
 class TestOnAMeshOfAutoAxes:
     """One device here, by the way of several; tests/automatic_attention.py has four."""
@@ -462,6 +519,9 @@ class TestOnAMeshOfAutoAxes:
             step = jax.jit(jax.grad(loss, of, has_aux=True), static_argnums=2)
             got, want = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
             jax.tree.map(functools.partial(close, atol=2e-5), got, want)
+
+    def test_gradients_of_float64_are_as_exact(self):
+        has_float64_s_gradients()
 
     def test_only_the_wanted_is_derived(self):
         q, k, v = arrays(7, head_dim=24)

@@ -34,8 +34,9 @@ def attend(
     if tokens == 0 or holds_nothing(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, tokens), -jnp.inf, jnp.float32)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    # What is masked is cleared before it is multiplied, not only after: in a product's gradient, NaN of a
-    # padding query or of a key that nobody sees meets a 0, and that is NaN, in every row of the other side.
+    # What is masked is cleared before it is multiplied, not only after: in a product's gradient, NaN of
+    # another request's query or of a key that nobody sees meets a 0, and that is NaN, in every row of the
+    # other side.
     query = jnp.where(metadata.is_live_token[:, None, None], query, jnp.zeros((), query.dtype))
     q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
@@ -51,7 +52,8 @@ def attend(
         mine = (metadata.token_rows == row) & metadata.is_live_token
         sees &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
         k, v = (jnp.where(sees.any(axis=1)[..., None], x, 0.0) for x in (k, v))
-        s = jnp.einsum("htd,hkd->htk", q, k, precision="highest") * spec.softmax_scale
+        own = jnp.where(mine[None, :, None], q, 0.0)
+        s = jnp.einsum("htd,hkd->htk", own, k, precision="highest") * spec.softmax_scale
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         if alibi_slopes is not None:

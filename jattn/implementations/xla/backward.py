@@ -6,6 +6,7 @@ out twice.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jattn.implementations.xla.varying import varying_as
 from jattn.metadata.batch import BatchMetadata
 
 QUERIES_AT_ONCE = 512  # in tiles that are worked on together, at least one
+NO_TOKEN = 0.0, 0.0, math.inf, 0.0  # Tokens' numbers that fill a tile: another request's might be NaN
 
 
 class Saved(NamedTuple):
@@ -163,7 +165,12 @@ def _add_group(
     kv = problem.kv
     assert isinstance(kv, PackedKV)
     size, num_tiles = chunk_size(kv), tiles.rows.shape[0]
-    of_tiles = Tokens(*(jnp.take(x, tiles.tokens, axis=0, mode="clip") for x in tokens))
+    of_tiles = Tokens(
+        *(
+            jnp.take(x, tiles.tokens, axis=0, mode="fill", fill_value=nothing)
+            for x, nothing in zip(tokens, NO_TOKEN, strict=True)
+        )
+    )
 
     def queries(tile: Tiles, q: Array) -> Queries:
         how: Any = {"problem": problem, "is_prefill": is_prefill}

@@ -68,10 +68,13 @@ def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Probl
     ds = _before_cap(ds, capped, sees, problem.spec) * problem.spec.softmax_scale
     ds, p = ds.astype(multiplied), p.astype(multiplied)
     dq = product("hgqk,khd->qhgd", ds, k)
+    dk, dv = product("hgqk,hgqd->khd", ds, queries.q), product("hgqk,hgqd->khd", p, grad_out)
+    # Keys behind the last one are another request's: of a query that is NaN they would get 0 * NaN.
+    dk, dv = (jnp.where(is_seen, x, 0.0) for x in (dk, dv))
     return Parts(
         query=dq.reshape(dq.shape[0], -1, dq.shape[-1]),
-        k=product("hgqk,hgqd->khd", ds, queries.q),
-        v=product("hgqk,hgqd->khd", p, grad_out),
+        k=dk,
+        v=dv,
         alibi_slopes=slopes,
     )
 
