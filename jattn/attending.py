@@ -103,11 +103,12 @@ def attend(
     Source: vLLM V1 attention backends' `forward`.
     """
     how: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "implementation": implementation}
-    out, lse = attend_exactly(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
+    run = checked(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
+    out, lse = run()
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
-def attend_exactly(
+def checked(
     query: Any,
     cache: Any,
     metadata: Any,
@@ -119,8 +120,8 @@ def attend_exactly(
     mask: Any,
     implementation: Asked,
     return_lse: bool,
-) -> tuple[Array, Any]:
-    """`attend`, its log-sum-exp, or None, in the type that it was summed in: f64 of f64 queries."""
+) -> Callable[[], tuple[Array, Any]]:
+    """`attend`, yet to be called. Its log-sum-exp, or None, is f64 of f64 queries, as it was summed."""
     _check_types(query, cache, metadata, spec, plan, mask)
     per_head = PerHead(**spec.per_head(sinks, alibi_slopes))
     _check(query, cache, metadata, spec, per_head)
@@ -130,9 +131,11 @@ def attend_exactly(
         assert isinstance(cache, PagedCache)
         check_batch_of(plan, metadata)
         parts, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
-        return attend_cascade(query, cache, parts, spec, plans, sinks=sinks, implementation=implementation)
+        how: dict[str, Any] = {"sinks": sinks, "implementation": implementation}
+        return functools.partial(attend_cascade, query, cache, parts, spec, plans, **how)
     chosen = _chosen(layer_of(spec, cache, query.dtype), metadata, plan, mask, implementation)
-    return _attend_once(query, cache, metadata, plan, mask, per_head, layer=chosen, return_lse=return_lse)
+    of_call: dict[str, Any] = {"layer": chosen, "return_lse": return_lse}
+    return functools.partial(_attend_once, query, cache, metadata, plan, mask, per_head, **of_call)
 
 
 def attend_cascade(
@@ -323,12 +326,8 @@ def _check(
     require_shape("query", query.shape, want, "tokens of the bucket, q_heads, head_dim")
     got = (cache.num_kv_heads, cache.head_dim)
     require_shape("cache's kv_heads and head_dim", got, (spec.num_kv_heads, spec.head_dim), "as spec")
-    require(
-        per_head.alibi_slopes is not None or not spec.sqrt_alibi,
-        "alibi_slopes",
-        "be given with spec.sqrt_alibi",
-        None,
-    )
+    has_slopes = per_head.alibi_slopes is not None or not spec.sqrt_alibi
+    require(has_slopes, "alibi_slopes", "be given with spec.sqrt_alibi", None)
     spec.check_keys(cache.k.dtype)
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
@@ -336,13 +335,7 @@ def _check(
         cache.check_rows(metadata.seq_lens, metadata.query_lens)
         return
     size = cache.block_size
-    require(
-        metadata.block_size == size, "metadata.block_size", f"be the cache's ({size})", metadata.block_size
-    )
-    has_blocks = metadata.block_table.shape[1] > 0
-    require(
-        has_blocks,
-        "metadata.block_table",
-        "have columns to attend over a paged cache",
-        metadata.block_table.shape,
-    )
+    own, rule = metadata.block_size, f"be the cache's ({size})"
+    require(own == size, "metadata.block_size", rule, own)
+    shape, rule = metadata.block_table.shape, "have columns to attend over a paged cache"
+    require(shape[1] > 0, "metadata.block_table", rule, shape)

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.attending import attend_exactly
+from jattn.attending import checked
 from jattn.automatic_arrays import by_partitioner, labels, sum_of_parts
 from jattn.dense_checks import Rows, last_ahead
 from jattn.dense_layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
@@ -88,7 +88,7 @@ def attend_part(
         laid, implementation = _laid_batch(arrays, rows, per_head, How(spec, implementation))
     if attended is None:
         options: Any = {"mask": laid.mask, "implementation": implementation, **per_head}
-        out, lse = attend_exactly(laid.query, laid.kv, laid.metadata, spec, return_lse=True, **options)
+        out, lse = checked(laid.query, laid.kv, laid.metadata, spec, return_lse=True, **options)()
     else:
         out, lse = attended if has_batch or is_packed else (x[None] for x in attended)
         if not is_packed:
