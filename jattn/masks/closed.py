@@ -59,9 +59,14 @@ def with_arrays(mask: Mask) -> Mask:
     return mask
 
 
-def _taken_apart(mask: MaskFunction) -> Mask:
+def closed_over(mask: MaskFunction) -> Any:
+    """The function of a head, a query and a key as a jaxpr, whose constants are what it closes over."""
     one = jax.ShapeDtypeStruct((), np.int32)
-    closed = jax.make_jaxpr(mask.function)(one, one, one)
+    return jax.make_jaxpr(mask.function)(one, one, one)
+
+
+def _taken_apart(mask: MaskFunction) -> Mask:
+    closed = closed_over(mask)
     if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
         return mask
     return ClosedFunction(arrays=tuple(closed.consts), jaxpr=closed.jaxpr)

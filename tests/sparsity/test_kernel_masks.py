@@ -195,3 +195,18 @@ def test_a_mask_is_taken_apart():
     assert parts.block_q == 64
     assert taken_apart(block, sizes, is_packed=True).pairs == block
     assert taken_apart(block, KernelSizes(tile_kv=128), is_packed=False).pairs == block
+
+
+@pytest.mark.parametrize("of_key", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])
+def test_kernels_decline_functions_that_close_over_arrays(of_key):
+    """Pallas would refuse them, in words that name no mask; numbers they may close over."""
+
+    def reason(of_key):
+        sees = lambda head, query, key: (of_key if of_key.ndim == 0 else of_key[key]) + query > key
+        return why_not_kernel_mask(masks.Causal() & masks.MaskFunction(sees), 64)
+
+    closes = "there is no kernel for a mask function that closes over arrays" if of_key.ndim else None
+    assert reason(of_key) == closes
+    seen = []
+    jax.eval_shape(lambda of_key: seen.append(reason(of_key)), of_key)
+    assert seen == [closes]

@@ -18,6 +18,7 @@ from jattn.masks import (
     Document,
     Interleaved,
     Mask,
+    MaskFunction,
     Not,
     OnMesh,
     Or,
@@ -28,6 +29,7 @@ from jattn.masks import (
 )
 from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
+from jattn.masks.closed import closed_over
 from jattn.masks.documents import come_in_runs
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.traced import line_of, lines_of
@@ -84,6 +86,9 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
         elif isinstance(leaf, Document):
             if not come_in_runs(leaf.ids):
                 return "there is no kernel for a Document whose ids come again behind others"
+        elif isinstance(leaf, MaskFunction):
+            if any(np.ndim(array) for array in closed_over(leaf).consts):
+                return "there is no kernel for a mask function that closes over arrays"
         elif not leaf.is_static and not isinstance(leaf, Prefix | VerticalSlash):
             return f"there is no kernel for the arrays of a {type(leaf).__name__}"
     return None
