@@ -177,7 +177,8 @@ class MaskFunction(Mask):
     """`function(head, query, key) -> bool`, elementwise, of int32 arrays that broadcast; hashed by identity.
 
     Its schedule takes a look at every pair. `query` and `key` are positions; arrays that the function closes
-    over are constants of what is compiled. What it returns is an array of bool, or True or False of all.
+    over are constants of what is compiled, and with some there is no kernel. What it returns is an array of
+    bool, or True or False of all.
     """
 
     function: Callable[[Any, Any, Any], Any]
