@@ -81,6 +81,7 @@ class TestTwoProcesses:
         num_drafts, num_accepted = of_drafts["drafts"]
         assert 0 < num_accepted < num_drafts
 
+    @pytest.mark.slow
     def test_get_them_where_each_has_some_of_the_keys(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "keys")
         assert (code, other_code) == (0, 0), error + other_error
