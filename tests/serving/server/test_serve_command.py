@@ -74,7 +74,7 @@ def test_it_serves_until_it_is_told_to_stop_and_exits_with_0(folder, tmp_path, s
     finally:
         process.popen.kill()
         process.popen.communicate()
-    assert code == 0
+    assert code == 0, err
     assert "Traceback" not in err
 
 
