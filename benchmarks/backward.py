@@ -57,8 +57,8 @@ class Work:
         if static:
             return dataclasses.replace(backward.default_sizes(self.case.head_dim, **static), **changes)
         mask = jax.eval_shape(lambda: mask_of(self.case, self.modifier))
-        how = {"mean_len": sum(self.case.query_lens) // len(self.case.query_lens)}
-        sizes = backward_sizes(mask, self.spec, **how)
+        mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
+        sizes = backward_sizes(mask, self.spec, mean_len=mean_len)
         return dataclasses.replace(sizes, **changes)
 
     @property

@@ -22,6 +22,15 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
+def object_in(path: pathlib.Path) -> dict[str, Any]:
+    """`read_json`'s; nothing where there is no file.
+
+    Raises:
+        ValueError: As read_json.
+    """
+    return read_json(path) if path.exists() else {}
+
+
 def existing(path: pathlib.Path, why: str = "") -> pathlib.Path:
     """`path`, which must exist.
 

@@ -4,7 +4,7 @@ import pathlib
 from typing import Any
 
 from jattn.models.checkpoint import optional_module
-from jattn.models.json_files import read_json
+from jattn.models.json_files import object_in
 
 FILE = "tokenizer.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -41,9 +41,9 @@ def special_tokens_of(folder: pathlib.Path) -> dict[str, str]:
     Raises:
         ValueError: A file is broken; the message names it.
     """
-    config = _object_in(folder / "tokenizer_config.json")
+    config = object_in(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= _object_in(folder / "special_tokens_map.json")
+        config |= object_in(folder / "special_tokens_map.json")
     return {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
 
 
@@ -54,13 +54,8 @@ def eos_id_of(folder: pathlib.Path) -> int | None:
         ValueError: A file is broken; the message names it.
     """
     text = special_tokens_of(folder).get("eos_token")
-    added = _object_in(folder / FILE).get("added_tokens") or () if text is not None else ()
+    added = object_in(folder / FILE).get("added_tokens") or () if text is not None else ()
     return next((token["id"] for token in added if token["content"] == text), None)
-
-
-def _object_in(path: pathlib.Path) -> dict[str, Any]:
-    """A file's object; nothing where there is no file."""
-    return read_json(path) if path.exists() else {}
 
 
 def _content(token: Any) -> str:
