@@ -62,7 +62,7 @@ LARGE = Sizes(
     DecodeCase(name="8x128k", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(131072,) * 8),
     DecodeCase(name="1x1m", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(2**20,)),
     PromptCase("256k", tokens=2**18, chunk=8192, q_heads=32, kv_heads=8, head_dim=128),
-    ((1, 4096), (8, 4096), (64, 4096), (256, 4096)),
+    ((1, 4096), (8, 4096), (64, 4096), (256, 4096), (1024, 4096), (2048, 4096)),
     QWEN3_8B,
     ((1, 1024), (64, 4096), (256, 1024)),
     (LOOP, (8, 512), 10_000),

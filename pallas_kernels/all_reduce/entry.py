@@ -10,14 +10,19 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.all_reduce.memory import PeerMemory
 from pallas_kernels.all_reduce.reasons import why_not_all_gather, why_not_all_reduce
-from pallas_kernels.checks import require, require_number, require_shape, unsupported
+from pallas_kernels.all_reduce.sizes import default_shots
+from pallas_kernels.checks import require, require_number, require_one_of, require_shape, unsupported
 from pallas_kernels.ptx.peer_gathers import peer_gather
 from pallas_kernels.ptx.peer_sums import Norm, peer_sum
 from pallas_kernels.ptx.peer_words import Exchange
 
 
 def all_reduce(
-    x: Float[Array, "rows width"], peers: PeerMemory, *, axis_name: str | tuple[str, ...]
+    x: Float[Array, "rows width"],
+    peers: PeerMemory,
+    *,
+    axis_name: str | tuple[str, ...],
+    shots: int | None = None,
 ) -> Float[Array, "rows width"]:
     """The sum of all devices' x along an axis, inside `jax.shard_map`; as jax.lax.psum.
 
@@ -30,15 +35,18 @@ def all_reduce(
         x: Of 16-bit numbers.
         peers: This device's part.
         axis_name: Static: the axis that peers was made for, or several.
+        shots: Static: 1 = each device sends all rows to all others, and adds all; 2 = each row is sent to one
+            device, which adds and sends the sum to all others: fewer bytes from 3 devices on, one wait more.
+            None = `default_shots`. The numbers are the same, but for zeros whose sign may differ.
 
     Raises:
-        ValueError: peers is for another number of devices.
+        ValueError: peers is for another number of devices, or shots is neither.
         NotImplementedError: There is no kernel for this request; the message says why.
 
-    Source: vLLM `custom_all_reduce` with one shot, by words as TensorRT-LLM sends them. Where a program is
-    compiled for no NVIDIA GPU, XLA sums.
+    Source: vLLM `custom_all_reduce` with one shot or two, by words as TensorRT-LLM sends them. Where a
+    program is compiled for no NVIDIA GPU, XLA sums.
     """
-    of = _exchange("all_reduce", x, peers, axis_name)
+    of = _exchange("all_reduce", x, peers, axis_name, shots=shots)
     if of.rows == 0:
         return x
     (out,) = peer_sum.by_platform(peers.table.reshape(-1), x, of=of, norm=None, axis_name=axis_name)
@@ -55,6 +63,7 @@ def all_reduce_rms_norm(
     eps: float,
     is_offset: bool = False,
     rounds_once: bool = False,
+    shots: int | None = None,
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
     """`residual + all_reduce(x)`, and that over its root mean square times a weight.
 
@@ -67,6 +76,7 @@ def all_reduce_rms_norm(
         eps: Static: added to the mean square.
         is_offset: Static: the factor is 1 + weight (Gemma).
         rounds_once: Static: the product is rounded; else the normalised input, too (Llama).
+        shots: As all_reduce has it.
 
     Raises:
         ValueError: Shapes or dtypes disagree, or as all_reduce.
@@ -79,7 +89,7 @@ def all_reduce_rms_norm(
     require_shape("weight", weight.shape, x.shape[-1:], "width of x")
     for name, array in (("residual", residual), ("weight", weight)):
         require(array.dtype == x.dtype, f"{name}'s dtype", f"be {x.dtype.name}, as x", array.dtype.name)
-    of = _exchange("all_reduce_rms_norm", x, peers, axis_name)
+    of = _exchange("all_reduce_rms_norm", x, peers, axis_name, shots=shots)
     if of.rows == 0:
         return x, x
     norm = Norm(float(eps), is_offset, rounds_once)
@@ -106,7 +116,7 @@ def all_gather(
     Source: vLLM `CustomAllreduce`'s shared buffer, by the words of all_reduce.
     """
     asked: Any = {"why_not": why_not_gather, "instead": "jax.lax.all_gather gathers it"}
-    of = _exchange("all_gather", x, peers, axis_name, **asked)
+    of = _exchange("all_gather", x, peers, axis_name, shots=1, **asked)
     if of.rows == 0:
         return jnp.zeros((of.devices, *x.shape), x.dtype)
     return peer_gather.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
@@ -128,6 +138,7 @@ def _exchange(
     peers: PeerMemory,
     axis_name: str | tuple[str, ...],
     *,
+    shots: int | None,
     why_not: Callable[[jax.Array, PeerMemory], str | None] = why_not,
     instead: str = "jax.lax.psum sums it",
 ) -> Exchange:
@@ -140,13 +151,16 @@ def _exchange(
     reason = why_not(x, peers)
     if reason is not None:
         raise unsupported(what, reason, instead)
-    return _exchange_of(x, peers)
+    if shots is None:
+        shots = default_shots(*x.shape, devices)
+    require_one_of("shots", shots, (1, 2))
+    return _exchange_of(x, peers, shots)
 
 
-def _exchange_of(x: jax.Array, peers: PeerMemory) -> Exchange:
+def _exchange_of(x: jax.Array, peers: PeerMemory, shots: int = 1) -> Exchange:
     """Of rows as 16-bit numbers."""
     rows, width = x.shape
-    return Exchange(rows, width * x.dtype.itemsize // 2, peers.devices, peers.block_bytes)
+    return Exchange(rows, width * x.dtype.itemsize // 2, peers.devices, peers.block_bytes, shots)
 
 
 def _memory_of(x: jax.Array, peers: PeerMemory) -> dict[str, int]:

@@ -9,13 +9,13 @@ from pallas_kernels.ptx.peer_words import (
     Exchange,
     call_ends,
     each_row,
+    of_all,
     own,
     places,
     registers,
     sent,
     stored,
     waited_for,
-    word,
 )
 from pallas_kernels.ptx.programs import WARPS, run_program, wait_for_all
 from pallas_kernels.ptx.twins import with_twin
@@ -71,10 +71,10 @@ def program(of: Exchange) -> str:
 def _kept(of: Exchange) -> Iterator[str]:
     """A row of all devices: waited for, and stored for each."""
     yield from own(of, "$1")
-    for group in of.groups:
-        yield from waited_for(of, group)
+    for group in of.groups(of.devices):
+        packets = of_all(of, group)
+        yield from waited_for(packets, f"WAIT{group.start}")
         for device in range(of.devices):
             yield f"add.s64 part, $2, {device * of.rows * of.width * 2};"
-            for n in group:
-                first, second = (word(of, group, n, device, half) for half in (0, 1))
-                yield stored(of, "part", f"{{{first}, {second}}}", n)
+            for packet in packets[device :: of.devices]:
+                yield stored(of, "part", f"{{{', '.join(packet.words)}}}", packet.packet)

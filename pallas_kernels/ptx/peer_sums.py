@@ -1,7 +1,7 @@
 """Sums over devices that write into each other's memory, one kernel a sum, with what follows in a decoder."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,18 +9,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ptx.peer_words import (
+    Awaited,
     Exchange,
     call_ends,
     each_row,
+    filled,
     loaded,
+    of_all,
+    of_owner,
     own,
+    owners_place,
+    packet_sent,
     pair_of,
     places,
     registers,
     sent,
     stored,
     waited_for,
-    word,
 )
 from pallas_kernels.ptx.programs import WARPS, run_program, wait_for_all
 from pallas_kernels.ptx.twins import rounded_to, with_twin
@@ -119,8 +124,7 @@ def program(of: Exchange, norm: Norm | None, is_bfloat16: bool) -> str:
         *places(of, at.table, at.block, at.thread),
         f"and.b32 lane, {at.thread}, 31; shr.u32 warp, {at.thread}, 5;",
         f"mov.b32 turn, {at.shared}; mad.lo.u32 both_turns, {at.shared}, 2, {4 * WARPS};",
-        *each_row(of, at.block, "SEND", [*sent(of, at.x)]),
-        *each_row(of, at.block, "SUM", [*_summed(of, at, norm, numbers)]),
+        *_rows(of, at, norm, numbers),
         *wait_for_all(),  # all threads have read the call's number
         call_ends(at.thread),
     ]
@@ -144,28 +148,65 @@ class _Numbers(NamedTuple):
         return f"cvt.rn.{'bf16' if self.is_bfloat16 else 'f16'}x2.f32 {pair}, {high}, {low};"
 
 
+def _rows(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -> Iterator[str]:
+    """All rows: sent, summed; in two shots by their owners first, whose sums the others then take."""
+    send, add = [*sent(of, at.x)], [*_summed(of, at, norm, numbers)]
+    if of.shots == 1:
+        yield from each_row(of, at.block, "SEND", send)
+        yield from each_row(of, at.block, "SUM", add)
+        return
+    yield from each_row(of, at.block, "SEND", send, whose="others'")
+    yield from each_row(of, at.block, "SUM", add, whose="own")
+    yield from each_row(of, at.block, "TAKE", [*_taken(of, at, norm, numbers)], whose="others'")
+
+
 def _summed(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -> Iterator[str]:
-    """A row of all devices: waited for, added, stored; what follows."""
+    """A row of all devices: waited for, added, stored; what follows. In two shots the sum is sent, too."""
     yield from own(of, at.x)
+    yield from _begun(of, at, norm)
+    for group in of.groups(of.devices):
+        packets = of_all(of, group)
+        yield from waited_for(packets, f"WAIT{group.start}")
+        for nth, n in enumerate(group):
+            of_packet = packets[nth * of.devices : (nth + 1) * of.devices]
+            for half in (0, 1):
+                yield from _added(of_packet, n, half, numbers)
+            if of.shots == 2:
+                yield from (filled(f"k{2 * n + half}") for half in (0, 1))
+                yield from packet_sent(of, n, pair_of("k", n), to_owner=False)
+            yield from _added_to_stream(n, norm, numbers)
+    yield from _ended(of, at, norm, numbers)
+
+
+def _taken(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -> Iterator[str]:
+    """A row's sum from its owner: waited for, stored; what follows."""
+    yield from owners_place(of)
+    yield from _begun(of, at, norm)
+    for group in of.groups(1):
+        yield from waited_for(of_owner(group), f"WAIT_FOR_SUM{group.start}")
+        for n in group:
+            yield from _added_to_stream(n, norm, numbers)
+    yield from _ended(of, at, norm, numbers)
+
+
+def _begun(of: Exchange, at: _Operands, norm: Norm | None) -> Iterator[str]:
+    """What is loaded while a row is waited for."""
     if norm is not None:
         yield from (loaded(of, at.residual, pair_of("s", n), n) for n in of.each)
     yield "mov.f32 total, 0f00000000;"
-    for group in of.groups:
-        yield from waited_for(of, group)
-        for n in group:
-            for half in (0, 1):
-                yield from _added(of, group, n, half, numbers)
-                if norm is not None:
-                    yield from _added_to_stream(n, half, numbers)
+
+
+def _ended(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -> Iterator[str]:
+    """What is in k stored; and normalised."""
     yield from (stored(of, at.out, pair_of("k", n), n) for n in of.each)
     if norm is not None:
         yield from _normed(of, at, norm, numbers)
 
 
-def _added(of: Exchange, group: range, n: int, half: int, numbers: _Numbers) -> Iterator[str]:
+def _added(packets: Sequence[Awaited], n: int, half: int, numbers: _Numbers) -> Iterator[str]:
     """All devices' numbers of a word, in k: added in the devices' order, so that all have the same sum."""
-    for device in range(of.devices):
-        pair = word(of, group, n, device, half)
+    for device, packet in enumerate(packets):
+        pair = packet.words[half]
         if device == 0:
             yield numbers.widened(pair, "low", "high")
         else:
@@ -173,13 +214,14 @@ def _added(of: Exchange, group: range, n: int, half: int, numbers: _Numbers) -> 
     yield numbers.rounded(f"k{2 * n + half}", "low", "high")
 
 
-def _added_to_stream(n: int, half: int, numbers: _Numbers) -> Iterator[str]:
-    """A word of the sum added to the stream's in s, rounded; its squares added up."""
-    pair = f"k{2 * n + half}"
-    yield numbers.widened(pair, "low", "high") + " " + numbers.widened(f"s{2 * n + half}", "f", "g")
-    yield f"add.f32 low, low, f; add.f32 high, high, g; {numbers.rounded(pair, 'low', 'high')}"
-    yield numbers.widened(pair, "low", "high")
-    yield "".join(f"@is_packet{n} fma.rn.f32 total, {x}, {x}, total; " for x in ("low", "high"))
+def _added_to_stream(n: int, norm: Norm | None, numbers: _Numbers) -> Iterator[str]:
+    """With a norm: a packet of the sum added to the stream's in s, rounded; its squares added up."""
+    for half in () if norm is None else (0, 1):
+        pair = f"k{2 * n + half}"
+        yield numbers.widened(pair, "low", "high") + " " + numbers.widened(f"s{2 * n + half}", "f", "g")
+        yield f"add.f32 low, low, f; add.f32 high, high, g; {numbers.rounded(pair, 'low', 'high')}"
+        yield numbers.widened(pair, "low", "high")
+        yield "".join(f"@is_packet{n} fma.rn.f32 total, {x}, {x}, total; " for x in ("low", "high"))
 
 
 def _normed(of: Exchange, at: _Operands, norm: Norm, numbers: _Numbers) -> Iterator[str]:

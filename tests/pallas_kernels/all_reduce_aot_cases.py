@@ -11,11 +11,12 @@ from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
 
 LLAMA, GEMMA = Norm(1e-6, is_offset=False, rounds_once=False), Norm(1e-6, is_offset=True, rounds_once=True)
 SHAPES = {
-    "1 row of 4096": (1, 4096, 2, None, jnp.bfloat16),
-    "64 rows of 4096, normed": (64, 4096, 2, LLAMA, jnp.bfloat16),
-    "300 rows of 5120, float16, 8 devices, Gemma's norm": (300, 5120, 8, GEMMA, jnp.float16),
-    "256 rows of 8192, 4 devices": (256, 8192, 4, None, jnp.bfloat16),
-    "5 rows of 100, normed": (5, 100, 2, LLAMA, jnp.bfloat16),
+    "1 row of 4096": (1, 4096, 2, None, jnp.bfloat16, 1),
+    "64 rows of 4096, normed": (64, 4096, 2, LLAMA, jnp.bfloat16, 1),
+    "300 rows of 5120, float16, 8 devices, Gemma's norm": (300, 5120, 8, GEMMA, jnp.float16, 1),
+    "the same in two shots": (300, 5120, 8, GEMMA, jnp.float16, 2),
+    "256 rows of 8192, 4 devices": (256, 8192, 4, None, jnp.bfloat16, 2),
+    "5 rows of 100, normed": (5, 100, 2, LLAMA, jnp.bfloat16, 1),
 }
 GATHERED = {"1 row of 32": (1, 32, 2), "300 rows of 96, 8 devices": (300, 96, 8)}
 
@@ -23,9 +24,9 @@ GATHERED = {"1 row of 32": (1, 32, 2), "300 rows of 96, 8 devices": (300, 96, 8)
 def aot_cases():
     """Of each name a function and its abstract arguments."""
     cases = {}
-    for name, (rows, width, devices, norm, dtype) in SHAPES.items():
+    for name, (rows, width, devices, norm, dtype, shots) in SHAPES.items():
         how = {
-            "of": Exchange(rows, width, devices, block_bytes_of(rows, width)),
+            "of": Exchange(rows, width, devices, block_bytes_of(rows, width), shots),
             "norm": norm,
             "axis_name": "tp",
         }

@@ -39,8 +39,10 @@ def mesh_of(devices: int, others: int = 1) -> jax.sharding.Mesh:
 class Sums:
     """Sums over the devices of a mesh along tp; what each device has stands behind one another."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, width: int, dtype: object) -> None:
-        self.mesh, self.width, self.dtype = mesh, width, jnp.dtype(dtype)
+    def __init__(
+        self, mesh: jax.sharding.Mesh, width: int, dtype: object, shots: tuple[int | None, ...]
+    ) -> None:
+        self.mesh, self.width, self.dtype, self.shots = mesh, width, jnp.dtype(dtype), shots
         self.peers = make_peer_memory(mesh, "tp", max_rows=max(ROWS), width=width)
         self.of_all = make_peer_memory(mesh, ("tp", "cp"), max_rows=max(ROWS), width=width)
         self.devices = mesh.shape["tp"]
@@ -73,19 +75,19 @@ class Sums:
         """On the devices, of which other processes may have some."""
         return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda at: x[at])
 
-    def check(self, rows: int) -> None:
+    def check(self, rows: int, shots: int | None) -> None:
         """A sum alone, then with each norm: the definition's, to the bit where it is only a sum."""
         others = self.mesh.shape["cp"]
         parts = self.drawn(self.devices, others, rows, self.width, seed=rows)
         residual, weight = self.drawn(rows, self.width, seed=1), self.drawn(self.width, seed=2)
         unit = float(jnp.finfo(self.dtype).eps)
-        (total,) = self.run(all_reduce, parts)
+        (total,) = self.run(functools.partial(all_reduce, shots=shots), parts)
         self.check_same(total)
         want = np.stack([reference.all_reduce(parts[:, other]) for other in range(others)])
         np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=unit, atol=unit / 64)
         for norm in (LLAMA, GEMMA):
             streams, normed = self.run(
-                functools.partial(all_reduce_rms_norm, **norm), parts, residual, weight
+                functools.partial(all_reduce_rms_norm, **norm, shots=shots), parts, residual, weight
             )
             self.check_same(streams)
             self.check_same(normed)
@@ -128,8 +130,8 @@ class Sums:
             def body(call, wrong):
                 mine, every = value(call, device), [value(call, other) for other in range(self.devices)]
                 want = sum(every[1:], every[0])  # whole numbers below 256: exact
-                got = all_reduce(mine, peers, axis_name=axis_name)
-                of_one = all_reduce(mine[:1] + got[:1] * 0, peers, axis_name=axis_name)
+                got = all_reduce(mine, peers, axis_name=axis_name, shots=self.shots[-1])
+                of_one = all_reduce(mine[:1] + got[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0])
                 # What is gathered depends on the sum, or XLA might turn the calls round.
                 as_f32 = lambda x: x[:9, ::2].astype(jnp.float32)
                 found = all_gather(as_f32(mine) + as_f32(of_one) * 0, peers, axis_name=axis_name)
@@ -186,9 +188,10 @@ def main(where: str) -> None:
         for width, dtype in (
             ((68, jnp.bfloat16),) if where == "cpu" else ((4096, jnp.bfloat16), (1028, jnp.float16))
         ):
-            sums = Sums(mesh, width, dtype)
+            sums = Sums(mesh, width, dtype, shots=(None,) if where == "cpu" else (1, 2))
             for rows in ROWS:
-                sums.check(rows)
+                for shots in sums.shots:
+                    sums.check(rows, shots)
                 sums.check_all(rows)
             sums.check_calls()
             print(f"{dict(mesh.shape)}, {width} wide: right", flush=True)

@@ -148,6 +148,7 @@ class Block:
                 "add": lambda: value(1) + value(2), "sub": lambda: value(1) - value(2),
                 "mul": lambda: value(1) * value(2), "mad": lambda: value(1) * value(2) + value(3),
                 "shl": lambda: value(1) << value(2), "shr": lambda: value(1) >> value(2),
+                "rem": lambda: value(1) % value(2),
             }  # fmt: skip
             self.set(to, arithmetic[what](), where)
 

@@ -1,5 +1,6 @@
 """The programs of peer_sum and peer_gather, thread by thread on a CPU: whoever is first, the definition's."""
 
+import itertools
 import random
 
 import ml_dtypes
@@ -20,8 +21,10 @@ LLAMA, GEMMA = Norm(1e-5), Norm(1e-6, is_offset=True, rounds_once=True)
 class Devices:
     """Devices with memory for each other, and whose turn it is."""
 
-    def __init__(self, count, block_bytes, seed=0):
+    def __init__(self, count, block_bytes, seed=0, shots=(1,)):
+        """With the shots of the sums of calls, by turns."""
         self.memory, self.count, self.block_bytes = Memory(), count, block_bytes
+        self.shots = shots
         empty = np.full(memory_bytes(count, block_bytes) // 4, peer_words.EMPTY, np.uint32)
         empty[: peer_words.COUNTERS // 4] = 0
         self.peers = [self.memory.put(empty) for _ in range(count)]
@@ -56,9 +59,10 @@ class Devices:
         tables, found, running = self.tables(), [], []
         for device in range(self.count):
             mine = []
-            for parts, others, norm in calls:
+            for (parts, others, norm), shots in zip(calls, itertools.cycle(self.shots)):
                 _, rows, width = parts.shape
-                of = Exchange(rows, width * parts.itemsize // 2, self.count, self.block_bytes)
+                shots = 1 if parts.dtype == F32 else shots
+                of = Exchange(rows, width * parts.itemsize // 2, self.count, self.block_bytes, shots)
                 arrays = [parts[device], *others]
                 mine.append((*self.program_of(device, tables, arrays, of, norm, parts.dtype), parts))
             found.append(mine)
@@ -81,7 +85,7 @@ def drawn(rng, *shape, dtype):
     return rng.normal(size=shape).astype(dtype)
 
 
-def check(devices, calls, seed=0, max_rows=130):
+def check(devices, calls, seed=0, max_rows=130, shots=(1,)):
     """Calls of (rows, width, norm, dtype)."""
     rng = np.random.default_rng(seed)
     made = []
@@ -91,7 +95,7 @@ def check(devices, calls, seed=0, max_rows=130):
         )
         made.append((drawn(rng, devices, rows, width, dtype=dtype), others, norm))
     widest = max(width for _, width, _, _ in calls)
-    found = Devices(devices, block_bytes_of(max_rows, widest), seed).sums(made)
+    found = Devices(devices, block_bytes_of(max_rows, widest), seed, shots).sums(made)
     for (parts, others, norm), of_devices in zip(made, found, strict=True):
         want = [reference.all_reduce(parts)]
         if norm is not None:
@@ -117,19 +121,36 @@ def test_three_devices_add_in_one_order():
     check(3, [(2, 12, None, BF16), (2, 4100, GEMMA, BF16)])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_calls_of_many_sizes_one_behind_the_other(seed):
+@pytest.mark.parametrize("shots", [(1,), (2,), (1, 2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_calls_of_many_sizes_one_behind_the_other(seed, shots):
     rng = random.Random(seed)
-    check(2, [(rng.choice((1, 2, 5)), rng.choice((4, 36)), None, BF16) for _ in range(12)], seed)
+    calls = [(rng.choice((1, 2, 5)), rng.choice((4, 36)), None, BF16) for _ in range(12)]
+    check(2 if shots == (1,) else 3, calls, seed, shots=shots)
 
 
+@pytest.mark.parametrize("norm", [None, LLAMA, GEMMA], ids=["alone", "llama", "gemma"])
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_in_two_shots(devices, norm):
+    """Each device owns rows of a thread block, and some have none."""
+    dtype = F16 if devices == 3 else BF16
+    check(devices, [(5, 100, norm, dtype), (1, 8, norm, dtype)], shots=(2,))
+
+
+def test_in_two_shots_with_more_rows_than_thread_blocks_and_more_packets_than_threads(monkeypatch):
+    monkeypatch.setattr(peer_words, "MAX_BLOCKS", 3)
+    check(2, [(7, 8, LLAMA, BF16), (1, 5000, LLAMA, BF16)], shots=(2,))
+    check(4, [(14, 12, None, BF16)], shots=(2,))
+
+
+@pytest.mark.parametrize("shots", [(1,), (2,)])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
-def test_zeros_with_a_minus_are_sent_too(dtype):
+def test_zeros_with_a_minus_are_sent_too(dtype, shots):
     """The word that memory holds which nobody has written to: waited for, it would never come."""
     zeros = np.full((2, 2, 64), -0.0, dtype)
     zeros[0, 0, ::2] = 1
     calls = [(zeros, (), None)] * 3
-    for (of_one,), (of_other,) in Devices(2, block_bytes_of(2, 64)).sums(calls):
+    for (of_one,), (of_other,) in Devices(2, block_bytes_of(2, 64), shots=shots).sums(calls):
         np.testing.assert_array_equal(of_one.view(np.uint16), of_other.view(np.uint16))
         np.testing.assert_array_equal(of_one.astype(np.float64), zeros.astype(np.float64).sum(axis=0))
 
@@ -158,7 +179,8 @@ def test_gathers_and_sums_by_turns(devices):
                 np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-7, atol=2**-9)
 
 
-def test_with_one_piece_of_memory_sums_go_wrong(monkeypatch):
+@pytest.mark.parametrize("shots", [(1,), (2, 1)])
+def test_with_one_piece_of_memory_sums_go_wrong(shots, monkeypatch):
     """So the tests above would see it."""
     places = peer_words.places
     of_one = lambda *args: (
@@ -167,12 +189,14 @@ def test_with_one_piece_of_memory_sums_go_wrong(monkeypatch):
     monkeypatch.setattr("pallas_kernels.ptx.peer_sums.places", of_one)
     monkeypatch.setattr(peer_words, "MAX_POLLS", 2000)
     with pytest.raises((AssertionError, Trap)):
-        check(2, [(1, 4, None, BF16)] * 40)
+        check(2, [(1, 4, None, BF16)] * 40, shots=shots)
 
 
-def test_a_device_that_never_comes_ends_the_other(monkeypatch):
+@pytest.mark.parametrize(("shots", "device"), [(1, 0), (2, 0), (2, 1)])
+def test_a_device_that_never_comes_ends_the_other(shots, device, monkeypatch):
+    """In two shots an owner, and one that waits for it."""
     monkeypatch.setattr(peer_words, "MAX_POLLS", 50)
-    devices, of = Devices(2, block_bytes_of(1, 8)), Exchange(1, 8, 2, block_bytes_of(1, 8))
-    run, _ = devices.program_of(0, devices.tables(), [np.ones((1, 8), BF16)], of, None, BF16)
+    devices, of = Devices(2, block_bytes_of(1, 8)), Exchange(1, 8, 2, block_bytes_of(1, 8), shots)
+    run, _ = devices.program_of(device, devices.tables(), [np.ones((1, 8), BF16)], of, None, BF16)
     with pytest.raises(Trap):
         list(run)
