@@ -98,6 +98,16 @@ class TestWrite:
         assert cache.v.is_deleted()
 
 
+@pytest.mark.usefixtures("types_unchecked")  # the annotation has signed ints alone
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(5, 256), (300, 4)])
+def test_slots_of_few_bits_name_the_same_slots(dtype, num_blocks, block_size):
+    cache = create(num_blocks=num_blocks, block_size=block_size)
+    slots = jnp.asarray([7, 100, 2]).astype(dtype)
+    k, _ = rows(jattn.write_kv(cache, *random_kv(3), slots))
+    assert np.flatnonzero(k.any(axis=(1, 2))).tolist() == [2, 7, 100]
+
+
 class TestLayouts:
     @pytest.mark.parametrize("case", range(2))
     def test_elements_stand_where_vllm_puts_them(self, metadata_cases, case):

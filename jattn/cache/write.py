@@ -116,6 +116,7 @@ def _write_kv(
 ) -> dict[str, Array]:
     """The arrays of block_arrays, written."""
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+    slots = slots.astype(jnp.int32)  # in 8 or 16 bits the cache's sizes wrap
     is_rounded = any(arrays[name].dtype in EIGHT_BIT for name in ("k", "v"))
     if use_kernel and is_rounded:
         return _write_rounded(arrays, static_scales, key, value, slots, layout)

@@ -64,6 +64,7 @@ def write_key_bounds(
     num_blocks, num_tokens = bounds.low.shape[0], slot_mapping.shape[0]
     rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
     require(key.shape[0] >= num_tokens, "key", rule, key.shape[0])
+    slot_mapping = slot_mapping.astype(jnp.int32)  # in 8 or 16 bits the cache's sizes wrap
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     begun = jnp.where(slot_mapping % block_size == 0, block, num_blocks)
     key = key[: block.shape[0]].astype(bounds.low.dtype)

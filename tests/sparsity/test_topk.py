@@ -1,5 +1,6 @@
 """Quest-type decode: bounds hold, the best blocks are chosen, the whole step is one trace."""
 
+import dataclasses
 import functools
 
 import jax
@@ -141,6 +142,16 @@ def test_nothing_is_written_and_chosen_of_nothing():
         options = {"num_selected": 1, "block_size": 4, "implementation": implementation}
         mask = select_blocks(query[:0], written, table[:0], jnp.zeros(0, jnp.int32), **options)
         assert mask.blocks.shape == (0, 2, 1, 3)
+
+
+@pytest.mark.usefixtures("types_unchecked")  # the annotation has signed ints alone
+def test_bounds_take_slots_of_few_bits():
+    spec = dataclasses.replace(SPEC, num_blocks=300)
+    slots = jnp.asarray([4, 5, 8])
+    write = lambda slots: write_key_bounds(KeyBounds.create(spec), normal(0, 3, 2, 8), slots, block_size=4)
+    wide, narrow = write(slots), write(slots.astype(jnp.uint8))
+    np.testing.assert_array_equal(narrow.low, wide.low)
+    np.testing.assert_array_equal(narrow.high, wide.high)
 
 
 def test_keys_that_are_fewer_than_slots_are_named():
