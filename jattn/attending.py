@@ -127,8 +127,8 @@ def checked(
     _check(query, cache, metadata, spec, per_head)
     no_mask = "be None with a plan (give it to plan, or leave plan=None)"
     require(plan is None or mask is None, "mask", no_mask, mask)
-    if plan is not None and plan.cascade is not None and can_cascade(spec, per_head.alibi_slopes):
-        assert isinstance(cache, PagedCache)
+    has_prefix = plan is not None and plan.cascade is not None and isinstance(cache, PagedCache)
+    if has_prefix and can_cascade(spec, per_head.alibi_slopes):
         check_batch_of(plan, metadata)
         parts, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
         how: dict[str, Any] = {"sinks": sinks, "implementation": implementation}

@@ -223,6 +223,19 @@ def test_keys_of_a_long_prefix_may_be_cut_by_its_kernel(max_blocks, max_splits):
     assert layer.prefill.kernel.sizes.max_splits == max_splits
 
 
+def test_keys_outside_a_cache_have_no_common_prefix():
+    metadata, cache_spec, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(5), [None])
+    of_row = lambda array: array[metadata.block_table].reshape(64, 2, 8)
+    starts = jnp.arange(4, dtype=jnp.int32) * 16
+    outside = jattn.PackedKV(k=of_row(cache.k), v=of_row(cache.v), kv_start_loc=starts)
+    want = jattn.attend(query, cache, metadata, spec)
+    for caches in ([None, cache_spec], None):
+        options = {"query_dtype": jnp.float32, "common_prefix_len": 8}
+        plan = jattn.plan(metadata, [spec, spec], caches, **options)
+        got = jattn.attend(query, outside, metadata, spec, plan)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
 def test_a_common_prefix_with_a_mask_is_refused():
     metadata, cache_spec, _, specs, _, _ = cascade_problem(np.random.default_rng(3), [None])
     mask = jattn.masks.Document(ids=jnp.zeros(16, jnp.int32))

@@ -139,7 +139,7 @@ def plan(
             that the device and the layer allow.
         query_dtype: Of the layers' queries; None = the dtype of their caches, as their CacheSpecs have it.
         common_prefix_len: Tokens that all rows have in the same blocks, as in build_cascade_metadata; may be
-            traced. Layers without window, chunks, sparsity and ALiBi attend to them once.
+            traced. Layers over a paged cache without window, chunks, sparsity and ALiBi attend to them once.
 
     Raises:
         ValueError: Specs and cache specs, or metadata and cache specs, do not belong together.
@@ -162,7 +162,7 @@ def _cascade_plan(
     parts: CascadeMetadata, layers: Sequence[Layer], implementation: Asked
 ) -> CascadePlan | None:
     """The plans of both parts, for the layers that can."""
-    able = tuple(layer for layer in layers if can_cascade(layer.spec))
+    able = tuple(layer for layer in layers if layer.cache is not None and can_cascade(layer.spec))
     if not able:
         return None
     blind = (dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able)
