@@ -159,6 +159,7 @@ def attend_cascade(
         sinks: As in `attend`; they join the suffix, whether it has keys or none.
         implementation: As in `attend`.
     """
+    sinks = spec.per_head(sinks, None)["sinks"]
     run = lambda part, spec, plan, sinks: attend(
         query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True
     )

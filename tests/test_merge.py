@@ -211,6 +211,16 @@ def test_a_row_may_have_no_key_behind_the_prefix(sinks):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
 
 
+@pytest.mark.usefixtures("types_unchecked")
+def test_sinks_are_taken_from_a_list_as_without_a_prefix():
+    metadata, cache_spec, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(6), [None])
+    plan = jattn.plan(metadata, spec, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
+    sinks = [0.5, -1.0, 2.0, 0.0]
+    want = jattn.attend(query, cache, metadata, spec, sinks=sinks)
+    got = jattn.attend(query, cache, metadata, spec, plan, sinks=sinks)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize(("max_blocks", "max_splits"), [(544, 16), (128, 1)])
 def test_keys_of_a_long_prefix_may_be_cut_by_its_kernel(max_blocks, max_splits):
     bucket = jattn.Bucket(max_decodes=64, max_blocks=max_blocks)
