@@ -90,6 +90,12 @@ def test_prefixes_that_end_within_a_block_are_refused():
             jattn.build_cascade_metadata(metadata, np.int64(length))
 
 
+def test_a_prefix_that_is_longer_than_a_row_is_refused():
+    metadata, cache_spec, _, specs, _, _ = cascade_problem(np.random.default_rng(0), [None])
+    with pytest.raises(ValueError, match=r"common_prefix_len must be at most row 2's 9 keys, got 12\."):
+        jattn.plan(metadata, specs, cache_spec, common_prefix_len=12)
+
+
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("length", [4.0, True])
 def test_a_prefix_length_that_is_no_int_is_refused(length):

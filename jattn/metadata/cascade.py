@@ -2,12 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.check import query_lens_on_host
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
+from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
 
 
@@ -33,11 +36,12 @@ def build_cascade_metadata(
 
     Args:
         metadata: The step. Every live row's block table begins with the same `common_prefix_len / block_size`
-            blocks, and every row has at least that much context.
-        common_prefix_len: Tokens of the prefix, a multiple of block_size; a traced one is not checked.
+            blocks, and no query of it stands before the last token of these.
+        common_prefix_len: Tokens of the prefix, a multiple of block_size; one on the device is not checked,
+            and may be 0.
 
     Raises:
-        ValueError: The prefix is empty, or does not end with a block.
+        ValueError: The prefix is empty, does not end with a block, or a query is seen to have fewer keys.
 
     Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
     """
@@ -69,9 +73,19 @@ def build_cascade_metadata(
 
 
 def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]) -> None:
-    """Raises ValueError where a prefix is empty or does not end with a block; a traced one is not checked."""
-    if not isinstance(common_prefix_len, jax.Array):
-        require_int(common_prefix_len=common_prefix_len)
-        rule = f"be a positive multiple of block_size ({metadata.block_size})"
-        is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
-        require(is_whole, "common_prefix_len", rule, common_prefix_len)
+    """Checks a prefix that is an int; one on the device is not read.
+
+    Raises:
+        ValueError: It is empty, does not end with a block, or a query is seen to have fewer keys.
+    """
+    if isinstance(common_prefix_len, jax.Array):
+        return
+    require_int(common_prefix_len=common_prefix_len)
+    rule = f"be a positive multiple of block_size ({metadata.block_size})"
+    is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
+    require(is_whole, "common_prefix_len", rule, common_prefix_len)
+    if not support.is_concrete(metadata):
+        return
+    seq_lens, has_queries = np.asarray(metadata.seq_lens), query_lens_on_host(metadata) > 0
+    for r in np.flatnonzero(has_queries & (seq_lens < common_prefix_len))[:1]:
+        require(False, "common_prefix_len", f"be at most row {r}'s {seq_lens[r]} keys", common_prefix_len)

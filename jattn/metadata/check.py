@@ -78,7 +78,7 @@ def require_no_context(metadata: BatchMetadata) -> None:
     if not support.is_concrete(metadata):
         return
     step = jax.device_get(metadata)
-    seq_lens, query_lens = np.asarray(step.seq_lens), _query_lens(step)
+    seq_lens, query_lens = np.asarray(step.seq_lens), query_lens_on_host(step)
     for r in np.flatnonzero(seq_lens != query_lens)[:1]:
         rule = f"be its {query_lens[r]} new tokens without a cache"
         require(False, f"seq_lens[{r}]", rule, seq_lens[r])
@@ -125,10 +125,10 @@ def _checked_rows(step: BatchMetadata) -> _Rows:
         require(got >= last, f"num_{name}s", f"cover the last live {name} row ({last})", got)
     row = np.arange(bucket.max_reqs)
     firsts = np.where(row < first, row * bucket.decode_query_len, starts[:-1])
-    return _Rows(lens.astype(np.int64), _query_lens(step), firsts)
+    return _Rows(lens.astype(np.int64), query_lens_on_host(step), firsts)
 
 
-def _query_lens(step: BatchMetadata) -> np.ndarray:
+def query_lens_on_host(step: BatchMetadata) -> np.ndarray:
     """BatchMetadata's, by numpy: of constants inside jit, too."""
     is_decode = np.arange(step.bucket.max_reqs) < step.bucket.max_decodes
     lens = np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
