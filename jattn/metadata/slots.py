@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 from jaxtyping import Int32
 
-from jattn.metadata.host import int_table
+from jattn.metadata.host import INT32_MAX, int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
-from pallas_kernels.checks import require_positive
+from pallas_kernels.checks import require, require_positive
 
 PAD_SLOT_ID = -1
 
@@ -21,6 +22,19 @@ def gather_blocks(xp: Any, table: Any, rows: Any, positions: Any, tokens_per_blo
     is_inside = (rows >= 0) & (rows < num_rows) & (positions >= 0) & (columns < num_columns)
     blocks = table[xp.where(is_inside, rows, 0), xp.where(is_inside, columns, 0)]
     return blocks, is_inside & (blocks >= 0)
+
+
+def slots_in(xp: Any, blocks: Any, has_block: Any, offsets: Any, block_size: int) -> Any:
+    """The slot at an offset of each block; -1 where there is none.
+
+    Raises:
+        ValueError: A slot is seen to be beyond int32: it would wrap to a negative one, which nobody writes.
+    """
+    if xp is np:
+        limit, largest = (INT32_MAX + 1) // block_size - 1, int(np.max(blocks, initial=0, where=has_block))
+        rule = f"hold block ids of at most {limit} (slots are int32)"
+        require(largest <= limit, "block_table", rule, largest)
+    return xp.where(has_block, blocks * block_size + offsets, PAD_SLOT_ID)
 
 
 def compute_slot_mapping(
@@ -38,6 +52,9 @@ def compute_slot_mapping(
     Returns:
         -1 for a negative row or position, one past the table, or a negative block id.
 
+    Raises:
+        ValueError: On the host, a slot is beyond int32.
+
     Source: vLLM `compute_slot_mapping` (V0), `BlockTable.compute_slot_mapping` (V1).
     """
     require_positive(block_size=block_size)
@@ -45,4 +62,4 @@ def compute_slot_mapping(
         block_table=int_table("block_table", block_table), rows=rows, positions=positions, start_idx=start_idx
     )
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size)
-    return xp.where(is_valid & (position >= first), blocks * block_size + position % block_size, PAD_SLOT_ID)
+    return slots_in(xp, blocks, is_valid & (position >= first), position % block_size, block_size)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
-from jattn.metadata.slots import PAD_SLOT_ID, gather_blocks
+from jattn.metadata.slots import gather_blocks, slots_in
 from pallas_kernels.checks import require, require_positive
 
 
@@ -58,7 +58,7 @@ def compute_dcp_slot_mapping(
         cp_kv_cache_interleave_size: Neighbouring positions that stay together; divides block_size.
 
     Raises:
-        ValueError: block_size is no multiple of the interleave.
+        ValueError: block_size is no multiple of the interleave, or, on the host, a slot is beyond int32.
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
@@ -77,7 +77,7 @@ def compute_dcp_slot_mapping(
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)
     is_local = offset // interleave % dcp_size == rank
     local_offset = offset // (dcp_size * interleave) * interleave + offset % interleave
-    return xp.where(is_valid & is_local, blocks * block_size + local_offset, PAD_SLOT_ID)
+    return slots_in(xp, blocks, is_valid & is_local, local_offset, block_size)
 
 
 def cp_lse_combine(

@@ -36,6 +36,13 @@ def test_traced_slots_equal_the_host_ones(traced_once):
     assert [slots.tolist() for slots in traced] == [run(TABLE, *batch).tolist() for batch in batches]
 
 
+def test_slots_beyond_int32_are_refused():
+    last = 2**27 - 1
+    assert compute_slot_mapping([[last, last + 1]], [0], [15], 16).tolist() == [2**31 - 1]
+    with pytest.raises(ValueError, match=rf"ids of at most {last} \(slots are int32\), got {last + 1}"):
+        compute_slot_mapping([[last, last + 1]], [0], [16], 16)
+
+
 def test_a_block_must_hold_tokens():
     with pytest.raises(ValueError, match="block_size must be positive, got 0"):
         compute_slot_mapping(TABLE, [0], [0], 0)

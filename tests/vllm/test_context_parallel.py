@@ -93,6 +93,11 @@ def test_padding_has_no_slot_on_any_rank():
     assert slots == [[-1] * 3] * 2
 
 
+def test_slots_of_a_rank_beyond_int32_are_refused():
+    with pytest.raises(ValueError, match=r"ids of at most 134217727 \(slots are int32\), got 134217728"):
+        compute_dcp_slot_mapping([[2**27]], [0], [0], 16, dcp_size=2, dcp_rank=0)
+
+
 def test_interleave_must_divide_the_block():
     with pytest.raises(ValueError, match=r"block_size must be a multiple of .*_size \(3\), got 4"):
         compute_dcp_slot_mapping([[0]], [0], [0], 4, dcp_size=2, dcp_rank=0, cp_kv_cache_interleave_size=3)
