@@ -65,7 +65,7 @@ def make_metadata_with_slice(
             first_token,
         )
     query_start_loc = xp.clip(starts[first : stop + 1], first_token, stop_token) - first_token
-    cut_off = xp.maximum(starts[1:] - stop_token, 0)[first:stop]
+    cut_off = xp.clip(starts[1:] - stop_token, 0, lens)[first:stop]  # of a row behind the cut all of its own
     return MicroBatch(
         num_reqs=stop - first,
         num_actual_tokens=stop_token - first_token,

@@ -71,6 +71,12 @@ def test_traced_slices_equal_host_slices(traced_once):
             np.testing.assert_array_equal(host, value)
 
 
+def test_rows_behind_the_cut_keep_their_context():
+    made = make_metadata_with_slice([10, 10, 10], [2, 2, 2], (0, 3), (0, 3))
+    assert made.query_start_loc.tolist() == [0, 2, 3, 3]
+    assert made.seq_lens.tolist() == [10, 9, 8]
+
+
 def test_graph_padding_may_follow_the_last_row():
     batch = make_metadata_with_slice([9, 9], [2, 2], (1, 2), (2, 8))
     assert (batch.num_actual_tokens, batch.query_start_loc.tolist(), batch.seq_lens.tolist()) == (
