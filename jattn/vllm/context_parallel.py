@@ -123,9 +123,10 @@ def mask_empty_context_lse(
 
     Source: vLLM `mask_empty_context_lse`.
     """
-    xp, scores, starts, context = with_namespace(
+    xp, _, starts, context = with_namespace(
         lse, query_start_loc=query_start_loc, context_start_loc=context_start_loc
     )
+    scores = xp.asarray(lse)  # of no tokens it came out as ints
     if starts.shape[0] < 2:  # no request, so no token of one
         return scores
     tokens = xp.arange(scores.shape[1], dtype=np.int32)

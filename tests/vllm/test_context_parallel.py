@@ -176,6 +176,13 @@ def test_masked_tokens_equal_vllm(traced_once, case):
     np.testing.assert_array_equal(traced, expected)
 
 
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_a_step_without_tokens_has_an_lse_of_the_same_type(xp):
+    for starts in ([0], [0, 0]):
+        masked = mask_empty_context_lse(xp.zeros((4, 0), np.float32), starts, starts)
+        assert (masked.dtype, masked.shape) == (np.float32, (4, 0))
+
+
 def test_padding_tokens_keep_their_lse():
     lse = np.ones((1, 4), np.float32)
     assert mask_empty_context_lse(lse, [0, 1, 2], [0, 3, 3]).tolist() == [[1.0, -INF, 1.0, 1.0]]
