@@ -81,7 +81,7 @@ def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
     """
     dense = np.asarray(x) != 0
     require(dense.ndim in (2, 3), "x", "have 2 or 3 axes", dense.shape)
-    heads = dense.reshape(-1, *dense.shape[-2:])
+    heads = dense if dense.ndim == 3 else dense[None]
     counts = heads.sum(axis=-1)
     crow = np.zeros((len(heads), heads.shape[1] + 1), np.int32)
     crow[:, 1:] = np.cumsum(counts, axis=-1)

@@ -142,6 +142,15 @@ def test_compressed_rows_list_the_nonzeros_and_end_in_padding(x):
     assert col.shape[1] == max(crow[:, -1])
 
 
+@pytest.mark.parametrize(
+    ("shape", "crow"), [((0, 3), (1,)), ((3, 0), (4,)), ((2, 0, 3), (2, 1)), ((0, 3, 3), (0, 4))]
+)
+def test_an_empty_matrix_has_no_columns(shape, crow):
+    made = dense_to_crow_col(np.zeros(shape))
+    np.testing.assert_array_equal(made.crow, np.zeros(crow))
+    assert made.col.size == 0
+
+
 def test_compressed_rows_need_a_matrix():
     with pytest.raises(ValueError, match=r"x must have 2 or 3 axes, got \(2,\)"):
         dense_to_crow_col([1, 0])
