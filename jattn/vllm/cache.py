@@ -12,16 +12,17 @@ def reshape_and_cache(
     key_cache: Shaped[Array, "blocks kv_heads packs block_size x"],
     value_cache: Shaped[Array, "blocks kv_heads head_dim block_size"],
     slot_mapping: Int[Array, " tokens"],
-    k_scale: Float[Array, ""] | float | None = None,
-    v_scale: Float[Array, ""] | float | None = None,
+    k_scale: Float[Array, "..."] | float | None = None,
+    v_scale: Float[Array, "..."] | float | None = None,
 ) -> tuple[Array, Array]:
     """write_kv over vLLM's packed arrays: returns them written; those given are donated.
 
+    A scale is a number, an array of one as vLLM's layers have it, or one for each kv head.
+
     Source: vLLM `reshape_and_cache`; the cache's dtype says what kv_cache_dtype said there.
     """
-    as_scale = lambda scale: None if scale is None else jnp.asarray(scale, jnp.float32)
-    cache = PagedCache(
-        k=key_cache, v=value_cache, k_scale=as_scale(k_scale), v_scale=as_scale(v_scale), layout="packed"
-    )
+    scales = (None if scale is None else jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale))
+    k, v = (scale.reshape(()) if scale is not None and scale.size == 1 else scale for scale in scales)
+    cache = PagedCache(k=key_cache, v=value_cache, k_scale=k, v_scale=v, layout="packed")
     cache = write_kv(cache, key, value, slot_mapping)
     return jnp.asarray(cache.k), jnp.asarray(cache.v)

@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jattn
 from tests.test_cache import random_kv, spec
@@ -15,12 +16,13 @@ def test_reshape_and_cache_is_write_kv_over_the_packed_arrays():
     np.testing.assert_array_equal(v, want.v)
 
 
-def test_reshape_and_cache_divides_by_the_scales():
+@pytest.mark.parametrize("of", [float, jnp.asarray, lambda scale: jnp.asarray([scale])])
+def test_reshape_and_cache_divides_by_the_scales(of):
     shapes = spec(layout="packed", dtype=jnp.float8_e4m3fn)
     cache = jattn.PagedCache.create(shapes)
     ones = jnp.ones((1, 2, 16))
     k, v = jattn.vllm.reshape_and_cache(
-        ones, ones, cache.k, cache.v, jnp.asarray([0]), k_scale=0.5, v_scale=0.25
+        ones, ones, cache.k, cache.v, jnp.asarray([0]), k_scale=of(0.5), v_scale=of(0.25)
     )
     assert float(k[0, 0, 0, 0, 0]) == 2
     assert float(v[0, 0, 0, 0]) == 4
