@@ -57,6 +57,27 @@ def test_keys_that_change_nothing_change_nothing(name):
     assert DecoderConfig.from_hf(hf | more).layers == DecoderConfig.from_hf(hf).layers
 
 
+OF_ROPES = {  # keys beside a rope's dictionary, and a null in it
+    "llama": ({"rope_theta": 5e5}, {"rope_theta": None}),
+    "phi": ({"num_key_value_heads": 6}, {"partial_rotary_factor": None}),
+    "gemma3_text": ({"rope_theta": 7.0, "rope_local_base_freq": 5.0}, {"rope_theta": None}),
+    "olmo3": ({"rope_theta": 7.0}, {"rope_theta": None}),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROPES)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_null_in_a_rope_s_dictionary_hides_no_key_beside_it(name, key):
+    beside, null = OF_ROPES[name]
+    hf = {**SIZES, "model_type": name} | beside
+    linear = {"rope_type": "linear", "factor": 2.0}
+    types = ("full_attention", "sliding_attention")
+    is_by_type = key == "rope_parameters" and name in ("gemma3_text", "olmo3")
+    said = lambda given: dict.fromkeys(types, given) if is_by_type else given
+    made = lambda given: DecoderConfig.from_hf(hf | {key: said(given)}).layers
+    assert made(linear | null) == made(linear)
+
+
 def test_a_word_of_letters_says_which_layers_have_a_window():
     windows = lambda **keys: [
         layer.attention.window is not None for layer in DecoderConfig.from_hf(EXAONE4 | keys).layers

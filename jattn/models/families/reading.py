@@ -142,7 +142,7 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_p
         ValueError: There are dictionaries by type, and none of this.
         NotImplementedError: A part of a head is to be rotated, which the family does not.
     """
-    given = {**(keys["rope_parameters"] or {}), **(keys["rope_scaling"] or {})}
+    given: dict[Any, Any] = {**_said(keys["rope_parameters"]), **_said(keys["rope_scaling"])}
     context = keys["max_position_embeddings"]
     base = {key: keys[key] for key in ("rope_theta", "partial_rotary_factor") if keys[key] is not None}
     if keys["original_max_position_embeddings"]:
@@ -152,7 +152,7 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_p
         rule = "hold one rope for all layers" if kind is None else f"have {kind!r}"
         require(kind in given, "rope_parameters", rule, sorted(given))
         given = given[kind]
-    given = {**base, **given}
+    given = {**base, **_said(given)}
     part = given.get("partial_rotary_factor")
     if not is_partial and part not in (None, 1):
         raise unsupported(f"partial_rotary_factor {part}", "the family rotates whole heads", "Supported: 1")
@@ -173,11 +173,16 @@ def rope_by_type(keys: Keys, kind: str, theta: float) -> Rope:
         kind: The layer's type.
         theta: The base of the layer's type where its dictionary has none.
     """
-    given = dict((keys["rope_parameters"] or {}).get(kind) or {"rope_type": "default"})
+    given = _said((keys["rope_parameters"] or {}).get(kind)) or {"rope_type": "default"}
     if kind == FULL:
-        given |= keys["rope_scaling"] or {}
+        given |= _said(keys["rope_scaling"])
     given.setdefault("rope_theta", theta)
     return rope({**keys, "rope_scaling": None, "rope_parameters": given})
+
+
+def _said(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A rope's dictionary without its nulls: who says nothing hides no other key that says something."""
+    return {key: value for key, value in (given or {}).items() if value is not None}
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8) -> tuple[float, ...]:
