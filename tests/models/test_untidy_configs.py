@@ -96,6 +96,15 @@ IN_DOUBT = {
     r"rope_parameters must hold one rope for all layers, got \['full_attention'\]": {
         "rope_parameters": {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}
     },
+    r"rope_parameters must have 'sliding_attention', got \['rope_theta', 'rope_type'\]": {
+        "model_type": "gemma3_text",
+        "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"},
+    },
+    r"rope_parameters must have 'full_attention', got \['factor', 'rope_type', 'sliding_attention'\]": {
+        "model_type": "olmo3",
+        "layer_types": ["full_attention"] * 3,
+        "rope_parameters": {"factor": 8.0, "rope_type": "linear", "sliding_attention": {"rope_theta": 7.0}},
+    },
     "use_sliding_window False beside a sliding_window of 5: .*Make sliding_window null": {
         "model_type": "mistral",
         "sliding_window": 5,

@@ -172,8 +172,14 @@ def rope_by_type(keys: Keys, kind: str, theta: float) -> Rope:
         keys: The config's.
         kind: The layer's type.
         theta: The base of the layer's type where its dictionary has none.
+
+    Raises:
+        ValueError: `rope_parameters` is one rope for all layers, which transformers would pass over.
     """
-    given = _said((keys["rope_parameters"] or {}).get(kind)) or {"rope_type": "default"}
+    by_type = _said(keys["rope_parameters"])
+    is_for_all = not all(isinstance(value, Mapping) for value in by_type.values())
+    require(kind in by_type or not is_for_all, "rope_parameters", f"have {kind!r}", sorted(by_type))
+    given = _said(by_type.get(kind)) or {"rope_type": "default"}
     if kind == FULL:
         given |= _said(keys["rope_scaling"])
     given.setdefault("rope_theta", theta)
