@@ -77,6 +77,27 @@ GEMMA3_4B = {
     "transformers_version": "4.50.0.dev0",
     "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
 }
+LLAVA_15_7B = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model", "num_hidden_layers": 24},
+    "vocab_size": 32064,
+}
 LLAMA4_SCOUT = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "boi_token_index": 200080,

@@ -65,6 +65,20 @@ def test_gemma3():
     assert (config.eos_token_ids, config.tie_word_embeddings, config.dtype) == ((1, 106), True, "bfloat16")
 
 
+def test_a_text_part_is_as_its_class_where_it_is_silent():
+    config, layer, _ = read(published.LLAVA_15_7B)
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32064, 4096, 32)
+    assert (layer.attention.num_q_heads, layer.attention.num_kv_heads) == (32, 32)
+    assert layer.mlp.intermediate_size == 11008
+    for text in ({}, {"model_type": "qwen2_vl_text", "rope_theta": None, "num_hidden_layers": 80}):
+        config, layer, _ = read({"model_type": "qwen2_vl", "text_config": text | {"hidden_size": 8192}})
+        assert (config.num_hidden_layers, config.num_key_value_heads, layer.rope.rope_theta) == (80, 8, 1e6)
+    config, _, _ = read({"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": 1}})
+    assert (config.max_position_embeddings, config.head_dim) == (128000, 128)
+    with pytest.raises(ValueError, match=r"none of \['hidden_size'\]"):
+        read({"model_type": "llava", "text_config": {"hidden_size": None}})
+
+
 def test_llama4():
     config, local, full = read(published.LLAMA4_SCOUT)
     assert (local.attention.chunk_size, full.attention.chunk_size) == (8192, None)

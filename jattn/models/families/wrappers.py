@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families.family import Keys
+from jattn.models.families.keys import NULL_IS_SILENCE, SIZES
 from pallas_kernels.checks import require
 
 # model_type and architecture -> the text part's model_type where text_config does not say it.
@@ -19,11 +20,30 @@ WRAPPERS = {
     ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): "qwen2",
     ("qwen3_vl", "Qwen3VLForConditionalGeneration"): "qwen3",
 }
+_QWEN2_VL: Keys = {
+    "model_type": "qwen2",
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+}
 # Names that a text part has for itself -> its family's, and what silence means where that is something else.
 _TEXT_TYPES: Mapping[str, Keys] = {
-    "qwen2_vl_text": {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    "qwen2_5_vl_text": {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    "qwen3_vl_text": {"model_type": "qwen3", "rope_theta": 500000.0},
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": {"model_type": "qwen3", "rope_theta": 500000.0, "max_position_embeddings": 128000},
+}
+# Of a text part transformers writes what differs from its class alone (LLaVA 1.5): by model_type, its SIZES.
+_SIZES_OF = {
+    "llama": (32000, 4096, 11008, 32, 32),
+    "mistral": (32000, 4096, 14336, 32, 32),
+    "qwen2": (151936, 4096, 22016, 32, 32),
+    "qwen3": (151936, 4096, 22016, 32, 32),
+    "cohere2": (256000, 8192, 22528, 40, 64),
+    "llama4_text": (202048, 5120, 8192, 48, 40),
+    "qwen2_vl_text": (152064, 8192, 29568, 80, 64),
+    "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64),
+    "qwen3_vl_text": (151936, 4096, 22016, 32, 32),
 }
 # What an older config.json, whose text part is the whole but for these, says of the rest.
 _OF_THE_REST = (
@@ -68,14 +88,17 @@ def text_part(hf: Keys) -> Keys:
     told.pop("architectures", None)  # perhaps of the body alone
     if outer.get("tie_word_embeddings"):
         told["tie_word_embeddings"] = True  # the whole has the output projection, and ties it
+    text_type = own if own in _TEXT_TYPES else text_type
     return _by_its_family({**outer, "model_type": text_type, **told})
 
 
 def _by_its_family(text: Keys) -> Keys:
     """A text part by its family's name, its rope as text alone turns: the sections of images turn alike."""
+    text = dict(zip(SIZES, _SIZES_OF.get(text["model_type"], ()), strict=False)) | {**text}
     if text["model_type"] not in _TEXT_TYPES:
         return text
-    keys = {**_TEXT_TYPES[text["model_type"]], **text}
+    said = {key: value for key, value in text.items() if value is not None or key not in NULL_IS_SILENCE}
+    keys = {**_TEXT_TYPES[text["model_type"]], **said}
     for key in ("rope_scaling", "rope_parameters"):
         given = keys.get(key)
         if isinstance(given, Mapping):
