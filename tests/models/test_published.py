@@ -189,6 +189,16 @@ def test_the_embedding_is_the_head_where_the_whole_or_its_text_part_says_so(oute
     assert tied == bool(outer or inner)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_and_ends_of_text_are_the_whole_s_before_its_text_part_s(key):
+    hf = wrapped("gemma3_text", ("gemma3", "Gemma3ForConditionalGeneration"), text_type=True)
+    inner = DecoderConfig.from_hf(hf)
+    assert (inner.dtype, inner.eos_token_ids, inner.bos_token_id) == ("float32", (2,), 1)
+    config = DecoderConfig.from_hf(hf | {key: "bfloat16", "eos_token_id": [1, 106], "bos_token_id": 2})
+    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == ("bfloat16", (1, 106), 2)
+    assert config.tie_word_embeddings == inner.tie_word_embeddings
+
+
 RENAMES = {  # as transformers 4 and 5 write them
     "language_model.model.": "vision_tower.x",
     "model.language_model.": "model.vision_tower.x",

@@ -50,15 +50,9 @@ _OF_THE_REST = (
     *("vision_config", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
     *("image_token_id", "video_token_id"),
 )
-# What the whole may say for its text part.
-_OF_THE_WHOLE = (
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "quantization_config",
-)
+_DTYPES = ("dtype", "torch_dtype")
+# What the whole may say for its text part; it counts before what that says, as in transformers.
+_OF_THE_WHOLE = (*_DTYPES, "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 # Beginnings of the names of tensors that have no part in text.
 _PASSED_OVER = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
 PASSED_OVER = (*_PASSED_OVER, *(f"model.{name}" for name in _PASSED_OVER))
@@ -84,12 +78,12 @@ def text_part(hf: Keys) -> Keys:
     if not text and own in _TEXT_TYPES:
         text = {key: value for key, value in hf.items() if key not in _OF_THE_REST} | {"model_type": own}
     outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
-    told = {key: value for key, value in text.items() if value is not None or key not in outer}
-    told.pop("architectures", None)  # perhaps of the body alone
-    if outer.get("tie_word_embeddings"):
-        told["tie_word_embeddings"] = True  # the whole has the output projection, and ties it
+    hidden = {"architectures", *(_DTYPES if outer.keys() & {*_DTYPES} else ())}  # of the body alone, perhaps
+    told = {key: value for key, value in text.items() if key not in hidden}
+    if "tie_word_embeddings" in outer:  # the whole has the output projection, but either may tie it
+        outer["tie_word_embeddings"] = bool(outer["tie_word_embeddings"] or text.get("tie_word_embeddings"))
     text_type = own if own in _TEXT_TYPES else text_type
-    return _by_its_family({**outer, "model_type": text_type, **told})
+    return _by_its_family({"model_type": text_type, **told, **outer})
 
 
 def _by_its_family(text: Keys) -> Keys:
