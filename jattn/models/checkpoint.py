@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.models.stored_tensors import DTYPES, StoredTensor, is_same_bytes, read_header
+from jattn.models.stored_tensors import DTYPES, FLOATS, StoredTensor, is_same_bytes, read_header
 from jattn.models.tensor_files import tensor_files
 from jattn.models.weight_formats import Tensor
 from pallas_kernels.checks import require, require_shape
@@ -18,7 +18,6 @@ _BUFFERS = (
     *(".attn.masked_bias", ".attention.masked_bias"),
 )
 _MASKS = (".attn.bias", ".attention.bias")  # [1, 1, queries, keys]
-FLOATS = ("F32", "BF16", "F16")
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:

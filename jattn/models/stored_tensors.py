@@ -25,6 +25,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
+FLOATS = ("F32", "BF16", "F16")  # what parameters, and scales of those in few bits, may be
 _POINTER = b"version https://git-lfs"
 _PIECE = 1 << 24  # bytes that are compared at once
 _LENGTH = 8  # bytes of the header's length, which a file begins with

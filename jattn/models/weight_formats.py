@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Shaped
 
-from jattn.models.stored_tensors import StoredTensor
+from jattn.models.stored_tensors import FLOATS, StoredTensor
 from pallas_kernels.checks import require, require_shape, unsupported
 
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
@@ -114,7 +114,7 @@ def widened(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> dic
         config: The quantization_config; None = there is none, and the tensors are as they are.
 
     Raises:
-        ValueError: A scale is missing, or its shape fits no blocks of its weight.
+        ValueError: A scale is missing or no float, or its shape fits no blocks of its weight.
         NotImplementedError: As `check_quantization`.
     """
     check_quantization(config)
@@ -140,6 +140,8 @@ def _taken(tensors: dict[str, Any], name: str, suffixes: tuple[str, ...]) -> Sto
 
 def _float8(values: StoredTensor, scale: StoredTensor, size: tuple[int, ...]) -> QuantizedTensor:
     rows, columns = values.shape
+    # Bytes may be exponents, which no quantization_config tells from numbers.
+    require(scale.code in FLOATS, f"{scale.name}'s dtype", "be one of " + ", ".join(FLOATS), scale.code)
     if scale.shape in ((), (1,), (1, 1)):
         block = (rows, columns)
     elif scale.shape in ((rows,), (rows, 1)):

@@ -158,6 +158,9 @@ WRONG = {
     rf"{PROJECTION}_scale_inv must have shape \(1, 2\) .*20 x 32 of \(16, 48\).*got \(5, 2\)": lambda t: (
         t.update({PROJECTION + "_scale_inv": np.ones((5, 2), np.float32)})
     ),
+    f"{PROJECTION}_scale_inv's dtype must be one of F32, BF16, F16, got U8": lambda t: t.update(
+        {PROJECTION + "_scale_inv": np.full((1, 2), 127, np.uint8)}
+    ),
     "the checkpoint must hold only what .*, got model.norm.weight_scale": lambda t: t.update(
         {"model.norm.weight_scale": np.ones(1, np.float32)}
     ),
