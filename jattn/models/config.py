@@ -97,6 +97,8 @@ class DecoderConfig:
         require_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             require_positive(**{name: getattr(self, name)})
+        if self.final_logit_softcapping is not None:  # of 0 all logits would be 0
+            require_positive(final_logit_softcapping=self.final_logit_softcapping)
         require_one_a_layer("layers", self.layers, self.num_hidden_layers)
         rule = f"lie in [0, {self.vocab_size})"
         for token in self.hidden_tokens:

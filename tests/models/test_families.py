@@ -217,6 +217,10 @@ WRONG = {
     "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},
     "rms_norm_eps must be positive, got 0": {"rms_norm_eps": 0.0},
     "max_position_embeddings must be positive, got 0": {"max_position_embeddings": 0},
+    r"final_logit_softcapping must be positive, got 0\.0": {
+        "model_type": "gemma2",
+        "final_logit_softcapping": 0.0,
+    },
     "sliding_window must be positive .*got 0": {"model_type": "mistral", "sliding_window": 0},
     "layer_types must have one entry per layer .3.*got 2": {
         "model_type": "gemma2",
