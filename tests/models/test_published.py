@@ -144,6 +144,7 @@ def test_every_family_names_the_key_that_it_does_not_know(name):
         DecoderConfig.from_hf(hf_of(name) | {"rope_twist": 0.5})
 
 
+SILENT = dict.fromkeys(("layer_types", "moe_layers", "no_rope_layers"))
 WRONG = [
     ("phi3small", {"blocksparse_triton_kernel_block_size": 64}, "blocksparse_triton.* 64: .*Supported: 16"),
     ("phi3small", {"hidden_act": "gelu"}, "activation 'gelu': .*Supported: gegelu"),
@@ -156,6 +157,17 @@ WRONG = [
     ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
     ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24: .*Supported: 32"),
     ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(2\), got 1"),
+    *(
+        (name, SILENT | {key: 0}, f"{key} must be positive, got 0")
+        for name, key in (
+            ("qwen3_moe", "decoder_sparse_step"),
+            ("llama4_text", "interleave_moe_layer_step"),
+            ("smollm3", "no_rope_layer_interval"),
+            ("gemma3_text", "sliding_window_pattern"),
+            ("cohere2", "sliding_window_pattern"),
+            ("ernie4_5_moe", "moe_layer_interval"),
+        )
+    ),
     ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]
 

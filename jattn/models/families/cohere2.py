@@ -2,12 +2,12 @@
 
 from jattn.models.families.cohere import COHERE, PARALLEL_TENSORS
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.reading import FULL, SLIDING, layer_type, llama_layer, rope
+from jattn.models.families.reading import FULL, SLIDING, is_nth, layer_type, llama_layer, rope
 from jattn.models.layer_spec import LayerSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, SLIDING if (layer + 1) % keys["sliding_window_pattern"] else FULL)
+    kind = layer_type(keys, layer, FULL if is_nth(keys, "sliding_window_pattern", layer) else SLIDING)
     window = keys["sliding_window"] if kind == SLIDING else None
     has_bias = bool(keys["attention_bias"])
     return llama_layer(

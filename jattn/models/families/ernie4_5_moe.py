@@ -4,7 +4,7 @@ from jattn.models.experts import Routing
 from jattn.models.families.corrected_experts import CORRECTED_TENSORS
 from jattn.models.families.ernie4_5 import ERNIE4_5
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.reading import experts, gated_mlp, llama_layer, rope
+from jattn.models.families.reading import experts, gated_mlp, is_nth, llama_layer, rope
 from jattn.models.families.tensors import FUSED_EXPERT_TENSORS, LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
@@ -14,7 +14,7 @@ from jattn.models.specs import MLPSpec
 def _mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
     first, last = keys["moe_layer_start_index"], keys["moe_layer_end_index"]
     last = keys["num_hidden_layers"] - 1 if last == -1 else last
-    if (layer + 1) % keys["moe_layer_interval"] or not first <= layer <= last:
+    if not is_nth(keys, "moe_layer_interval", layer) or not first <= layer <= last:
         return gated_mlp(keys)
     size, count = keys["moe_intermediate_size"], keys["moe_num_shared_experts"]
     shared = gated_mlp({**keys, "intermediate_size": size * count}) if count else None

@@ -3,15 +3,22 @@
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma2 import CAUSAL_ONLY, GEMMA2
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FULL, SLIDING, attention, layer_type, rope_by_type, window_of
+from jattn.models.families.reading import (
+    FULL,
+    SLIDING,
+    attention,
+    is_nth,
+    layer_type,
+    rope_by_type,
+    window_of,
+)
 from jattn.models.families.tensors import QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
-    pattern = keys["sliding_window_pattern"]
-    kind = layer_type(keys, layer, SLIDING if (layer + 1) % pattern else FULL)
+    kind = layer_type(keys, layer, FULL if is_nth(keys, "sliding_window_pattern", layer) else SLIDING)
     has_bias = bool(keys["attention_bias"])
     return LayerSpec(
         attention=attention(

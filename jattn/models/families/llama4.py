@@ -3,7 +3,7 @@
 from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FULL, attention, experts, is_rotated, layer_type, rope
+from jattn.models.families.reading import FULL, attention, experts, is_nth, is_rotated, layer_type, rope
 from jattn.models.families.tensors import LLAMA_TENSORS, gated_tensors
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
@@ -13,9 +13,9 @@ CHUNKED = "chunked_attention"
 
 
 def _mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
-    step, said = keys["interleave_moe_layer_step"], keys["moe_layers"]
+    said = keys["moe_layers"]
     dense = lambda size: MLPSpec(intermediate_size=keys[size], hidden_act=keys["hidden_act"])
-    if not (layer in said if said is not None else (layer + 1) % step == 0):
+    if not (layer in said if said is not None else is_nth(keys, "interleave_moe_layer_step", layer)):
         return dense("intermediate_size_mlp")
     return experts(keys, Routing(scores="sigmoid", scaled="input"), shared=dense("intermediate_size"))
 

@@ -4,7 +4,7 @@ from jattn.models.experts import Routing
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.qwen2 import WINDOWS
-from jattn.models.families.reading import FULL, SLIDING, experts, layer_type, llama_layer, rope
+from jattn.models.families.reading import FULL, SLIDING, experts, is_nth, layer_type, llama_layer, rope
 from jattn.models.families.tensors import EXPERT_TENSORS, FUSED_EXPERT_TENSORS, LLAMA_TENSORS, gated_tensors
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
@@ -21,7 +21,7 @@ _MLP = "model.layers.*.mlp"
 def qwen_mlp(keys: Keys, layer: int, shared: MLPSpec | None = None) -> MLPSpec | ExpertsSpec:
     """A layer's experts, or its dense MLP."""
     is_dense = layer in (keys["mlp_only_layers"] or ()) or keys["num_experts"] == 0
-    if is_dense or (layer + 1) % keys["decoder_sparse_step"] != 0:
+    if is_dense or not is_nth(keys, "decoder_sparse_step", layer):
         return MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_act"])
     routing, size = Routing(normalizes=bool(keys["norm_topk_prob"])), keys["moe_intermediate_size"]
     has_shared = shared is not None

@@ -10,7 +10,7 @@ from jattn.models.layer_spec import ExpertsSpec, LayerSpec, require_one_a_layer
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, unsupported
+from pallas_kernels.checks import require, require_positive, unsupported
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -73,9 +73,19 @@ def is_rotated(keys: Keys, layer: int) -> bool:
     """
     said, count = keys["no_rope_layers"], keys["num_hidden_layers"]
     if not said:
-        return bool((layer + 1) % keys["no_rope_layer_interval"])
+        return not is_nth(keys, "no_rope_layer_interval", layer)
     require(len(said) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(said))
     return bool(said[layer])  # 1 where a layer has a rope, whatever the name says
+
+
+def is_nth(keys: Keys, name: str, layer: int) -> bool:
+    """Whether a layer is one of each so many, as a key says: the last of them.
+
+    Raises:
+        ValueError: Not a positive number says so.
+    """
+    require_positive(**{name: keys[name]})
+    return bool((layer + 1) % keys[name] == 0)
 
 
 def window_of(size: int | None) -> tuple[int, int] | None:
