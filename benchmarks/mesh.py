@@ -17,7 +17,7 @@ from benchmarks.mesh_attention import measure_attention
 from benchmarks.mesh_loop import measure_decode_loop, measure_loop
 from benchmarks.mesh_nano import NanoCase, measure_nano
 from benchmarks.mesh_prefill import PromptCase, measure_prompt
-from benchmarks.mesh_steps import measure_large, measure_steps
+from benchmarks.mesh_steps import StepSize, measure_large, measure_steps
 from benchmarks.mesh_sums import measure_sums
 from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
@@ -35,11 +35,11 @@ class Sizes(NamedTuple):
         prompt: A long prompt's.
         sums: Rows and width of what is summed.
         config: Of the model.
-        steps: Requests of each decode step, and their context.
-        loop: The model of the loop, requests and context of its step, and how many steps.
-        decode_loop: Of `config`'s loop on the device: requests, context, rounds.
+        steps: Of decodes, and of prompts.
+        loop: The model of the loop, its step, and how many of them.
+        decode_loop: Of `config`'s loop on the device: a round, and how many.
         nano: Of nano-vllm's workload.
-        large: A model that one device has no room for, requests and context of its step, how keys are stored.
+        large: A model that one device has no room for, its step, how keys are stored.
     """
 
     attention: DecodeCase
@@ -47,11 +47,11 @@ class Sizes(NamedTuple):
     prompt: PromptCase
     sums: tuple[tuple[int, int], ...]
     config: dict[str, Any]
-    steps: tuple[tuple[int, int], ...]
-    loop: tuple[dict[str, Any], tuple[int, int], int]
-    decode_loop: tuple[tuple[int, int], int]
+    steps: tuple[StepSize, ...]
+    loop: tuple[dict[str, Any], StepSize, int]
+    decode_loop: tuple[StepSize, int]
     nano: NanoCase
-    large: tuple[dict[str, Any], tuple[int, int], str]
+    large: tuple[dict[str, Any], StepSize, str]
 
 
 LOOP = QWEN3_8B | {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
@@ -64,11 +64,11 @@ LARGE = Sizes(
     PromptCase("256k", tokens=2**18, chunk=8192, q_heads=32, kv_heads=8, head_dim=128),
     ((1, 4096), (8, 4096), (64, 4096), (256, 4096), (1024, 4096), (2048, 4096)),
     QWEN3_8B,
-    ((1, 1024), (64, 4096), (256, 1024)),
-    (LOOP, (8, 512), 10_000),
-    ((1, 1024), 64),
+    (*map(StepSize, (1, 64, 256), (1024, 4096, 1024)), StepSize(2, 512, 512), StepSize(2, 1024, 1024)),
+    (LOOP, StepSize(8, 512), 10_000),
+    (StepSize(1, 1024), 64),
     NanoCase(QWEN3_8B, 256, 1024, (16, 32, 64, 96, 128, 160, 192, 224, 256), (512, 2048, 8192), 24_000),
-    (LLAMA_70B, (64, 4096), "fp8_per_token_head"),
+    (LLAMA_70B, StepSize(64, 4096), "fp8_per_token_head"),
 )
 TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -78,11 +78,11 @@ SMALL = Sizes(
     PromptCase("96", tokens=96, chunk=32, q_heads=4, kv_heads=2, head_dim=16),
     ((1, 64), (2, 64)),
     TINY,
-    ((1, 32), (3, 64)),
-    (TINY, (3, 48), 20),
-    ((3, 48), 5),
+    (StepSize(1, 32), StepSize(3, 64), StepSize(2, 24, 24)),
+    (TINY, StepSize(3, 48), 20),
+    (StepSize(3, 48), 5),
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
-    (TINY, (3, 48), "fp8_per_token_head"),
+    (TINY, StepSize(3, 48), "fp8_per_token_head"),
 )
 
 

@@ -12,7 +12,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.mesh_steps import BLOCK_SIZE, TOKEN_TOLERANCE, Steps, filled, metadata_of, token_gap, ways
+from benchmarks.mesh_steps import (
+    BLOCK_SIZE,
+    TOKEN_TOLERANCE,
+    Steps,
+    StepSize,
+    filled,
+    metadata_of,
+    token_gap,
+    ways,
+)
 from benchmarks.random_decoder import random_decoder
 from jattn.decoding import decode_loop
 from jattn.models import use_peer_memory
@@ -22,7 +31,7 @@ PARTS = 10  # of a loop: a row each, so that one that hangs leaves those before 
 
 
 def measure_loop(
-    config: dict[str, Any], size: tuple[int, int], steps: int, mesh: Mesh, *, uses_peers: bool
+    config: dict[str, Any], size: StepSize, steps: int, mesh: Mesh, *, uses_peers: bool
 ) -> Iterator[dict[str, Any]]:
     """A row for each tenth of the steps, in flight; the last of each must be the first step's, to the bit.
 
@@ -35,7 +44,7 @@ def measure_loop(
     """
     model = random_decoder(config, mesh)
     if uses_peers:
-        use_peer_memory(model, max_rows=max(size[0], 2))
+        use_peer_memory(model, max_rows=max(size.reqs, 2))
     run = Steps(model, [size])
     wanted = run.results(size)
     for part in range(1, PARTS + 1):
@@ -47,11 +56,11 @@ def measure_loop(
         if not all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True)):
             raise SystemExit(f"step {part * steps // PARTS} is not the first one's: no row")
         how = {"sums": "all_reduce" if uses_peers else "psum", "steps": part * steps // PARTS}
-        yield {"name": f"loop_{size[0]}x{size[1]}", **how, "step_us": us}
+        yield {"name": f"loop_{size.name}", **how, "step_us": us}
 
 
 def measure_decode_loop(
-    config: dict[str, Any], size: tuple[int, int], rounds: int, mesh: Mesh, *, uses_peers: bool
+    config: dict[str, Any], size: StepSize, rounds: int, mesh: Mesh, *, uses_peers: bool
 ) -> Iterator[dict[str, Any]]:
     """Rounds of `decode_loop`, greedy, on one device and on the mesh: all rounds are one call.
 
@@ -68,13 +77,13 @@ def measure_decode_loop(
     for on, by_peers in ways(mesh, uses_peers=uses_peers):
         model = random_decoder(config, on)
         if by_peers:
-            use_peer_memory(model, max_rows=max(size[0], 2))
+            use_peer_memory(model, max_rows=max(size.reqs, 2))
         loop = DeviceLoop(model, size, rounds)
         del model
         if on is None:
             logits = loop.first_logits()
         assert logits is not None
-        gap = token_gap(loop.tokens[: size[0], 0], logits)
+        gap = token_gap(loop.tokens[: size.reqs, 0], logits)
         if not gap <= TOKEN_TOLERANCE:
             raise SystemExit(f"first tokens are {gap} deviations off one device's best: no row")
         us = loop.microseconds()
@@ -82,7 +91,7 @@ def measure_decode_loop(
         sums, tp = "all_reduce" if by_peers else "psum", 1 if on is None else on.shape[TP]
         how = {"tp": tp, "sums": sums, "rounds": rounds}
         checked = {"token_gap": gap, "first_run_s": loop.first_run_s}
-        name = f"decode_loop_{size[0]}x{size[1]}"
+        name = f"decode_loop_{size.name}"
         yield {"name": name, **how, "step_us": us, "of_one": us / of_one, **checked}
         del loop
         gc.collect()  # one model and its caches at a time
@@ -96,7 +105,7 @@ class DeviceLoop:
         first_run_s: Seconds of its first run, compiled in it.
     """
 
-    def __init__(self, model: Any, size: tuple[int, int], rounds: int) -> None:
+    def __init__(self, model: Any, size: StepSize, rounds: int) -> None:
         """Runs it once."""
         graphdef, self._params = nnx.split(model)
 
@@ -108,7 +117,7 @@ class DeviceLoop:
         self._step = jax.tree_util.Partial(step)
         self._greedy = jax.tree_util.Partial(lambda logits, index: jnp.argmax(logits, axis=-1))
         self._rounds = rounds
-        self._metadata = metadata_of(*size, room=rounds)
+        self._metadata = metadata_of(size, room=rounds)
         self._ids: Any = np.arange(1, self._metadata.bucket.max_decodes + 1, dtype=np.int32)
         num_blocks = self._metadata.block_table.size + 1
         self._caches = filled(model.create_caches(num_blocks, block_size=BLOCK_SIZE))

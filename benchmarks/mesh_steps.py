@@ -4,7 +4,7 @@ import functools
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +31,49 @@ BLOCK_SIZE = 16
 TOLERANCE, TOKEN_TOLERANCE = 0.15, 1.0
 
 
+class StepSize(NamedTuple):
+    """Of a step.
+
+    Attributes:
+        reqs: Requests.
+        context: Tokens of each, this step's included.
+        new: Tokens of each in this step: 1, or those of a prompt.
+    """
+
+    reqs: int
+    context: int
+    new: int = 1
+
+    @property
+    def name(self) -> str:
+        """In rows."""
+        return f"{self.reqs}x{self.context}" if self.new == 1 else f"{self.reqs}x{self.new}_prompt"
+
+    def bucket(self, max_blocks: int) -> jattn.Bucket:
+        """With two rows at least, as the engine's have."""
+        rows = max(self.reqs, 2)
+        if self.new == 1:
+            return jattn.Bucket(max_decodes=rows, max_blocks=max_blocks)
+        tokens = self.reqs * self.new
+        return jattn.Bucket(max_prefills=rows, max_prefill_tokens=tokens, max_blocks=max_blocks)
+
+
 def measure_steps(
-    config: dict[str, Any], sizes: Sequence[tuple[int, int]], mesh: Mesh, *, uses_peers: bool = False
+    config: dict[str, Any], sizes: Sequence[StepSize], mesh: Mesh, *, uses_peers: bool = False
 ) -> Iterator[dict[str, Any]]:
     """A row a batch, first of one device, then of the mesh: a step and its greedy tokens, in flight.
 
     Args:
         config: Of the model, as config.json has it; its weights and caches are random.
-        sizes: Requests of each step, and their context.
+        sizes: Of each step.
         mesh: The devices.
         uses_peers: A third time, where sums of the mesh are all_reduce's.
     """
-    ones: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
+    ones: dict[StepSize, tuple[np.ndarray, float]] = {}
     for on, by_peers in ways(mesh, uses_peers=uses_peers):
         model = random_decoder(config, on)
         if by_peers:
-            use_peer_memory(model, max_rows=max(reqs for reqs, _ in sizes))
+            use_peer_memory(model, max_rows=max(size.reqs * size.new for size in sizes))
         # Ranks hold a block's keys in another order than one device does, and whole blocks of the same keys.
         steps = Steps(model, sizes, block_size=BLOCK_SIZE * mesh.shape[CP])
         for size in sizes:
@@ -58,7 +85,7 @@ def measure_steps(
                 ones[size] = logits, us
             of_one = us / ones[size][1]
             tp, cp = (1, 1) if on is None else (mesh.shape[TP], mesh.shape[CP])
-            how = {"name": f"step_{size[0]}x{size[1]}", "tp": tp, **({} if cp == 1 else {"cp": cp})}
+            how = {"name": f"step_{size.name}", "tp": tp, **({} if cp == 1 else {"cp": cp})}
             how |= {"sums": "all_reduce" if by_peers else "psum"}
             yield how | {"step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
         del steps, model
@@ -71,13 +98,13 @@ def ways(mesh: Mesh, *, uses_peers: bool) -> Sequence[tuple[Mesh | None, bool]]:
 
 
 def measure_large(
-    config: dict[str, Any], size: tuple[int, int], quantization: str, mesh: Mesh, *, uses_peers: bool
+    config: dict[str, Any], size: StepSize, quantization: str, mesh: Mesh, *, uses_peers: bool
 ) -> Iterator[dict[str, Any]]:
     """A step of a model that no single device has room for, against its bytes; XLA's attention is the judge.
 
     Args:
         config: As `measure_steps` has it.
-        size: Requests of the step, and their context.
+        size: Of the step.
         quantization: Of the caches.
         mesh: The devices.
         uses_peers: Sums are all_reduce's.
@@ -88,13 +115,13 @@ def measure_large(
     gc.collect()
     model = random_decoder(config, mesh)
     if uses_peers:
-        use_peer_memory(model, max_rows=size[0])
+        use_peer_memory(model, max_rows=size.reqs)
     steps = Steps(model, [size], quantization=quantization)
     num_bytes = steps.bytes_of_device
     checked, taken = agreement(*steps.results(size), wanted), steps.walls(size)
     how = {"tp": mesh.shape[TP], "sums": "all_reduce" if uses_peers else "psum"}
     read = {"gb_of_device": num_bytes / 1e9, "gb_per_s": num_bytes / taken["in_flight_us"] / 1e3}
-    yield {"name": f"large_{size[0]}x{size[1]}", **how, **read, **checked, **taken} | steps.taken
+    yield {"name": f"large_{size.name}", **how, **read, **checked, **taken} | steps.taken
     if jax.default_backend() == "gpu":
         yield {"name": "read_ceiling", "gb_per_s": read_ceiling()}
 
@@ -131,16 +158,16 @@ class Steps:
     def __init__(
         self,
         model: Any,
-        sizes: Sequence[tuple[int, int]],
+        sizes: Sequence[StepSize],
         *,
         quantization: str | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         """Compiles all of them; blocks are of so many tokens on all ranks together."""
         graphdef, self.params = nnx.split(model)
-        self._metadata = {size: metadata_of(*size, block_size=block_size) for size in sizes}
-        self._most = max(one.bucket.max_tokens for one in self._metadata.values())
-        greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_tokens)
+        self._metadata = {size: metadata_of(size, block_size=block_size) for size in sizes}
+        self._most = max(one.bucket.max_reqs for one in self._metadata.values())
+        greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_reqs)
         place = on_all_parts(model)
         self._last = jax.device_put(jnp.zeros(self._most, jnp.int32), place)  # as a step before leaves it
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
@@ -150,17 +177,17 @@ class Steps:
         buckets = [one.bucket for one in self._metadata.values()]
         self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
-        inputs = lambda bucket: [self._inputs(bucket.max_tokens)]
+        inputs = lambda bucket: [self._inputs(bucket)]
         of = {"block_size": block_size, "inputs": inputs, "progress": False}
         self._graphs.precompile(self.params, self._caches, **of)
         self.taken = {"compile_s": time.perf_counter() - start, "executables": self._graphs.num_compiles}
 
-    def results(self, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    def results(self, size: StepSize) -> tuple[np.ndarray, np.ndarray]:
         """Logits [reqs, vocab] and greedy tokens [reqs] of a step."""
         (logits, tokens), self._caches = self._run(size, self._caches)
-        return on_host(logits).astype(np.float32)[: size[0]], on_host(tokens)[: size[0]]
+        return on_host(logits).astype(np.float32)[: size.reqs], on_host(tokens)[: size.reqs]
 
-    def start(self, size: tuple[int, int]) -> None:
+    def start(self, size: StepSize) -> None:
         """A step that nobody waits for."""
         _, self._caches = self._run(size, self._caches)
 
@@ -171,7 +198,7 @@ class Steps:
         looked_up = self.params["embed_tokens"] if "lm_head" in self.params else ()
         return nbytes((self.params, self._caches)) - nbytes(looked_up)
 
-    def walls(self, size: tuple[int, int]) -> dict[str, float]:
+    def walls(self, size: StepSize) -> dict[str, float]:
         """As `benchmarks.graphs.walls`."""
         call = Call(functools.partial(self._run, size), self._caches)
         self._caches = None  # the call's now
@@ -179,35 +206,33 @@ class Steps:
         self._caches = call.caches
         return taken
 
-    def _run(self, size: tuple[int, int], caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    def _run(self, size: StepSize, caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         metadata, sampling = self._metadata[size], self._sampling[size]
-        rows = metadata.bucket.max_tokens
-        outputs, caches = self._graphs(self.params, caches, metadata, self._inputs(rows))
+        outputs, caches = self._graphs(self.params, caches, metadata, self._inputs(metadata.bucket))
         tokens = next_tokens(outputs.logits, sampling, outputs.num_generated, max_rows=self._most).tokens
         return (outputs.logits, tokens), caches
 
-    def _inputs(self, rows: int) -> StepTokens:
-        ids: Any = np.arange(1, rows + 1, dtype=np.int32)
-        places: Any = np.arange(rows, dtype=np.int32)
+    def _inputs(self, bucket: jattn.Bucket) -> StepTokens:
+        ids: Any = np.arange(1, bucket.max_tokens + 1, dtype=np.int32)
+        rows = bucket.max_reqs
+        new = max(bucket.max_prefill_tokens // rows, 1)
+        ends: Any = np.arange(new - 1, rows * new, new, dtype=np.int32)
         counts: Any = np.zeros(rows, np.int32)
-        return StepTokens(ids, np.full_like(ids, -1), self._last, places, num_generated=counts)
+        return StepTokens(ids, np.full_like(ids, -1), self._last, ends, num_generated=counts)
 
 
-def metadata_of(
-    reqs: int, context: int, *, room: int = 0, block_size: int = BLOCK_SIZE
-) -> jattn.BatchMetadata:
-    """On the host, as the engine has it; of two rows at least, as its buckets are.
+def metadata_of(size: StepSize, *, room: int = 0, block_size: int = BLOCK_SIZE) -> jattn.BatchMetadata:
+    """On the host, as the engine has it.
 
     Args:
-        reqs: Requests.
-        context: Tokens of each, this step's included.
+        size: Of the step.
         room: Tokens to come that have blocks, too.
         block_size: Tokens of a block.
     """
-    table, _ = random_table([context + room] * reqs, block_size)
-    bucket = jattn.Bucket(max_decodes=max(reqs, 2), max_blocks=table.shape[1])
+    table, _ = random_table([size.context + room] * size.reqs, block_size)
+    bucket = size.bucket(table.shape[1])
     how: dict[str, Any] = {"block_size": block_size, "bucket": bucket, "to_device": False}
-    return jattn.build_batch_metadata([1] * reqs, [context] * reqs, table, **how)
+    return jattn.build_batch_metadata([size.new] * size.reqs, [size.context] * size.reqs, table, **how)
 
 
 def filled(caches: Any) -> Any:
