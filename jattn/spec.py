@@ -14,6 +14,11 @@ from jattn.fields import set_bools, set_floats, set_ints
 from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
 
+# No request has so many keys: a wider side of a window hides none, and would not fit int32 beside a position.
+UNLIMITED = 2**30
+# Chunks are counted from a few before position 0, in int32.
+MAX_CHUNK_SIZE = 2**27
+
 # What each AttentionSpec.query_quantization rounds queries to.
 QUERY_DTYPES = {None: None, "int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}
 
@@ -30,7 +35,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
         is_int = isinstance(width, numbers.Integral) and not isinstance(width, bool)
         require(width is None or is_int, f"window's {side} side", "be None or an int", repr(width))
         require(width is None or width >= 0, f"window's {side} side", "be None or at least 0", width)
-    left, right = (None if width is None else int(width) for width in window)
+    left, right = (None if width is None or width >= UNLIMITED else int(width) for width in window)
     return left, right
 
 
@@ -48,7 +53,7 @@ class AttentionSpec:
         scale: Multiplies q.k. `head_dim ** -0.5` when None.
         causal: Query i of a request sees keys up to `seq_len - query_len + i` (bottom-right aligned).
         window: `(left, right)`: how many neighbours a query sees besides itself on each side; None for
-            either or for both = unlimited. vLLM's sliding_window w is `(w - 1, 0)`.
+            either or for both = unlimited, as 2**30 and more are. vLLM's sliding_window w is `(w - 1, 0)`.
         soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`.
         chunk_size: Chunked-local attention: a query sees keys of its own chunk of this many positions.
         sqrt_alibi: With alibi_slopes, the bias is `-slope * sqrt(distance)` to the past and 0 to the future,
@@ -104,6 +109,9 @@ class AttentionSpec:
             "be positive (None switches it off)",
             self.chunk_size,
         )
+        is_counted = self.chunk_size is None or self.chunk_size <= MAX_CHUNK_SIZE
+        rule = f"be at most {MAX_CHUNK_SIZE} (None switches it off)"
+        require(is_counted, "chunk_size", rule, self.chunk_size)
         for name in ("scale", "soft_cap"):
             number = getattr(self, name)
             require(number is None or math.isfinite(number), name, "be finite or None", number)

@@ -20,6 +20,7 @@ def attention(**changes):
         ({"window": (0, -2)}, "window's right side must be None or at least 0, got -2"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive \(None switches it off\), got 0.0"),
         ({"chunk_size": 0}, r"chunk_size must be positive \(None switches it off\), got 0"),
+        ({"chunk_size": 2**31}, "chunk_size must be at most 134217728 .*, got 2147483648"),
         ({"query_quantization": "int4"}, "query_quantization must be one of None, .*, got 'int4'"),
         ({"scale": float("nan")}, "scale must be finite or None, got nan"),
     ],
@@ -55,6 +56,14 @@ def test_a_bucket_names_what_is_wrong(change, message):
 def test_a_sparsity_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         jattn.LocalStrided(**change)
+
+
+def test_a_window_wider_than_any_request_is_unlimited():
+    assert attention(window=(2**31 - 1, 0)) == attention(window=(None, 0))
+    assert attention(window=(2**63 - 1, 2**63 - 1)).window == (None, None)
+    q = jnp.ones((1, 3, 1, 8))
+    _, lse = jattn.attention(q, q, q, window=(None, 2**31 - 1), return_lse=True, implementation="xla")
+    np.testing.assert_allclose(lse, 8**0.5 + np.log(3), rtol=1e-6)
 
 
 def test_specs_are_values():
