@@ -415,6 +415,13 @@ class TestRefusals:
             options = {"cu_seqlens": np.asarray(options["cu_seqlens"])}
         close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
 
+    @pytest.mark.parametrize(("num", "options"), [(3, {}), (2, {"cu_seqlens": np.asarray([0, 5, 12])})])
+    def test_blocks_from_a_row_s_first_on_need_not_reach_over_all_rows(self, num, options):
+        given, first = arrays(12, batch=None if options else 2), np.zeros(2, np.int32)
+        blocks = np.ones((4, num, num), bool)
+        mask = masks.BlockMask(blocks=blocks, first_q_block=first, block_q=4, block_kv=4)
+        close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
+
     @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
     def test_bounds_that_are_none_are_named(self, bounds):
         with pytest.raises(

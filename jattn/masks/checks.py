@@ -36,9 +36,10 @@ def check_mask_of_step(
         max_seq_len = int(np.max(seq_lens, initial=0))
         query_ends = lambda: np.where(np.asarray(metadata.query_lens) > 0, seq_lens, 0)
     of_decodes = bucket.decode_query_len if bucket.max_decodes else 0
-    max_query_len = max(of_decodes, bucket.max_prefill_tokens)
-    if max_seq_len is not None:
-        max_query_len = min(max_query_len, max_seq_len)
+    num_queries = max(of_decodes, bucket.max_prefill_tokens)
+    max_query_len: int | None = num_queries if max_seq_len is None else min(num_queries, max_seq_len)
+    if max_seq_len is None and bucket.max_prefills > 1:
+        max_query_len = None  # the region's tokens are those of all rows: one may have any number of them
     sizes = Sizes(
         num_q_heads=num_q_heads,
         num_rows=bucket.max_reqs,
