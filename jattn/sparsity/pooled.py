@@ -38,7 +38,8 @@ def select_prefill_blocks(
     """For each head and block of queries the fewest blocks of keys that seem to hold `mass` of it all.
 
     A block of queries weighs blocks of keys by softmax(mean query . mean key); the most recent blocks and
-    the request's first ones are always kept. Traced. Context in the cache counts as keys.
+    the request's first ones are always kept, and what scores NaN, so that it shows. Traced. Context in the
+    cache counts as keys.
 
     Args:
         query: The step's queries; blocks are of those in the prefill region.
@@ -101,20 +102,23 @@ def _kept(
 ) -> Bool[Array, "q_heads q_blocks kv_blocks"]:
     """The blocks with the largest scores, of each head and block of queries."""
     if mass == 1:
-        return s > -jnp.inf
+        return s != -jnp.inf
     if use_kernel:
         least = kernels.least_of_mass(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
-        return s >= least.reshape(*s.shape[:2], 1)
+        return (s >= least.reshape(*s.shape[:2], 1)) | jnp.isnan(s)
     return largest(jax.nn.softmax(s, axis=-1), mass)
 
 
 def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows n"]:
-    """The fewest entries of each row that together have `mass` of its sum; zeros are never among them."""
+    """The fewest entries of each row that together have `mass` of its sum; zeros are never among them.
+
+    NaN always is, so that it comes out of attention, as it does of dense attention.
+    """
     ordered = -jnp.sort(-weights, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     is_needed = before < mass * ordered.sum(axis=-1, keepdims=True)
     least = jnp.where(is_needed, ordered, jnp.inf).min(axis=-1, keepdims=True)
-    return (weights >= least) & (weights > 0)
+    return ((weights >= least) & (weights > 0)) | jnp.isnan(weights)
 
 
 def _check_numbers(mass: float, block_size: int, **counts: int) -> None:

@@ -74,8 +74,8 @@ def x_attention(
     """The fewest blocks that hold `mass` of an attention that is estimated by sums over antidiagonals.
 
     Of each square of stride x stride pairs only the antidiagonal is looked at. The queries' own block and the
-    first one are always seen. Documents packed into one text choose among each other's keys: make them texts
-    of a batch.
+    first one are always seen, and what scores NaN, so that it shows. Documents packed into one text choose
+    among each other's keys: make them texts of a batch.
 
     Args:
         q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.

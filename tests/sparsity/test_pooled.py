@@ -36,6 +36,16 @@ def test_all_mass_is_every_block_up_to_one_s_own():
     np.testing.assert_allclose(got[1:], jattn.attend(query, cache, metadata, SPEC)[1:], atol=1e-5)
 
 
+@pytest.mark.parametrize("mass", [0.2, 1.0])
+def test_what_scores_nan_is_kept_so_that_it_shows(mass):
+    query, cache, metadata = problem()
+    spoiled = jattn.PagedCache(k=cache.k.at[9].set(jnp.nan), v=cache.v)  # the last row's second block
+    mask = select_prefill_blocks(query, spoiled, metadata, SPEC, mass=mass, block_size=4, num_first=0)
+    first = int(mask.first_q_block[2])
+    assert np.asarray(mask.blocks)[2, :, 2 - first :, 1].all()
+    assert jnp.isnan(jattn.attend(query, spoiled, metadata, SPEC, mask=mask)[21:]).all()
+
+
 def test_less_mass_is_fewer_blocks_but_never_none():
     query, cache, metadata = problem()
     counts = [

@@ -272,6 +272,12 @@ def test_streaming_llm_sees_first_and_recent_keys():
 
 
 class TestXAttention:
+    def test_what_scores_nan_is_kept_so_that_it_shows(self):
+        q, k, _ = arrays(32)
+        spoiled = k.at[:, 9].set(jnp.nan)
+        seen = sparsity.x_attention(q, spoiled, mass=0.2, block_size=8, stride=4).blocks
+        assert seen[:, :, 1:, 1].all()
+
     @pytest.mark.parametrize("tokens", [48, 41])
     def test_blocks_hold_the_mass_of_antidiagonals(self, tokens):
         """What fills up the last block counts for nothing."""
