@@ -77,7 +77,7 @@ def _check_bounds(cu_seqlens: Array, tokens: int) -> None:
     """Where the numbers can be seen."""
     if not support.is_concrete(cu_seqlens):
         return
-    bounds = np.asarray(cu_seqlens)
+    bounds = np.asarray(cu_seqlens).astype(np.int64)  # unsigned ones would never descend
     is_right = bounds[0] == 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= tokens
     require(bool(is_right), "cu_seqlens", f"ascend from 0 to at most the {tokens} tokens", bounds)
 

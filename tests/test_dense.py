@@ -422,12 +422,13 @@ class TestRefusals:
         mask = masks.BlockMask(blocks=blocks, first_q_block=first, block_q=4, block_kv=4)
         close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
 
+    @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
     @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
-    def test_bounds_that_are_none_are_named(self, bounds):
+    def test_bounds_that_are_none_are_named(self, bounds, dtype):
         with pytest.raises(
             ValueError, match=r"cu_seqlens must ascend from 0 to at most the 8 tokens, got \["
         ):
-            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray(bounds))
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray(bounds, dtype))
 
     def test_bounds_are_of_one_document_or_more(self):
         with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[documents \+ 1\].*, got \(1,\)"):
