@@ -27,7 +27,13 @@ class Given(NamedTuple):
 
 def by_scores(given: Given, spec: AttentionSpec, is_causal: bool) -> Float[Array, "..."]:
     """The output, in memory of queries x keys."""
-    return _average(_masked_scores(given, spec, is_causal), given.value, given.sinks, spec)
+    wide = jnp.float64 if given.query.dtype == jnp.float64 else jnp.float32
+    sees, added = _seen_and_added(given, spec, is_causal, wide)
+    given = _cleared(given, sees, spec)
+    scores = _scores(given.query, given.key, spec, wide) + added
+    if given.mask is not None and given.mask.dtype != bool:
+        scores = jnp.where(jnp.broadcast_to(given.mask, scores.shape) < 0, jnp.nan, scores)
+    return _average(jnp.where(sees, scores, -jnp.inf), given.value, given.sinks, spec)
 
 
 def is_positional(given: Given, spec: AttentionSpec) -> bool:
@@ -36,27 +42,38 @@ def is_positional(given: Given, spec: AttentionSpec) -> bool:
     return of_spec or given.alibi_slopes is not None
 
 
-def _masked_scores(given: Given, spec: AttentionSpec, is_causal: bool) -> Float[Array, "..."]:
-    """Scores with all that is added to them, -inf where a key is not seen."""
-    query, key, mask = given.query, given.key, given.mask
-    q_tokens, kv_tokens = query.shape[-3], key.shape[-3]
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    scores = _scores(query, key, spec, wide)  # [*batch, q_heads, q_tokens, kv_tokens]
-    sees = jnp.ones(scores.shape, bool)
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, scores.shape)
-        sees = mask.astype(bool)
-        scores = scores if mask.dtype == bool else jnp.where(mask < 0, jnp.nan, scores)
+def _seen_and_added(
+    given: Given, spec: AttentionSpec, is_causal: bool, dtype: DTypeLike
+) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
+    """Which keys a query sees, and what is added to its scores: [*batch, q_heads, q_tokens, kv_tokens]."""
+    query, mask = given.query, given.mask
+    *batch, q_tokens, q_heads, _ = query.shape
+    kv_tokens = given.key.shape[-3]
+    added = jnp.zeros((*batch, q_heads, q_tokens, kv_tokens), dtype)
+    sees = jnp.broadcast_to(jnp.asarray(True) if mask is None else mask.astype(bool), added.shape)
     if is_positional(given, spec):
         shown = None if mask is None else sees
         positions = _positions(query.shape[:-2], kv_tokens, shown, given.input_positions)
-        by_spec, slopes = _of_positions(spec, given.alibi_slopes, positions, wide)
-        sees, scores = sees & _over_batch(by_spec, scores), scores + _over_batch(slopes, scores)
+        by_spec, slopes = _of_positions(spec, given.alibi_slopes, positions, dtype)
+        sees, added = sees & _over_batch(by_spec, added), _over_batch(slopes, added)
     if is_causal or (spec.causal and q_tokens == kv_tokens):
-        sees &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), scores.shape)
+        sees &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), added.shape)
     if given.bias is not None:
-        scores += jnp.broadcast_to(given.bias, scores.shape).astype(wide)
-    return jnp.where(sees, scores, -jnp.inf)
+        added += jnp.broadcast_to(given.bias, added.shape).astype(dtype)
+    return sees, added
+
+
+def _cleared(given: Given, sees: Bool[Array, "..."], spec: AttentionSpec) -> Given:
+    """Keys and values that no query sees, and queries that see no key, may be NaN: they count as 0.
+
+    A product, and its gradient, would get 0 * NaN of them.
+    """
+    by_kv_head = (*sees.shape[:-3], spec.num_kv_heads, spec.q_heads_per_kv_head, *sees.shape[-2:])
+    is_seen = jnp.swapaxes(sees.reshape(by_kv_head).any(axis=(-3, -2)), -1, -2)
+    can_see = jnp.swapaxes(sees.any(axis=-1), -1, -2)
+    clear = lambda x, is_kept: jnp.where(is_kept[..., None], x, jnp.zeros((), x.dtype))
+    key, value = clear(given.key, is_seen), clear(given.value, is_seen)
+    return given._replace(query=clear(given.query, can_see), key=key, value=value)
 
 
 def _scores(query: Array, key: Array, spec: AttentionSpec, dtype: DTypeLike) -> Array:

@@ -114,6 +114,17 @@ class TestWhatFlaxPasses:
         ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
         np.testing.assert_allclose(ours(texts(), mask=mask), flax(texts(), mask=mask), atol=1e-6)
 
+    @pytest.mark.parametrize("num_queries", [1, 3])
+    def test_nan_that_no_query_sees_reaches_nothing(self, num_queries):
+        """As slots of a cache that nobody wrote; one query, or a bias, takes all scores at once."""
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, *shape, 8))
+        given, bias = (draw(0, num_queries, 4), draw(1, 6, 2), draw(2, 6, 2)), jnp.zeros((1, 1, 6))
+        mask = jnp.arange(6) < 4
+        attend = lambda q, k, v: jattn.attention_fn(q, k, v, bias, mask).sum()
+        spoiled = (given[0], *(x.at[:, 4:].set(jnp.nan) for x in given[1:]))
+        of = jax.value_and_grad(attend, argnums=(0, 1, 2))
+        jax.tree.map(np.testing.assert_array_equal, of(*spoiled), of(*given))
+
     def test_a_bias_in_the_masks_place_is_not_read_backwards(self):
         """Flax takes -inf for "sees" and 0 for "does not"; here nobody takes the result for an answer."""
         mask = jnp.where(nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool), 0.0, -jnp.inf)
