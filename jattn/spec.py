@@ -24,7 +24,7 @@ QUERY_DTYPES = {None: None, "int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:
-    """A checked window, as a tuple of ints."""
+    """A checked window, as a tuple of ints; None where it hides nothing."""
     if window is None:
         return None
     is_int = isinstance(window, numbers.Integral) and not isinstance(window, bool)
@@ -36,7 +36,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
         require(width is None or is_int, f"window's {side} side", "be None or an int", repr(width))
         require(width is None or width >= 0, f"window's {side} side", "be None or at least 0", width)
     left, right = (None if width is None or width >= UNLIMITED else int(width) for width in window)
-    return left, right
+    return None if left is None and right is None else (left, right)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.planning.cascading import why_no_cascade
 
 
 def attention(**changes):
@@ -60,10 +61,17 @@ def test_a_sparsity_names_what_is_wrong(change, message):
 
 def test_a_window_wider_than_any_request_is_unlimited():
     assert attention(window=(2**31 - 1, 0)) == attention(window=(None, 0))
-    assert attention(window=(2**63 - 1, 2**63 - 1)).window == (None, None)
+    assert attention(window=(2**63 - 1, 2**63 - 1)).window is None
     q = jnp.ones((1, 3, 1, 8))
     _, lse = jattn.attention(q, q, q, window=(None, 2**31 - 1), return_lse=True, implementation="xla")
     np.testing.assert_allclose(lse, 8**0.5 + np.log(3), rtol=1e-6)
+
+
+def test_a_window_without_sides_is_none():
+    """So that what no window may be is not refused."""
+    spec = attention(window=(None, None))
+    assert spec == attention()
+    assert why_no_cascade(spec) is None
 
 
 def test_specs_are_values():
