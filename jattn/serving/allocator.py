@@ -159,6 +159,12 @@ class Allocator:
             group.manager.free(request.request_id)
         self.copies.pop(request.request_id, None)
 
+    def free_all(self) -> None:
+        """As `BlockManager.free_all`."""
+        self.copies.clear()
+        for group in self._groups:
+            group.manager.free_all()
+
     def unpublish_all(self) -> None:
         """Nothing that is cached is found by requests to come."""
         for group in self._groups:

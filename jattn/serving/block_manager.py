@@ -32,12 +32,7 @@ class BlockManager:
         require_positive(block_size=block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.peak_used = self.num_forks = 0
-        self._free = collections.OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))  # next one first
-        self._ref_counts = [0] * num_blocks
-        self._tables = BlockTables()
-        self._num_given_up: dict[int, int] = {}
-        self._published: dict[bytes, int] = {}  # digest -> block
-        self._digests: dict[int, bytes] = {}  # and back
+        self.free_all()
 
     # ------------------------------------------------------------------------------------ questions
     @property
@@ -233,6 +228,15 @@ class BlockManager:
                 self._drop(block)
         self._tables.remove(request_id)
         del self._num_given_up[request_id]
+
+    def free_all(self) -> None:
+        """Forgets all requests and what all blocks hold, also where a change was broken off."""
+        self._free = collections.OrderedDict.fromkeys(range(NULL_BLOCK + 1, self.num_blocks))  # next first
+        self._ref_counts = [0] * self.num_blocks
+        self._tables = BlockTables()
+        self._num_given_up: dict[int, int] = {}
+        self._published: dict[bytes, int] = {}  # digest -> block
+        self._digests: dict[int, bytes] = {}  # and back
 
     # --------------------------------------------------------------------------------------- inside
     def _owned(self, request_id: int) -> list[int]:

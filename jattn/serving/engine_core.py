@@ -6,7 +6,8 @@ takes steps in order. A step with drafts is read before the next one is schedule
 drafts that stay.
 
 A step that fails takes its caches with it, which it was given to write into, and with them the keys of every
-request: all end with the error, and the next ones find new caches.
+request: all end with the error, and the next ones find new caches. So they do where Ctrl-C comes anywhere but
+in the wait for the device, which is most of the time: there nothing is lost.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from jattn.serving.generation import Generation
 from jattn.serving.new_tokens import NewTokens
-from jattn.serving.outputs import Logprobs
+from jattn.serving.outputs import Logprobs, RequestError
 from jattn.serving.prompts import Request
 from jattn.serving.runner import Runner
 from jattn.serving.scheduled_step import Step
@@ -40,6 +41,7 @@ class EngineCore:
         self._generations: dict[int, Generation] = {}  # unfinished ones
         self._masked: dict[int, Generation] = {}  # those of them that have a mask
         self._new_numbers = itertools.count()
+        self._num_awaited: int | None = None  # steps in flight, while the oldest is waited for
         self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
         self.queue_times, self.prefill_times = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
         self.step_tokens = Histogram(STEP_TOKENS)
@@ -101,6 +103,7 @@ class EngineCore:
 
     @contextlib.contextmanager
     def _ends_all_on_error(self) -> Iterator[None]:
+        self._num_awaited = None
         try:
             yield
         except Exception as error:
@@ -109,6 +112,10 @@ class EngineCore:
             if cause is error:
                 raise
             raise cause from error
+        except BaseException:  # caches may be given away, blocks taken for a step that never ran
+            if self._num_awaited != self._runner.num_in_flight:
+                self._fail_all(RequestError("a step was interrupted"))
+            raise
 
     def _run_step(self) -> None:
         # More are left where a reading was interrupted; none may be where a token decides what the next is.
@@ -167,13 +174,14 @@ class EngineCore:
         self._generations.clear()
         self._masked.clear()
         self._scheduler.abort_all()
-        self._scheduler.forget_prefixes()
         self._runner.reset()
 
     def _read(self, *, keep: int) -> None:
         """Hands out the tokens of all steps but the newest ones; waits for them."""
-        while self._runner.num_in_flight > keep:
+        while (num_in_flight := self._runner.num_in_flight) > keep:
+            self._num_awaited = num_in_flight
             for new in self._runner.read():
+                self._num_awaited = None
                 generation = self._generations.get(new.request_id)
                 if generation is not None:  # else stopped a step ago, or nobody wants it now
                     try:
@@ -182,6 +190,7 @@ class EngineCore:
                         generation.fail(error)
                     if generation.finish_reason is not None:
                         self.drop([new.request_id])
+            self._num_awaited = None
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
         num_known = len(generation.prompt_logprobs)  # some of the new ones, where it was preempted

@@ -278,9 +278,9 @@ class Scheduler:
                     self._blocks.free(request)
 
     def abort_all(self) -> None:
-        """Drops every request."""
-        for request_id in list(self._known):
-            self.abort(request_id)
+        """Drops every request, and what is cached, in whatever state an error left them."""
+        self._waiting, self._forked, self._running, self._known = [], [], [], {}
+        self._blocks.free_all()
 
     def forget_prefixes(self) -> None:
         """Nothing that is cached now will be found by requests to come: the weights have changed."""

@@ -3,7 +3,10 @@
 import jax
 import pytest
 
+from jattn.graphs import DecodeGraphs
 from jattn.serving import Engine, RequestError, SamplingParams
+from jattn.serving.block_manager import BlockManager
+from jattn.serving.engine_core import EngineCore
 from tests.serving.faults import PoisonedTokenizer, device_fails, reading_fails
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import BYTES, one_layer_model
@@ -84,6 +87,31 @@ class TestAStepThatFails:
             engine.generate(["abc"], max_tokens=4)
         engine.generate(["abc"], max_tokens=4)
         assert engine.graphs.num_compiles == compiles
+
+
+class TestCtrlCWithinAStep:
+    @pytest.mark.parametrize(
+        ("owner", "method"),
+        [(BlockManager, "_take"), (DecodeGraphs, "__call__"), (EngineCore, "_append")],
+        ids=["blocks taken", "caches donated", "a token handed out"],
+    )
+    def test_ends_every_open_request_and_later_ones_are_served(self, engine, monkeypatch, owner, method):
+        (want,) = engine.generate(["abcdefghi"], max_tokens=12)
+        whole = getattr(owner, method)
+
+        def interrupted(*arguments):
+            whole(*arguments)
+            monkeypatch.setattr(owner, method, whole)
+            raise KeyboardInterrupt
+
+        other = engine.add_request("other", LONG)
+        monkeypatch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["abcdefghi"], max_tokens=12)
+        assert is_as_new(engine)
+        _, ends = finished(engine)
+        assert (ends[other][0], str(ends[other][1])) == ("error", "a step was interrupted")
+        assert engine.generate(["abcdefghi"], max_tokens=12)[0].token_ids == want.token_ids
 
 
 @pytest.fixture(scope="module")
