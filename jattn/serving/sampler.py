@@ -179,6 +179,7 @@ def _top_k_top_p(
     probs = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
     before = jnp.pad(jnp.cumsum(probs, axis=-1)[:, :-1], ((0, 0), (1, 0)))
     top_p = top_p[:, None]
-    last = jnp.sum(in_top_k & ((before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32) - 1
+    num_kept = jnp.sum(in_top_k & ((before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32)
+    last = jnp.maximum(num_kept, 1) - 1  # top_p may be 0 in float32: the likeliest stays
     edge, edge_id = nth(descending, last), nth(order, last)
     return jnp.where((z > edge) | ((z == edge) & (ids <= edge_id)), z, -jnp.inf)

@@ -163,6 +163,11 @@ def test_of_equal_logits_greedy_and_the_edge_of_top_p_take_the_lower_id():
     assert set(draws(tied, SamplingParams(temperature=1.0, top_p=0.4, seed=1), 99).tolist()) == {1, 2}
 
 
+def test_the_smallest_top_p_keeps_the_likeliest_alone():
+    for top_p in (1e-39, 1e-60):  # float32 has them as denormal, and as 0
+        assert set(draws(LOGITS, SamplingParams(temperature=2.0, top_p=top_p, seed=1), 99).tolist()) == {3}
+
+
 def test_tokens_as_likely_as_the_kth_stay():
     tied = [0.0, 2.0, 2.0, 0.0, 2.0, -1.0, 2.0]
     assert set(draws(tied, SamplingParams(temperature=1.0, top_k=2, seed=1), 99).tolist()) == {1, 2, 4, 6}
