@@ -15,6 +15,7 @@ NUM_SEEDS = 2**32
 MAX_LOGPROBS = 20  # vLLM's max_logprobs
 MAX_BIAS = 100.0
 MAX_TEMPERATURE = 1e30  # float32 holds it, and what is divided by it
+MAX_PENALTY = 1e30  # repetition_penalty, and one over it: likewise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class SamplingParams:
         presence_penalty: Taken off the logits of tokens that were generated. In [-2, 2].
         frequency_penalty: The same, times how often. In [-2, 2].
         repetition_penalty: Logits of tokens of the prompt or generated are divided by it where positive,
-            multiplied where negative. 1 = off.
+            multiplied where negative. 1 = off. In [1e-30, 1e30].
         logit_bias: Token id -> what is added to its logit, in [-100, 100].
         logprobs: Each new token comes with its log-probability and that of so many likeliest tokens, by the
             model's own logits, before penalties and temperature. None = without; at most 20.
@@ -96,6 +97,8 @@ class SamplingParams:
             require(-2 <= getattr(self, name) <= 2, name, "be in [-2, 2] (0 = off)", getattr(self, name))
         is_positive = 0 < self.repetition_penalty < math.inf
         require(is_positive, "repetition_penalty", "be above 0 (1 = off)", self.repetition_penalty)
+        is_held = 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY
+        require(is_held, "repetition_penalty", "be in [1e-30, 1e30] (1 = off)", self.repetition_penalty)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"be in [0, {MAX_LOGPROBS}]", value)

@@ -101,6 +101,10 @@ WANT = {
     "SamplingParams(logprobs=True)": r"logprobs must be an int, got True\.",
     "SamplingParams(temperature=None)": r"temperature must be a number, got None\.",
     "SamplingParams(temperature='hot')": r"temperature must be a number, got 'hot'\.",
+    "SamplingParams(repetition_penalty=1e39)": (
+        r"repetition_penalty must be in \[1e-30, 1e30\] \(1 = off\), got 1e\+39\."
+    ),
+    "SamplingParams(repetition_penalty=1e-39)": r"repetition_penalty must be in .*, got 1e-39\.",
     "SamplingParams(temperature=1e39)": r"temperature must be at most 1e30, got 1e\+39\.",
     "SamplingParams(temperature=float('nan'))": r"temperature must be at least 0, got nan\.",
     "SamplingParams(top_p=True)": r"top_p must be a number, got True\.",
