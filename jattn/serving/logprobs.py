@@ -39,24 +39,24 @@ class TokenLogprobs(NamedTuple):
     top: Float32[Array, "places num"]
 
     def at(self, place: int, token_id: int, num: int) -> dict[int, Logprob]:
-        """The `num` likeliest tokens of a place and the one that stands there, once fetched.
+        """The `num` likeliest tokens of a place, or all, and the one that stands there, once fetched.
 
         Source: vLLM's `logprobs_dict`: the token itself first, then the others by rank.
         """
         own = {token_id: Logprob(float(self.chosen[place]), int(self.ranks[place]))}
         ids, logprobs = self.top_ids[place, :num].tolist(), self.top[place, :num].tolist()
-        likeliest = zip(ids, logprobs, range(1, num + 1), strict=True)
-        return own | {i: Logprob(logprob, rank) for i, logprob, rank in likeliest if i != token_id}
+        likeliest = enumerate(zip(ids, logprobs, strict=True), 1)
+        return own | {i: Logprob(logprob, rank) for rank, (i, logprob) in likeliest if i != token_id}
 
 
 def logprobs_of(
     logits: Float[Array, "places vocab"], token_ids: Int32[Array, " places"], num: int
 ) -> TokenLogprobs:
-    """The tokens that stand at some places, and the `num` likeliest there. Traced."""
+    """The tokens that stand at some places, and the `num` likeliest there, or all there are. Traced."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
     ranks = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)
-    top, top_ids = jax.lax.top_k(logprobs, num)
+    top, top_ids = jax.lax.top_k(logprobs, min(num, logprobs.shape[-1]))
     return TokenLogprobs(chosen[:, 0], ranks, top_ids.astype(jnp.int32), top)
 
 

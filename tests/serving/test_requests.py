@@ -230,6 +230,16 @@ class TestLogprobs:
             token = next(iter(one))
             assert abs(one[token].logprob - other[token].logprob) < 1e-3
 
+    def test_of_as_many_tokens_as_a_small_vocabulary_has_are_told(self):
+        model = one_layer_model(vocab_size=24)
+        model.tokenizer = None
+        params = SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=17)  # looked for are 32
+        (result,) = engine_of(model=model).generate([[1, 2, 3]], params)
+        assert [len(place) in (20, 21) for place in result.logprobs] == [True, True]
+        assert [len(place) in (17, 18) for place in result.prompt_logprobs[1:]] == [True, True]
+        ranks = sorted(one.rank for one in result.logprobs[0].values())
+        assert ranks[:20] == [*range(1, 21)]
+
 
 class TestCompletions:
     def test_each_of_n_tells_of_the_prompt(self, engine):
