@@ -173,7 +173,7 @@ class Scheduler:
         again = self._blocks.turning(self._running)
         preempted = [self._preempt(self._running, self._running.index(request)) for request in again]
         chunks = self._chunks(drafts, preempted)
-        while not chunks and len(self._running) + len(self._forked) > 1:  # all wait for each other's blocks
+        while not chunks and (self._forked or len(self._running) > 1):  # all wait for each other's blocks
             preempted.append(self._preempt(self._latest()))
             chunks = self._chunks(drafts, preempted)
         if not chunks:

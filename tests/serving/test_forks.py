@@ -174,6 +174,22 @@ class TestScheduler:
         assert scheduler.num_unfinished == 1
 
 
+def test_a_completion_that_waits_alone_with_its_blocks_gives_them_to_an_older_request():
+    scheduler = scheduler_of(num_blocks=5, turning_length=12)
+    scheduler.add(0, 8, 9)
+    add_completions(scheduler, 2, 5, max_tokens=1, first=1)
+    step = scheduler.schedule()
+    assert rows(step) == {0: 8, 1: 5}
+    scheduler.complete(step, [1])
+    order = []
+    while (step := scheduler.schedule()) is not None:
+        order.append(rows(step))
+        scheduler.complete(step, [one for one in step.request_ids if one == 2 or step.seq_lens[0] == 16])
+    # With 13 tokens request 0 is computed again, and wants all blocks, of which request 2 has one.
+    assert order == [{0: 1}] * 4 + [{0: 13}] + [{0: 1}] * 3 + [{2: 5}]
+    assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
+
+
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 10), (1, 14), (2, 40)])
 def test_random_completions_read_what_their_prompt_left_and_leak_nothing(seed, num_blocks):
     pool, next_id = Pool(num_blocks, seed), 0
