@@ -47,7 +47,11 @@ class Allocator:
     @property
     def longest(self) -> int:
         """As `Scheduler.capacity_tokens`."""
-        return min(group.longest for group in self._groups)
+        longest = min(group.longest for group in self._groups)
+        fit = min(group.manager.capacity for group in self._groups) * self._manager.block_size
+        if self._turning_length is None or self._is_long(fit):
+            return longest
+        return min(longest, self._turning_length)  # a longer one begins with more than fits, windows or not
 
     @property
     def num_forks(self) -> int:

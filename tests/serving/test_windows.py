@@ -1,6 +1,7 @@
 """Models whose layers all have a window give up what they will not see again."""
 
 import random
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,15 @@ def test_without_room_for_a_window_a_request_must_fit_the_cache():
     with pytest.raises(ValueError, match=r"must fit the cache's 16 tokens, got 17\."):
         scheduler.add(0, 17, 1)
     assert Scheduler(BlockManager(6, 4), reach=reach).capacity_tokens > 10**9
+
+
+@pytest.mark.parametrize(("num_blocks", "longest"), [(6, 22), (7, sys.maxsize)])
+def test_a_request_that_is_turned_must_have_room_for_its_first_chunk(num_blocks, longest):
+    reach = Reach(frozenset({(3, None)}))
+    scheduler = Scheduler(BlockManager(num_blocks, 4), reach=reach, turning_length=22)
+    assert scheduler.capacity_tokens == longest
+    scheduler.add(0, min(longest, 99), 1)
+    assert scheduler.schedule() is not None
 
 
 def poisoned(caches, blocks):
