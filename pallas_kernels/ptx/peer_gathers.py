@@ -11,6 +11,7 @@ from pallas_kernels.ptx.peer_words import (
     each_row,
     of_all,
     own,
+    packets,
     places,
     registers,
     sent,
@@ -59,7 +60,8 @@ def program(of: Exchange) -> str:
     lines = [
         *registers(of),
         ".reg .b64 part;",
-        *places(of, "$0", "$4", "$5"),
+        *packets(of, "$4", "$5", [("$1", "d")]),
+        *places(of, "$0", "$4"),
         *each_row(of, "$4", "SEND", [*sent(of, "$1")]),
         *each_row(of, "$4", "KEEP", [*_kept(of)]),
         *wait_for_all(),  # all threads have read the call's number
@@ -72,9 +74,9 @@ def _kept(of: Exchange) -> Iterator[str]:
     """A row of all devices: waited for, and stored for each."""
     yield from own(of, "$1")
     for group in of.groups(of.devices):
-        packets = of_all(of, group)
-        yield from waited_for(packets, f"WAIT{group.start}")
+        awaited = of_all(of, group)
+        yield from waited_for(awaited, f"WAIT{group.start}")
         for device in range(of.devices):
             yield f"add.s64 part, $2, {device * of.rows * of.width * 2};"
-            for packet in packets[device :: of.devices]:
+            for packet in awaited[device :: of.devices]:
                 yield stored(of, "part", f"{{{', '.join(packet.words)}}}", packet.packet)

@@ -11,15 +11,16 @@ from jax import lax
 from pallas_kernels.ptx.peer_words import (
     Awaited,
     Exchange,
+    again,
     call_ends,
     each_row,
     filled,
-    loaded,
     of_all,
     of_owner,
     own,
     owners_place,
     packet_sent,
+    packets,
     pair_of,
     places,
     registers,
@@ -119,9 +120,10 @@ def program(of: Exchange, norm: Norm | None, is_bfloat16: bool) -> str:
     each = len(of.each)
     lines = [
         *registers(of),
-        f".reg .b32 s<{2 * each}>, k<{2 * each}>, lane, warp, turn, both_turns;",
+        f".reg .b32 s<{2 * each}>, v<{2 * each}>, k<{2 * each}>, lane, warp, turn, both_turns;",
         ".reg .f32 f, g, total, factor, low, high; .reg .b16 first, second;",
-        *places(of, at.table, at.block, at.thread),
+        *packets(of, at.block, at.thread, _loaded_first(at, norm)),
+        *places(of, at.table, at.block),
         f"and.b32 lane, {at.thread}, 31; shr.u32 warp, {at.thread}, 5;",
         f"mov.b32 turn, {at.shared}; mad.lo.u32 both_turns, {at.shared}, 2, {4 * WARPS};",
         *_rows(of, at, norm, numbers),
@@ -129,6 +131,11 @@ def program(of: Exchange, norm: Norm | None, is_bfloat16: bool) -> str:
         call_ends(at.thread),
     ]
     return "{ " + "\n".join(lines) + " }"
+
+
+def _loaded_first(at: _Operands, norm: Norm | None) -> list[tuple[str, str]]:
+    """What a thread block of one row loads before all else: arrays, and registers."""
+    return [(at.x, "d")] + ([] if norm is None else [(at.residual, "s")])
 
 
 class _Numbers(NamedTuple):
@@ -165,10 +172,10 @@ def _summed(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) -
     yield from own(of, at.x)
     yield from _begun(of, at, norm)
     for group in of.groups(of.devices):
-        packets = of_all(of, group)
-        yield from waited_for(packets, f"WAIT{group.start}")
+        awaited = of_all(of, group)
+        yield from waited_for(awaited, f"WAIT{group.start}")
         for nth, n in enumerate(group):
-            of_packet = packets[nth * of.devices : (nth + 1) * of.devices]
+            of_packet = awaited[nth * of.devices : (nth + 1) * of.devices]
             for half in (0, 1):
                 yield from _added(of_packet, n, half, numbers)
             if of.shots == 2:
@@ -192,7 +199,9 @@ def _taken(of: Exchange, at: _Operands, norm: Norm | None, numbers: _Numbers) ->
 def _begun(of: Exchange, at: _Operands, norm: Norm | None) -> Iterator[str]:
     """What is loaded while a row is waited for."""
     if norm is not None:
-        yield from (loaded(of, at.residual, pair_of("s", n), n) for n in of.each)
+        yield from again(of, at.residual, "s")
+        if of.is_one_row:
+            yield from _weights(of, at)
     yield "mov.f32 total, 0f00000000;"
 
 
@@ -226,14 +235,13 @@ def _added_to_stream(n: int, norm: Norm | None, numbers: _Numbers) -> Iterator[s
 
 def _normed(of: Exchange, at: _Operands, norm: Norm, numbers: _Numbers) -> Iterator[str]:
     """The row over its root mean square, by the weight."""
-    for n in of.each:  # on its way while the threads wait for each other
-        yield f"mul.wide.u32 place, j{n}, 8; add.s64 at, {at.weight}, place;"
-        yield f"@is_packet{n} ld.global.v2.b32 {pair_of('s', n)}, [at];"
+    if not of.is_one_row:  # on its way while the threads wait for each other
+        yield from _weights(of, at)
     yield from _total_of_all()
     yield f"mov.f32 f, {_f32(1 / of.width)}; mov.f32 g, {_f32(norm.eps)};"
     yield "fma.rn.f32 factor, total, f, g; rsqrt.approx.f32 factor, factor;"
     for n in of.each:
-        for pair, weight in ((f"k{2 * n + half}", f"s{2 * n + half}") for half in (0, 1)):
+        for pair, weight in ((f"k{2 * n + half}", f"v{2 * n + half}") for half in (0, 1)):
             yield numbers.widened(pair, "low", "high") + " " + numbers.widened(weight, "f", "g")
             yield "mul.f32 low, low, factor; mul.f32 high, high, factor;"
             if norm.is_offset:
@@ -242,6 +250,13 @@ def _normed(of: Exchange, at: _Operands, norm: Norm, numbers: _Numbers) -> Itera
                 yield numbers.rounded(pair, "low", "high") + " " + numbers.widened(pair, "low", "high")
             yield f"mul.f32 low, low, f; mul.f32 high, high, g; {numbers.rounded(pair, 'low', 'high')}"
         yield stored(of, at.normed, pair_of("k", n), n)
+
+
+def _weights(of: Exchange, at: _Operands) -> Iterator[str]:
+    """A thread's packets of the norm's weight, in v."""
+    for n in of.each:
+        yield f"mul.wide.u32 place, j{n}, 8; add.s64 at, {at.weight}, place;"
+        yield f"@is_packet{n} ld.global.v2.b32 {pair_of('v', n)}, [at];"
 
 
 def _total_of_all() -> Iterator[str]:

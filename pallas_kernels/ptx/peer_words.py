@@ -62,6 +62,11 @@ class Exchange(NamedTuple):
         return max(min(self.rows, MAX_BLOCKS), 1)
 
     @property
+    def is_one_row(self) -> bool:
+        """Whether no thread block has more: it is loaded before anything else."""
+        return self.rows <= self.blocks
+
+    @property
     def packets(self) -> int:
         """Of a row."""
         return self.width // 4
@@ -102,14 +107,32 @@ def registers(of: Exchange) -> Iterator[str]:
     yield f".reg .pred p, is_mine<{of.devices}>, is_packet<{len(of.each)}>;"
 
 
-def places(of: Exchange, table: str, block: str, thread: str) -> Iterator[str]:
-    """Where the call's words of each device are, here and there; which packets of a row a thread has.
+def packets(of: Exchange, block: str, thread: str, arrays: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Which packets of a row a thread has; and where its block has one row, these of some arrays.
+
+    Loaded before the call's number and places are known, which are three loads one behind the other.
+
+    Args:
+        of: The exchange.
+        block: Number of the thread block.
+        thread: Number of the thread.
+        arrays: Addresses, and the registers that a row comes into.
+    """
+    for n in of.each:
+        yield f"add.u32 j{n}, {thread}, {n * THREADS}; setp.lt.u32 is_packet{n}, j{n}, {of.packets};"
+        yield f"mov.b32 d{2 * n}, 0; mov.b32 d{2 * n + 1}, 0;"
+    if of.is_one_row:
+        yield f"mov.b32 row, {block};"
+        yield from (loaded(of, array, pair_of(name, n), n) for array, name in arrays for n in of.each)
+
+
+def places(of: Exchange, table: str, block: str) -> Iterator[str]:
+    """Where the call's words of each device are, here and there.
 
     Args:
         of: The exchange.
         table: Address of this device's number, 0, and the addresses of all devices' memory.
         block: Number of the thread block.
-        thread: Number of the thread.
     """
     yield f"ld.global.b32 device, [{table}];"
     yield f"mul.wide.u32 place, device, 8; add.s64 place, place, {table}; ld.global.b64 my, [place + 8];"
@@ -121,9 +144,6 @@ def places(of: Exchange, table: str, block: str, thread: str) -> Iterator[str]:
     yield f"add.u32 y, x, device; mul.wide.u32 to, y, {of.block_bytes}; mov.b64 table, {table};"
     for n in range(of.devices):
         yield f"setp.eq.u32 is_mine{n}, device, {n};"
-    for n in of.each:
-        yield f"add.u32 j{n}, {thread}, {n * THREADS}; setp.lt.u32 is_packet{n}, j{n}, {of.packets};"
-        yield f"mov.b32 d{2 * n}, 0; mov.b32 d{2 * n + 1}, 0;"
 
 
 def each_row(
@@ -147,6 +167,8 @@ def each_row(
     yield from body
     if whose != "all":
         yield f"{label}_NEXT:"
+    if of.is_one_row:
+        return
     yield f"add.s64 offset, offset, {of.packets * PACKET}; add.u32 row, row, {of.blocks};"
     if of.shots == 2:
         yield f"add.u32 owner, owner, 1; setp.eq.u32 p, owner, {of.devices}; @p mov.b32 owner, 0;"
@@ -177,8 +199,14 @@ def _in_row(of: Exchange, array: str, n: int) -> str:
 
 def own(of: Exchange, array: str) -> Iterator[str]:
     """The row's packets of an array, in d; an empty word as two zeros, so that all devices have the same."""
-    yield from (loaded(of, array, pair_of("d", n), n) for n in of.each)
+    yield from again(of, array, "d")
     yield from (filled(f"d{2 * n + half}") for n in of.each for half in (0, 1))
+
+
+def again(of: Exchange, array: str, name: str) -> Iterator[str]:
+    """The row's packets of an array, if they have not been loaded as the only ones."""
+    if not of.is_one_row:
+        yield from (loaded(of, array, pair_of(name, n), n) for n in of.each)
 
 
 def filled(name: str) -> str:

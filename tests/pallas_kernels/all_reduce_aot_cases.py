@@ -16,6 +16,7 @@ SHAPES = {
     "300 rows of 5120, float16, 8 devices, Gemma's norm": (300, 5120, 8, GEMMA, jnp.float16, 1),
     "the same in two shots": (300, 5120, 8, GEMMA, jnp.float16, 2),
     "256 rows of 8192, 4 devices": (256, 8192, 4, None, jnp.bfloat16, 2),
+    "128 rows of 8192, 8 devices, in two shots, normed": (128, 8192, 8, GEMMA, jnp.bfloat16, 2),
     "5 rows of 100, normed": (5, 100, 2, LLAMA, jnp.bfloat16, 1),
 }
 GATHERED = {"1 row of 32": (1, 32, 2), "300 rows of 96, 8 devices": (300, 96, 8)}
