@@ -6,11 +6,12 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
+from jattn.fields import set_bools
 from jattn.masks.arguments import require_ints
 from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Tiles
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_positive
 
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
@@ -18,6 +19,7 @@ def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = Fals
 
     Source: vLLM `get_head_sliding_step`.
     """
+    require_positive(n_heads=n_heads)
     return 0 if homo_head else max(1, int(vert_stride / n_heads))
 
 
@@ -57,6 +59,7 @@ class LocalStrided(Mask):
     def __post_init__(self) -> None:
         require_ints(1, block_size=self.block_size, vert_stride=self.vert_stride, tp_size=self.tp_size)
         require_ints(0, local_blocks=self.local_blocks, tp_rank=self.tp_rank)
+        set_bools(self, "homo_head", "homo_head_group", "vllm_prefill_heads")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", f"lie in [0, {self.tp_size})", self.tp_rank)
 
     @property

@@ -50,6 +50,19 @@ def _as_ints(name: str, value: Any) -> Any:
     return ints
 
 
+def require_one_a_request(**arrays: Any) -> None:
+    """Named arrays must have an entry a request, as many as the first: numpy would stretch one entry to all.
+
+    Raises:
+        ValueError: One has other axes, or another length.
+    """
+    num_reqs: int | None = None
+    for name, array in arrays.items():
+        require(array.ndim == 1, name, "have one entry per request", f"shape {array.shape}")
+        num_reqs = array.shape[0] if num_reqs is None else num_reqs
+        require(array.shape[0] == num_reqs, name, f"have one entry per request ({num_reqs})", array.shape[0])
+
+
 def host_int(value: Any) -> Any:
     """A numpy number as a Python int; a jax array as it is."""
     return value if isinstance(value, jax.Array) else int(value)

@@ -79,9 +79,14 @@ def get_dcp_local_seq_lens(
     Returns:
         One number per request, or one column per rank when dcp_rank is None.
 
+    Raises:
+        ValueError: dcp_rank is none of the ranks, or a size is not positive.
+
     Source: vLLM `get_dcp_local_seq_lens`.
     """
     require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
+    if isinstance(dcp_rank, int | np.integer):
+        require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
     xp, lens, rank = with_namespace(seq_lens=seq_lens, dcp_rank=dcp_rank)
     ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
     lens = lens[:, None] if rank is None else lens

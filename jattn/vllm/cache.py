@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jattn.cache import PagedCache, write_kv
+from pallas_kernels.checks import require
 
 
 def reshape_and_cache(
@@ -21,6 +22,9 @@ def reshape_and_cache(
 
     Source: vLLM `reshape_and_cache`; the cache's dtype says what kv_cache_dtype said there.
     """
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        rule = "be a number or None (there is no kv_cache_dtype: the caches' own dtypes say it)"
+        require(not isinstance(scale, str), name, rule, repr(scale))
     scales = (None if scale is None else jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale))
     k, v = (scale.reshape(()) if scale is not None and scale.size == 1 else scale for scale in scales)
     cache = PagedCache(k=key_cache, v=value_cache, k_scale=k, v_scale=v, layout="packed")

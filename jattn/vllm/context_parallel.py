@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
 from jattn.metadata.slots import gather_blocks, slots_in
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_positive, require_shape
 
 
 class CombinedAttention(NamedTuple):
@@ -99,6 +99,7 @@ def cp_lse_combine(
     Source: vLLM `cp_lse_ag_out_rs`, `correct_attn_out`: all-gather of the LSE, rescaling, and the sum that
     the reduce-scatter computes.
     """
+    require_shape("partial_lse", partial_lse.shape, partial_out.shape[:-1], "ranks, tokens, q_heads")
     require(partial_lse.shape[0] > 0, "partial_lse", "have at least one rank", partial_lse.shape)
     exp, log = (jnp.exp, jnp.log) if is_lse_base_on_e else (jnp.exp2, jnp.log2)
     lse = jnp.where(jnp.isnan(partial_lse) | jnp.isposinf(partial_lse), -jnp.inf, partial_lse)
@@ -127,6 +128,7 @@ def mask_empty_context_lse(
         lse, query_start_loc=query_start_loc, context_start_loc=context_start_loc
     )
     scores = xp.asarray(lse)  # of no tokens it came out as ints
+    require_shape("context_start_loc", context.shape, starts.shape, "as query_start_loc")
     if starts.shape[0] < 2:  # no request, so no token of one
         return scores
     tokens = xp.arange(scores.shape[1], dtype=np.int32)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jattn.vllm.graph_modes import CUDAGraphMode
 from jattn.vllm.graph_padding import padded_capture_size
-from pallas_kernels.checks import require_positive
+from pallas_kernels.checks import require_positive, require_type
 
 
 class BatchDescriptor(NamedTuple):
@@ -57,6 +57,7 @@ def make_graph_keys(
 
     Source: vLLM `CudagraphDispatcher.initialize_cudagraph_keys`.
     """
+    require_type("mode", mode, CUDAGraphMode, "a member, not its name")
     require_positive(max_num_seqs=max_num_seqs, uniform_decode_query_len=uniform_decode_query_len)
     sizes, query_len = tuple(sorted(set(capture_sizes))), uniform_decode_query_len
     mixed = frozenset(BatchDescriptor(size, has_lora=lora) for size in sizes for lora in lora_cases)
@@ -98,6 +99,7 @@ def dispatch_cudagraph(
 
     Source: vLLM `CudagraphDispatcher.dispatch`.
     """
+    require_type("keys", keys, GraphKeys, "make_graph_keys makes them")
     query_len = keys.uniform_decode_query_len
     candidates: list[tuple[CUDAGraphMode, BatchDescriptor]] = []
     if uniform_decode and not use_cascade_attn:

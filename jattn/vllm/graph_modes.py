@@ -2,7 +2,7 @@
 
 import enum
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_type
 
 
 class AttentionCGSupport(enum.IntEnum):
@@ -65,6 +65,7 @@ def resolve_cudagraph_mode(
 
     Source: vLLM `resolve_cudagraph_mode_and_sizes`.
     """
+    require_type("mode", mode, CUDAGraphMode, "a member, not its name")
     without_full = CUDAGraphMode.PIECEWISE if attention_is_split_op else CUDAGraphMode.NONE
     if mode.mixed_mode is CUDAGraphMode.FULL and min_cg_support is not AttentionCGSupport.ALWAYS:
         supported = min_cg_support is not AttentionCGSupport.NEVER

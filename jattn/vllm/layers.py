@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from pallas_kernels.checks import require, require_one_of
+from pallas_kernels.checks import require, require_one_of, require_type
 
 KV_CACHE_LAYOUTS = ("NHD", "HND")
 
@@ -48,6 +48,7 @@ def infer_global_hyperparameters(
 
     Source: vLLM `infer_global_hyperparameters`.
     """
+    require_type("per_layer_params", per_layer_params, Mapping, "layer name -> PerLayerParameters")
     require(len(per_layer_params) > 0, "per_layer_params", "have at least one layer", dict(per_layer_params))
     first_name, first = next(iter(per_layer_params.items()))
     others = {name: params for name, params in per_layer_params.items() if params != first}

@@ -6,7 +6,14 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jattn.metadata.host import int_table
-from jattn.metadata.namespace import AnyArray, IntTable, IntVector, start_locs, with_namespace
+from jattn.metadata.namespace import (
+    AnyArray,
+    IntTable,
+    IntVector,
+    require_one_a_request,
+    start_locs,
+    with_namespace,
+)
 from pallas_kernels.checks import require, require_positive
 
 
@@ -45,7 +52,7 @@ def make_local_attention_virtual_batches(
         block_size: Tokens of a block.
 
     Raises:
-        ValueError: attn_chunk_size is no multiple of block_size.
+        ValueError: attn_chunk_size is no multiple of block_size, or arrays are not of the same requests.
 
     Source: vLLM `make_local_attention_virtual_batches`.
     """
@@ -55,6 +62,7 @@ def make_local_attention_virtual_batches(
         block_table=int_table("block_table", block_table),
     )
     _check_sizes(attn_chunk_size, block_size)
+    _check_rows(starts, totals, table, "query_start_loc_np", "seq_lens_np")
     num_virtual = int(_chunks_touched(np.diff(starts), totals, attn_chunk_size).sum())
     return _virtual_batches(np, attn_chunk_size, starts, totals, table, block_size, num_virtual)
 
@@ -83,7 +91,7 @@ def make_padded_local_attention_virtual_batches(
         Rows past the last virtual request have q_len 0 and k_len 0; cu_seqlens_q repeats its last value.
 
     Raises:
-        ValueError: attn_chunk_size is no multiple of block_size.
+        ValueError: attn_chunk_size is no multiple of block_size, or arrays are not of the same requests.
 
     Source: vLLM `make_local_attention_virtual_batches`, under graphs.
     """
@@ -93,6 +101,7 @@ def make_padded_local_attention_virtual_batches(
         block_table=int_table("block_table", block_table),
     )
     _check_sizes(attn_chunk_size, block_size)
+    _check_rows(starts, totals, table, "query_start_loc", "seq_lens")
     return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
 
 
@@ -111,6 +120,18 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
 def _check_sizes(chunk: int, block_size: int) -> None:
     require_positive(attn_chunk_size=chunk, block_size=block_size)
     require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
+
+
+def _check_rows(starts: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:
+    """All must be of the same requests; rows of a table that nobody has may stand behind."""
+    require_one_a_request(**{lens_name: seq_lens})
+    num_reqs = seq_lens.shape[0]
+    require(starts.shape == (num_reqs + 1,), starts_name, f"have {num_reqs + 1} entries", starts.shape)
+    require(table.shape[0] >= num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")
+    if isinstance(starts, np.ndarray) and isinstance(seq_lens, np.ndarray):
+        short = np.diff(starts) > seq_lens
+        rule = f"count the new tokens {np.diff(starts).tolist()}"
+        require(not short.any(), lens_name, rule, seq_lens.tolist())
 
 
 def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:

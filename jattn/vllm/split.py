@@ -5,7 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jattn.metadata.namespace import AnyArray, IntLike, IntVector, host_int, start_locs, with_namespace
+from jattn.metadata.namespace import (
+    AnyArray,
+    IntLike,
+    IntVector,
+    host_int,
+    require_one_a_request,
+    start_locs,
+    with_namespace,
+)
 from pallas_kernels.checks import require
 
 BoolVector = Sequence[bool] | AnyArray
@@ -58,11 +66,12 @@ def split_decodes_and_prefills(
         Python ints for host inputs, int32 arrays for traced ones.
 
     Raises:
-        ValueError: is_prefilling is missing or has another length.
+        ValueError: query_lens has several axes; is_prefilling is missing or has another length.
 
     Source: vLLM `split_decodes_and_prefills`, newest version.
     """
     xp, prefilling, lens = with_namespace(is_prefilling, query_lens=query_lens)
+    require_one_a_request(query_lens=lens)
     num_reqs = lens.shape[0]
     num_tokens = xp.sum(lens) if padded_num_actual_tokens is None else padded_num_actual_tokens
     is_prefill = lens != lens[:1] if require_uniform else lens > decode_threshold
@@ -103,9 +112,13 @@ def split_decodes_prefills_and_extends(
     Returns:
         Python ints for host inputs, int32 arrays for traced ones.
 
+    Raises:
+        ValueError: query_lens and seq_lens are of several lengths.
+
     Source: vLLM `split_decodes_prefills_and_extends`.
     """
     xp, lens, totals = with_namespace(query_lens=query_lens, seq_lens=seq_lens)
+    require_one_a_request(query_lens=lens, seq_lens=totals)
     num_reqs, starts = lens.shape[0], start_locs(xp, lens)
     is_long = lens > decode_threshold
     first_long = _first_true(xp, is_long)

@@ -29,6 +29,14 @@ class Mistakes:
         self.metadata = jattn.build_batch_metadata([3, 5], [3, 5], None)
         self.members = MEMBERS
         self.bucket = jattn.Bucket(max_decodes=2, max_blocks=2)
+        self.cache_spec = jattn.CacheSpec(num_blocks=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
+        self.cache = jattn.PagedCache.create(self.cache_spec)
+        self.decodes = jattn.build_batch_metadata([1, 1], [3, 3], [[1], [2]])
+        self.rows = jnp.ones((2, 2, 8))
+
+    def loop(self, step=len, metadata=None, sample=len):
+        metadata = self.decodes if metadata is None else metadata
+        return jattn.decode_loop(step, {}, (), metadata, [1, 1], num_steps=2, sample=sample)
 
     def attend(self, **changes):
         arguments = {"x": jnp.ones((8, 16)), "cache": None, "metadata": self.metadata}

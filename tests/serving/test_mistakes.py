@@ -24,6 +24,14 @@ WANT = {
     "jattn.PagedAttention(16, {'num_q_heads': 2}, rngs=nnx.Rngs(0))": r"spec must be a .*, got dict\.",
     "jattn.PagedAttention(16.0, m.spec, rngs=nnx.Rngs(0))": r"hidden_size must be an int, got 16\.0\.",
     "jattn.PagedAttention(0, m.spec, rngs=nnx.Rngs(0))": r"hidden_size must be positive, got 0\.",
+    # masks and vLLM's helpers
+    "jattn.LocalStrided(homo_head='no')": r"homo_head must be True or False, got 'no'",
+    "jattn.vllm.get_head_sliding_step(0, 8)": r"n_heads must be positive, got 0",
+    "jattn.vllm.make_graph_keys('FULL', [1], 1)": r"mode must be a CUDAGraphMode .*, got str: 'FULL'",
+    "jattn.vllm.resolve_cudagraph_mode('FULL', 0)": r"mode must be a CUDAGraphMode .*, got str: 'FULL'",
+    "jattn.vllm.dispatch_cudagraph('FULL', 4)": r"keys must be a GraphKeys .*, got str: 'FULL'",
+    "jattn.vllm.infer_global_hyperparameters([1])": r"per_layer_params must be a Mapping .*, got list: \[1\]",
+    "jattn.vllm.reshape_and_cache(*[m.rows] * 5, 'auto')": r"k_scale must be .*kv_cache_dtype.*, got 'auto'",
     # DecodeGraphs
     "jattn.DecodeGraphs(len, [(1, 2)])": r"buckets\[0\] must be a Bucket, got \(1, 2\)\.",
     "jattn.DecodeGraphs(m.model.config, [m.bucket])": r"step must be a function, got DecoderConfig",

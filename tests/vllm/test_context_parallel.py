@@ -186,3 +186,15 @@ def test_a_step_without_tokens_has_an_lse_of_the_same_type(xp):
 def test_padding_tokens_keep_their_lse():
     lse = np.ones((1, 4), np.float32)
     assert mask_empty_context_lse(lse, [0, 1, 2], [0, 3, 3]).tolist() == [[1.0, -INF, 1.0, 1.0]]
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_rank_that_is_not_there_and_arrays_of_other_tokens_are_refused():
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=rf"dcp_rank must lie in \[0, 2\), got {rank}"):
+            get_dcp_local_seq_lens([5, 9], 2, rank)
+    out, lse = jnp.zeros((2, 3, 4, 8)), jnp.zeros((2, 4, 3))
+    with pytest.raises(ValueError, match=r"partial_lse must have shape \(2, 3, 4\) .*, got \(2, 4, 3\)"):
+        cp_lse_combine(out, lse)
+    with pytest.raises(ValueError, match=r"context_start_loc must have shape \(2,\) .*, got \(3,\)"):
+        mask_empty_context_lse(np.zeros((2, 5)), [0, 2], [0, 0, 7])

@@ -162,3 +162,18 @@ def test_chunks_must_hold_whole_blocks():
         make_local_attention_virtual_batches(6, [0, 1], [1], [[0]], 0)
     with pytest.raises(ValueError, match="attn_chunk_size must be positive, got 0"):
         max_local_attention_virtual_batches(0, 1, 1)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("starts", "seq_lens", "table", "message"),
+    [
+        ([4], [4], [[0]], r"query_start_loc_np must have 2 entries, got \(1,\)"),
+        ([0, 4], [2], [[0]], r"seq_lens_np must count the new tokens \[4\], got \[2\]"),
+        ([0, 1, 2], [1, 1], [[0]], r"block_table must have 2 rows, got shape \(1, 1\)"),
+        ([0, 1], [[1]], [[0]], r"seq_lens_np must have one entry per request, got shape \(1, 1\)"),
+    ],
+)
+def test_arrays_of_other_requests_are_refused(starts, seq_lens, table, message):
+    with pytest.raises(ValueError, match=message):
+        make_local_attention_virtual_batches(4, starts, seq_lens, table, 4)

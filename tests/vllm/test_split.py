@@ -167,3 +167,13 @@ def test_a_prefill_chunk_ends_only_where_the_next_request_does_not_fit(lens, wor
 def test_a_request_longer_than_the_workspace_is_refused():
     with pytest.raises(ValueError, match=r"seq_lens_cpu\[1\] must fit workspace_size \(5\), got 6"):
         split_prefill_chunks([5, 6], 5)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_lengths_of_other_requests_are_refused_rather_than_stretched():
+    with pytest.raises(ValueError, match=r"seq_lens must have one entry per request \(2\), got 1"):
+        split_decodes_prefills_and_extends([1, 2], [10])
+    with pytest.raises(ValueError, match=r"query_lens must have one entry per request, got shape \(1, 2\)"):
+        split_decodes_and_prefills([[1, 2]])
+    with pytest.raises(ValueError, match=r"query_lens must have one entry per request, got shape \(\)"):
+        split_decodes_and_prefills(5)
