@@ -23,7 +23,7 @@ from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_shape, require_type
+from pallas_kernels.checks import require, require_bool, require_shape, require_type
 
 ALIGNED_BYTES = 256  # where XLA wants the arrays of a GPU to begin
 
@@ -102,6 +102,7 @@ def attend(
 
     Source: vLLM V1 attention backends' `forward`.
     """
+    require_bool(return_lse=return_lse)
     how: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "implementation": implementation}
     run = checked(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
     out, lse = run()

@@ -10,7 +10,7 @@ from jattn.cache import PagedCache
 from jattn.metadata.cascade import CascadeMetadata
 from jattn.planning.cascading import why_no_cascade
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import unsupported
+from pallas_kernels.checks import require_bool, require_type, unsupported
 
 
 @overload
@@ -57,11 +57,14 @@ def cascade_attend(
         return_lse: As in `attend`.
 
     Raises:
+        ValueError: Arguments disagree.
         NotImplementedError: The spec is batch-invariant, or has a window, chunks, ALiBi or sparsity:
             positions within the shared prefix mean something else in every request.
 
     Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
     """
+    require_bool(return_lse=return_lse)
+    require_type("metadata", metadata, CascadeMetadata, "build_cascade_metadata makes it")
     if (found := why_no_cascade(spec)) is not None:
         raise unsupported(*found, "Use attend with the step's own metadata")
     out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)

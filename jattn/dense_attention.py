@@ -16,6 +16,7 @@ from jattn.implementations.choice import Asked, asked_for
 from jattn.masks import Mask
 from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
+from pallas_kernels.checks import require_bool
 
 
 def attention(
@@ -71,12 +72,12 @@ def attention(
         ValueError: Arguments disagree.
         NotImplementedError: No implementation asked for can serve this; the message says why.
     """
+    require_bool(return_lse=return_lse)
     numbers = {"window": window, "soft_cap": soft_cap, "scale": scale, "deterministic": deterministic}
     spec = spec_of_arrays(q, k, v, causal=causal, **numbers)
     rows = rows_of_arrays(q, k, segment_ids, cu_seqlens, mask, spec)
-    asked = asked_for_documents(segment_ids, rows.mask, implementation)
-    per_head = spec.per_head(sinks, alibi_slopes)
-    out, lse = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=asked)
+    how = {"spec": spec, "implementation": asked_for_documents(segment_ids, rows.mask, implementation)}
+    out, lse = attend_arrays((q, k, v), rows, spec.per_head(sinks, alibi_slopes), **how)
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 

@@ -27,7 +27,7 @@ from jattn.flax_scores import Given, by_scores, is_positional
 from jattn.implementations.choice import Asked, asked_for, first_able, hashable, reasons_against
 from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_shape, unsupported
+from pallas_kernels.checks import require, require_shape, require_type, unsupported
 
 
 def attention_fn(
@@ -190,6 +190,7 @@ def _spec_for(
     require_shape("value", value.shape, key.shape, "as key")
     if spec is None:
         return AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, causal=False)
+    require_type("spec", spec, AttentionSpec, "or None, for the plainest that the arrays fit")
     want = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
     require_shape("q_heads, kv_heads, head_dim", (q_heads, kv_heads, head_dim), want, "as spec")
     agrees = f"agree with spec.causal ({spec.causal})"

@@ -3,7 +3,9 @@
 import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.checks import require, require_shape
@@ -30,10 +32,15 @@ def merge_attn_states(
         Output in prefix_out's dtype, and its LSE.
 
     Raises:
-        ValueError: Shapes disagree.
+        ValueError: Shapes disagree, or outputs are no floats, in which results would be cut off.
 
     Source: vLLM `merge_attn_states` (CUDA).
     """
+    named = {"prefix_out": prefix_out, "suffix_out": suffix_out}
+    for name, array in {**named, "prefix_lse": prefix_lse, "suffix_lse": suffix_lse}.items():
+        require(isinstance(array, jax.Array | np.ndarray), name, "be an array", type(array).__name__)
+    for name, out in named.items():
+        require(jnp.issubdtype(out.dtype, jnp.floating), name, "hold floats", out.dtype)
     require(prefix_out.ndim == 3, "prefix_out", "have 3 axes, tokens, q_heads and head_dim", prefix_out.shape)
     require_shape("suffix_out", suffix_out.shape, prefix_out.shape, "as prefix_out")
     tokens, q_heads, _ = prefix_out.shape

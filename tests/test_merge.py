@@ -148,6 +148,13 @@ def test_states_whose_shapes_disagree_are_named(index, shape, message):
         jattn.merge_attn_states(*map(jnp.zeros, shapes))
 
 
+@pytest.mark.usefixtures("types_unchecked")
+def test_outputs_that_are_no_floats_are_refused_rather_than_cut_off():
+    out, lse = jnp.ones((3, 4, 8)), jnp.zeros((4, 3))
+    with pytest.raises(ValueError, match="suffix_out must hold floats, got int32"):
+        jattn.merge_attn_states(out, lse, out.astype(jnp.int32), lse)
+
+
 def cascade_problem(rng, windows):
     """Four rows over a prefix of two blocks, and a plan of layers, each with its window."""
     table = [[1, 2, 3, 7], [1, 2, 4, 8], [1, 2, 5], [1, 2, 6]]

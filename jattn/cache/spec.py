@@ -77,16 +77,15 @@ def quantization_of(name: str | None) -> str | None:
     return name
 
 
-def _stored_dtype(dtype: Any) -> np.dtype:
-    """What is stored as it is: floats."""
+def as_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
+    """The dtype that is meant, which must be one of floats; the hint says what else there is."""
     try:
-        stored = jnp.dtype(dtype)
+        meant = jnp.dtype(dtype)
     except TypeError:
-        require(False, "dtype", "be a dtype", repr(dtype))
+        require(False, name, "be a dtype", repr(dtype))
         raise
-    rule = "be a float type (quantization='int8_token_head' and the like make integers)"
-    require(jnp.issubdtype(stored, jnp.floating), "dtype", rule, stored)
-    return stored
+    require(jnp.issubdtype(meant, jnp.floating), name, f"be a float type{hint}", meant)
+    return meant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,8 @@ class CacheSpec:
         )
         require_one_of("layout", self.layout, LAYOUTS)
         object.__setattr__(self, "quantization", quantization_of(self.quantization))
-        object.__setattr__(self, "dtype", _stored_dtype(self.dtype))
+        hint = " (quantization='int8_token_head' and the like make integers)"
+        object.__setattr__(self, "dtype", as_float_dtype("dtype", self.dtype, hint))
         if self.layout == "packed":
             require(
                 self.head_dim % self.pack_width == 0,

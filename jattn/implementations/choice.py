@@ -1,7 +1,7 @@
 """Which implementation serves a kind of layer in a region of a step: the one place that chooses."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jattn.implementations import reference
 from jattn.implementations.layers import Layer, Region
@@ -42,8 +42,8 @@ def asked_for(implementation: Asked) -> tuple[str, ...]:
     Raises:
         ValueError: There is no implementation of a name, or none is named.
     """
-    asked = IMPLEMENTATIONS if implementation is None else implementation
-    asked = (asked,) if isinstance(asked, str) else tuple(asked)
+    named = hashable(implementation)
+    asked = IMPLEMENTATIONS if named is None else (named,) if isinstance(named, str) else named
     require(len(asked) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), asked)
     for name in asked:
         require_one_of("implementation", name, IMPLEMENTATIONS)
@@ -52,7 +52,11 @@ def asked_for(implementation: Asked) -> tuple[str, ...]:
 
 def hashable(implementation: Asked) -> str | tuple[str, ...] | None:
     """What was asked for, as a static argument may be. None stays None: nobody asked, so a fallback warns."""
-    return implementation if isinstance(implementation, str | None) else tuple(implementation)
+    if isinstance(implementation, str | None):
+        return implementation
+    rule = "be a name, or several in order of preference, of " + ", ".join(IMPLEMENTATIONS)
+    require(isinstance(implementation, Iterable), "implementation", rule, repr(implementation))
+    return tuple(implementation)
 
 
 def reasons_against(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:

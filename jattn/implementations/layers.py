@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jattn.bucket import Bucket
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
+from jattn.cache.spec import as_float_dtype
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.regions import REGIONS
 from jattn.spec import AttentionSpec
@@ -103,8 +104,8 @@ def layer_of(spec: AttentionSpec, cache: AnyCache | None, query_dtype: DTypeLike
         cache: What its keys are in, or that cache's spec; None = keys outside a cache.
         query_dtype: Of its queries; None = what the cache was made for.
     """
-    dtype = _computed_in(cache) if query_dtype is None else query_dtype
-    return Layer(spec=spec, query_dtype=jnp.dtype(dtype), cache=format_of(cache))
+    dtype = as_float_dtype("query_dtype", _computed_in(cache) if query_dtype is None else query_dtype)
+    return Layer(spec=spec, query_dtype=dtype, cache=format_of(cache))
 
 
 def format_of(cache: AnyCache | None) -> CacheFormat | None:

@@ -1,7 +1,7 @@
 """The plan of a step: which implementation serves each kind of layer, and what is made once for all."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -196,7 +196,7 @@ def _kinds(
 ) -> tuple[Layer, ...]:
     """The kinds of the layers, each once."""
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
-    each = (specs,) if isinstance(specs, AttentionSpec) else tuple(specs)
+    each = tuple(specs) if isinstance(specs, Iterable) else (specs,)
     require(len(each) > 0, "specs", "be a layer or at least one", each)
     for one in each:
         require_type("specs", one, AttentionSpec, "one, or one a layer")

@@ -24,6 +24,17 @@ WANT = {
     "jattn.PagedAttention(16, {'num_q_heads': 2}, rngs=nnx.Rngs(0))": r"spec must be a .*, got dict\.",
     "jattn.PagedAttention(16.0, m.spec, rngs=nnx.Rngs(0))": r"hidden_size must be an int, got 16\.0\.",
     "jattn.PagedAttention(0, m.spec, rngs=nnx.Rngs(0))": r"hidden_size must be positive, got 0\.",
+    # attend, attention, plan, merge_attn_states
+    "jattn.attend(m.rows, m.cache, m.decodes, m.spec, implementation=3)": r"implementation must be .*, got 3",
+    "jattn.attend(m.rows, m.cache, m.decodes, m.spec, return_lse='no')": r"return_lse must be .*, got 'no'",
+    "jattn.attention(m.rows, m.rows, m.rows, implementation=3)": r"implementation must be a .*, got 3",
+    "jattn.attention(m.rows, m.rows, m.rows, return_lse='no')": r"return_lse must be True or False, got 'no'",
+    "jattn.attention_fn(m.rows, m.rows, m.rows, spec=3)": r"spec must be a AttentionSpec .*, got int: 3",
+    "jattn.cascade_attend(m.rows, m.cache, m.decodes, m.spec)": r"metadata must be a Cascade.*, got Batch",
+    "jattn.plan(m.decodes, m.cache_spec, m.spec)": r"specs must be a AttentionSpec .*, got CacheSpec",
+    "jattn.plan(m.decodes, m.spec, m.cache_spec, query_dtype='f5')": r"query_dtype must be a dtype, got 'f5'",
+    "jattn.plan(m.decodes, m.spec, query_dtype=jnp.int32)": r"query_dtype must be a float type, got int32",
+    "jattn.merge_attn_states(m.rows, None, m.rows, None)": r"prefix_lse must be an array, got NoneType",
     # masks and vLLM's helpers
     "jattn.LocalStrided(homo_head='no')": r"homo_head must be True or False, got 'no'",
     "jattn.vllm.get_head_sliding_step(0, 8)": r"n_heads must be positive, got 0",
