@@ -12,7 +12,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.namespace import with_namespace
 from jattn.metadata.transitions import advance
 from jattn.pytree import pytree, replace
-from pallas_kernels.checks import require, require_int, require_positive, require_shape
+from pallas_kernels.checks import require, require_int, require_positive, require_shape, require_type
 
 NO_TOKEN = -1
 
@@ -80,6 +80,9 @@ def decode_loop(
         ValueError: The metadata has prefill rows or decode_query_len > 1, shapes disagree, or tokens,
             stop_ids or max_lens are no ints.
     """
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
+    for name, function in (("step", step), ("sample", sample)):
+        require(callable(function), name, "be a function", repr(function))
     require_int(num_steps=num_steps)
     require_positive(num_steps=num_steps)
     token_ids, stops, longest = _checked(metadata, tokens, stop_ids, max_lens)
@@ -105,8 +108,8 @@ def _checked(
         "be 0 in decode_loop (advance() makes prefill rows decode rows)",
         bucket.max_prefills,
     )
-    require_shape("tokens", jnp.shape(tokens), (num_reqs,), "rows of the metadata")
     _, token_ids, stops, lens = with_namespace(tokens=tokens, stop_ids=stop_ids, max_lens=max_lens)
+    require_shape("tokens", token_ids.shape, (num_reqs,), "rows of the metadata")
     stops = jnp.asarray(stops)
     if stops.ndim < 2:
         stops = jnp.broadcast_to(stops, (num_reqs, stops.size))

@@ -56,6 +56,8 @@ class DecodeGraphs:
             ValueError: There is no bucket, one without max_blocks, or what is none; step is no function.
         """
         require(callable(step), "step", "be a function", repr(step))
+        is_list = isinstance(buckets, Iterable)
+        require(is_list, "buckets", "be a list of Buckets (one: [bucket])", repr(buckets))
         buckets = tuple(buckets)
         for i, bucket in enumerate(buckets):
             require(isinstance(bucket, Bucket), f"buckets[{i}]", "be a Bucket", repr(bucket))

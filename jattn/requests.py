@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jattn.bucket import Bucket
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_int, require_type
 
 REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"
 
@@ -66,6 +66,9 @@ def token_starts(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Which of the step's `bucket.max_reqs` rows each request has."""
+    require_type("bucket", bucket, Bucket, "the step's")
+    query_lens = np.asarray(query_lens)
+    _require_ints("query_lens", query_lens)
     num_decodes = decodes_in(query_lens, bucket)
     rows = np.arange(len(query_lens))
     return np.where(rows < num_decodes, rows, bucket.max_decodes + rows - num_decodes)
@@ -73,7 +76,11 @@ def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *, pad: int = 0) -> np.ndarray:
     """Lays the new tokens of each request out as the step wants them: int32 [max_tokens], padding `pad`."""
+    require_type("bucket", bucket, Bucket, "the step's")
+    require_int(pad=pad)
     packed = np.full(bucket.max_tokens, pad, np.int32)
+    for r, ids in enumerate(tokens):
+        require(hasattr(ids, "__len__"), f"tokens[{r}]", "be a list of token ids", repr(ids))
     lens = np.asarray([len(ids) for ids in tokens], np.int64)
     for r, (start, ids) in enumerate(zip(token_starts(lens, bucket), tokens, strict=True)):
         row = np.asarray(ids)

@@ -78,6 +78,8 @@ def swap_blocks(
 
     Source: vLLM `swap_blocks`.
     """
+    for name, cache in (("source", source), ("target", target)):
+        require(isinstance(cache, PagedCache), name, "be a PagedCache", type(cache).__name__)
     require(
         source.layout == target.layout, "target.layout", f"be the source's ({source.layout})", target.layout
     )

@@ -1,6 +1,8 @@
 """Keys and values out of a cache, whatever its layout."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from jattn.cache.types import PackedKV, PagedCache, has_token_axis
@@ -21,6 +23,8 @@ def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
         ValueError: cache is no PagedCache, or ids are no ints.
     """
     require_type("cache", cache, PagedCache, "PagedCache.create makes one")
+    is_array = isinstance(ids, jax.Array | np.ndarray)
+    require(is_array, "ids", "be an array of block numbers", type(ids).__name__)
     require(jnp.issubdtype(ids.dtype, jnp.integer), "ids", "be ints", ids.dtype)
     k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
     if cache.layout == "HND":

@@ -1,10 +1,10 @@
 """Sizes that graphs are made for."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jattn.bucket import Bucket
-from pallas_kernels.checks import require_positive
+from pallas_kernels.checks import require, require_int, require_positive
 
 # vLLM captures no larger graph unless asked to.
 DEFAULT_MAX_CAPTURE_SIZE = 512
@@ -49,12 +49,17 @@ def default_buckets(
         prefill_tokens: Sizes of the prefill region; the largest is the step's token budget for prompts.
 
     Raises:
-        ValueError: A size is not positive.
+        ValueError: A size is no int, or not positive.
 
     Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
     """
-    require_positive(max_num_seqs=max_num_seqs, max_blocks=max_blocks, decode_query_len=decode_query_len)
+    sizes_of = {"max_num_seqs": max_num_seqs, "max_blocks": max_blocks, "decode_query_len": decode_query_len}
+    require_int(**sizes_of)
+    require_positive(**sizes_of)
+    is_list = isinstance(prefill_tokens, Iterable)
+    require(is_list, "prefill_tokens", "be a list of sizes", repr(prefill_tokens))
     for tokens in prefill_tokens:
+        require_int(prefill_tokens=tokens)
         require_positive(prefill_tokens=tokens)
     sizes = default_capture_sizes(max_num_seqs)
     decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}

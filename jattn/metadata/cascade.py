@@ -11,7 +11,7 @@ from jattn.metadata.check import query_lens_on_host
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_int
+from pallas_kernels.checks import require, require_int, require_type
 
 
 @pytree
@@ -41,10 +41,12 @@ def build_cascade_metadata(
             and may be 0.
 
     Raises:
-        ValueError: The prefix is empty, does not end with a block, or a query is seen to have fewer keys.
+        ValueError: It is no step's metadata, or the prefix is empty, does not end with a block, or a query is
+            seen to have fewer keys.
 
     Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
     """
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     check_prefix(metadata, common_prefix_len)
     prefix_len = jnp.asarray(common_prefix_len, jnp.int32)
     tokens, max_blocks = metadata.bucket.max_tokens, metadata.block_table.shape[1]

@@ -9,7 +9,7 @@ from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.pytree import replace
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels.checks import require, require_shape, require_type
 
 
 def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
@@ -54,6 +54,7 @@ def advance(
     Raises:
         ValueError: An argument has not one entry a row, or is no array of its kind.
     """
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     bucket = metadata.bucket
     decode_len = bucket.decode_query_len
     for name, value, kind in (
@@ -102,6 +103,7 @@ def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
     Raises:
         ValueError: `bucket` is smaller in some size, or has another decode_query_len.
     """
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     old = metadata.bucket
     require(isinstance(bucket, Bucket), "bucket", "be a Bucket", repr(bucket))
     require(
