@@ -15,7 +15,7 @@ from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.models.scales import KVScales, LayerScales
 from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
-from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.checks import require, require_one_of, require_positive, require_type
 
 BLOCK_SIZE = 16
 STATIC = tuple(
@@ -57,6 +57,7 @@ def calibrate(
         len(prompts) > 0 and not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts)
     )
     require_positive(headroom=headroom)
+    require_type("model", model, nnx.Module, "jattn.models.load reads one from a folder")
     config = model.config
     graphdef, params = nnx.split(model)
 

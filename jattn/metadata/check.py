@@ -9,7 +9,7 @@ from jattn.bucket import Bucket
 from jattn.cache import CacheSpec, PackedKV
 from jattn.metadata.batch import BatchMetadata
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels.checks import require, require_shape, require_type
 
 
 class _Rows(NamedTuple):
@@ -73,8 +73,9 @@ def require_no_context(metadata: BatchMetadata) -> None:
     """Without a cache each row's keys are its own new tokens' alone; where nothing is traced.
 
     Raises:
-        ValueError: A row has context: what would be read in its place are other rows' keys.
+        ValueError: It is no metadata; or a row has context, in whose place other rows' keys would be read.
     """
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     if not support.is_concrete(metadata):
         return
     step = jax.device_get(metadata)

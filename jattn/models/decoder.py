@@ -213,6 +213,7 @@ class Decoder(nnx.Module):
         common_prefix_len: Int[Array, ""] | int | None = None,
     ) -> Plan | ByReach:
         """The step's plan for all layers, or two; arguments as `__call__` and `jattn.plan` have them."""
+        require_one_a_layer("caches", self.layers if caches is None else caches, len(self.layers))
         if self.mesh is not None:
             options = {"mask": mask, "common_prefix_len": common_prefix_len}
             made: Plan | ByReach = run_on_mesh(self, "plan", (metadata,), caches, options, returns="plan")

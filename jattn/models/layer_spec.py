@@ -74,4 +74,6 @@ class LayerSpec:
 
 def require_one_a_layer(name: str, given: Sized, num_layers: int) -> None:
     """Refuses what is said layer by layer of fewer or more layers than there are."""
+    is_list = isinstance(given, Sized)
+    require(is_list, name, f"have one entry per layer ({num_layers})", f"one {type(given).__name__}")
     require(len(given) == num_layers, name, f"have one entry per layer ({num_layers})", len(given))

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jattn.cache.spec import as_float_dtype
 from jattn.models import tokenizer_files
 from jattn.models.checkpoint import check_tensors, float_dtype, open_tensors, optional_module
 from jattn.models.config import DecoderConfig
@@ -32,7 +33,7 @@ from jattn.models.tensor_files import SCALES_FILE
 from jattn.models.tensor_names import by_family_s_names, tensors_in
 from jattn.models.weight_formats import Tensor, widened
 from jattn.parallel import CP, TP
-from pallas_kernels.checks import require, require_int, require_positive, unsupported
+from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 
 _READERS = 2  # parameters at a time; one is sent or written while another is joined or compiled for
 
@@ -109,6 +110,7 @@ def _shapes(
     if dtype is None:
         (embedding,) = tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
         dtype = config.dtype or float_dtype(tensors, embedding)
+    dtype = as_float_dtype("dtype", dtype)
     make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
     return nnx.eval_shape(make)
 
@@ -144,7 +146,7 @@ def load(
     Raises:
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
-            Or the model does not fall into the mesh's parts.
+            Or dtype is none of floats, or the model does not fall into the mesh's parts.
         NotImplementedError: The config asks for what is not here, a mesh for a cut that is not, or JAX has no
             CPU backend to make a mesh's parameters with.
         ImportError: tokenizers or tqdm is missing.
@@ -202,8 +204,10 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
 
     Raises:
         ImportError: safetensors is missing.
+        ValueError: model is no Decoder.
         NotImplementedError: The model lies on devices of several processes.
     """
+    require_type("model", model, Decoder, "save(model, directory)")
     if model.mesh is not None and model.mesh.is_multi_process:
         what, reason = "save of a model over several processes", "each of them has only its own part"
         raise unsupported(what, reason, "Save what one process has loaded: load(DIR), on a mesh or on none")

@@ -241,6 +241,7 @@ class Engine:
         Raises:
             ValueError: There is no such request, or it has ended.
         """
+        require_type("request_id", request_id, (int, str), "of one request")
         require(request_id in self._open, "request_id", "be unfinished", repr(request_id))
         _, ids = self._open.pop(request_id)
         self._core.drop(ids)

@@ -20,6 +20,7 @@ from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
 from jattn.serving.speculative import Drafter, as_drafter, speculation_of
 from jattn.serving.step_sizes import default_step_sizes
+from pallas_kernels.checks import require_type
 
 
 class SizeOptions(NamedTuple):
@@ -123,6 +124,7 @@ def make_parts(
     limits = sizes.limits(steps.buckets)
     limits.check(cache.skip_layers, num_blocks=cache.num_blocks, cache_bytes=cache.cache_bytes)
     limits.check_features(enable_prefix_caching, drafts.speculative, steps.cascade_attention, steps.buckets)
+    require_type("check_batches", steps.check_batches, bool, "True or False")
     keep_executables_in(cache_dir)
     model = as_served(model)
     drafter = as_drafter(*drafts, model, limits)

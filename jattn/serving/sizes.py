@@ -165,10 +165,11 @@ class StepLimits(NamedTuple):
         """Checks what else the engine is to do; arguments as `Engine` has them.
 
         Raises:
-            ValueError: enable_prefix_caching is no bool, or buckets are given with batch_invariant.
+            ValueError: What is on or off is no bool, or buckets are given with batch_invariant.
             NotImplementedError: Another one does not go with batch_invariant.
         """
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
+        require_type("cascade_attention", cascade_attention, (bool, type(None)), "None = where it pays")
         if self.batch_invariant:
             check_goes_with_invariance(speculative, cascade_attention, buckets)
 

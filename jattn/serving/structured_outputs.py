@@ -58,6 +58,9 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         named = {name: value for name, value in vars(self).items() if value not in (None, False)}
         require(len(named) == 1, "structured_outputs", "have exactly one form", sorted(named))
+        for name, kinds in (("json", str | Mapping), ("regex", str), ("grammar", str)):
+            value, rule = getattr(self, name), "be a text or a mapping" if name == "json" else "be a text"
+            require(value is None or isinstance(value, kinds), name, rule, repr(value))
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", json.dumps(self.json))
         if self.choice is not None:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jattn
 import jattn.serving.cli  # before tests.conftest, which has the modules checked that come after it
-from jattn.serving import Engine, SamplingParams
+from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
 from jattn.serving.served_model import MEMBERS
 from tests.conftest import GOLDEN
 from tests.serving.tiny import one_layer_model
@@ -54,5 +54,6 @@ def error_of(expression, names):
 if __name__ == "__main__":
     here = Mistakes()
     names = {"m": here, "jnp": jnp, "np": np, "nnx": nnx, "jattn": jattn, "Engine": Engine, "GOLDEN": GOLDEN}
+    names["Form"] = StructuredOutputsParams
     names |= {"SamplingParams": SamplingParams, "ask": here.engine.generate, "add": here.engine.add_request}
     print(json.dumps([error_of(expression, names) for expression in sys.argv[1:]]))

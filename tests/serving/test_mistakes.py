@@ -59,6 +59,14 @@ WANT = {
     "jattn.vllm.dispatch_cudagraph('FULL', 4)": r"keys must be a GraphKeys .*, got str: 'FULL'",
     "jattn.vllm.infer_global_hyperparameters([1])": r"per_layer_params must be a Mapping .*, got list: \[1\]",
     "jattn.vllm.reshape_and_cache(*[m.rows] * 5, 'auto')": r"k_scale must be .*kv_cache_dtype.*, got 'auto'",
+    # models
+    "m.model(jnp.arange(8), m.cache, m.metadata)": r"caches must have one entry per layer \(1\), got one P",
+    "m.model(m.metadata, None, jnp.arange(8))": r"metadata must be a BatchMetadata .*, got ArrayImpl",
+    "m.model.plan(m.decodes, [m.cache] * 2)": r"caches must have one entry per layer \(1\), got 2",
+    "jattn.models.load(GOLDEN / 'hf' / 'llama', dtype='f5')": r"dtype must be a dtype, got 'f5'",
+    "jattn.models.load(GOLDEN / 'hf' / 'llama', dtype=jnp.int8)": r"dtype must be a float type, got int8",
+    "jattn.models.save('DIR', m.model)": r"model must be a Decoder \(save\(.*, got str: 'DIR'",
+    "jattn.calibrate('DIR', ['a'])": r"model must be a Module .*, got str: 'DIR'",
     # DecodeGraphs
     "jattn.DecodeGraphs(len, m.bucket)": r"buckets must be a list of Buckets \(one: \[bucket\]\), got Bucket",
     "jattn.DecodeGraphs(len, [(1, 2)])": r"buckets\[0\] must be a Bucket, got \(1, 2\)\.",
@@ -77,6 +85,8 @@ WANT = {
     "Engine(m.model, skip_layers=0)": r"skip_layers must be a list of ints, got 0\.",
     "Engine(m.model, buckets=[8])": r"buckets\[0\] must be a Bucket, got 8\.",
     "Engine(m.model, quantization='int4')": r"quantization must be one of .*, got 'int4'; the nearest is ",
+    "Engine(m.model, cascade_attention=1)": r"cascade_attention must be a bool or None .*, got int: 1\.",
+    "Engine(m.model, check_batches='no')": r"check_batches must be a bool .*, got str: 'no'\.",
     # generate
     "ask('text')": r"prompts must be a list of prompts, got 'text'\.",
     "ask(None)": r"prompts must be a list of prompts, got None\.",
@@ -111,6 +121,7 @@ WANT = {
     "add('a' * 129, SamplingParams(max_tokens=None))": r"prompt must fit the cache's 128 tokens, got 129 tok",
     "m.engine.abort('nobody')": r"request_id must be unfinished, got 'nobody'\.",
     "(add('a', request_id='x'), add('b', request_id='x'))": r"request_id must be new, got 'x'\.",
+    "m.engine.abort([1])": r"request_id must be a int or str \(of one request\), got list: \[1\]\.",
     "Engine(m.model, max_model_len=513)": r"max_model_len must be at most the .* 512 positions, got 513",
     "Engine(m.model, max_model_len=0)": r"max_model_len must be positive, got 0\.",
     "Engine(m.model, batch_invariant=1)": r"batch_invariant must be a bool .*, got int: 1\.",
@@ -146,6 +157,9 @@ WANT = {
     "SamplingParams(top_p=True)": r"top_p must be a number, got True\.",
     "SamplingParams(min_p=[0.1])": r"min_p must be a number, got \[0\.1\]\.",
     "SamplingParams(top_k=2.5)": r"top_k must be an int, got 2\.5\.",
+    "Form(regex=5)": r"regex must be a text, got 5\.",
+    "Form(grammar=['a'])": r"grammar must be a text, got \['a'\]\.",
+    "Form(json=['a'])": r"json must be a text or a mapping, got \['a'\]\.",
     "SamplingParams(seed='7')": r"seed must be an int, got '7'\.",
 }
 
