@@ -19,9 +19,10 @@ def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*
         k: Static: how many. What scores as the last of them is taken, too.
 
     Raises:
-        ValueError: k is no int or less than 1, or there are no blocks.
+        ValueError: k is no int or less than 1, or scores are no array or of no blocks.
     """
     require_ints(1, k=k)
+    require(hasattr(scores, "ndim"), "scores", "be an array [*rows, blocks]", type(scores).__name__)
     require(scores.ndim > 0 and scores.shape[-1] > 0, "scores", "be of at least one block", scores.shape)
     scores = jax.lax.stop_gradient(scores)
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
@@ -32,7 +33,11 @@ def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*
 def block_means(
     x: Float[Array, "batch tokens heads head_dim"], block_size: int
 ) -> Float[Array, "batch blocks heads head_dim"]:
-    """Mean of each block of tokens in f32; the last block's of those that there are."""
+    """Mean of each block of tokens in f32; the last block's of those that there are.
+
+    Raises:
+        ValueError: x has other axes, or block_size is not positive.
+    """
     tokens = x.shape[1]
     sums = in_blocks(x.astype(jnp.float32), block_size).sum(axis=2)
     counts = jnp.minimum(tokens - jnp.arange(sums.shape[1]) * block_size, block_size)
@@ -44,6 +49,7 @@ def in_blocks(
 ) -> Float[Array, "batch blocks block_size heads head_dim"]:
     """Tokens by block, the last one filled up with zeros."""
     require_ints(1, block_size=block_size)
+    require(x.ndim == 4, "x", "have shape [batch, tokens, heads, head_dim]", x.shape)
     batch, tokens, *width = x.shape
     blocks = -(-tokens // block_size)
     x = jnp.pad(x, ((0, 0), (0, blocks * block_size - tokens), (0, 0), (0, 0)))

@@ -19,7 +19,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_type
 
 
 def select_prefill_blocks(
@@ -61,6 +61,7 @@ def select_prefill_blocks(
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
     _check_numbers(mass, block_size, num_first=num_first, num_recent=num_recent)
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     bucket, kv_blocks = metadata.bucket, _num_blocks(kv, metadata, block_size)
     reason = (None if interpret else support.why_not_on(query, kv)) or _why_not_least(kv_blocks)
     use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)

@@ -74,12 +74,12 @@ def schedule(
 
     Raises:
         ValueError: A bound or a size is not positive, kv heads do not divide query heads, query_lens and
-            seq_lens disagree, or the mask has other rows or heads or does not reach as far.
+            seq_lens disagree or pass their bounds, or the mask has other rows or heads or reaches less far.
     """
     require_ints(1, max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
     require_heads(num_q_heads, num_kv_heads)
     query_lens = seq_lens if query_lens is None else query_lens
-    _check_lens(seq_lens, query_lens)
+    _check_lens(seq_lens, query_lens, max_seq_len, max_query_len)
     check_mask(mask, Sizes(num_q_heads, seq_lens.shape[0], max_query_len, max_seq_len), causal=False)
     tiles = _tiles_of_queries(seq_lens, query_lens, -(-max_query_len // tile_q), tile_q)
     coverage = coverage_of_tiles(
@@ -93,16 +93,22 @@ def schedule(
     return _listed(coverage, tiles, tile_q, tile_kv)
 
 
-def _check_lens(seq_lens: Any, query_lens: Any) -> None:
-    """Raises ValueError unless these are lengths of requests and, as far as is seen, of their queries."""
+def _check_lens(seq_lens: Any, query_lens: Any, max_seq_len: int, max_query_len: int) -> None:
+    """Raises ValueError unless these are lengths of requests and, as far as is seen, of their queries.
+
+    Beyond the bounds there are no tiles: keys and queries would be left out without a word.
+    """
     for name, lens in (("seq_lens", seq_lens), ("query_lens", query_lens)):
         require_array(name, lens, "integer", {1: "[reqs]"})
     require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
-    if query_lens is seq_lens or not support.is_concrete(seq_lens, query_lens):
+    if not support.is_concrete(seq_lens, query_lens):
         return
     keys, queries = np.asarray(seq_lens), np.asarray(query_lens)
     is_part = bool(((queries >= 0) & (queries <= keys)).all())
     require(is_part, "query_lens", f"be at least 0 and at most seq_lens {keys.tolist()}", queries.tolist())
+    for name, lens, most in (("seq_lens", keys, max_seq_len), ("query_lens", queries, max_query_len)):
+        rule = f"be at most max_{name[:-1]} ({most})"
+        require(int(lens.max(initial=0)) <= most, name, rule, lens.tolist())
 
 
 class _QueryTiles(NamedTuple):

@@ -18,7 +18,7 @@ from jattn.masks.arguments import require_ints
 from jattn.pytree import pytree
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_int, require_shape
+from pallas_kernels.checks import require, require_int, require_shape, require_type
 
 
 @pytree
@@ -153,6 +153,7 @@ def select_blocks(
 
 
 def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array) -> None:
+    require_type("bounds", bounds, KeyBounds, "write_key_bounds keeps them")
     (reqs, q_heads, _), kv_heads, max_blocks = query.shape, bounds.low.shape[1], block_table.shape[1]
     require(q_heads % kv_heads == 0, "query's heads", f"be a multiple of the bounds' ({kv_heads})", q_heads)
     require(max_blocks > 0, "block_table", "have columns", block_table.shape)

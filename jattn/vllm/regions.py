@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jattn.metadata.namespace import AnyArray, IntVector, start_locs, with_namespace
+from jattn.metadata.namespace import AnyArray, IntVector, require_one_a_request, start_locs, with_namespace
 from jattn.vllm.split import split_decodes_and_prefills
 
 
@@ -43,11 +43,15 @@ def split_prefill_and_decode(
             query_start_loc. None: a V1 batch, whose decodes come first.
         decode_threshold: V1: longest query of a decode.
 
+    Raises:
+        ValueError: query_lens and seq_lens are of several lengths.
+
     Source: vLLM V0 `BlocksparseFlashAttentionMetadata` and V1 `XFormersAttentionMetadata`:
     `prefill_metadata`, `decode_metadata`.
     """
     _, *arrays = with_namespace(query_lens=query_lens, seq_lens=seq_lens, slot_mapping=slot_mapping)
     lens, totals, slots = map(np.asarray, arrays)
+    require_one_a_request(query_lens=lens, seq_lens=totals)
     is_v0 = num_prefills is not None
     boundary = (
         num_prefills

@@ -173,6 +173,8 @@ def test_of_no_requests_there_are_no_lists():
         ({"max_seq_len": 0}, "max_seq_len must be positive, got 0"),
         ({"query_lens": jnp.asarray([1, 2])}, r"query_lens must have shape \(1,\) .* got \(2,\)"),
         ({"query_lens": jnp.asarray([4])}, r"query_lens must be .* at most seq_lens \[3\], got \[4\]"),
+        ({"max_seq_len": 2}, r"seq_lens must be at most max_seq_len \(2\), got \[3\]"),
+        ({"max_query_len": 2}, r"query_lens must be at most max_query_len \(2\), got \[3\]"),
         ({"query_lens": jnp.asarray([-1])}, r"query_lens must be at least 0 .*, got \[-1\]"),
         ({"num_kv_heads": 4}, r"num_kv_heads must divide num_q_heads \(2\), got 4"),
         ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
