@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.recorded import RESULTS
+from pallas_kernels.all_reduce.sizes import LINK_BYTES_A_US, WAIT_US, default_shots
 
 MEASURED = "mesh-later-nvidia-h200-2026-11-24.jsonl"
 BY, BEST = ("all_reduce_norm_", "sum_norm_"), {(1, "psum"), (2, "all_reduce")}  # rows of it that count
@@ -29,8 +30,8 @@ class Model(NamedTuple):
     """What two GPUs of one host took.
 
     Attributes:
-        sums_us: (rows, microseconds of a sum with residual and norm), by the kernel, which serves two.
-        others_us: The same by XLA, which serves any number.
+        sums_us: (rows, microseconds of a sum with residual and norm), by the kernel.
+        others_us: The same by XLA, which serves several hosts.
         rests_us: GPUs (1 or 2) to (rows, microseconds of a step beyond its bytes and sums).
     """
 
@@ -56,8 +57,9 @@ class Model(NamedTuple):
         """A step of so many requests on so many GPUs, of so many hosts together."""
         sums = 0.0
         if gpus > 1:
-            sums = SUMS * _at(self.sums_us if gpus == 2 else self.others_us, requests)
+            sums = SUMS * (_at(self.sums_us, requests) + _more_us(gpus, requests))
         if hosts > 1:
+            sums = SUMS * _at(self.others_us, requests)
             sums += SUMS * (NETWORK_US + 1e6 * 2 * requests * WIDTH / NETWORK)
         return _bytes_us(gpus, requests, context) + sums + _at(self.rests_us[min(gpus, 2)], requests)
 
@@ -66,6 +68,13 @@ def _sizes(row: dict[str, Any]) -> tuple[int, int]:
     """Of a row NAME_1x1024: (1, 1024)."""
     rows, other = row["name"].split("_")[-1].split("x")
     return int(rows), int(other)
+
+
+def _more_us(gpus: int, rows: int) -> float:
+    """How much longer a sum takes than one of two GPUs: for what more is sent, and the second shot's wait."""
+    sent, shots = rows * WIDTH * (gpus - 1), default_shots(rows, WIDTH // 2, gpus)
+    sent, waits = (sent, 0) if shots == 1 else (2 * sent / gpus, 1)
+    return waits * WAIT_US + (sent - rows * WIDTH) / LINK_BYTES_A_US
 
 
 def _bytes_us(gpus: int, requests: int, context: int) -> float:

@@ -67,8 +67,7 @@ class Engine:
             block_size: Tokens of a block, on each device that has keys of its own.
             max_num_seqs: Most requests of a step. None = as vLLM on a GPU, 256; fewer else (docs/serving.md).
             max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks. None likewise.
-            max_model_len: Longest context: prompt and new tokens, but the last, which no step reads (vLLM
-                counts it, as our server does). None = the model's.
+            max_model_len: Prompt and new tokens but the last (vLLM, our server: all). None = the model's.
             enable_prefix_caching: A prompt that begins as another did is computed from where they part.
             cache_dtype: Of keys and values; None = the model's.
             quantization: Of the cache, as in `CacheSpec`. Static scales are the model's kv_scales.

@@ -26,7 +26,7 @@ low-latency words have a number beside each four bytes, and so twice the bytes t
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pallas_kernels.ptx.programs import THREADS
 
@@ -264,11 +264,10 @@ class Awaited(NamedTuple):
 def of_all(of: Exchange, group: range) -> list[Awaited]:
     """All devices' packets of a group, in w; this device's own are those in d."""
     pair = lambda name, at: (f"{name}{2 * at}", f"{name}{2 * at + 1}")
-    all_packets = []
-    for nth, (n, device) in enumerate(itertools.product(group, range(of.devices))):
-        sender: Any = {"source": "from", "behind": device * of.block_bytes, "is_own": f"is_mine{device}"}
-        all_packets.append(Awaited(n, pair("w", nth), unless=pair("d", n), **sender))
-    return all_packets
+    return [
+        Awaited(n, pair("w", nth), "from", device * of.block_bytes, pair("d", n), f"is_mine{device}")
+        for nth, (n, device) in enumerate(itertools.product(group, range(of.devices)))
+    ]
 
 
 def of_owner(group: range) -> list[Awaited]:
