@@ -32,6 +32,7 @@ from tests.serving.server.running import small_engine
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What needs torch, a search for sizes, models of machines, ten minutes of clients, tests on a GPU, the pages.
+STEPS = "step_1x32", "step_3x64", "step_2x24_prompt"  # of the suite mesh, small
 OTHERS = {"backward-peers", "tune", "engine-model", "scaling-model", "crowds", "gpu-tests", "table"}
 
 
@@ -169,12 +170,12 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     decode, whole = ("attention_2x128", "attention_1x256"), [("none", None), ("heads", None)]
     wanted = [(name, *how) for name in decode for how in (*whole, *merges)]
     assert splits == wanted + [("prompt_96", *how) for how in (*whole, ("keys", None))]
-    sums = "sum", "all_reduce", "sum_norm", "all_reduce_norm"
+    sums = [what + behind for behind in ("", "_norm") for what in ("sum", "all_reduce", "two_shots")]
     wanted = [f"{what}_{rows}x64" for rows in (1, 2) for what in sums]
     assert [row["name"] for row in rows if "bytes" in row] == wanted
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    wanted = [(name, *one) for one in how for name in ("step_1x32", "step_3x64")]
+    wanted = [(name, *one) for one in how for name in STEPS]
     assert steps == wanted + [("decode_loop_3x48", *one) for one in how]
     loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
     assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
@@ -195,7 +196,7 @@ def test_steps_are_measured_with_a_process_a_device(cp, tmp_path):
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]  # one process writes
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    wanted = [(name, *one, 2) for one in how for name in ("step_1x32", "step_3x64")]
+    wanted = [(name, *one, 2) for one in how for name in STEPS]
     found = [(row["name"], row["tp"] * row.get("cp", 1), row["sums"], row["processes"]) for row in rows]
     assert found == wanted
     assert all(("cp" in row) == (cp == 2 and row["tp"] * row.get("cp", 1) == 2) for row in rows)

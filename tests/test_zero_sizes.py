@@ -301,7 +301,7 @@ def test_a_loops_numbers_that_are_no_ints_are_named(change, message):
     arguments = {"tokens": jnp.zeros(1, jnp.int32), "num_steps": 2} | change
     metadata = jattn.build_batch_metadata([1], [1], [[1]], block_size=4)
     with pytest.raises(ValueError, match=message):
-        jattn.decode_loop(None, None, create(), metadata, sample=None, **arguments)
+        jattn.decode_loop(print, None, create(), metadata, sample=print, **arguments)
 
 
 @pytest.mark.parametrize("has_cache", [True, False])

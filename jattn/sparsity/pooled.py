@@ -37,9 +37,8 @@ def select_prefill_blocks(
 ) -> BlockMask:
     """For each head and block of queries the fewest blocks of keys that seem to hold `mass` of it all.
 
-    A block of queries weighs blocks of keys by softmax(mean query . mean key); the most recent blocks and
-    the request's first ones are always kept, and what scores NaN, so that it shows. Traced. Context in the
-    cache counts as keys.
+    A block of queries weighs blocks of keys by softmax(mean query . mean key); the request's most recent and
+    first ones are always kept, and what scores NaN. Traced. Context in the cache counts as keys.
 
     Args:
         query: The step's queries; blocks are of those in the prefill region.

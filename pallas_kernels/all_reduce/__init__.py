@@ -10,4 +10,6 @@ from pallas_kernels.all_reduce.memory import make_peer_memory as make_peer_memor
 from pallas_kernels.all_reduce.reasons import why_not_all_gather as why_not_all_gather
 from pallas_kernels.all_reduce.reasons import why_not_all_reduce as why_not_all_reduce
 from pallas_kernels.all_reduce.reasons import why_not_peers as why_not_peers
+from pallas_kernels.all_reduce.sizes import LINK_BYTES_A_US as LINK_BYTES_A_US
+from pallas_kernels.all_reduce.sizes import WAIT_US as WAIT_US
 from pallas_kernels.all_reduce.sizes import default_shots as default_shots

@@ -152,7 +152,7 @@ def _exchange(
     if reason is not None:
         raise unsupported(what, reason, instead)
     if shots is None:
-        shots = default_shots(*x.shape, devices)
+        shots = default_shots(x.shape[0], x.shape[1], devices)
     require_one_of("shots", shots, (1, 2))
     return _exchange_of(x, peers, shots)
 
