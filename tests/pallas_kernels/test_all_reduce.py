@@ -20,12 +20,14 @@ from pallas_kernels.all_reduce import (
     all_reduce_rms_norm,
     make_peer_memory,
     reasons,
+    reference,
 )
 from pallas_kernels.all_reduce.driver import ctypes as ctypes_of_driver
 from pallas_kernels.ptx import peer_words
+from pallas_kernels.ptx.peer_sums import Norm
 from pallas_kernels.ptx.peer_words import Exchange, block_bytes_of
 from tests import aot
-from tests.pallas_kernels import all_reduce_aot_cases
+from tests.pallas_kernels import all_reduce_aot_cases, devices_of_one_gpu
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -51,6 +53,30 @@ def test_gpus_that_write_into_each_other_s_memory_sum():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
     assert "4096 wide: right" in run_on("gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [None, Norm(1e-5), Norm(1e-6, True, True)], ids=["alone", "llama", "gemma"])
+@pytest.mark.parametrize("max_blocks", [5, 16])  # 15 rows are three a thread block, or one
+@pytest.mark.parametrize("count", [3, 8])
+def test_more_devices_than_there_are_gpus_sum(count, max_blocks, norm, monkeypatch):
+    """On one GPU, calls of one shot and of two by turns."""
+    monkeypatch.setattr(peer_words, "MAX_BLOCKS", max_blocks)
+    devices, rng = devices_of_one_gpu.Devices(count, max_rows=15, width=4096), np.random.default_rng(count)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    for call in range(24):
+        rows, width = (1, 6, 15)[call % 3], (4096, 1028)[call // 2 % 2]
+        parts, residual, weight = draw(count, rows, width), draw(rows, width), draw(width)
+        others = () if norm is None else (residual, weight)
+        got = devices.sums(parts, *others, norm=norm, shots=1 + call % 2)
+        want = [reference.all_reduce(np.asarray(parts))]
+        if norm is not None:
+            arrays = map(np.asarray, (parts, *others))
+            want = reference.all_reduce_rms_norm(*arrays, **norm._asdict())
+        for found, wanted in zip(map(np.asarray, got), want, strict=True):
+            bits = found.view(np.uint16)
+            np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
+            np.testing.assert_allclose(found[0].astype(np.float64), wanted, rtol=2**-6, atol=2**-6)
 
 
 def test_every_shape_compiles_without_spills():
