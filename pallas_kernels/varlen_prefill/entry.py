@@ -118,7 +118,7 @@ def attend_call(
 def _lse_of_tokens(
     lse_tiles: Array, query_start_loc: Array, schedule: Schedule, num_tokens: int, sizes: KernelSizes
 ) -> Array:
-    """From [tiles, items_per_tile, tile_q] to [q_heads, tokens]."""
+    """From [items_per_tile, tiles, tile_q] to [q_heads, tokens]."""
     tile, each = sizes.tile_tokens, sizes.warpgroup_tokens
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     starts = query_start_loc.astype(jnp.int32)
@@ -126,6 +126,6 @@ def _lse_of_tokens(
     row = token - schedule.first_rows[req]
     nth, row = schedule.first_tiles[req] + row // tile, row % tile
     if sizes.heads_per_tile == 1:
-        return lse_tiles[nth, :, row].T
+        return lse_tiles.reshape(len(lse_tiles), -1)[:, nth * tile + row]
     of_warpgroups = lse_tiles.reshape(*lse_tiles.shape[:2], sizes.team_size, sizes.heads_per_tile, each)
-    return of_warpgroups[nth, :, row // each, :, row % each].reshape(num_tokens, -1).T
+    return of_warpgroups[:, nth, row // each, :, row % each].reshape(num_tokens, -1).T

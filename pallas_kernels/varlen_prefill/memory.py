@@ -29,7 +29,7 @@ WIDEN_REGISTERS, WIDENING_REGISTERS = 64, (32, 160)
 
 def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
     """The output, the log-sum-exp of every row of every tile, partial results."""
-    shape = num_tiles, spec.items_per_tile, spec.sizes.tile_q
+    shape = spec.items_per_tile, num_tiles, spec.sizes.tile_q  # so tokens lie side by side
     lse = jax.ShapeDtypeStruct(shape, f32) if spec.returns_lse else None
     partials = _partial_types(spec) if spec.has_splits else None
     return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials)

@@ -62,7 +62,7 @@ def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple
 
 def store_lse(lse_g: Ref, rows: QueryRows, lse: Rows) -> None:
     """Writes a warpgroup's rows of Outputs.lse."""
-    lse_g[rows.item["number"], rows.item.head, rows_of_tile(rows)] = lse
+    lse_g[rows.item.head, rows.item["number"], rows_of_tile(rows)] = lse
 
 
 def store_partial(partials: Partials, partial: Scalar, rows: QueryRows, attended: Attended) -> None:
