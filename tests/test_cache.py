@@ -416,6 +416,15 @@ def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
         jattn.PackedKV(**({"k": rows, "v": rows, "kv_start_loc": jnp.zeros(2, jnp.int32)} | change))
 
 
+def test_a_scale_of_many_caches_stays_the_callers_when_they_are_donated():
+    scale = jnp.full((), 0.5, jnp.float32)
+    create = lambda: jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale, v_scale=scale)
+    write = lambda cache: jattn.write_kv(cache, *random_kv(2), jnp.arange(2))
+    write_all = jax.jit(lambda caches: [*map(write, caches)], donate_argnums=0)
+    first, _ = write_all([create(), create()])
+    assert float(first.k_scale) == float(first.v_scale) == float(scale) == 0.5
+
+
 @pytest.mark.usefixtures("types_unchecked")
 def test_a_cache_is_made_of_a_cache_spec():
     with pytest.raises(ValueError, match="spec must be a CacheSpec, got AttentionSpec"):

@@ -178,7 +178,7 @@ def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | N
         values = np.asarray(scale, np.float32)
         is_right = bool((np.isfinite(values) & (values > 0)).all())
         require(is_right, name, "be positive and finite", scale)
-    return jnp.asarray(scale, jnp.float32)
+    return jnp.array(scale, jnp.float32)  # a copy: who donates the cache donates it, too
 
 
 def _swap_token_and_head(scale: Any) -> Any:
