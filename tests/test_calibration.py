@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 import jattn
 from jattn.models import Decoder, DecoderConfig, KVScales
 from jattn.models.loading import read_config
+from jattn.models.scales import LayerScales
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
 from tests.models.families import CONFIGS, random_tensors, write_checkpoint
@@ -84,6 +85,12 @@ class TestFiles:
         for old, new in zip(scales.layers, again.layers, strict=True):
             assert old.k is new.k is None
             np.testing.assert_array_equal(old.v, new.v)
+
+    def test_scales_come_back_in_whatever_order_they_lie_in_memory(self, tmp_path):
+        scale = np.arange(1, 9, dtype=np.float32).reshape(4, 2).T
+        KVScales((LayerScales(v=scale),)).save(tmp_path / "scales.safetensors")
+        (again,) = KVScales.load(tmp_path / "scales.safetensors", 1).layers
+        np.testing.assert_array_equal(again.v, scale)
 
     @pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
     def test_a_checkpoints_own_are_found_and_kept(self, tmp_path, form):

@@ -86,7 +86,7 @@ class KVScales:
     def tensors(self) -> dict[str, np.ndarray]:
         """By the names that checkpoints use."""
         return {
-            f"model.layers.{i}.self_attn.{side}_scale": np.asarray(scale, np.float32)
+            f"model.layers.{i}.self_attn.{side}_scale": np.asarray(scale, np.float32, order="C")
             for i, layer in enumerate(self.layers)
             for side, scale in layer._asdict().items()
             if scale is not None
