@@ -349,12 +349,21 @@ class TestRefusals:
             ValueError, match=r"a block of target.k must have shape \(4, 2, 16\).*got \(4, 2, 8\)"
         ):
             swap(jattn.PagedCache.create(spec(head_dim=8)), np.zeros((1, 2), int))
+        with pytest.raises(ValueError, match=r"target.k must be float32, as the source's, got bfloat16"):
+            swap(jattn.PagedCache.create(spec(dtype=jnp.bfloat16)), np.zeros((1, 2), int))
         with pytest.raises(ValueError, match="target must have the source's arrays"):
             swap(jattn.PagedCache.create(spec(quantization="int8_token_head")), np.zeros((1, 2), int))
         with pytest.raises(
             ValueError, match=r"block_mapping must stay below 3 in column 1, got \[\[0, 3\]\]"
         ):
             swap(jattn.PagedCache.create(spec(num_blocks=3)), np.asarray([[0, 3]]))
+
+    @pytest.mark.parametrize("on_host", [False, True])
+    def test_numbers_with_scales_are_not_swapped_for_some_without(self, on_host):
+        source, other = create(quantization="int8_k_only"), spec(quantization="int8_static_v")
+        target = jattn.PagedCache.create_on_host(other) if on_host else create(quantization="int8_static_v")
+        with pytest.raises(ValueError, match=r"target.v must be float32, as the source's, got int8"):
+            jattn.swap_blocks(source, target, np.asarray([[0, 1]]))
 
 
 @pytest.mark.usefixtures("types_unchecked")

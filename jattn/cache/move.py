@@ -73,8 +73,8 @@ def swap_blocks(
         The target, written.
 
     Raises:
-        ValueError: The caches differ in layout or in the shape of a block, block_mapping is no pairs of ints,
-            a number is past the end, or two pairs have one target.
+        ValueError: The caches differ in layout, dtypes or the shape of a block, block_mapping is no pairs of
+            ints, a number is past the end, or two pairs have one target.
 
     Source: vLLM `swap_blocks`.
     """
@@ -91,6 +91,8 @@ def swap_blocks(
         require_shape(
             f"a block of target.{name}", ours[name].shape[1:], theirs[name].shape[1:], "as the source's"
         )
+        dtype = theirs[name].dtype  # no cast: of numbers that have scales it would make others
+        require(ours[name].dtype == dtype, f"target.{name}", f"be {dtype}, as the source's", ours[name].dtype)
     pairs = np.asarray(_as_pairs(block_mapping))
     _check_pairs(pairs, source, target)
     pairs = pairs[(pairs >= 0).all(axis=1)]
