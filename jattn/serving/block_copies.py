@@ -1,4 +1,4 @@
-"""Copies of blocks between an engine's steps: what forks write into is theirs alone."""
+"""What an engine does to caches between its steps: it copies blocks that forks write into, or frees all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +11,13 @@ from jattn.cache.move import copy_blocks
 FACTOR = 4  # from one size to the next: few to compile, and what a copy is padded with costs no step
 
 type Pairs = Sequence[tuple[int, int]]
+
+
+def free(caches: Any) -> None:
+    """Gives the memory of caches back at once, whoever has them: the traceback of a failed call does."""
+    for array in jax.tree.leaves(caches):
+        if isinstance(array, jax.Array):
+            array.delete()
 
 
 class BlockCopies:

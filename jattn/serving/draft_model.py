@@ -17,7 +17,7 @@ from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.metadata.transitions import advance, slot_mapping_of
 from jattn.pytree import replace
 from jattn.requests import pack_tokens
-from jattn.serving.block_copies import BlockCopies
+from jattn.serving.block_copies import BlockCopies, free
 from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata, sample
@@ -143,7 +143,7 @@ class DraftModel(Proposer):
 
     def reset(self) -> None:
         """As `Proposer.reset`."""
-        self._caches = None  # before there is memory for others
+        free(self._caches)  # before there is memory for others
         self._caches = self._new_caches()
 
     def warm_up(self, place: int, bucket: Bucket) -> None:

@@ -21,7 +21,7 @@ from jattn.bucket import Bucket
 from jattn.metadata.batch import build_batch_metadata
 from jattn.metadata.check import check_batch
 from jattn.parallel import on_all_parts
-from jattn.serving.block_copies import BlockCopies
+from jattn.serving.block_copies import BlockCopies, free
 from jattn.serving.cascade_steps import cascade_steps_of
 from jattn.serving.doctor import explain
 from jattn.serving.generation import Generation
@@ -128,7 +128,7 @@ class Runner:
         """Makes new caches and forgets the steps in flight: what a failed call was given is gone."""
         self._tell("reset")
         self._in_flight.clear()
-        self._caches = None  # before there is memory for others
+        free(self._caches)  # before there is memory for others
         self._caches = self._new_caches()
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         if self._proposer is not None:

@@ -1,5 +1,7 @@
 """A failure ends whom it concerns, and the engine serves on."""
 
+import unittest.mock
+
 import jax
 import pytest
 
@@ -79,6 +81,23 @@ class TestAStepThatFails:
         (result,) = engine.generate([prompt], max_tokens=4)
         assert result.token_ids == want.token_ids
         assert engine.stats.num_prefix_hit_tokens == hits
+
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_frees_its_caches_before_it_makes_others_though_its_error_has_them(self, monkeypatch, drafts):
+        model = one_layer_model()
+        engine = Engine(model, num_blocks=999, speculative=one_layer_model(seed=1) if drafts else None)
+        owners = [engine._runner, engine._runner._proposer] if drafts else [engine._runner]
+        num_bytes = lambda: sum(array.nbytes for array in jax.live_arrays())
+        most, seen = num_bytes(), []
+        for owner in owners:
+            new = owner._new_caches
+            monkeypatch.setattr(owner, "_new_caches", lambda new=new: (new(), seen.append(num_bytes()))[0])
+        not_compiled = unittest.mock.Mock(side_effect=RuntimeError("no memory to compile"))
+        monkeypatch.setattr(engine.graphs._executables, "get", not_compiled)
+        with pytest.raises(RuntimeError, match="no memory to compile"):
+            engine.generate(["abc"], max_tokens=4)
+        assert max(seen) < 1.1 * most
+        assert len(seen) == len(owners)
 
     def test_compiles_nothing_anew(self, engine, failure):
         engine.generate(["abc"], max_tokens=4)
