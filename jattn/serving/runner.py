@@ -218,9 +218,10 @@ class Runner:
         """Runs these executables on no requests; waits for them."""
         self._tell("warm_up", cold)
         with self._fails_for_all(BaseException):
+            leaves = self.graphs.leaves_of(self.weights.state)  # the last step's may have been donated
             for place, bucket in cold:
                 if place < len(self._runs):
-                    self._caches = self._runs[place].run(bucket, self._leaves, self._caches)
+                    self._caches = self._runs[place].run(bucket, leaves, self._caches)
                 elif self._proposer is not None:
                     self._proposer.warm_up(place - len(self._runs), bucket)
 

@@ -5,6 +5,7 @@ import asyncio
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jattn.bucket import Bucket
 from jattn.serving import AsyncEngine, Engine, SamplingParams
@@ -71,6 +72,17 @@ class TestPrecompile:
 
 
 class TestWarmUp:
+    def test_runs_the_weights_of_now_where_training_has_donated_those_of_before(self, engine):
+        texts = [engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids]
+        train = lambda model: nnx.update(model, jax.tree.map(lambda x: -x, nnx.state(model)))
+        for _ in range(2):
+            nnx.jit(train, donate_argnums=0)(engine.model)
+            engine._runner._runs[0].num_runs.clear()
+            assert engine.warm_up() == 0
+            texts.append(engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids)
+        assert texts[0] == texts[2] != texts[1]
+        assert engine.stats.num_failed_steps == 0
+
     def test_leaves_caches_and_texts_as_they_are(self, engine):
         (want,) = engine.generate(["abcdefghijkl"], max_tokens=12)
         names = [engine.add_request("abcdefghijkl", SamplingParams(max_tokens=12))]
