@@ -57,6 +57,7 @@ def calibrate(
         len(prompts) > 0 and not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts)
     )
     require_positive(headroom=headroom)
+    require(bool(np.isfinite(headroom)), "headroom", "be finite", headroom)
     require_type("model", model, nnx.Module, "jattn.models.load reads one from a folder")
     config = model.config
     graphdef, params = nnx.split(model)

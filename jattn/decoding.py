@@ -108,6 +108,8 @@ def _checked(
         "be 0 in decode_loop (advance() makes prefill rows decode rows)",
         bucket.max_prefills,
     )
+    for name, value, rule in (("tokens", tokens, "be ints"), ("stop_ids", stop_ids, "be ints (() for none)")):
+        require(value is not None, name, rule, None)
     _, token_ids, stops, lens = with_namespace(tokens=tokens, stop_ids=stop_ids, max_lens=max_lens)
     require_shape("tokens", token_ids.shape, (num_reqs,), "rows of the metadata")
     stops = jnp.asarray(stops)

@@ -148,6 +148,7 @@ class TestRefusals:
             ([], {}, r"prompts must be a list of prompts, got \[\]"),
             ("text", {}, "prompts must be a list of prompts, got 'text'"),
             (PROMPTS, {"headroom": 0.0}, "headroom must be positive, got 0.0"),
+            (PROMPTS, {"headroom": np.inf}, "headroom must be finite, got inf"),
             ([[1] * 10_000], {}, r"prompts\[0\] must fit the model's .* positions, got 10000 tokens"),
         ],
     )

@@ -279,9 +279,11 @@ class TestErrors:
             ({"num_steps": 0}, "num_steps must be positive, got 0"),
             ({"stop_ids": np.zeros((3, 2), int)}, r"stop_ids must have shape \(4, 2\) .*got \(3, 2\)"),
             ({"stop_ids": np.zeros((4, 2, 1), int)}, r"stop_ids must have shape .*got \(4, 2, 1\)"),
+            ({"stop_ids": None}, r"stop_ids must be ints \(\(\) for none\), got None"),
             ({"max_lens": [9, 9, 9]}, r"max_lens must have shape \(4,\) .*got \(3,\)"),
         ],
     )
+    @pytest.mark.usefixtures("types_unchecked")
     def test_names_the_option_that_does_not_fit(self, options, message):
         with pytest.raises(ValueError, match=message):
             self.run(*first_batch(), **options)
