@@ -43,7 +43,7 @@ class DecoderConfig:
         norm_placement: "before" attention and MLP, "around" or "after" them; "parallel": one before both,
             which stand side by side; "parallel_apart": one before each of those.
         adds_to_normed: Attention and MLP are added to what their norm gave, not to what it was given.
-        max_position_embeddings: The longest context, in tokens.
+        max_position_embeddings: The longest context, in tokens: the key's, or what ropes are scaled for.
         tie_word_embeddings: The output projection is the embedding.
         residual_scale: What attention and MLP give is multiplied by before it is added; None = nothing.
         embedding_scale: What embeddings are multiplied by, rounded to their dtype; None = nothing.
@@ -118,10 +118,12 @@ class DecoderConfig:
         hf = normalised(hf, family)
         keys = filled(hf, family)
         fields = {name: keys[name] for name in _TAKEN} | {"norm_placement": family.norm_placement}
+        layers = tuple(family.layer(keys, layer) for layer in range(keys["num_hidden_layers"]))
+        fields["max_position_embeddings"] = _longest_context(keys["max_position_embeddings"], layers)
         return cls(
             model_type=family.model_type,
             norm=NormSpec(family.norm, keys["rms_norm_eps"]),
-            layers=tuple(family.layer(keys, layer) for layer in range(keys["num_hidden_layers"])),
+            layers=layers,
             tie_word_embeddings=bool(keys["tie_word_embeddings"]),
             dtype=keys["torch_dtype"],
             eos_token_ids=token_ids(keys["eos_token_id"]),
@@ -185,3 +187,9 @@ class DecoderConfig:
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of a layer, counted from 0."""
         return self.layers[layer].attention
+
+
+def _longest_context(said: int, layers: tuple[LayerSpec, ...]) -> int:
+    """What the ropes are scaled for, the shortest of it where they differ, and never less than is said."""
+    scaled = (layer.rope.longest(said) for layer in layers if layer.rope is not None)
+    return max(said, min((length for length in scaled if length is not None), default=said))

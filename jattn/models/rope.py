@@ -141,6 +141,18 @@ class Rope:
         """
         return self.original_max_position_embeddings if self.rope_type == "longrope" else None
 
+    def longest(self, max_context: int) -> int | None:
+        """The longest context that it is scaled for, as vLLM reckons it; None = it says nothing of that.
+
+        "dynamic" says nothing: it stretches with each token, and longer contexts have keys of many stretches.
+
+        Args:
+            max_context: The config's max_position_embeddings.
+        """
+        if self.rope_type == "yarn":
+            return round(self.original_max_position_embeddings * self.factor)
+        return int(max_context * self.factor) if self.rope_type in ("linear", "proportional") else None
+
     def inv_freq(self, *, is_long: bool = False) -> Float32[np.ndarray, " half"]:
         """Radians a token of each pair.
 

@@ -35,6 +35,31 @@ def read(hf):
     return config, config.layers[0], config.layers[-1]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+BY_TYPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
+LONGEST = {  # as vLLM reckons it, but for dynamic ones and factors that would shorten it
+    "yarn": (published.QWEN3_30B_A3B, {"rope_scaling": YARN}, 131072),
+    "yarn_without_an_original": (
+        published.QWEN3_30B_A3B,
+        {"rope_scaling": YARN | {"original_max_position_embeddings": None}},
+        163840,
+    ),
+    "yarn_of_less": (published.QWEN3_30B_A3B, {"rope_scaling": YARN | {"factor": 1.0}}, 40960),
+    "linear": (published.QWEN3_30B_A3B, {"rope_scaling": {"type": "linear", "factor": 2.5}}, 102400),
+    "dynamic": (published.QWEN3_30B_A3B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 40960),
+    "by_type": (hf_of("olmo3"), {"rope_parameters": BY_TYPE}, 131072),
+    "gemma3": (published.GEMMA3_4B, {}, 131072),
+    "gpt_oss": (published.GPT_OSS_20B, {}, 131072),
+    "longrope": (published.PHI4_MINI, {}, 131072),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_the_longest_context_is_what_ropes_are_scaled_for(name):
+    hf, changes, longest = LONGEST[name]
+    assert read(hf | changes)[0].max_position_embeddings == longest
+
+
 def test_phi3small():
     config, sparse, dense = read(published.PHI3SMALL_8K)
     assert sparse.attention.sparsity == LocalStrided(block_size=64, local_blocks=16, vert_stride=8)

@@ -1,5 +1,8 @@
 """Gemma 3, its text part: norms of queries and keys for Gemma 2's soft caps, two ropes."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma2 import CAUSAL_ONLY, GEMMA2
 from jattn.models.families.keys import ROPE
@@ -34,6 +37,11 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
+def _model(keys: Keys) -> Mapping[str, Any]:
+    """As Gemma 2's, and the context as it stands there: it is the one that the rope is scaled for."""
+    return {**GEMMA2.model(keys), "max_position_embeddings": keys["max_position_embeddings"]}
+
+
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -52,7 +60,7 @@ GEMMA3 = Family(
         "final_logit_softcapping": None,
     },
     layer=_layer,
-    model=GEMMA2.model,
+    model=_model,
     norm=GEMMA2.norm,
     norm_placement=GEMMA2.norm_placement,
     tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
