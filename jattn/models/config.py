@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
+from jattn.models.families.keys import check_kinds
 from jattn.models.layer_spec import LayerSpec, require_one_a_layer
 from jattn.models.rope import Rope
 from jattn.models.specs import NORM_PLACEMENTS, NormSpec
@@ -113,6 +114,7 @@ class DecoderConfig:
             NotImplementedError: The architecture, activation, rope type or another part is not one of ours,
                 or no decoder here knows a key; the message names it, and what is supported.
         """
+        check_kinds(hf)
         hf = text_part(hf)
         family = family_of(hf)
         hf = normalised(hf, family)

@@ -45,6 +45,7 @@ def read_hf(hf: Mapping[str, Any], *, default_context: int, max_context: int) ->
     """
     given = {key: value for key, value in hf.items() if value is not None}
     rope_type = given.get("rope_type") or given.get("type") or "default"
+    require(isinstance(rope_type, str), "rope parameter rope_type", "be a name", repr(rope_type))
     rope_type = _ALIASES.get(rope_type, rope_type)
     _check(given, rope_type)
     fields: dict[str, Any] = {"rope_type": rope_type, "rope_theta": float(given.get("rope_theta", 10000.0))}
@@ -96,6 +97,8 @@ def _check(given: Mapping[str, Any], rope_type: str) -> None:
         values = given.get(key, [])
         is_list = isinstance(values, list | tuple) and all(map(is_number, values))
         require(is_list, f"rope parameter {key}", "be a list of numbers", repr(values)[:60])
+    truncate = given.get("truncate", True)
+    require(isinstance(truncate, bool), "rope parameter truncate", "be true or false", repr(truncate))
     is_typed = "rope_type" in given or "type" in given or not given.keys() - _OF_EVERY_TYPE
     require(is_typed, "rope parameters", "have a rope_type", dict(given))
     needed = {"linear": _LLAMA3[:1], "dynamic": _LLAMA3[:1], "llama3": _LLAMA3[:3], "longrope": _LONGROPE[:2]}

@@ -159,6 +159,9 @@ def test_null_is_a_value_or_an_error_that_names_its_key(model_type):
     assert [name for name, message in messages.items() if name not in message] == []
 
 
+DEFAULT_ROPES = {key: {"rope_type": "default"} for key in ("full_attention", "sliding_attention")}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
@@ -178,6 +181,30 @@ def test_null_is_a_value_or_an_error_that_names_its_key(model_type):
             "attention_types must be one of 'global', 'local', got 'near'",
         ),
         ("gemma3_text", {"hidden_activation": None}, "hidden_activation must be a name, got None"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
+        ("llama", {"attention_bias": "false"}, "attention_bias must be true or false, got 'false'"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, got 'Llama"),
+        ("llama", {"architectures": [None]}, r"architectures must be a list of names, got \[None\]"),
+        ("llama", {"model_type": ["llama"]}, r"model_type must be a name, got \['llama'\]"),
+        ("llama", {"quantization_config": "fp8"}, "quantization_config must be an object, got 'fp8'"),
+        ("llama", {"head_dim": 0}, "head_dim must be positive, got 0"),
+        ("llama", {"head_dim": -8}, "head_dim must be positive, got -8"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads must be positive, got 0"),
+        ("llama", {"rope_parameters": {"rope_type": ["x"]}}, r"rope_type must be a name, got \['x'\]"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "truncate": "no"}},
+            "truncate must be true or false, got 'no'",
+        ),
+        ("gemma2", {"rope_parameters": {**DEFAULT_ROPES, "full_attention": 3}}, "be an object, got 3"),
+        ("qwen2_moe", {"mlp_only_layers": "0"}, "mlp_only_layers must be a list of ints, got '0'"),
+        ("mpt", {"attn_config": "x"}, "attn_config must be an object, got 'x'"),
+        (
+            "llama",
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": [1]}},
+            r"model_type must be a name, got \[1\]",
+        ),
     ],
 )
 def test_a_value_is_of_the_kind_of_its_default(model_type, changes, message):
@@ -252,6 +279,8 @@ def test_a_key_that_nobody_knows_is_named():
         DecoderConfig.from_hf(hf | {"residual_multiplier": 0.5})
     with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
         DecoderConfig.from_hf(CONFIGS["qwen2"] | {"dual_chunk_attention_config": {"chunk_size": 9}})
+    with pytest.raises(NotImplementedError, match=r"'is_causal' \(False\): decoders are causal"):
+        DecoderConfig.from_hf(hf | {"is_causal": False})
     harmless = {"initializer_range": 0.02, "residual_multiplier": None, "use_cache": True}
     config = DecoderConfig.from_hf(hf | harmless)
     assert config.layers == DecoderConfig.from_hf(hf).layers

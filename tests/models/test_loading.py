@@ -197,7 +197,7 @@ def test_names_the_file_that_is_broken(tmp_path, file, content):
             {"rope_scaling": {"type": "linear", "factor": "8"}},
             "rope parameter factor must be a number, got '8'",
         ),
-        ({"layer_types": "full_attention"}, "layer_types must be a list, got 'full_attention'"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list of names, got 'full_attention'"),
         ({"hidden_act": 3}, "hidden_act must be a name, got 3"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id must be an int or a list of them, got"),
         ({"vocab_size": None}, r"config must have the keys vocab_size.*, got none of \['vocab_size'\]"),

@@ -16,6 +16,7 @@ FALCON = {key: SIZES[key] for key in _OF_FALCON} | {"model_type": "falcon", "bia
 OPT = {key: SIZES[key] for key in (*_OF_FALCON, "max_position_embeddings")}
 OPT |= {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": True}
 EXAONE4 = {**SIZES, "model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 8}
+GEMMA3 = {**SIZES, "model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 3}
 # Of checkpoints in use: what their config.json says, and keys that change nothing.
 PUBLISHED = {
     "smollm2": (
@@ -48,6 +49,8 @@ PUBLISHED = {
     "rope_default": (LLAMA, {"rope_scaling": {"type": "default", "rope_type": "default"}}),
     "rope_without_a_type": (LLAMA, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
     "exaone4": (EXAONE4 | {"sliding_window_pattern": 4}, {"sliding_window_pattern": None}),
+    "gemma3": (GEMMA3, {"sliding_window_pattern": None, "query_pre_attn_scalar": 256.0, "is_causal": True}),
+    "decoders_are_causal": (LLAMA, {"is_causal": True, "use_bidirectional_attention": False}),
 }
 
 

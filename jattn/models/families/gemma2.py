@@ -20,7 +20,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
         attention=attention(
             keys,
             window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
-            scale=(keys["query_pre_attn_scalar"] or keys["head_dim"]) ** -0.5,
+            scale=keys["query_pre_attn_scalar"] ** -0.5,
             soft_cap=keys["attn_logit_softcapping"],
         ),
         rope=rope(keys, kind),
@@ -50,7 +50,7 @@ GEMMA2 = Family(
         "bos_token_id": 2,
         "eos_token_id": 1,
         "attention_bias": False,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": 256.0,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },

@@ -64,18 +64,20 @@ HARMLESS = frozenset(_HARMLESS.split())
 # Who has none of it may say so with False; a checkpoint that has a bias nevertheless has tensors too many.
 SWITCHES = (
     *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias", "use_bias", "lm_head_bias"),
-    *("use_qk_norm", "qk_layernorm", "use_sliding_window"),
+    *("use_qk_norm", "qk_layernorm", "use_sliding_window", "use_bidirectional_attention"),
 )
+ALWAYS_ON = ("is_causal",)  # what every decoder here is, and a config may say
 # Where null is a value: nothing of the kind.
 NULLABLE = (
     *("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
     *("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "gegelu_limit"),
     *("mup_width_multiplier", "mup_embedding_multiplier", "dense_attention_every_n_layers"),
 )
-NULL_IS_SILENCE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+NULL_IS_SILENCE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern")
 # What would change the result, and why it is not here.
 REFUSED = {
     "dual_chunk_attention_config": "positions of far chunks are folded, and no kernel here does that",
+    **dict.fromkeys(("is_causal", "use_bidirectional_attention"), "decoders are causal"),
 }
 
 
@@ -100,12 +102,16 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     require_positive(**{key: keys[key] for key in SIZES})
     require_number(rms_norm_eps=keys["rms_norm_eps"])
+    for key in ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"):
+        if keys.get(key) is not None:
+            require_positive(**{names.get(key, key): keys[key]})
     heads = keys["num_attention_heads"]
     if keys["head_dim"] is None:
         rule = f"be a multiple of num_attention_heads ({heads}) where head_dim is not given"
         require(keys["hidden_size"] % heads == 0, "hidden_size", rule, keys["hidden_size"])
-    keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // heads
-    keys["num_key_value_heads"] = keys["num_key_value_heads"] or heads
+        keys["head_dim"] = keys["hidden_size"] // heads
+    if keys["num_key_value_heads"] is None:
+        keys["num_key_value_heads"] = heads
     return keys
 
 
@@ -120,11 +126,14 @@ def _as(default: Any, key: str, name: str, value: Any) -> Any:
             rope's numbers, and false of a switch.
 
     Raises:
-        ValueError: The default is a number or a name, and the value none.
+        ValueError: The default is a number, a switch or a name, and the value none.
     """
     if value is None and key in NULL_IS_SILENCE:
         return default
-    if isinstance(default, bool) or default is None or (value is None and key in NULLABLE):
+    if isinstance(default, bool):
+        require(value is None or _is_switch(value), name, "be true or false", repr(value))
+        return value
+    if default is None or (value is None and key in NULLABLE):
         return value
     if isinstance(default, float):
         require(_is_number(value), name, "be a number", repr(value))
@@ -139,6 +148,9 @@ def _as(default: Any, key: str, name: str, value: Any) -> Any:
 
 def _flat(hf: Keys, family: Family) -> dict[str, Any]:
     """The same keys, those of nested dictionaries among them."""
+    for key in family.nested:
+        is_object = hf.get(key) is None or isinstance(hf[key], Mapping)
+        require(is_object, key, "be an object", repr(hf.get(key)))
     inner = {f"{key}.{name}": value for key in family.nested for name, value in (hf.get(key) or {}).items()}
     outer = {key: value for key, value in hf.items() if key not in family.nested}
     return outer | inner
@@ -149,8 +161,10 @@ def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
         if hf.get(key) is not None and hf[key] not in values:
             supported = ", ".join(map(repr, values)) or "none"
             raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {supported}")
-    is_off = lambda key, value: value is None or (value is False and key in SWITCHES)
-    said = [key for key, value in hf.items() if not is_off(key, value)]
+    is_idle = lambda key, value: (
+        value is None or (value is False and key in SWITCHES) or (value is True and key in ALWAYS_ON)
+    )
+    said = [key for key, value in hf.items() if not is_idle(key, value)]
     unknown = [key for key in said if key not in known and key not in family.only]
     for key in unknown:
         if not _is_harmless(key) and key not in family.harmless:
@@ -235,8 +249,22 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
+def _is_switch(value: Any) -> bool:
+    """Whether it is true or false, or an int that transformers takes as such (Llama 4 has a 4)."""
+    return isinstance(value, int)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are(is_one: Callable[[Any], bool], value: Any) -> bool:
+    """Whether it is a list of such ones."""
+    return isinstance(value, list | tuple) and all(map(is_one, value))
+
+
 def _are_ints(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_int, value))
+    return _are(_is_int, value)
 
 
 # What the values of a config.json are.
@@ -254,6 +282,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "max_window_layers",
             "bos_token_id",
             *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+            *("rotary_dim", "word_embed_proj_dim", "n_shared_experts", "num_ln_in_parallel_attn"),
         ),
     ),
     (
@@ -266,11 +295,14 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "query_pre_attn_scalar",
             "attn_logit_softcapping",
             "final_logit_softcapping",
+            *("clip_qkv", "attn_config.clip_qkv", "attn_config.softmax_scale"),
         ),
     ),
-    ("a name", lambda value: isinstance(value, str), ("model_type", "hidden_act", "hidden_activation")),
-    ("a list", lambda value: isinstance(value, list | tuple), ("architectures", "layer_types")),
-    ("a list of ints", _are_ints, ("dummy_token_indices",)),
+    ("true or false", _is_switch, ("tie_word_embeddings",)),
+    ("a name", _is_name, ("model_type", "hidden_act", "hidden_activation")),
+    ("a list of names", lambda value: _are(_is_name, value), ("architectures", "layer_types")),
+    ("a list of ints", _are_ints, ("dummy_token_indices", "mlp_only_layers", "moe_layers")),
+    ("a list of ints", lambda value: _are(_is_switch, value), ("no_rope_layers",)),
     (
         "an object",
         lambda value: isinstance(value, Mapping),

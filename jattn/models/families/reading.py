@@ -162,6 +162,7 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_p
         rule = "hold one rope for all layers" if kind is None else f"have {kind!r}"
         require(kind in given, "rope_parameters", rule, sorted(given))
         given = given[kind]
+        require(isinstance(given, Mapping), f"rope_parameters' {kind}", "be an object", repr(given))
     given = {**base, **_said(given)}
     part = given.get("partial_rotary_factor")
     if not is_partial and part not in (None, 1):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families.family import Keys
-from jattn.models.families.keys import NULL_IS_SILENCE, SIZES
+from jattn.models.families.keys import NULL_IS_SILENCE, SIZES, check_kinds
 from pallas_kernels.checks import require
 
 # model_type and architecture -> the text part's model_type where text_config does not say it.
@@ -74,6 +74,7 @@ def text_part(hf: Keys) -> Keys:
         return hf
     text = hf.get("text_config") or {}
     require(isinstance(text, Mapping), "text_config", "be an object", repr(text))
+    check_kinds(text)
     own = f"{hf.get('model_type')}_text"
     if not text and own in _TEXT_TYPES:
         text = {key: value for key, value in hf.items() if key not in _OF_THE_REST} | {"model_type": own}
