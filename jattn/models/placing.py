@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jattn.models.hf_tensors import Join
 from jattn.models.host_parameters import write_parameter
 from jattn.models.stored_tensors import StoredTensor
-from jattn.models.weight_formats import Tensor
+from jattn.models.weight_formats import QuantizedTensor, Tensor
 from pallas_kernels.checks import unsupported
 
 type Place = Callable[[np.ndarray], Array]
@@ -65,7 +65,13 @@ def read_parameter(
         place: Puts one array on the device, where there is one.
         on_mesh: How a mesh holds it; None = there is no mesh.
         is_on_host: The device is the host: what is written there stays there, and nothing is placed.
+
+    Raises:
+        ValueError: A scale of weights in few bits is no finite number.
     """
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            tensor.check_scales()
     if on_mesh is None and is_on_host:
         array = jax.device_put(_on_host(tensors, join, dtype), may_alias=True)
     elif on_mesh is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Shaped
 
 from jattn.models.stored_tensors import FLOATS, StoredTensor
@@ -82,6 +83,18 @@ class QuantizedTensor:
     sources: tuple[StoredTensor, ...]
     widen: Callable[..., Array]
 
+    def check_scales(self) -> None:
+        """Looks at scales that are floats, which are few beside the weights.
+
+        Raises:
+            ValueError: One is NaN or infinite, and with it all weights of its block.
+        """
+        for source in self.sources:
+            if source.code in FLOATS:
+                is_finite = np.isfinite(source.view().astype(np.float32))
+                rule, got = "hold finite numbers", f"{is_finite.size - is_finite.sum()} others"
+                require(bool(is_finite.all()), source.name, rule, got)
+
 
 type Tensor = StoredTensor | QuantizedTensor
 
@@ -90,6 +103,7 @@ def check_quantization(config: Mapping[str, Any] | None) -> None:
     """Refuses a config's quantization_config that is not read here.
 
     Raises:
+        ValueError: A part of it is of another kind than it should be.
         NotImplementedError: It is another method, or stores other numbers.
     """
     if not config:
@@ -98,12 +112,57 @@ def check_quantization(config: Mapping[str, Any] | None) -> None:
     if method not in METHODS:
         supported = "Supported: " + ", ".join(METHODS)
         raise unsupported(f"quantization_config {method!r}", "its weights are not read here", supported)
-    for name, group in (config.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+    for name, weights in _groups(config).items():
         kind = (weights.get("type", "float"), weights.get("num_bits", 8), weights.get("symmetric", True))
         if kind != ("float", 8, True):
             what = f"quantization_config's {name} of {kind[1]} bits {kind[0]}, symmetric {kind[2]}"
             raise unsupported(what, "its weights are not read here", "Supported: 8 bits float, symmetric")
+    transforms = config.get("transform_config")
+    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups", transforms)):
+        what, reason = "quantization_config's transform_config", "weights are of rotated inputs or outputs"
+        raise unsupported(what, reason, "Supported: none")
+    _block_size(config)
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    require(isinstance(value, Mapping), f"quantization_config's {name}", "be an object", repr(value))
+    return value
+
+
+def _groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What compressed-tensors says of the weights of each group."""
+    groups = _object("config_groups", config.get("config_groups") or {})
+    return {
+        name: _object(f"{name} weights", _object(name, group).get("weights") or {})
+        for name, group in groups.items()
+    }
+
+
+def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a block that has a scale: as fp8 says it, or compressed-tensors.
+
+    Raises:
+        ValueError: It is no pair of positive ints.
+        NotImplementedError: Groups have blocks of several sizes.
+    """
+    sizes = {"weight_block_size": config.get("weight_block_size")}
+    sizes |= {
+        f"{name} block_structure": group.get("block_structure") for name, group in _groups(config).items()
+    }
+    found = {_pair(name, size) for name, size in sizes.items() if size is not None}
+    if len(found) > 1:
+        what = "quantization_config's blocks of " + " and ".join(f"{a} x {b}" for a, b in sorted(found))
+        raise unsupported(what, "their weights are not told apart", "Supported: one size for all")
+    return found.pop() if found else (128, 128)
+
+
+def _pair(name: str, size: Any) -> tuple[int, int]:
+    if isinstance(size, str) and "block_structure" in name:  # "128x128", as older files have it
+        size = [int(part) if part.isdecimal() else part for part in size.split("x")]
+    is_list = isinstance(size, list | tuple) and len(size) == 2
+    is_pair = is_list and all(type(length) is int and length > 0 for length in size)
+    require(is_pair, f"quantization_config's {name}", "be two positive ints", repr(size))
+    return size[0], size[1]
 
 
 def widened(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -121,7 +180,7 @@ def widened(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> dic
     if not config:
         return dict(tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_OF_ACTIVATIONS)}
-    size = tuple(config.get("weight_block_size") or (128, 128))
+    size = _block_size(config)
     for name, tensor in tensors.items():
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
@@ -138,7 +197,7 @@ def _taken(tensors: dict[str, Any], name: str, suffixes: tuple[str, ...]) -> Sto
     return tensors.pop(found[0])
 
 
-def _float8(values: StoredTensor, scale: StoredTensor, size: tuple[int, ...]) -> QuantizedTensor:
+def _float8(values: StoredTensor, scale: StoredTensor, size: tuple[int, int]) -> QuantizedTensor:
     rows, columns = values.shape
     # Bytes may be exponents, which no quantization_config tells from numbers.
     require(scale.code in FLOATS, f"{scale.name}'s dtype", "be one of " + ", ".join(FLOATS), scale.code)
@@ -147,7 +206,7 @@ def _float8(values: StoredTensor, scale: StoredTensor, size: tuple[int, ...]) ->
     elif scale.shape in ((rows,), (rows, 1)):
         block = (1, columns)
     else:
-        block = (size[0], size[1])
+        block = size
         want = (-(-rows // block[0]), -(-columns // block[1]))
         meaning = f"one, one a row or one a block of {block[0]} x {block[1]} of {values.shape}"
         require_shape(scale.name, scale.shape, want, meaning)

@@ -60,8 +60,16 @@ def quantized(tensors, suffix, block_of, shape_of=lambda blocks: blocks):
     return stored, floats
 
 
+OF_BLOCKS = {"weights": GROUP["weights"] | {"strategy": "block", "block_structure": [20, 32]}}
+IN_A_WORD = {"weights": GROUP["weights"] | {"block_structure": "20x32"}}
 CASES = {
     "blocks": (FP8, "_scale_inv", lambda shape: (20, 32), lambda shape: shape),
+    "structure": (
+        COMPRESSED | {"config_groups": {"group_0": OF_BLOCKS, "group_1": IN_A_WORD}, "transform_config": {}},
+        "_scale",
+        lambda shape: (20, 32),
+        lambda shape: shape,
+    ),
     "one": ({"quant_method": "fp8"}, "_scale", lambda shape: shape, lambda shape: ()),
     "one_of_one": (COMPRESSED, "_scale", lambda shape: shape, lambda shape: (1,)),
     "rows": (COMPRESSED, "_scale", lambda shape: (1, shape[1]), lambda shape: shape),
@@ -161,6 +169,9 @@ WRONG = {
     f"{PROJECTION}_scale_inv's dtype must be one of F32, BF16, F16, got U8": lambda t: t.update(
         {PROJECTION + "_scale_inv": np.full((1, 2), 127, np.uint8)}
     ),
+    f"{PROJECTION}_scale_inv must hold finite numbers, got 1 others": lambda t: t.update(
+        {PROJECTION + "_scale_inv": np.float32([[1, np.nan]])}
+    ),
     "the checkpoint must hold only what .*, got model.norm.weight_scale": lambda t: t.update(
         {"model.norm.weight_scale": np.ones(1, np.float32)}
     ),
@@ -218,10 +229,37 @@ def test_4_bit_floats_that_do_not_fit_are_named(tmp_path, blocks, scales, messag
             COMPRESSED | {"config_groups": {"g": {"weights": {"type": "float", "symmetric": False}}}},
             "quantization_config's g of 8 bits float, symmetric False",
         ),
+        (
+            COMPRESSED | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            "quantization_config's transform_config: weights are of rotated",
+        ),
+        (
+            FP8 | {"config_groups": {"g": {"weights": {"block_structure": [8, 8]}}}},
+            "quantization_config's blocks of 8 x 8 and 20 x 32: .*one size for all",
+        ),
     ],
 )
 def test_other_formats_are_refused_by_name(config, message):
     with pytest.raises(NotImplementedError, match=message):
+        DecoderConfig.from_hf(HF | {"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (COMPRESSED | {"config_groups": {"g": None}}, "quantization_config's g must be an object, got None"),
+        (COMPRESSED | {"config_groups": [1]}, r"config_groups must be an object, got \[1\]"),
+        (COMPRESSED | {"config_groups": {"g": {"weights": 8}}}, "g weights must be an object, got 8"),
+        (FP8 | {"weight_block_size": "128"}, "weight_block_size must be two positive ints, got '128'"),
+        (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size must be two .*got \[128, 0\]"),
+        (
+            COMPRESSED | {"config_groups": {"g": {"weights": {"block_structure": "2xb"}}}},
+            r"g block_structure must be two positive ints, got \[2, 'b'\]",
+        ),
+    ],
+)
+def test_a_quantization_config_of_other_kinds_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(HF | {"quantization_config": config})
 
 
