@@ -7,7 +7,8 @@ drafts that stay.
 
 A step that fails takes its caches with it, which it was given to write into, and with them the keys of every
 request: all end with the error, and the next ones find new caches. So they do where Ctrl-C comes anywhere but
-in the wait for the device, which is most of the time: there nothing is lost.
+in the wait for the device, which is most of the time: there nothing is lost. Where it comes while requests
+are put in the queue or dropped, which are half known then, all end likewise.
 """
 
 import contextlib
@@ -57,6 +58,25 @@ class EngineCore:
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Puts all generations of requests in the queue; their numbers."""
+        with self._ends_all_if_interrupted():
+            return self._admit(requests)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forgets those of them that are unfinished; what is on its way for them will not be read."""
+        with self._ends_all_if_interrupted():
+            self._drop(numbers)
+
+    @contextlib.contextmanager
+    def _ends_all_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:  # what has no place in the queue would be waited for forever
+            self._fail_all(RequestError("the engine was interrupted"))
+            raise
+
+    def _admit(self, requests: Sequence[Request]) -> list[int]:
         generations = [generation for request in requests for generation in request.generations]
         numbers = list(itertools.islice(self._new_numbers, len(generations)))
         self._generations.update(zip(numbers, generations, strict=True))
@@ -72,8 +92,7 @@ class EngineCore:
                 parent = number if parent is None else parent
         return numbers
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        """Forgets those of them that are unfinished; what is on its way for them will not be read."""
+    def _drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             generation = self._generations.pop(number, None)
             self._masked.pop(number, None)
@@ -108,12 +127,14 @@ class EngineCore:
             yield
         except Exception as error:
             cause = self._runner.cause_of(error)
+            self.num_failed_steps += 1
             self._fail_all(cause)
             if cause is error:
                 raise
             raise cause from error
         except BaseException:  # caches may be given away, blocks taken for a step that never ran
             if self._num_awaited != self._runner.num_in_flight:
+                self.num_failed_steps += 1
                 self._fail_all(RequestError("a step was interrupted"))
             raise
 
@@ -168,7 +189,6 @@ class EngineCore:
         return [self._generations[number] for number in self._scheduler.running]
 
     def _fail_all(self, error: Exception) -> None:
-        self.num_failed_steps += 1
         for generation in self._generations.values():
             generation.fail(error)
         self._generations.clear()
@@ -189,7 +209,7 @@ class EngineCore:
                     except Exception as error:  # of its text, say; the others' tokens are as good as before
                         generation.fail(error)
                     if generation.finish_reason is not None:
-                        self.drop([new.request_id])
+                        self._drop([new.request_id])
             self._num_awaited = None
 
     def _hand_out(self, new: NewTokens, generation: Generation) -> None:
@@ -211,7 +231,7 @@ class EngineCore:
         for token_id, logprobs in zip(new.token_ids, of_each, strict=True):
             self._append(generation, token_id, logprobs)
             if generation.finish_reason is not None:  # what was accepted behind it is nobody's
-                self.drop([new.request_id])
+                self._drop([new.request_id])
                 break
 
     def _append(self, generation: Generation, token_id: int, logprobs: Logprobs | None) -> None:

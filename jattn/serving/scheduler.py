@@ -176,6 +176,7 @@ class Scheduler:
         while not chunks and (self._forked or len(self._running) > 1):  # all wait for each other's blocks
             preempted.append(self._preempt(self._latest()))
             chunks = self._chunks(drafts, preempted)
+        self.num_preemptions += len(preempted) - len(again)  # those that turn lost nothing to others
         if not chunks:
             return None
         return build_step(chunks, self._blocks, preempted, num_draft_tokens=drafts, are_apart=self._are_apart)
@@ -324,7 +325,6 @@ class Scheduler:
         self._blocks.free(victim)
         victim.forget()
         bisect.insort(self._waiting, victim, key=by_arrival)
-        self.num_preemptions += 1
         return victim.request_id
 
     def _admit(self, budget: int) -> list[tuple[Progress, int]]:
@@ -341,7 +341,7 @@ class Scheduler:
             if count == 0:
                 break
             del queue[0]
-            if is_new:
+            if is_new and request.hashes is not None:  # else there was nothing to look up
                 self.num_prefix_tokens += request.num_tokens
                 self.num_prefix_hit_tokens += request.num_computed
             bisect.insort(self._running, request, key=by_arrival)

@@ -12,9 +12,11 @@ from jattn.serving.ngram_proposer import NgramProposer
 from jattn.serving.served_model import MEMBERS, ServedModel, as_served
 from jattn.serving.sizes import StepLimits
 from jattn.serving.speculation import Speculation
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require, require_int, require_positive, unsupported
 
 NGRAM = "ngram"
+# vLLM's other methods, which are no names of folders.
+_OTHERS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "suffix", "draft_model")
 
 
 class Drafter(NamedTuple):
@@ -48,6 +50,7 @@ def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: St
     Raises:
         ValueError: The number is not positive or leaves no room in a step, or the draft model has another
             vocabulary than the model, shorter contexts, or lies on other devices.
+        NotImplementedError: It names another of vLLM's methods.
         FileNotFoundError: There is no such folder, or a file of it is missing.
     """
     if speculative is None:
@@ -61,6 +64,9 @@ def as_drafter(speculative: Any, num_tokens: int, model: ServedModel, limits: St
         return Drafter(num_tokens, lookup=speculative)
     if isinstance(speculative, str) and speculative == NGRAM:
         return Drafter(num_tokens, lookup=NgramProposer())
+    if isinstance(speculative, str) and speculative in _OTHERS and not os.path.isdir(speculative):
+        way_out = 'Supported: "ngram", an NgramProposer, a model or the folder of one'
+        raise unsupported(f"speculative {speculative!r}", "nobody here drafts that way", way_out)
     is_one = isinstance(speculative, str | os.PathLike) or any(hasattr(speculative, n) for n in MEMBERS)
     rule = 'be None, "ngram", an NgramProposer, a model or the folder of one'
     require(is_one, "speculative", rule, repr(speculative))

@@ -62,7 +62,8 @@ class EngineStats:
         num_blocks: Cache blocks that requests can have.
         peak_blocks: Most of them in use at once.
         num_used_blocks: Those in use now.
-        num_prefix_tokens: Tokens that requests came with (again, where they were preempted).
+        num_prefix_tokens: Tokens of requests that looked for what others had computed (again, where they were
+            preempted): not without prefix caching, and not of those that want prompt_logprobs.
         num_prefix_hit_tokens: Those of them that others had computed.
         num_forked_tokens: Tokens of prompts that completions took over from the first one of theirs.
         num_generated_tokens: Tokens handed out.

@@ -83,6 +83,7 @@ def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
     first, inner = (
         tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids for before in ("", " ")
     )
+    require(bool(first), "bad_words", "have tokens", repr(word))
     is_other = len(inner) == len(first) and inner[0] != first[0]
     return [first, inner] if is_other else [first]
 

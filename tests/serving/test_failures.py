@@ -9,6 +9,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.serving import Engine, RequestError, SamplingParams
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine_core import EngineCore
+from jattn.serving.scheduler import Scheduler
 from tests.serving.faults import PoisonedTokenizer, device_fails, reading_fails
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import BYTES, one_layer_model
@@ -131,6 +132,30 @@ class TestCtrlCWithinAStep:
         _, ends = finished(engine)
         assert (ends[other][0], str(ends[other][1])) == ("error", "a step was interrupted")
         assert engine.generate(["abcdefghi"], max_tokens=12)[0].token_ids == want.token_ids
+
+
+class TestCtrlCBetweenSteps:
+    @pytest.mark.parametrize(
+        ("owner", "method"), [(Scheduler, "add"), (Scheduler, "abort")], ids=["admitted", "dropped"]
+    )
+    def test_leaves_nothing_half_known(self, engine, monkeypatch, owner, method):
+        other, failed = engine.add_request("other", LONG), engine.stats.num_failed_steps
+
+        def interrupted(*_, **__):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort(other) if method == "abort" else engine.add_request("abc", LONG)
+        assert is_as_new(engine)
+        assert not engine._core.has_work()
+        _, ends = finished(engine)
+        assert [str(error) for _, error in ends.values()] == ["the engine was interrupted"] * (
+            method == "add"
+        )
+        assert engine.stats.num_failed_steps == failed
+        assert len(engine.generate(["abc"], max_tokens=2)[0].token_ids) == 2
 
 
 @pytest.fixture(scope="module")

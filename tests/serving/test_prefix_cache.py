@@ -199,6 +199,8 @@ def test_a_prompt_seen_before_is_computed_from_the_first_block_that_differs():
     pool.add(0, range(10), 1)
     pool.step()
     assert first_step(pool, 1, [*range(9), 99, 98]) == 3
+    pool.scheduler.add(2, 5, 1)  # looks for nothing
+    pool.scheduler.complete(pool.scheduler.schedule())
     assert (pool.scheduler.num_prefix_tokens, pool.scheduler.num_prefix_hit_tokens) == (21, 8)
 
 

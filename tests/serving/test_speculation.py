@@ -424,3 +424,8 @@ class TestRefuses:
         with pytest.raises(ValueError, match=message):
             engine_of(speculative=other)
         engine_of(speculative=other, max_model_len=256)
+
+
+def test_vllm_s_other_methods_are_refused_by_name():
+    with pytest.raises(NotImplementedError, match=r"speculative 'eagle': .*Supported: \"ngram\", an Ngram"):
+        engine_of(speculative="eagle")

@@ -138,3 +138,7 @@ class TestErrors:
     def test_words_need_a_tokenizer(self):
         with pytest.raises(ValueError, match=r"bad_words must be empty \(the model has no .*got 'x'"):
             bad_word_ids("x", None)
+        split = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x"))
+        split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        with pytest.raises(ValueError, match=r"bad_words must have tokens, got ' '"):
+            bad_word_ids(" ", split)

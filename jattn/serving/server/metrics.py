@@ -25,7 +25,10 @@ ENGINE_GAUGES = {
 ENGINE_COUNTERS = {
     "num_preemptions": ("Times that a request lost its blocks.", lambda now: now.num_preemptions),
     "generation_tokens": ("Tokens generated.", lambda now: now.num_generated_tokens),
-    "prefix_cache_queries": ("Tokens that requests came with.", lambda now: now.num_prefix_tokens),
+    "prefix_cache_queries": (
+        "Tokens of requests that looked for others' blocks.",
+        lambda now: now.num_prefix_tokens,
+    ),
     "prefix_cache_hits": ("Those that others had computed.", lambda now: now.num_prefix_hit_tokens),
     "spec_decode_num_drafts": ("Times that a request was drafted for.", lambda now: now.num_drafts),
     "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda now: now.num_draft_tokens),
