@@ -18,7 +18,7 @@ from jattn.implementations.mosaic_gpu import Work
 from jattn.masks import Mask
 from jattn.merge import merge_parts
 from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.cascade import CascadeMetadata
+from jattn.metadata.cascade import CascadeMetadata, check_causal_rows
 from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
@@ -159,7 +159,12 @@ def attend_cascade(
         plans: Of the prefix, where causal is False, and of the suffix; None = made here.
         sinks: As in `attend`; they join the suffix, whether it has keys or none.
         implementation: As in `attend`.
+
+    Raises:
+        ValueError: Attention is causal, and a query is seen to stand before the prefix's last token.
     """
+    if spec.causal:
+        check_causal_rows(metadata)
     sinks = spec.per_head(sinks, None)["sinks"]
     run = lambda part, spec, plan, sinks: attend(
         query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True

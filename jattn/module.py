@@ -22,15 +22,16 @@ from jattn.planning import Plan
 from jattn.spec import AttentionSpec
 from jattn.turning import Turning, turning, why_not_write_qkv, write_qkv
 from pallas_kernels.all_reduce import PeerMemory
-from pallas_kernels.checks import require, require_int, require_positive, require_shape
+from pallas_kernels.checks import require, require_int, require_positive, require_shape, require_type
 
 Rope = Callable[..., Array]
 QueryScale = Callable[[Array], Array]
 
 
 def _check_made_of(
-    hidden_size: Any, spec: Any, alibi_slopes: Sequence[float] | None, clip_qkv: float | None
+    hidden_size: Any, spec: Any, alibi_slopes: Sequence[float] | None, clip_qkv: float | None, rngs: Any
 ) -> None:
+    require_type("rngs", rngs, nnx.Rngs, "nnx.Rngs(0)")
     require(isinstance(spec, AttentionSpec), "spec", "be a jattn.AttentionSpec", type(spec).__name__)
     require_int(hidden_size=hidden_size)
     require_positive(hidden_size=hidden_size)
@@ -103,7 +104,7 @@ class PagedAttention(nnx.Module):
             ValueError: An argument is of another kind, or a layer without a key projection is to fuse it.
         """
         require(not (fuses_qkv and shares_kv), "fuses_qkv", "be False with shares_kv", fuses_qkv)
-        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv)
+        _check_made_of(hidden_size, spec, alibi_slopes, clip_qkv, rngs)
         self.hidden_size, self.spec = hidden_size, spec
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)

@@ -1,5 +1,6 @@
 """merge_attn_states and cascade: parts of an attention become the whole, whatever is empty."""
 
+import dataclasses
 from unittest import mock
 
 import jax
@@ -113,6 +114,21 @@ def test_cascade_refuses_masks_that_depend_on_distance(change):
     cache = jattn.PagedCache(k=jnp.zeros((4, 4, 2, 8)), v=jnp.zeros((4, 4, 2, 8)))
     with pytest.raises(NotImplementedError, match=rf"spec.{next(iter(change))}=.*Use attend"):
         jattn.cascade_attend(jnp.zeros((1, 4, 8)), cache, jattn.build_cascade_metadata(metadata, 4), spec)
+
+
+def test_causal_rows_begin_no_earlier_than_the_last_token_of_a_prefix():
+    """The prefix is attended to without causality: queries within it would see what comes behind them."""
+    bucket = jattn.Bucket(max_decodes=4, max_prefills=3, max_prefill_tokens=12, max_blocks=3)
+    how = {"block_size": 4, "bucket": bucket}
+    metadata = jattn.build_batch_metadata([1, 4, 4], [9, 11, 8], [[1, 2, 3]] * 3, **how)
+    cache = jattn.PagedCache(k=jnp.zeros((4, 4, 2, 8)), v=jnp.zeros((4, 4, 2, 8)))
+    spec, query = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8), jnp.zeros((16, 4, 8))
+    cascade = {length: jattn.build_cascade_metadata(metadata, length) for length in (4, 8)}
+    jattn.cascade_attend(query, cache, cascade[4], spec)
+    jattn.cascade_attend(query, cache, cascade[8], dataclasses.replace(spec, causal=False))
+    message = r"common_prefix_len must be at most row 5's context and one more \(5\) where .*causal, got 8"
+    with pytest.raises(ValueError, match=message):
+        jattn.cascade_attend(query, cache, cascade[8], spec)
 
 
 def test_parts_of_an_attention_merge_into_it():

@@ -192,6 +192,14 @@ class _Joined(Mask):
 
     masks: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        is_right = isinstance(self.masks, tuple) and all(isinstance(mask, Mask) for mask in self.masks)
+        is_right = is_right and (len(self.masks) == 1 if isinstance(self, Not) else len(self.masks) > 0)
+        rule = (
+            "be a tuple of one mask (~a)" if isinstance(self, Not) else "be a tuple of masks (a & b, a | b)"
+        )
+        require(is_right, f"{type(self).__name__}.masks", rule, repr(self.masks))
+
     @override
     def map_rows(self, of: Callable[[Any], Any]) -> Mask:
         return type(self)(masks=tuple(mask.map_rows(of) for mask in self.masks))

@@ -91,3 +91,21 @@ def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""
     seq_lens, has_queries = np.asarray(metadata.seq_lens), query_lens_on_host(metadata) > 0
     for r in np.flatnonzero(has_queries & (seq_lens < common_prefix_len))[:1]:
         require(False, "common_prefix_len", f"be at most row {r}'s {seq_lens[r]} keys", common_prefix_len)
+
+
+def check_causal_rows(metadata: CascadeMetadata) -> None:
+    """Checks that no query stands before the prefix's last token, all of which it would see; not if traced.
+
+    Raises:
+        ValueError: One is seen to: causal attention would see what comes behind it.
+    """
+    if not support.is_concrete(metadata):
+        return
+    step, prefix_len = metadata.suffix, int(np.asarray(metadata.prefix.seq_lens)[0])
+    is_decode = np.arange(step.bucket.max_reqs) < step.bucket.max_decodes
+    lens = np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
+    rows = np.asarray(step.token_rows)[np.asarray(metadata.is_live_token)]
+    context = np.asarray(step.seq_lens) + prefix_len - lens
+    for r in rows[context[rows] < prefix_len - 1][:1]:
+        rule = f"be at most row {r}'s context and one more ({context[r] + 1}) where attention is causal"
+        require(False, "common_prefix_len", rule, prefix_len)

@@ -7,7 +7,7 @@ from jaxtyping import Int32
 
 from jattn.metadata.host import INT32_MAX, int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 PAD_SLOT_ID = -1
 
@@ -53,13 +53,16 @@ def compute_slot_mapping(
         -1 for a negative row or position, one past the table, or a negative block id.
 
     Raises:
-        ValueError: On the host, a slot is beyond int32.
+        ValueError: Arguments disagree, or, on the host, a slot is beyond int32.
 
     Source: vLLM `compute_slot_mapping` (V0), `BlockTable.compute_slot_mapping` (V1).
     """
+    require_int(block_size=block_size)
     require_positive(block_size=block_size)
     xp, table, row, position, first = with_namespace(
         block_table=int_table("block_table", block_table), rows=rows, positions=positions, start_idx=start_idx
     )
+    require_shape("positions", position.shape, row.shape, "one for each of rows")
+    block_size = int(block_size)  # numpy's own would make int64s
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size)
     return slots_in(xp, blocks, is_valid & (position >= first), position % block_size, block_size)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jattn.metadata.namespace import IntVector, with_namespace
-from pallas_kernels.checks import require_positive
+from pallas_kernels.checks import require, require_positive
 
 # vLLM's numbers: shorter prefixes and smaller batches never gain; tiles of FlashAttention's kernels.
 MIN_PREFIX_LEN = 256
@@ -38,9 +38,14 @@ def use_cascade_attention(
         num_sms: Multiprocessors of the GPU.
         dcp_world_size: Decode context parallel devices; cascade needs 1.
 
+    Raises:
+        ValueError: A number is not positive, or kv heads do not divide query heads.
+
     Source: vLLM V1 FlashAttention `use_cascade_attention`.
     """
     require_positive(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, num_sms=num_sms)
+    rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
+    require(num_query_heads % num_kv_heads == 0, "num_query_heads", rule, num_query_heads)
     lens = np.asarray(with_namespace(query_lens=query_lens)[1])
     if common_prefix_len < MIN_PREFIX_LEN or len(lens) < MIN_REQS or dcp_world_size > 1:
         return False

@@ -9,7 +9,7 @@ from jattn.serving.block_manager import BlockManager
 from jattn.serving.cache_group import CacheGroup, found_in_all
 from jattn.serving.progress import Progress
 from jattn.serving.reach import Reach
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_type
 
 type BlockPairs = tuple[tuple[int, int], ...]
 
@@ -31,6 +31,7 @@ class Allocator:
         near_manager: BlockManager | None = None,
     ) -> None:
         """Arguments and errors as `Scheduler` has them."""
+        require_type("block_manager", manager, BlockManager, "whose blocks requests have")
         if near_manager is None:
             self._groups = [CacheGroup(manager, reach)]
         else:

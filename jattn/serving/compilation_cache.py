@@ -6,6 +6,8 @@ import pathlib
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from pallas_kernels.checks import require_type
+
 
 def keep_executables_in(folder: str | os.PathLike[str] | None) -> None:
     """Has JAX keep in a folder all that this process compiles from now on, and find there what others kept.
@@ -14,10 +16,12 @@ def keep_executables_in(folder: str | os.PathLike[str] | None) -> None:
     (`jax_compilation_cache_dir`); None leaves it as it is.
 
     Raises:
+        ValueError: It is no name of a folder.
         NotADirectoryError: There is a file of that name.
     """
     if folder is None:
         return
+    require_type("cache_dir", folder, (str, os.PathLike), "a folder, or None")
     path = pathlib.Path(folder).expanduser().absolute()
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"cache_dir must be a folder, got the file {path}.")

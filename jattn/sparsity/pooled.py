@@ -19,7 +19,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
-from pallas_kernels.checks import require, require_type
+from pallas_kernels.checks import require, require_number, require_type
 
 
 def select_prefill_blocks(
@@ -122,6 +122,7 @@ def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows
 
 
 def _check_numbers(mass: float, block_size: int, **counts: int) -> None:
+    require_number(mass=mass)
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_ints(1, block_size=block_size)
     require_ints(0, **counts)

@@ -14,7 +14,7 @@ from jattn.masks.arguments import require_ints
 from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
 from jattn.sparsity.pooled import largest
 from jattn.sparsity.texts import as_texts
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_number
 
 
 def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
@@ -92,6 +92,7 @@ def x_attention(
 
     Source: XAttention.
     """
+    require_number(mass=mass)
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_ints(1, block_size=block_size, stride=stride)
     require(block_size % stride == 0, "stride", f"divide block_size ({block_size})", stride)
@@ -123,7 +124,8 @@ def vertical_slash(
 ) -> VerticalSlash:
     """The keys and the distances in which a text's last queries have most of their attention.
 
-    Of documents packed into one text the last one's queries choose for all: make each a text.
+    What scores NaN counts as most of it, so that it shows. Of documents packed into one text the last one's
+    queries choose for all: make each a text.
 
     Args:
         q: Queries of one text [tokens, q_heads, head_dim]; jax.vmap, with the attention, takes several.
@@ -147,7 +149,9 @@ def vertical_slash(
     tokens, last = q.shape[0], min(last, q.shape[0])
     scores = _products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
     distance = jnp.arange(tokens - last, tokens)[:, None] - jnp.arange(tokens)[None, :]
-    shares = jax.nn.softmax(jnp.where(distance >= 0, scores, -jnp.inf), axis=-1)
+    is_nan = jnp.isnan(scores)
+    shares = jax.nn.softmax(jnp.where(is_nan | (distance < 0)[None], -jnp.inf, scores), axis=-1)
+    shares = jnp.where(distance < 0, 0.0, jnp.where(is_nan, jnp.inf, shares))
     by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(shares)
     best = lambda x, count: jax.lax.top_k(jax.lax.stop_gradient(x), min(count, tokens))[1]
     columns, slashes = best(shares.sum(axis=1), num_columns), best(by_distance, num_slashes)

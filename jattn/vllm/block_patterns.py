@@ -94,5 +94,8 @@ def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
 def _head_shifts(
     sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool
 ) -> np.ndarray:
+    require_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
+    require(num_q_heads % num_kv_heads == 0, "num_q_heads", rule, num_q_heads)
     shift = lambda head: sparsity.head_shifts(head, num_q_heads, num_kv_heads, is_prefill=is_prefill)
     return np.asarray([shift(head) for head in range(num_q_heads)])

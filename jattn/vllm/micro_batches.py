@@ -1,7 +1,8 @@
 """Micro-batches: a batch cut at rows and tokens."""
 
+import numbers
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -99,7 +100,10 @@ def split_at_token(
 
 def _bounds(name: str, span: Span, limit: int | None) -> tuple[int, int]:
     first, stop = (span.start, span.stop) if isinstance(span, slice) else span
-    first, stop = int(first or 0), int(stop)
+    bounds: tuple[Any, Any] = (0 if first is None else first, limit if stop is None else stop)
+    are_ints = all(isinstance(bound, numbers.Integral) for bound in bounds)
+    require(are_ints, name, "be a first and one past the last", repr(span))
+    first, stop = map(int, bounds)
     require(0 <= first < stop, name, "hold at least one", (first, stop))
     require(limit is None or stop <= limit, name, f"end at or before {limit}", stop)
     return first, stop

@@ -36,6 +36,11 @@ def test_traced_slots_equal_the_host_ones(traced_once):
     assert [slots.tolist() for slots in traced] == [run(TABLE, *batch).tolist() for batch in batches]
 
 
+@pytest.mark.usefixtures("types_unchecked")
+def test_slots_are_int32_whatever_int_the_block_size_is():
+    assert compute_slot_mapping([[1, 2]], [0], [5], np.int64(4)).dtype == np.int32
+
+
 def test_slots_beyond_int32_are_refused():
     last = 2**27 - 1
     assert compute_slot_mapping([[last, last + 1]], [0], [15], 16).tolist() == [2**31 - 1]

@@ -32,7 +32,7 @@ class Mistakes:
         self.cache_spec = jattn.CacheSpec(num_blocks=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
         self.cache = jattn.PagedCache.create(self.cache_spec)
         self.decodes = jattn.build_batch_metadata([1, 1], [3, 3], [[1], [2]])
-        self.rows = jnp.ones((2, 2, 8))
+        self.rows, self.row = jnp.ones((2, 2, 8)), jnp.ones((1, 1, 8))
 
     def loop(self, step=len, metadata=None, sample=len):
         metadata = self.decodes if metadata is None else metadata

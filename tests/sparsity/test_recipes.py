@@ -87,6 +87,14 @@ class TestArrays:
         with pytest.raises(ValueError, match=r"q must have shape \[batch, tokens, .*, got \(20, 8\)"):
             RECIPES[name](*(x[0, :, 0] for x in arrays(20)))
 
+    def test_vertical_slash_sees_a_key_that_scores_nan(self):
+        q, k, v = (x[0] for x in arrays(20))
+        k = k.at[7, 0].set(np.nan)  # of one kv head
+        columns = RECIPES["vertical_slash"](q, k, v).columns[0]
+        clean = RECIPES["vertical_slash"](q, arrays(20)[1][0], v).columns[0]
+        assert columns[:2, 7].all()
+        np.testing.assert_array_equal(columns[2:], clean[2:])
+
     @pytest.mark.usefixtures("types_unchecked")
     def test_vertical_slash_takes_one_text(self):
         with pytest.raises(ValueError, match=r"q must be of one text \(jax.vmap .*, got \(2, 20, 4, 8\)"):

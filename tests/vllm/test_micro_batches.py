@@ -29,6 +29,10 @@ def test_sliced_starts_equal_vllm(case):
     assert slice_query_start_locs(starts, slice(*case["req_slice"])).tolist() == case["expected"]
 
 
+def test_a_slice_without_an_end_goes_to_the_last_row():
+    assert slice_query_start_locs([0, 1, 3, 5], slice(1, None)).tolist() == [0, 2, 4]
+
+
 @pytest.mark.parametrize("case", SLICED, ids=str)
 def test_sliced_batch_equals_vllm(case):
     batch = make_metadata_with_slice(
