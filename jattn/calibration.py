@@ -13,11 +13,12 @@ from jattn.bucket import Bucket
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.models.scales import KVScales, LayerScales
+from jattn.parallel import num_ranks
 from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
 from pallas_kernels.checks import require, require_one_of, require_positive, require_type
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 16  # at least
 STATIC = tuple(
     name
     for name, sides in QUANTIZATIONS.items()
@@ -61,6 +62,7 @@ def calibrate(
     require_type("model", model, nnx.Module, "jattn.models.load reads one from a folder")
     config = model.config
     graphdef, params = nnx.split(model)
+    block_size = _block_size_of(model)
 
     @jax.jit
     def peaks_of(params: Any, token_ids: Array, metadata: BatchMetadata) -> Any:
@@ -72,7 +74,7 @@ def calibrate(
         ids = token_ids_of(name, prompt, tokenizer=model.tokenizer, vocab_size=config.vocab_size)
         longest = config.max_position_embeddings
         require(len(ids) <= longest, name, f"fit the model's {longest} positions", f"{len(ids)} tokens")
-        new = jax.device_get(peaks_of(params, *_prefill(ids)))
+        new = jax.device_get(peaks_of(params, *_prefill(ids, block_size)))
         peaks = new if peaks is None else jax.tree.map(np.maximum, peaks, new)
     keys, values = QUANTIZATIONS[quantization]
     scale = lambda peak, stored: _scale(peak, stored, per_head=per_head, headroom=headroom)
@@ -80,12 +82,19 @@ def calibrate(
     return KVScales(tuple(LayerScales(scale(k[::step], keys), scale(v[::step], values)) for k, v in peaks))
 
 
-def _prefill(ids: list[int]) -> tuple[Int[Array, " tokens"], BatchMetadata]:
+def _block_size_of(model: Any) -> int:
+    """Tokens of a block: whole rounds of the devices that keys lie on, however many stay together."""
+    round_size = num_ranks(model) * getattr(model, "cp_kv_cache_interleave_size", 1)
+    return -(-BLOCK_SIZE // round_size) * round_size
+
+
+def _prefill(ids: list[int], block_size: int) -> tuple[Int[Array, " tokens"], BatchMetadata]:
     """A step of one prompt, padded to a power of two of tokens."""
     size = max(1 << (len(ids) - 1).bit_length(), BLOCK_SIZE)
-    bucket = Bucket(max_prefills=1, max_prefill_tokens=size, max_blocks=size // BLOCK_SIZE)
-    blocks = [list(range(1, size // BLOCK_SIZE + 1))]
-    metadata = build_batch_metadata([len(ids)], [len(ids)], blocks, block_size=BLOCK_SIZE, bucket=bucket)
+    num_blocks = -(-size // block_size)
+    bucket = Bucket(max_prefills=1, max_prefill_tokens=size, max_blocks=num_blocks)
+    blocks = [list(range(1, num_blocks + 1))]
+    metadata = build_batch_metadata([len(ids)], [len(ids)], blocks, block_size=block_size, bucket=bucket)
     return jnp.asarray(np.pad(ids, (0, size - len(ids))), jnp.int32), metadata
 
 
@@ -93,7 +102,7 @@ def _peaks(
     model: Any, token_ids: Int[Array, " tokens"], metadata: BatchMetadata
 ) -> list[tuple[Float[Array, "kv_heads head_dim"], Float[Array, "kv_heads head_dim"]]]:
     """The largest magnitudes of each layer's keys and values."""
-    caches = model.create_caches(metadata.block_table.shape[1] + 1, block_size=BLOCK_SIZE)
+    caches = model.create_caches(metadata.block_table.shape[1] + 1, block_size=metadata.block_size)
     _, caches = model(token_ids, caches, metadata)
     peak = lambda x: jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(0, 1))
     return [(peak(cache.k), peak(cache.v)) for cache in caches]

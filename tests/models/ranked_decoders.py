@@ -148,6 +148,15 @@ def check_feature(folder: pathlib.Path, name: str) -> None:
     print(name)
 
 
+def check_scales() -> None:
+    """Scales are one device's however many positions stay together: blocks of 16 are no whole rounds here."""
+    folder, prompts = GOLDEN / "hf" / "llama", PROMPTS[1:2]
+    models = load(folder, progress=False), load(folder, **mesh_of(1, 2, 5))
+    want, got = (jattn.calibrate(model, prompts, per_head=True).layers for model in models)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    print("scales")
+
+
 def check_groups() -> None:
     """Layers with a window have blocks of their own on 2 and 4 devices, too; tokens are one device's."""
     found, prompts = [], [list(range(1, 60)), *PROMPTS]
@@ -187,6 +196,7 @@ def main() -> None:
             for feature in sys.argv[2:] or FEATURES:
                 check_feature(folder, feature)
             check_groups()
+            check_scales()
             return
         alone = Engine(load(folder, progress=False), **SIZES, buckets=BUCKETS)
         want = tokens_of(alone)

@@ -39,7 +39,7 @@ def mesh_of(tp, cp):
             "features",
             [
                 *("fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "four"),
-                *("cascades", "groups"),
+                *("cascades", "groups", "scales"),
             ],
         ),
     ],
