@@ -69,7 +69,8 @@ def use_peer_memory(model: Any, *, max_rows: int = 2048) -> None:
         NotImplementedError: Its devices cannot write into each other's memory; the message says why.
     """
     require_type("max_rows", max_rows, int, "tokens of a step")
-    require(getattr(model, "mesh", None) is not None, "model", "be on a mesh (load(DIR, mesh=))", model.mesh)
+    mesh = getattr(model, "mesh", None)
+    require(mesh is not None, "model", "be on a mesh (load(DIR, mesh=))", mesh)
     make = functools.partial(all_reduce.make_peer_memory, model.mesh)
     all_sums, ranks = make(ALL, max_rows=max_rows, width=model.config.hidden_size), None
     if model.mesh.shape[CP] > 1:

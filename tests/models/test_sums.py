@@ -45,6 +45,8 @@ def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
     model = load(LLAMA, progress=False)
     with pytest.raises(ValueError, match=r"model must be on a mesh \(load\(DIR, mesh=\)\), got None"):
         use_peer_memory(model)
+    with pytest.raises(ValueError, match=r"model must be on a mesh .*got None"):
+        use_peer_memory("examples/tiny_model")
     with pytest.raises(ValueError, match="max_rows must be a int"):
         use_peer_memory(model, max_rows=1.0)
 
