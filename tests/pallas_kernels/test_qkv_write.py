@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.cache_write.kernel import row_layout
 from pallas_kernels.qkv_write import qkv_write, reference
+from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.support import why_not_qkv_write
 from tests import aot
 
 SLOTS = [7, -1, 0, 30, -5, 12, 13, 9, 63]
@@ -127,6 +130,20 @@ class TestErrors:
         small = [cache.astype(jnp.int8) for cache in (k_cache, v_cache)]
         with pytest.raises(NotImplementedError, match="caches of int8, int8"):
             qkv_write(qkv, *small, slots, **named)
+
+    def test_halves_of_which_a_lane_has_no_power_of_2_have_no_kernel(self):
+        (qkv, *rest), named = problem(dim=120)
+        with pytest.raises(NotImplementedError, match=r"heads of 120 \(32, 64, 80, 96, 112, 128"):
+            qkv_write(qkv, *rest, **named)
+
+    def test_lanes_hold_a_power_of_2_of_every_half_that_has_a_kernel(self):
+        # LLVM places vectors of other lengths further apart than their elements are: every lane but the first
+        # read, and wrote, its neighbour's.
+        how = {"dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "layout": "NHD"}
+        served = [dim for dim in HEAD_DIMS if why_not_qkv_write(head_dim=dim, **how) is None]
+        for heads, dim in itertools.product((1, 2, 3, 4, 5, 8), served):
+            (vector,) = row_layout(heads, dim // 2).args[0].tiles[-1]
+            assert vector in (1, 2, 4), (heads, dim)
 
 
 def aot_cases():
