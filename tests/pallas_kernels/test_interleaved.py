@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
+from jattn.implementations.mosaic_gpu import interleaved_mask
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.metadata.ranks import get_dcp_local_seq_lens
 from jattn.pytree import replace
@@ -90,3 +91,10 @@ def test_what_has_no_kernel_is_named():
     arrays = {"rank": jnp.int32(0), "shift": jnp.zeros(1, jnp.int32)}
     mask = masks.Interleaved(mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1)
     assert "no kernel for a LocalStrided over keys that lie on several" in str(why_not_kernel_mask(mask, 128))
+
+
+def test_windows_wider_than_any_request_hide_nothing():
+    query = jnp.asarray([0, 7, 300])
+    low, high = interleaved_mask._stretch(masks.Window(2**31 - 1, 2**31 - 1), query)
+    assert low.tolist() == [0, 0, 0]
+    assert high is None

@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations.layers import regions_of
-from jattn.implementations.mosaic_gpu import block_lists, score_of, sparse_sizes, tile_lists
+from jattn.implementations.mosaic_gpu import block_lists, kernel_masks, score_of, sparse_sizes, tile_lists
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
 from pallas_kernels.ptx import item_order
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.sorted_places import sorted_places
-from pallas_kernels.varlen_prefill import KernelSizes, Schedule, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill import KernelSizes, PairTile, Schedule, make_lists, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, MadeFor, make_schedule
@@ -341,6 +341,34 @@ def test_what_ships_compiles_and_hardly_spills(name):
         assert spilled.pop(f"{small}_mosaic_gpu_kernel", 0) == 0
     assert list(spilled) == ["varlen_prefill_mosaic_gpu_kernel"]
     assert max(spilled.values()) <= 80
+
+
+class PlainTile(PairTile):
+    """Rows from position 150 on before columns from 100 on, outside a kernel."""
+
+    rows, first_column, shape = 150 + jnp.arange(64, dtype=jnp.int32), jnp.int32(100), (64, 128)
+
+    def __init__(self, has_key_rows):
+        object.__setattr__(self, "has_key_rows", has_key_rows)
+
+    def of_rows(self, x):
+        return jnp.full(self.shape[:1], x)
+
+
+@pytest.mark.parametrize("has_key_rows", [False, True])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(30, 5), (2**31 - 1, None), (None, 2**31 - 1), (3, 2**31 - 2), (2**30, 2**30), (2**30 - 1, 2**30 - 1)],
+)
+def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
+    tile = PlainTile(has_key_rows)
+    window = kernel_masks._window(masks.Window(left, right))
+    words = np.stack(window.sees(tile, ()), axis=1).astype(np.uint32)
+    seen = (words[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(64, 128) != 0
+    ahead = 100 + np.arange(128)[None, :] - np.arange(150, 214)[:, None]
+    ahead = -ahead if has_key_rows else ahead
+    is_near = (left is None or ahead >= -left) & (right is None or ahead <= right)
+    np.testing.assert_array_equal(seen, np.broadcast_to(is_near, (64, 128)))
 
 
 @pytest.mark.parametrize(

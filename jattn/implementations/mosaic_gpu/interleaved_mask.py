@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jattn.masks import And, Causal, Chunked, Interleaved, Mask, Window
 from jattn.masks.integers import quotient
+from jattn.spec import UNLIMITED
 from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 
 
@@ -58,7 +59,8 @@ def _stretch(mask: Mask, query: Any) -> tuple[Any | None, Any | None]:
             end = begin + one.size
         elif isinstance(one, Window):
             begin = None if one.left is None else jnp.maximum(query - one.left, 0)
-            end = None if one.right is None else query + (one.right + 1)
+            # A wider side would not fit int32 beside a position.
+            end = None if one.right is None or one.right >= UNLIMITED else query + (one.right + 1)
         else:
             end = query + 1
         low = _joined(jnp.maximum, low, begin)
