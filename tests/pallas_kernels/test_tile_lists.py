@@ -11,8 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations.layers import regions_of
-from jattn.implementations.mosaic_gpu import block_lists, kernel_masks, score_of, sparse_sizes, tile_lists
+from jattn.implementations.layers import layer_of, regions_of
+from jattn.implementations.mosaic_gpu import (
+    block_lists,
+    choose_kernel,
+    kernel_masks,
+    score_of,
+    sparse_sizes,
+    tile_lists,
+)
+from jattn.metadata.batch import abstract_metadata
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
 from pallas_kernels.ptx import item_order
 from pallas_kernels.shared.score import Score
@@ -387,6 +395,27 @@ def test_masks_without_block_lists_are_named(mask, q_heads, message):
     spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=64)
     (region,) = regions_of(jattn.build_batch_metadata([1], [5], [[1]], block_size=16))
     assert message in block_lists.list_block_size(mask, spec, region)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "served_by"),
+    [
+        ({"max_decodes": 2, "max_blocks": 65535}, "paged_decode over lists of blocks of 16"),
+        ({"max_decodes": 2, "max_blocks": 65536}, "varlen_prefill over lists of tiles"),
+        ({"max_prefills": 1, "max_prefill_tokens": 9, "max_blocks": 262140}, "varlen_prefill over lists"),
+        (
+            {"max_prefills": 1, "max_prefill_tokens": 9, "max_blocks": 262141},
+            "there are no lists of 65536 tiles of 64 keys (at most 65535)",
+        ),
+    ],
+)
+def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
+    spec = jattn.AttentionSpec(
+        num_q_heads=2, num_kv_heads=2, head_dim=64, sparsity=masks.LocalStrided(block_size=16)
+    )
+    cache = jattn.CacheSpec(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
+    (region,) = regions_of(abstract_metadata(jattn.Bucket(**sizes), 16))
+    assert served_by in str(choose_kernel(layer_of(spec, cache), region, spec.sparsity))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jattn.implementations.layers import Region
 from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, OnMesh, coverage_of_tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, codes_of, list_tiles
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, codes_of, list_tiles
 from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
 
 
@@ -42,7 +42,15 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | st
     fits = size % region.block_size == 0 or region.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:
         return f"there are no block lists for blocks of {size} keys over cache blocks of {region.block_size}"
+    num = num_blocks(region.max_blocks * region.block_size, size)
+    if num > MAX_TILES:
+        return f"there are no lists of {num} blocks of {size} keys (at most {MAX_TILES})"
     return size
+
+
+def num_blocks(max_kv: int, size: int) -> int:
+    """Blocks of a list, at most, before so many keys."""
+    return -(-max_kv // size)
 
 
 def tells_heads(mask: Mask, spec: AttentionSpec) -> bool:
@@ -74,7 +82,7 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
         seq_lens=seq_lens,
         num_heads=(spec.num_q_heads, kv_heads),
         size=(1, size),
-        max_kv_tiles=-(-metadata.block_table.shape[1] * metadata.block_size // size),
+        max_kv_tiles=num_blocks(metadata.block_table.shape[1] * metadata.block_size, size),
         is_prefill=False,
         is_inside_blocks=True,
     )

@@ -20,7 +20,7 @@ from jattn.masks import (
 from jattn.masks.base import leaves
 from jattn.masks.documents import with_runs
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, codes_of
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, codes_of
 from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
@@ -89,10 +89,21 @@ def taken_apart(mask: Mask, sizes: KernelSizes, *, is_packed: bool) -> Factors:
     return Factors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
 
 
-def why_not_lists(mask: Mask, sizes: KernelSizes, *, is_packed: bool) -> str | None:
-    """Why varlen_prefill cannot serve a mask; None if it can. Arguments are those of taken_apart."""
+def why_not_lists(mask: Mask, sizes: KernelSizes, *, is_packed: bool, max_seq_len: int = 0) -> str | None:
+    """Why varlen_prefill cannot serve a mask; None if it can.
+
+    Arguments are those of taken_apart, and `max_seq_len`, a bound of the requests' lengths; 0 = not known.
+    """
+    num = max_kv_tiles(ListsCall(max_seq_len, is_packed), sizes)
+    if num > MAX_TILES:
+        return f"there are no lists of {num} tiles of {sizes.tile_kv} keys (at most {MAX_TILES})"
     pairs = taken_apart(mask, sizes, is_packed=is_packed).pairs
     return None if pairs is None else why_not_kernel_mask(pairs, sizes.tile_kv)
+
+
+def max_kv_tiles(call: ListsCall, sizes: KernelSizes) -> int:
+    """Tiles of keys that a request may lie in."""
+    return -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // sizes.tile_kv)
 
 
 def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
@@ -178,7 +189,7 @@ class _Items:
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._skew = column["kv_start"] % ALIGN if call.is_packed else None
-        self._max_kv_tiles = -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // sizes.tile_kv)
+        self._max_kv_tiles = max_kv_tiles(call, sizes)
         self._spec, self._sizes, self._is_prefill = spec, sizes, call.is_prefill
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:

@@ -95,7 +95,8 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
         return reason
     if mask is not None:
         sizes = sparse_sizes(spec, mask)
-        reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed)
+        max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
+        reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed, max_seq_len=max_seq_len)
         if reason is not None:
             return reason
         return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_narrow)
