@@ -6,13 +6,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.checks import require
+
 # A query may stand this many positions before its request's first key (fewer keys than queries).
 MAX_QUERIES_BEFORE_KEYS = 8
+# No request has so many keys: a wider side of a window hides none, and would not fit int32 beside a position.
+UNLIMITED = 2**30
+# Chunks are counted from a few before position 0, in int32.
+MAX_CHUNK_SIZE = UNLIMITED // MAX_QUERIES_BEFORE_KEYS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """`scale * q.k`, soft-capped, masked, ALiBi-biased. Fields are AttentionSpec's of the same names."""
+    """`scale * q.k`, soft-capped, masked, ALiBi-biased. Fields are AttentionSpec's of the same names.
+
+    But a side of the window that hides nothing must be None here: 2**30 and more are refused.
+    """
 
     scale: float
     causal: bool = True
@@ -20,6 +29,13 @@ class Score:
     chunk_size: int | None = None
     soft_cap: float | None = None
     sqrt_alibi: bool = False
+
+    def __post_init__(self) -> None:
+        for side, width in zip(("left", "right"), self.window, strict=True):
+            fits = width is None or 0 <= width < UNLIMITED
+            require(fits, f"window's {side} side", f"be None or lie in [0, {UNLIMITED})", width)
+        fits = self.chunk_size is None or 0 < self.chunk_size <= MAX_CHUNK_SIZE
+        require(fits, "chunk_size", f"be None or lie in [1, {MAX_CHUNK_SIZE}]", self.chunk_size)
 
     @property
     def mask(self) -> tuple[bool, tuple[int | None, int | None], int | None]:

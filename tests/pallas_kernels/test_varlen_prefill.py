@@ -408,6 +408,27 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             KernelSizes(**change)
 
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"window": (-1, 0)}, r"window's left side must be None or lie in \[0, 1073741824\), got -1"),
+            ({"window": (None, 2**31 - 2)}, "window's right side must .*, got 2147483646"),
+            ({"chunk_size": 0}, "chunk_size must be None or lie in .1, 134217728., got 0"),
+            ({"chunk_size": 2**28 - 1}, "chunk_size must .*, got 268435455"),
+        ],
+    )
+    def test_windows_and_chunks_that_leave_int32_are_named(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            Score(scale=1.0, **change)
+
+    def test_the_widest_windows_and_chunks_hide_nothing(self):
+        position = jnp.asarray([-8, 0, 2**30 - 1])
+        for change in ({"window": (2**30 - 1, 2**30 - 1)}, {"chunk_size": 2**27}):
+            low, high = Score(scale=1.0, causal=False, **change).key_range(position, jnp.int32(9))
+            assert low[1] == 0
+            assert high[1] == 9
+            assert (low >= -(2**30) - 8).all()
+
     @pytest.mark.parametrize("has_lists", [False, True])
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     def test_default_sizes_fit_shared_memory(self, head_dim, has_lists):
