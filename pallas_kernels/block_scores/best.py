@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_positive, require_shape
 from pallas_kernels.ptx.best_blocks import MAX_LEN
 from pallas_kernels.ptx.best_blocks import best_blocks as kernel
 
@@ -38,17 +38,21 @@ def best_blocks(
         scores: No NaN among a request's blocks; what is past its end is never used.
         seq_lens: Keys of each request.
         block_size: Static: keys of a block.
-        num_selected: Static: how many to choose, the recent ones included; what scores as the last of them is
-            chosen, too.
+        num_selected: Static: how many to choose, the recent ones included, all where there are no more; what
+            scores as the last of them is chosen, too.
         num_recent: Static: how many of the last blocks are chosen whatever they score.
 
     Raises:
-        ValueError: There are more blocks than are counted.
+        ValueError: There are more blocks than are counted, lengths of other requests, or a number is out of
+            range.
     """
+    require_shape("seq_lens", seq_lens.shape, scores.shape[:1], "reqs")
+    require_positive(block_size=block_size, num_selected=num_selected)
+    require(num_recent >= 0, "num_recent", "be at least 0", num_recent)
     require(scores.shape[2] <= MAX_LEN, "scores", f"have at most {MAX_LEN} blocks a request", scores.shape)
     if 0 in scores.shape:
         reqs, heads, _ = scores.shape
         least, none = jnp.full((reqs, heads), -jnp.inf, jnp.float32), jnp.zeros((reqs, heads), jnp.int32)
         return BestBlocks(least, jnp.zeros(scores.shape, jnp.int32), none)
-    counts = {"num_selected": num_selected, "num_recent": num_recent}
+    counts = {"num_selected": min(num_selected, scores.shape[2]), "num_recent": num_recent}
     return BestBlocks(*kernel.by_platform(scores, seq_lens, block_size=block_size, **counts))

@@ -62,14 +62,17 @@ def block_scores(
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes disagree, or query heads are no multiple of kv heads.
+        ValueError: Shapes or dtypes disagree, or query heads are no multiple of kv heads.
         NotImplementedError: There is no kernel for these heads; the message says why.
     """
     reqs, q_heads, head_dim = query.shape
     num_blocks, kv_heads, _ = low.shape
     require_shape("high", high.shape, low.shape, "as low")
     require_shape("low's head_dim", low.shape[2:], (head_dim,), "as query")
-    require_positive(kv_heads=kv_heads)
+    require_shape("block_table", block_table.shape, (reqs, *block_table.shape[1:2]), "reqs, max_blocks")
+    require_shape("seq_lens", seq_lens.shape, (reqs,), "reqs")
+    require(high.dtype == low.dtype, "high's dtype", f"be {low.dtype.name}, as low", high.dtype.name)
+    require_positive(kv_heads=kv_heads, block_size=block_size)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
     reason = why_not_scores(dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
     if reason is not None:

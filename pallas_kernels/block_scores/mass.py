@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.checks import require
 from pallas_kernels.shared.types import Interpret, Layout, Rows, Scalar
 
 WIDTH = 128  # threads of a warpgroup
@@ -26,8 +27,13 @@ def least_of_mass(
         scores: At most MAX_SHARES a row, no NaN and no inf. A row of -inf has no such score: inf.
         mass: Static: more than 0, less than 1.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+
+    Raises:
+        ValueError: A row has more scores than fit, or mass is not between 0 and 1.
     """
     num_rows, length = scores.shape
+    require(length <= MAX_SHARES, "scores", f"have at most {MAX_SHARES} a row", scores.shape)
+    require(0 < mass < 1, "mass", "lie in (0, 1)", mass)
     if 0 in scores.shape:
         return jnp.full(num_rows, jnp.inf, f32)
     width = -(-length // WIDTH) * WIDTH

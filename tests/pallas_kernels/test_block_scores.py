@@ -1,6 +1,7 @@
 """block_scores, best_blocks and least_of_mass against plain numpy, interpreted and on a GPU."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -98,6 +99,54 @@ def test_the_best_blocks_are_those_of_a_sort(max_blocks, num_selected, num_recen
             np.testing.assert_array_equal(best.ids[row, head, : len(wanted)], wanted)
             reached = recent | (scores[row, head, :num] >= best.least[row, head])
             np.testing.assert_array_equal(np.flatnonzero(reached), wanted)
+
+
+@pytest.mark.parametrize("num_selected", [5, 6, 7, 100])
+def test_all_blocks_are_the_best_where_there_are_no_more(num_selected):
+    scores, lens = jnp.asarray(RNG.normal(size=(2, 1, 5)), jnp.float32), jnp.asarray([80, 20])
+    best = best_blocks(scores, lens, block_size=16, num_selected=num_selected, num_recent=0)
+    assert best.counts.tolist() == [[5], [2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_selected": 0}, "num_selected must be positive, got 0"),
+        ({"num_recent": -1}, "num_recent must be at least 0, got -1"),
+        ({"seq_lens": jnp.zeros(3, jnp.int32)}, r"seq_lens must have shape \(2,\) \(reqs\), got \(3,\)"),
+    ],
+)
+def test_counts_and_lengths_of_best_blocks_are_checked(change, message):
+    given = {"seq_lens": jnp.zeros(2, jnp.int32), "block_size": 16, "num_selected": 1, "num_recent": 0}
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(best_blocks)(jnp.zeros((2, 1, 5)), **given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": jnp.zeros((2, 21), jnp.int32)}, r"block_table must .*\(3, 21\) .*got \(2, 21\)"),
+        ({"seq_lens": jnp.zeros(2, jnp.int32)}, r"seq_lens must .*\(3,\) \(reqs\), got \(2,\)"),
+        ({"high": jnp.zeros((70, 8, 64), jnp.float16)}, "high's dtype must be bfloat16, as low, got float16"),
+    ],
+)
+def test_bounds_and_tables_of_others_are_named(change, message):
+    query, bounds, table, num_blocks = problem()
+    given = {"low": bounds.low, "high": bounds.high, "block_table": table, "seq_lens": num_blocks}
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(block_scores)(query, **given | change, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("length", "mass", "message"),
+    [
+        (MAX_SHARES + 1, 0.5, rf"scores must have at most {MAX_SHARES} a row"),
+        (4, 1.0, r"mass must lie in \(0, 1\), got 1.0"),
+    ],
+)
+def test_masses_that_have_no_kernel_are_refused(length, mass, message):
+    with pytest.raises(ValueError, match=message):
+        least_of_mass(jnp.zeros((1, length)), mass)
 
 
 def test_more_blocks_than_are_counted_are_refused():
