@@ -52,7 +52,7 @@ class Store:
         sink = None
         if self.sinks is not None:
             sink = plgpu.load(self.sinks.at[segment.heads], layout=W.reduce(0), optimized=False)
-            sink = sink + jnp.where(segment.seq_len > 0, 0.0, -jnp.inf)
+            sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
         factor, lse = normalized(top, total, sink)
         store_unoptimized(self.outputs.lse.at[segment.row, self.head_tile], lse)
         for chunk, acc in enumerate(accs):

@@ -264,6 +264,15 @@ class TestRaces:
             jax.block_until_ready(interpreted(*args, **kwargs, sizes=sizes, detect_races=True))
 
 
+def test_padding_rows_are_zero_whatever_the_sink():
+    args, kwargs = random_step([0, 3], 3, 1, 32, 16, 1)
+    sinks, sizes = jnp.asarray([0.5, -jnp.inf, jnp.inf]), KernelSizes(stages=1, ctas=1)
+    out, lse = interpreted(*args, **kwargs, sizes=sizes, sinks=sinks)
+    assert not np.asarray(out[0], np.float32).any()
+    assert np.isneginf(lse[:, 0]).all()
+    assert np.isfinite(lse[:2, 1]).all()
+
+
 class TestProducts:
     @pytest.mark.parametrize("products", [WgmmaProducts, MmaProducts])
     def test_each_answers_all_that_the_protocol_asks_by_the_same_names(self, products):
