@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn.cache.types import PagedCache, block_arrays, has_token_axis
-from jattn.metadata.host import INT32_MAX
 from jattn.pytree import replace
 from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels import support
@@ -76,7 +75,7 @@ def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
     require(is_right, "slot_mapping", "be ints [tokens]", got)
     if isinstance(slot_mapping, np.ndarray) and slot_mapping.dtype.itemsize >= 4 and slot_mapping.size:
         for slot in (slot_mapping.min(), slot_mapping.max()):  # jax would have it wrap
-            require(abs(int(slot)) <= INT32_MAX, "slot_mapping", "hold int32s", slot)
+            require(abs(int(slot)) <= np.iinfo(np.int32).max, "slot_mapping", "hold int32s", slot)
     for name, rows in (("key", key), ("value", value)):
         require(isinstance(rows, jax.Array | np.ndarray), name, "be an array", type(rows).__name__)
         require(jnp.issubdtype(rows.dtype, jnp.floating), name, "hold floats", rows.dtype)
