@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jattn.fields import set_bools, set_floats, set_ints
 from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
-from pallas_kernels.shared.score import MAX_CHUNK_SIZE, UNLIMITED
+from pallas_kernels.shared import MAX_CHUNK_SIZE, UNLIMITED
 
 # What each AttentionSpec.query_quantization rounds queries to.
 QUERY_DTYPES = {None: None, "int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}

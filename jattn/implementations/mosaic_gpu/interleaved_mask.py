@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jattn.masks import And, Causal, Chunked, Interleaved, Mask, Window
 from jattn.masks.integers import quotient
-from pallas_kernels.shared.score import UNLIMITED
+from pallas_kernels.shared import UNLIMITED
 from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 
 

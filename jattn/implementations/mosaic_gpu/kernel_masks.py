@@ -33,7 +33,7 @@ from jattn.masks.closed import closed_over
 from jattn.masks.documents import come_in_runs
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.traced import line_of, lines_of
-from pallas_kernels.shared.score import UNLIMITED
+from pallas_kernels.shared import UNLIMITED
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
