@@ -33,6 +33,7 @@ class Channel:
         self._is_open, self._is_closed = True, False  # whether messages go out; whether `close` was called
         self._users = 1  # of the socket: who may post, and who reads
         self._late: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether more comes
+        self._reader: threading.Thread | None = None
         threading.Thread(target=self._send_late, name="jattn channel, out", daemon=True).start()
 
     def read(self) -> Any:
@@ -65,7 +66,17 @@ class Channel:
             self._leave()
 
         self._users += 1
-        threading.Thread(target=receive, name="jattn channel, in", daemon=True).start()
+        self._reader = threading.Thread(target=receive, name="jattn channel, in", daemon=True)
+        self._reader.start()
+
+    def wait_until_lost(self, seconds: float) -> None:
+        """Where the other process has ended: until the thread that `start` began has, too, or so long.
+
+        It may be the last to hold what it was given, and an engine's arrays that are dropped while the
+        interpreter ends abort the process.
+        """
+        if self._reader is not None:
+            self._reader.join(seconds)
 
     def post(self, message: Any) -> None:
         """Sends a message, behind those before it."""

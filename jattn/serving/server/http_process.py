@@ -16,6 +16,8 @@ from jattn.serving.server.channel import Channel
 from jattn.serving.server.engine_host import EngineHost
 from jattn.serving.server.options import ServerOptions
 
+LOST_S = 10.0  # in which what reads of a process that has ended sees that
+
 # The device is the engine's: here JAX is what modules import, and must not take it.
 CHILD = """
 import sys
@@ -97,6 +99,7 @@ class HttpProcess:
         finally:
             self._process.kill()  # nothing where it has ended
             self._host.close()
+            self._channel.wait_until_lost(LOST_S)
         if self._host.failure is not None:
             raise self._host.failure
         if self._process.returncode:

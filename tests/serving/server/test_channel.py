@@ -3,6 +3,8 @@
 import queue
 import socket
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -57,6 +59,24 @@ def test_what_was_posted_before_the_end_still_comes(ends):
     one.channel.post("last")
     one.channel.close()
     assert other.came.get(timeout=10) == ["last"]
+
+
+def test_who_waits_until_it_is_lost_finds_the_reader_gone():
+    """With all that it held: an engine that it drops behind the interpreter's end aborts the process."""
+
+    class Held:
+        def take(self, messages):
+            pass
+
+    held, (sock, other) = Held(), socket.socketpair()
+    channel, gone = Channel(sock), weakref.ref(held)
+    channel.wait_until_lost(1.0)  # nothing has begun
+    channel.start(held.take, lambda: time.sleep(0.2))
+    del held
+    other.close()
+    channel.wait_until_lost(10.0)
+    assert gone() is None
+    channel.close()
 
 
 def test_what_cannot_be_sent_ends_both_ends(ends, caplog):
