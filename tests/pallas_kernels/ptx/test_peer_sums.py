@@ -113,8 +113,9 @@ def test_sums_of_two_devices(norm, dtype):
     check(2, [(1, 4096, norm, dtype), (3, 100, norm, dtype)])
 
 
-def test_more_rows_than_thread_blocks_and_more_packets_than_threads():
-    check(2, [(130, 8, LLAMA, BF16), (1, 5000, LLAMA, BF16)])
+def test_more_rows_than_thread_blocks_and_more_packets_than_threads(monkeypatch):
+    monkeypatch.setattr(peer_words, "MAX_BLOCKS", 3)
+    check(2, [(7, 8, LLAMA, BF16), (1, 5000, LLAMA, BF16)])
 
 
 def test_three_devices_add_in_one_order():
@@ -156,10 +157,11 @@ def test_zeros_with_a_minus_are_sent_too(dtype, shots):
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_gathers_and_sums_by_turns(devices):
+def test_gathers_and_sums_by_turns(devices, monkeypatch):
     """To the bit, -inf and a zero with a minus, too; whose bits are the word never sent becomes 0."""
+    monkeypatch.setattr(peer_words, "MAX_BLOCKS", 4)
     rng, made = np.random.default_rng(0), []
-    many = 130 if devices == 2 else 2  # more than there are thread blocks
+    many = 9 if devices == 2 else 2  # more than there are thread blocks
     for rows, width, dtype in ((many, 6, F32), (1, 4, BF16), (1, 2050, F32), (3, 8, F32), (5, 36, F16)):
         parts = drawn(rng, devices, rows, width, dtype=dtype)
         parts[:, 0, 0] = -np.inf if dtype == F32 else 0
