@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.check import query_lens_on_host
+from jattn.metadata.check import query_lens_on_host, row_lens_on_host
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from pallas_kernels import support
@@ -102,10 +102,8 @@ def check_causal_rows(metadata: CascadeMetadata) -> None:
     if not support.is_concrete(metadata):
         return
     step, prefix_len = metadata.suffix, int(np.asarray(metadata.prefix.seq_lens)[0])
-    is_decode = np.arange(step.bucket.max_reqs) < step.bucket.max_decodes
-    lens = np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
     rows = np.asarray(step.token_rows)[np.asarray(metadata.is_live_token)]
-    context = np.asarray(step.seq_lens) + prefix_len - lens
+    context = np.asarray(step.seq_lens) + prefix_len - row_lens_on_host(step)
     for r in rows[context[rows] < prefix_len - 1][:1]:
         rule = f"be at most row {r}'s context and one more ({context[r] + 1}) where attention is causal"
         require(False, "common_prefix_len", rule, prefix_len)

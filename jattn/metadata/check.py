@@ -131,9 +131,13 @@ def _checked_rows(step: BatchMetadata) -> _Rows:
 
 def query_lens_on_host(step: BatchMetadata) -> np.ndarray:
     """BatchMetadata's, by numpy: of constants inside jit, too."""
+    return np.where(np.asarray(step.seq_lens) > 0, row_lens_on_host(step), 0)
+
+
+def row_lens_on_host(step: BatchMetadata) -> np.ndarray:
+    """Likewise, but tokens of rows without keys, too."""
     is_decode = np.arange(step.bucket.max_reqs) < step.bucket.max_decodes
-    lens = np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
-    return np.where(np.asarray(step.seq_lens) > 0, lens, 0)
+    return np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
 
 
 def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> None:

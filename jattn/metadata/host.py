@@ -61,12 +61,17 @@ def block_rows(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTabl
     got = block_table.shape if is_array else f"{len(block_table)} rows"
     require(len(block_table) == num_reqs, "block_table", f"have one row per request ({num_reqs})", got)
     table = _from_array(block_table) if is_array else _from_rows(block_table)
-    limit = (INT32_MAX + 1) // block_size - 1
+    limit, rule = last_block(block_size)
     if table.ids.size and table.ids.max() > limit:
         row = int(np.argmax((table.ids > limit).any(axis=1)))
-        rule = f"hold block ids of at most {limit} (slots are int32)"
         require(False, f"block_table[{row}]", rule, table.ids[row].tolist())
     return table
+
+
+def last_block(block_size: int) -> tuple[int, str]:
+    """The largest block id whose slots fit int32, and the rule that says so."""
+    limit = (INT32_MAX + 1) // block_size - 1
+    return limit, f"hold block ids of at most {limit} (slots are int32)"
 
 
 def require_blocks(table: BlockTable, seq_lens: np.ndarray, block_size: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from jattn.metadata.host import INT32_MAX, int_table
+from jattn.metadata.host import int_table, last_block
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
@@ -31,8 +31,7 @@ def slots_in(xp: Any, blocks: Any, has_block: Any, offsets: Any, block_size: int
         ValueError: A slot is seen to be beyond int32: it would wrap to a negative one, which nobody writes.
     """
     if xp is np:
-        limit, largest = (INT32_MAX + 1) // block_size - 1, int(np.max(blocks, initial=0, where=has_block))
-        rule = f"hold block ids of at most {limit} (slots are int32)"
+        (limit, rule), largest = last_block(block_size), int(np.max(blocks, initial=0, where=has_block))
         require(largest <= limit, "block_table", rule, largest)
     return xp.where(has_block, blocks * block_size + offsets, PAD_SLOT_ID)
 

@@ -47,7 +47,7 @@ class Peers(nnx.Module):
         self.ranks = None if ranks is None else PeerArrays(ranks)
 
 
-# Of one thread block a row's, and narrow ones: in larger steps NCCL's gathers of log-sum-exps may be quicker.
+# A gather's thread blocks take a row at a time, however narrow: beyond this XLA's may be quicker; not timed.
 MAX_ROWS_OF_RANKS = 256
 
 

@@ -12,4 +12,5 @@ from pallas_kernels.all_reduce.reasons import why_not_all_reduce as why_not_all_
 from pallas_kernels.all_reduce.reasons import why_not_peers as why_not_peers
 from pallas_kernels.all_reduce.sizes import LINK_BYTES_A_US as LINK_BYTES_A_US
 from pallas_kernels.all_reduce.sizes import WAIT_US as WAIT_US
+from pallas_kernels.all_reduce.sizes import bytes_sent as bytes_sent
 from pallas_kernels.all_reduce.sizes import default_shots as default_shots

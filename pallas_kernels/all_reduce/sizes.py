@@ -18,5 +18,10 @@ def default_shots(rows: int, width: int, devices: int) -> int:
         devices: That sum.
     """
     of_rows = 2 * rows * width
-    in_one, in_two = of_rows * (devices - 1), 2 * of_rows * (devices - 1) / devices
+    in_one, in_two = (bytes_sent(of_rows, devices, shots) for shots in (1, 2))
     return 2 if of_rows > BYTES_OF_TWO or in_one - in_two > WAIT_US * LINK_BYTES_A_US else 1
+
+
+def bytes_sent(of_rows: int, devices: int, shots: int) -> float:
+    """By each device, of rows of so many bytes."""
+    return of_rows * (devices - 1) * (1.0 if shots == 1 else 2 / devices)

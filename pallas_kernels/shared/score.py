@@ -16,6 +16,11 @@ UNLIMITED = 2**30
 MAX_CHUNK_SIZE = UNLIMITED // MAX_QUERIES_BEFORE_KEYS
 
 
+def bounded(width: int | None) -> int | None:
+    """A window's side; None where it hides nothing."""
+    return None if width is None or width >= UNLIMITED else width
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """`scale * q.k`, soft-capped, masked, ALiBi-biased. Fields are AttentionSpec's of the same names.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jattn.masks import And, Causal, Chunked, Interleaved, Mask, Window
 from jattn.masks.integers import quotient
-from pallas_kernels.shared import UNLIMITED
+from pallas_kernels.shared import bounded
 from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 
 
@@ -58,9 +58,9 @@ def _stretch(mask: Mask, query: Any) -> tuple[Any | None, Any | None]:
             begin = quotient(query, one.size) * one.size
             end = begin + one.size
         elif isinstance(one, Window):
+            right = bounded(one.right)
             begin = None if one.left is None else jnp.maximum(query - one.left, 0)
-            # A wider side would not fit int32 beside a position.
-            end = None if one.right is None or one.right >= UNLIMITED else query + (one.right + 1)
+            end = None if right is None else query + (right + 1)
         else:
             end = query + 1
         low = _joined(jnp.maximum, low, begin)

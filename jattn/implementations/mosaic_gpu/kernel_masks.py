@@ -33,7 +33,7 @@ from jattn.masks.closed import closed_over
 from jattn.masks.documents import come_in_runs
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.traced import line_of, lines_of
-from pallas_kernels.shared import UNLIMITED
+from pallas_kernels.shared import bounded
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
@@ -147,7 +147,7 @@ def _window(mask: Mask) -> KernelMask | None:
         mask = Window(right=0)
     if not isinstance(mask, Window) or mask == Window():
         return None
-    left, right = _bounded(mask.left), _bounded(mask.right)
+    left, right = bounded(mask.left), bounded(mask.right)
 
     def sees(tile: PairTile, _: Any) -> Words:
         own = tile.rows - tile.first_column
@@ -156,11 +156,6 @@ def _window(mask: Mask) -> KernelMask | None:
         return tile.words_between(None if before is None else own - before, high)
 
     return KernelMask((), lambda *_: (), sees, is_words=True)
-
-
-def _bounded(width: int | None) -> int | None:
-    """A window's side; None where it hides nothing, and would not fit int32 beside a position."""
-    return None if width is None or width >= UNLIMITED else width
 
 
 def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> KernelMask:
