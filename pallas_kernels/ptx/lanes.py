@@ -56,9 +56,12 @@ def run(code: str, *args: ir.Value, predicate: ir.Value | None = None, convergen
     utils.inline_ptx(code, *args, predicate=predicate, has_side_effects=True, convergent=convergent)
 
 
-def lane_and_warp() -> tuple[ir.Value, ir.Value]:
-    """The lane in its warp, and the warp in its warpgroup, as JAX numbers them in its layouts."""
-    thread = mgpu.thread_idx()
+def lane_and_warp(*, anew: bool = False) -> tuple[ir.Value, ir.Value]:
+    """The lane in its warp, and the warp in its warpgroup, as JAX numbers them in its layouts.
+
+    With `anew` they are asked for here: what is made of them takes no registers in the loops before.
+    """
+    thread = ptx("mov.b32 $0, %tid.x;", touches_memory=True) if anew else mgpu.thread_idx()
     return arith.andi(thread, const(31)), arith.andi(arith.shrui(thread, const(5)), const(3))
 
 

@@ -102,8 +102,9 @@ class QueryGradients:
     def grads_of(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
         """All keys of rows, which are in a buffer, and whose item's first are those of `step`."""
         begin, low_edge, high_edge, end = rows.share()
-        expected = None if self.inputs.out is None else self.expected(self.here(rows, buffer), step)
-        stats, step = self.scores.stats_of(rows, expected), step + self.inputs.steps_before
+        of_outputs, step = step, step + self.inputs.steps_before
+        expected = lambda: self.expected(self.here(rows, buffer), of_outputs)
+        stats = self.scores.stats_of(rows, None if self.inputs.out is None else expected)
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
         if has_window and not has_lists:
             self.ring.skip(step, jnp.int32(0), begin)

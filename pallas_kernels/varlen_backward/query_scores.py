@@ -1,5 +1,6 @@
 """Of a warpgroup's queries and a tile of keys: probabilities, and gradients of scores. A row is a query."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -29,22 +30,25 @@ class QueryScores:
     def __init__(self, stats: Ref, masking: Masking, spec: PrefillSpec):
         self.stats, self.masking, self.spec = stats, masking, spec
 
-    def stats_of(self, rows: QueryRows, expected: Rows | None) -> Stats:
+    def stats_of(self, rows: QueryRows, expected: Callable[[], Rows] | None) -> Stats:
         """Of an item's rows, some of which may be another's or nobody's.
 
         Args:
             rows: Which.
-            expected: The sum of outputs times their gradients, for the next kernel, too; None = it is in
-                memory. Two items that share a row store the same there.
+            expected: Makes the sum of outputs times their gradients, for the next kernel, too; None = it is
+                in memory. Two items that share a row store the same there.
         """
         item, first = rows.item, rows.item["first_row"] + rows.rank * M
         here = lambda nth: self.stats.at[item.head, nth, pl.ds(first, M)]
         stored = lambda nth: plgpu.load(here(nth), layout=ROW, optimized=False)
+        score = stored(0)
         if expected is None:
-            return Stats(stored(0), stored(1))
-        less = expected if self.stats.shape[1] == 2 else expected - stored(2)
+            return Stats(score, stored(1))
+        # Loads come first: they are on their way beside the sum.
+        grad_lse = 0.0 if self.stats.shape[1] == 2 else stored(2)
+        less = expected() - grad_lse
         self.stats[item.head, 1, pl.ds(first, M)] = less
-        return Stats(stored(0), less)
+        return Stats(score, less)
 
     def weights(self, s: Tile, stats: Stats, tile: KvTile, stored: Stored) -> Tile:
         """Probabilities of Q K^T, times the soft cap's derivative; 0 where a query does not see the key.

@@ -10,7 +10,7 @@ from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.lists import TileLists
 from pallas_kernels.varlen_prefill.masks import KernelMask
 from pallas_kernels.varlen_prefill.merge import merge_splits
-from pallas_kernels.varlen_prefill.schedule import Schedule, max_tiles
+from pallas_kernels.varlen_prefill.schedule import Schedule
 from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 
@@ -106,26 +106,8 @@ def attend_call(
         narrow=call.narrow, interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
-    outputs = prefill(inputs, max_tiles(num_tokens, call.seq_lens.shape[0], sizes.tile_tokens), spec)
+    outputs = prefill(inputs, spec)
     if schedule.merges is not None:
         outputs = merge_splits(outputs, schedule.table, schedule.merges, inputs.sinks, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
-    if outputs.lse is None:
-        return out, None
-    return out, _lse_of_tokens(outputs.lse, call.query_start_loc, schedule, num_tokens, sizes)
-
-
-def _lse_of_tokens(
-    lse_tiles: Array, query_start_loc: Array, schedule: Schedule, num_tokens: int, sizes: KernelSizes
-) -> Array:
-    """From [items_per_tile, tiles, tile_q] to [q_heads, tokens]."""
-    tile, each = sizes.tile_tokens, sizes.warpgroup_tokens
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    starts = query_start_loc.astype(jnp.int32)
-    req = (starts[None, 1:] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
-    row = token - schedule.first_rows[req]
-    nth, row = schedule.first_tiles[req] + row // tile, row % tile
-    if sizes.heads_per_tile == 1:
-        return lse_tiles.reshape(len(lse_tiles), -1)[:, nth * tile + row]
-    of_warpgroups = lse_tiles.reshape(*lse_tiles.shape[:2], sizes.team_size, sizes.heads_per_tile, each)
-    return of_warpgroups[:, nth, row // each, :, row % each].reshape(num_tokens, -1).T
+    return out, None if outputs.lse is None else outputs.lse[:, :num_tokens]

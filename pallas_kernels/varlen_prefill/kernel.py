@@ -64,11 +64,11 @@ from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.widening import Widener
 
 
-def prefill(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
-    """Output, and the log-sum-exp of every row of every one of `num_tiles` tiles."""
+def prefill(inputs: Inputs, spec: PrefillSpec) -> Outputs:
+    """Output, and the log-sum-exp of every token and head."""
     kernel = plgpu.kernel(
         functools.partial(prefill_body, spec=spec),
-        out_type=(output_types(inputs, num_tiles, spec),),
+        out_type=(output_types(inputs, spec),),
         scratch_types=(smem_types(spec), pipeline_types(spec)),
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),

@@ -27,10 +27,10 @@ REGISTERS = 65536  # of an SM
 WIDEN_REGISTERS, WIDENING_REGISTERS = 64, (32, 160)
 
 
-def output_types(inputs: Inputs, num_tiles: int, spec: PrefillSpec) -> Outputs:
-    """The output, the log-sum-exp of every row of every tile, partial results."""
-    shape = spec.items_per_tile, num_tiles, spec.sizes.tile_q  # so tokens lie side by side
-    lse = jax.ShapeDtypeStruct(shape, f32) if spec.returns_lse else None
+def output_types(inputs: Inputs, spec: PrefillSpec) -> Outputs:
+    """The output, the log-sum-exp of every token and head, partial results."""
+    lse_shape = spec.shape.q_heads, inputs.query.shape[0]
+    lse = jax.ShapeDtypeStruct(lse_shape, f32) if spec.returns_lse else None
     partials = _partial_types(spec) if spec.has_splits else None
     return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials)
 

@@ -16,7 +16,7 @@ from pallas_kernels.varlen_prefill.query_rows import QueryRows
 from pallas_kernels.varlen_prefill.refs import MergeRefs, Outputs, Partials
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.splits import Merges
-from pallas_kernels.varlen_prefill.store import factor_and_lse, rows_of_tile, store_live, store_lse
+from pallas_kernels.varlen_prefill.store import factor_and_lse, live_rows, rows_of_tile, store_live, store_lse
 from pallas_kernels.varlen_prefill.tops import above_infinity, rows_of, wide
 
 BLOCKS_PER_SM = 2  # more of them take longer to start than they save
@@ -102,7 +102,7 @@ class Merger:
             acc, top, total = self.summed(rows, chunk, columns_of_chunk, refs.partials)
             factor, lse = factor_and_lse(rows, top, total, refs.sinks)
             if refs.lse is not None:
-                pl.when(strip == 0)(lambda: store_lse(refs.lse, rows, lse))
+                pl.when(strip == 0)(lambda: store_lse(refs.lse, rows, live_rows(rows), lse))
             store_live(to, rows, swizzled_s, plain_s, [(acc * wide(factor, acc)).astype(self.spec.dtype)])
             plgpu.wait_smem_to_gmem(0)
 

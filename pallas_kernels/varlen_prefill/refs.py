@@ -68,7 +68,7 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: As query.
-        lse: [items_per_tile, tiles, tile_q] f32, tiles in the order of the tokens, or None.
+        lse: [q_heads, tokens] f32, as many tokens as `out` has, or None.
         partials: Of tiles whose keys are cut, which the two above do not have; None where none can be.
     """
 

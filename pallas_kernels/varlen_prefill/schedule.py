@@ -49,7 +49,6 @@ class Schedule(NamedTuple):
         num_live: How many of them there are.
         first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
             last request counts as one more request.
-        first_rows: Row at which that tile begins, perhaps before the request and before row 0.
         merges: The tiles whose keys are cut; None where none can be.
         made_for: Static.
     """
@@ -57,7 +56,6 @@ class Schedule(NamedTuple):
     table: Int32[Array, "tiles columns"]
     num_live: Int32[Array, " 1"]
     first_tiles: Int32[Array, " bounds"]
-    first_rows: Int32[Array, " bounds"]
     merges: Merges | None
     made_for: MadeFor
 
@@ -86,7 +84,6 @@ COLUMNS = (
     "seq_len",
     "seen",  # first key that some query of the request sees
     "kv_start",  # row of the request's first key where keys are packed
-    "number",  # of the tile, in the order of the tokens
 )
 TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
@@ -164,7 +161,6 @@ def make_schedule(
     require(not (may_cut and q_heads is None), "q_heads", "be given where keys may be cut", q_heads)
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
-    firsts = tiles.first_tiles, tiles.first_rows
     made_for = made_for_call(
         num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=kv_start_loc is not None
     )
@@ -175,11 +171,11 @@ def make_schedule(
         table = _table([*[column[cut.tile] for column in tiles.columns], *cut.columns], cut.is_live)
         table, places = _longest_first(table, jnp.where(cut.is_live, -cut.num_tiles, 1))
         merges = merges_of(cut, places, most=most_partials(q_heads, sizes) // 2)
-        return Schedule(table, splits.sum(dtype=jnp.int32)[None], *firsts, merges, made_for)
+        return Schedule(table, splits.sum(dtype=jnp.int32)[None], tiles.first_tiles, merges, made_for)
     table = _table(tiles.columns, tiles.is_live)
     if not has_lists:
         table, _ = _longest_first(table, jnp.where(tiles.is_live, -tiles.kv_tiles, 1))
-    return Schedule(table, tiles.num_live, *firsts, None, made_for)
+    return Schedule(table, tiles.num_live, tiles.first_tiles, None, made_for)
 
 
 class Tiles(NamedTuple):
@@ -191,7 +187,6 @@ class Tiles(NamedTuple):
         num_live: How many there are.
         kv_tiles: Tiles of keys that each sees.
         first_tiles: See Schedule.
-        first_rows: See Schedule.
     """
 
     columns: list[Int32[Array, " tiles"]]
@@ -199,7 +194,6 @@ class Tiles(NamedTuple):
     num_live: Int32[Array, " 1"]
     kv_tiles: Int32[Array, " tiles"]
     first_tiles: Int32[Array, " bounds"]
-    first_rows: Int32[Array, " bounds"]
 
 
 def _tiles_of(
@@ -241,8 +235,8 @@ def _tiles_of(
     seq_len, kv_start = keys[req], kv_starts[req]
     low, high = tile_range(score, position + begin, position + end - 1, seq_len)
     _, kv_tiles = kv_tile_range(low, high, kv_start, sizes.tile_kv)
-    columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start, number]
-    return Tiles(columns, is_live, last_tiles[-1:], kv_tiles, first_tiles, first_rows)
+    columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start]
+    return Tiles(columns, is_live, last_tiles[-1:], kv_tiles, first_tiles)
 
 
 def _table(columns: list[Int32[Array, " rows"]], is_live: Array) -> Int32[Array, "rows columns"]:

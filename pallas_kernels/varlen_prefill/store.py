@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx.stores import store_tokens
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
@@ -46,10 +47,13 @@ def store_attended(
         plain_s: See store_rows.
     """
     factor, lse = factor_and_lse(rows, attended.top, attended.total, sinks)
-    if outputs.lse is not None:
-        store_lse(outputs.lse, rows, lse)
+    # Read before the fence in store_rows: TMA may put another item's row in its place.
+    live = None if outputs.lse is None else live_rows(rows)
     outs = tuple((acc * wide(factor, acc)).astype(rows.spec.dtype) for acc in attended.accs)
     store_rows(outputs.out, rows, swizzled_s, plain_s, outs)
+    if live is not None:
+        # Behind the outputs: before them it cost lists of tiles 4 us more of 414 (forward-lse).
+        store_lse(outputs.lse, rows, live, lse)
 
 
 def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple[Rows, Rows]:
@@ -60,9 +64,29 @@ def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple
     return normalized(top, total, sink)
 
 
-def store_lse(lse_g: Ref, rows: QueryRows, lse: Rows) -> None:
-    """Writes a warpgroup's rows of Outputs.lse."""
-    lse_g[rows.item.head, rows.item["number"], rows_of_tile(rows)] = lse
+class Live(NamedTuple):
+    """Which of a warpgroup's rows of a head are the item's: `begin` to `end`; `token` is that of row 0."""
+
+    token: Scalar
+    begin: Scalar
+    end: Scalar
+
+
+def live_rows(rows: QueryRows) -> Live:
+    """They are alike in each head that shares the tile."""
+    item, each, before = rows.item, rows.tokens, rows.rank * rows.tokens
+    begin, end = (jnp.clip(row - before, 0, each) for row in (item["begin"], item["end"]))
+    return Live(item["first_row"] + before, begin, end)
+
+
+def store_lse(lse_g: Ref, rows: QueryRows, live: Live, lse: Rows) -> None:
+    """Writes a warpgroup's live rows of Outputs.lse.
+
+    From registers: Pallas stores whole tiles alone, which XLA turned into rows of tokens in 5 us.
+    """
+    first, *_ = heads_of(rows.item, rows.spec)
+    is_interpreted = rows.spec.is_interpreted
+    store_tokens(lse_g, lse, first.head, *live, each=rows.tokens, is_interpreted=is_interpreted)
 
 
 def store_partial(partials: Partials, partial: Scalar, rows: QueryRows, attended: Attended) -> None:
@@ -106,9 +130,8 @@ def store_live(
     outs: Sequence[Tile],
 ) -> None:
     """As store_rows; `to(tokens, head, nth)` is where the nth of outs goes."""
-    item, each, heads = rows.item, rows.tokens, heads_of(rows.item, rows.spec)
-    first = item["first_row"] + rows.rank * each
-    begin, end = (jnp.clip(row - rows.rank * each, 0, each) for row in (item["begin"], item["end"]))
+    each, heads = rows.tokens, heads_of(rows.item, rows.spec)
+    first, begin, end = live_rows(rows)
     num = jnp.maximum(end - begin, 0)
 
     @pl.when(num == each)

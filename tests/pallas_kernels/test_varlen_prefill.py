@@ -302,8 +302,6 @@ class TestSchedule:
         rows = [(t["req"], t["first_row"], t["begin"], t["end"], t["position"]) for t in live]
         assert rows == want
         np.testing.assert_array_equal(got.first_tiles, [0, 1, 1, 3])
-        first_rows = {t["number"]: t["first_row"] for t in live}
-        np.testing.assert_array_equal(got.first_rows[np.array([0, 2, 3])], [first_rows[n] for n in (0, 1, 3)])
         assert not np.asarray(got.table)[len(live) :].any()
 
     def test_the_bound_holds_for_the_worst_lengths(self):

@@ -196,6 +196,25 @@ def heads_out(kv_heads: int) -> Case:
     return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), twin, (stores.store_heads,))
 
 
+def tokens_out(token: int, begin: int, end: int, each: int) -> Case:
+    """Of heads that share a tile; rows stand among others that must stay as they are."""
+    shape = 1 + 64 // each, 128
+    at = 1, token, begin, end
+
+    def body(x_g, before_g, at_g, out_g):
+        for head in range(shape[0]):
+            out_g[head] = before_g[head]
+        stores.store_tokens.on_gpu(out_g, load(x_g, ROW), *(at_g[nth] for nth in range(4)), each=each)
+
+    def twin(x, before, at):
+        out = jax.new_ref(before)
+        stores.store_tokens.twin(out, x, *at, each=each)
+        return (out[...],)
+
+    arrays = jnp.asarray(drawn(64)), jnp.asarray(drawn(*shape)), jnp.asarray(at, jnp.int32)
+    return Case(arrays, kernel(body, (shape, f32)), twin, (stores.store_tokens,))
+
+
 def split(rows: int, columns: int, dtype: Any) -> Case:
     x = jnp.asarray(drawn(rows, columns), dtype)
 
@@ -323,6 +342,9 @@ def all_cases() -> dict[str, Case]:
         "rows-24": rows_out(24, 40, (64, 24), f16),
         "heads-8": heads_out(8),
         "heads-64": heads_out(64),
+        "tokens-whole": tokens_out(0, 0, 64, 64),
+        "tokens-16": tokens_out(-3, 5, 14, 16),
+        "tokens-none": tokens_out(60, 7, 3, 32),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
         "merged-8": merged(8, 4, 128, 64, left=2),
