@@ -1,7 +1,8 @@
 """What a step brought its requests, once the host has read it."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -87,6 +88,17 @@ def new_tokens(flying: InFlight, has_read: Callable[[], object]) -> Iterator[New
             part.start if part else 0,
             isinstance(sampled, Verified),
         )  # fmt: skip
+
+
+def wait_for(in_flight: Iterable[InFlight]) -> None:
+    """Until what they bring is on the host, or has failed.
+
+    As a process ends that has read none of it: a thread of JAX's that brings it after Python has gone aborts
+    the process.
+    """
+    for flying in in_flight:
+        with contextlib.suppress(Exception):
+            jax.device_get((flying.sampled, flying.prompt_logprobs))
 
 
 def _read_tokens(sampled: Sampled | Verified, num_rows: int) -> tuple[list[list[int]], int]:

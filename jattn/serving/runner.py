@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jattn.serving.generation import Generation
 from jattn.serving.invariance import InvariantBuckets, make_invariant
 from jattn.serving.logprobs import prompt_logprobs
 from jattn.serving.near_blocks import near_tables
-from jattn.serving.new_tokens import Asked, InFlight, NewTokens, new_tokens
+from jattn.serving.new_tokens import Asked, InFlight, NewTokens, new_tokens, wait_for
 from jattn.serving.processes import ProcessError, Processes
 from jattn.serving.reach import near_layers_of
 from jattn.serving.samplers import Samplers
@@ -93,6 +94,7 @@ class Runner:
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[InFlight] = collections.deque()
+        weakref.finalize(self, wait_for, self._in_flight)  # as the process ends, at the latest
         all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
         of_all = [bucket for graphs in all_graphs for bucket in graphs.buckets]
         # Processes are told of the parameters in each step; placing them together would take all of them.

@@ -1,8 +1,10 @@
 """A failure ends whom it concerns, and the engine serves on."""
 
+import gc
 import unittest.mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jattn.graphs import DecodeGraphs
@@ -183,3 +185,19 @@ class TestARequestThatFails:
         with pytest.raises(RequestError, match="is poisoned"):
             poisoned.generate(["zz", "abc"], max_tokens=12)
         assert is_as_new(poisoned)
+
+
+def test_an_engine_that_goes_within_a_step_waits_for_it():
+    """Of a process that ends, too: JAX's thread that brings tokens to a Python that has gone aborts it."""
+    engine = engine_of()
+    engine.add_request("abc", LONG)
+    while not engine._runner.num_in_flight:
+        engine.step()
+    slow = jax.jit(lambda x: jnp.linalg.matrix_power(x, 2**40)[0, :2].astype(jnp.int32))
+    tokens = slow(jnp.eye(800))
+    (flying,) = engine._runner._in_flight
+    engine._runner._in_flight[0] = flying._replace(sampled=flying.sampled._replace(tokens=tokens))
+    assert not tokens.is_ready()
+    del engine
+    gc.collect()
+    assert tokens.is_ready()
