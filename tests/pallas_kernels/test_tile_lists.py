@@ -283,7 +283,7 @@ def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
     table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
     starts = jnp.zeros(2, jnp.int32)
-    schedule = Schedule(table, jnp.asarray([2]), starts, starts, None, MADE_FOR)
+    schedule = Schedule(table, jnp.asarray([2]), starts, None, MADE_FOR)
     lists = make_lists(schedule, codes_of(some, some), sets=2)
     columns = [COLUMNS.index("req"), *(len(COLUMNS) + ITEM_COLUMNS.index(name) for name in ("head", "num"))]
     items = np.asarray(lists.table)[: int(lists.num_live[0]), columns].tolist()
