@@ -22,14 +22,15 @@ class RemoteReader:
 
     Attributes:
         mailbox: By which its news go.
-        request_id: Its number there and in the engine; None = not added yet.
+        number: Its name there. What the engine refuses, too, is told by it.
+        request_id: The same number in the engine; None = not added yet.
         unfinished: Completions that have more to come.
         is_dropped: Whether its reader wants no more.
     """
 
-    def __init__(self, mailbox: "Outbox", num_completions: int) -> None:
+    def __init__(self, mailbox: "Outbox", number: int, num_completions: int) -> None:
         """Not added yet."""
-        self.mailbox = mailbox
+        self.mailbox, self.number = mailbox, number
         self.request_id: int | str | None = None
         self.unfinished = set(range(num_completions))
         self.is_dropped = False
@@ -44,7 +45,7 @@ class Outbox:
 
     def post(self, pieces: list[Piece]) -> None:
         """From any thread."""
-        self._channel.post(("news", [(reader.request_id, _sendable(news)) for reader, news in pieces]))
+        self._channel.post(("news", [(reader.number, _sendable(news)) for reader, news in pieces]))
 
 
 class EngineHost:
@@ -91,7 +92,7 @@ class EngineHost:
                 return
 
     def _add(self, number: int, prompt: Prompt, params: SamplingParams) -> None:
-        reader = self._readers[number] = RemoteReader(self._outbox, params.n)
+        reader = self._readers[number] = RemoteReader(self._outbox, number, params.n)
 
         def add() -> None:
             with self._lock:

@@ -76,6 +76,20 @@ def test_a_stream_brings_what_the_answer_would(served):
     served.until(lambda: is_free(served.engine))
 
 
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt": [5, 999]}, "prompt"),
+        ({"stop_token_ids": [999]}, "stop_token_ids"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
+    ],
+)
+def test_what_the_engine_refuses_is_told_as_by_a_server_within_its_process(served, more, param):
+    status, error = served.error("/v1/completions", **(TOLD | more))
+    assert (status, error["param"]) == (400, param), error
+    served.until(lambda: served.ask("GET", "/load")[2] == {"server_load": 0})
+
+
 def test_errors_of_requests_are_told_in_openai_s_words(served):
     status, error = served.error("/v1/completions", **(TOLD | {"guided_regex": "(("}))
     assert status == 400, error
