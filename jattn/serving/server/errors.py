@@ -83,11 +83,13 @@ async def respond(request: Request, error: Exception) -> Response:
 def _of_validation(error: pydantic.ValidationError) -> ApiError:
     """The first thing that is wrong; of a union's members the one that came furthest."""
     first = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
+    is_unknown, loc = first["type"] == "extra_forbidden", [str(part) for part in first["loc"]]
+    own = [loc.pop()] if is_unknown else []  # the client's word, whatever it looks like
     # Names of parameters and places in lists; pydantic has the types that it tried in between.
-    path = [str(part) for part in first["loc"] if re.fullmatch(r"[a-z_]+|\d+", str(part))]
-    path = [part for part in path if part not in ("str", "int", "float", "bool")]
+    path = [part for part in loc if re.fullmatch(r"[a-z_]+|\d+", part)]
+    path = [part for part in path if part not in ("str", "int", "float", "bool")] + own
     param = path[0] if path else None
-    if first["type"] == "extra_forbidden":
+    if is_unknown:
         return ApiError(400, f"Unrecognized request argument supplied: {'.'.join(path)}", param)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body must be JSON: {first['msg']}")

@@ -45,6 +45,15 @@ def the_next_request_is_served(server):
     [
         (TEXT, {}, 400, "prompt", "prompt: Field required"),
         (TEXT, {"prompt": "a", "temprature": 1}, 400, "temprature", "Unrecognized request argument supplied"),
+        (TEXT, {"prompt": "a", "maxTokens": 1}, 400, "maxTokens", "argument supplied: maxTokens$"),
+        (TEXT, {"prompt": "a", "str": 1}, 400, "str", "argument supplied: str$"),
+        (
+            TEXT,
+            {"prompt": "a", "stream_options": {"top-k2": 1}},
+            400,
+            "stream_options",
+            r"supplied: stream_options.top-k2$",
+        ),
         (
             TEXT,
             {"prompt": "a", "temperature": -1},
