@@ -42,7 +42,8 @@ def calling(body: ChatCompletionBody, form: CallFormat | None, tokenizer: Any) -
     choice, tools = body.tool_choice, body.tools or []
     if isinstance(choice, NamedToolChoice):
         function = named_tool(tools, choice).function
-        schema = StructuredOutputsParams(json=function.parameters or {"type": "object"})
+        # Arguments are an object, also where the schema tells of its properties alone.
+        schema = StructuredOutputsParams(json={"type": "object"} | (function.parameters or {}))
         return Calling(lambda: NamedReader(function.name), ("tool_choice", schema))
     is_required = choice == "required"
     require(bool(tools) or not is_required, "tool_choice", "come with tools", repr(choice))

@@ -280,6 +280,15 @@ class TestChat:
         assert [piece.function.name for piece in pieces if piece.function.name] == ["weather"]
         assert len(pieces) > 1
 
+    @pytest.mark.parametrize("seed", [0, 1, 2])
+    def test_arguments_are_an_object_where_the_schema_does_not_say_so(self, server, seed):
+        schema = {name: value for name, value in SCHEMA.items() if name != "type"}
+        asked = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+        asked["tool_choice"] = {"type": "function", "function": {"name": "f"}}
+        (choice,) = server.post(CHAT, messages=[USER], max_tokens=200, seed=seed, **asked)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) in ({"celsius": True}, {"celsius": False})
+
     def test_a_call_that_is_required_comes_in_any_case(self, client):
         asked = {"model": "tiny", "messages": [USER], "tools": [TOOL], "tool_choice": "required"}
         asked |= {"parallel_tool_calls": False, "max_tokens": 200, "seed": 1}
