@@ -37,7 +37,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
     formats = [*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES]
     parser.add_argument("--quantization", choices=formats, help="of the cache [none]")
-    parser.add_argument("--skip-layers", type=_layers, default=(), metavar="N,N", help="not quantised [none]")
+    parser.add_argument(
+        "--skip-layers", type=_layers, action="extend", default=[], metavar="N,N", help="not quantised [none]"
+    )
     own = "[as the device likes]"
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help=f"requests of a step {own}")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help=f"tokens of a step {own}")
@@ -125,7 +127,8 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
         wants_own = not (args.disable_custom_all_reduce or args.batch_invariant)
         if wants_own and why_no_peer_memory(model) is None:
             use_peer_memory(model)
-        engine = Engine(model, **{name: getattr(args, name) for name in ENGINE_OPTIONS})
+        asked = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+        engine = Engine(model, **asked | {"skip_layers": tuple(args.skip_layers)})
     for warning in told:
         print(f"jattn: {warning.message}", file=sys.stderr)
     return engine

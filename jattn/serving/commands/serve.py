@@ -39,6 +39,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--allowed-origins",
         nargs="+",
+        action="extend",
         default=[],
         metavar="URL",
         help="of pages that may ask; '*' = all",
@@ -83,7 +84,7 @@ def _server() -> Any:
 
 
 def with_config(argv: Sequence[str]) -> list[str]:
-    """The words of a command, those of its --config file before its own, so that its own count.
+    """The words of a command, behind those of its --config file that it does not say itself.
 
     Raises:
         ValueError: The file holds other things than options.
@@ -105,7 +106,9 @@ def with_config(argv: Sequence[str]) -> list[str]:
     _, unknown = known.parse_known_args(["serve", "--model=", *words])
     unknown += [word for word in words if word.startswith("--config=")]
     require(not unknown, "config", "hold options of jattn serve", unknown)
-    return [argv[0], *words, *argv[1:]]
+    typed = {word.partition("=")[0] for word in argv}  # lists, too, take the place of the file's
+    kept = [word for word in words if word.partition("=")[0] not in typed]
+    return [argv[0], *kept, *argv[1:]]
 
 
 def _read(file: pathlib.Path) -> Any:

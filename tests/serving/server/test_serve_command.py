@@ -103,6 +103,20 @@ class TestOptions:
         assert args.enable_prefix_caching is False
         assert with_config(["generate", "--config"]) == ["generate", "--config"]
 
+    def test_lists_of_a_file_are_whole_unless_typed(self, tmp_path):
+        config = tmp_path / "serve.yaml"
+        config.write_text(
+            "model: DIR\nskip-layers: [0, -1]\nallowed-origins: [a, b]\nserved_model_name: [c, d]\n"
+        )
+        told = lambda *words: build_parser().parse_args(with_config(["serve", f"--config={config}", *words]))
+        args = told()
+        assert (args.skip_layers, args.allowed_origins) == ([0, -1], ["a", "b"])
+        assert args.served_model_name == ["c", "d"]
+        args = told("--skip-layers=1,2", "--allowed-origins", "e", "f", "--served-model-name=g")
+        assert (args.skip_layers, args.allowed_origins) == ([1, 2], ["e", "f"])
+        assert args.served_model_name == ["g"]
+        assert build_parser().parse_args(["serve", "--model=DIR"]).skip_layers == []
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
