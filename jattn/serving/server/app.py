@@ -35,7 +35,7 @@ class BearerKey:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         """In front of an application."""
-        self._app, self._wanted = app, [f"Bearer {key}".encode() for key in keys]
+        self._app, self._wanted = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -46,8 +46,9 @@ class BearerKey:
             await self._app(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return any([secrets.compare_digest(given, wanted) for wanted in self._wanted])
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        is_bearer = scheme.lower() == b"bearer"  # in any case, as HTTP has its schemes
+        return any([secrets.compare_digest(given, wanted) for wanted in self._wanted]) and is_bearer
 
 
 def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:

@@ -399,13 +399,14 @@ class TestClients:
 class TestKeys:
     def test_a_request_must_have_one(self, engine):
         with running(engine, api_keys=("secret", "other")) as server:
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            wrong = ("Bearer wrong", "secret", "Basic secret", "Bearersecret", "Bearer", "bearer ")
+            for headers in ({}, *({"Authorization": given} for given in wrong)):
                 for path in (TEXT, "/v1/models", "/tokenize", "/version"):
                     status, told, answer = server.ask("POST", path, {"prompt": "a"}, headers)
                     assert (status, told["WWW-Authenticate"]) == (401, "Bearer")
                     assert answer["error"]["code"] == "invalid_api_key"
-            for key in ("secret", "other"):
-                headers = {"Authorization": f"Bearer {key}"}
+            for given in ("Bearer secret", "Bearer other", "bearer secret", "BEARER other"):
+                headers = {"Authorization": given}
                 assert server.ask("GET", "/v1/models", headers=headers)[0] == 200
             assert [server.ask("GET", path)[0] for path in ("/health", "/metrics")] == [200, 200]
 
