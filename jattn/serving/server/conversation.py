@@ -78,7 +78,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     plain = {name: value for name, value in told.items() if value is not None or name == "content"}
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_text(part, f"messages[{index}].content") for part in message.content)
-    elif message.content is None and "tool_calls" not in plain:
+    elif message.content is None and not plain.get("tool_calls"):
         plain["content"] = ""  # templates would write "None"
     if "tool_calls" in plain:
         plain["tool_calls"] = with_objects(f"messages[{index}].tool_calls", plain["tool_calls"])

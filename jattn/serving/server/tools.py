@@ -82,6 +82,8 @@ def named_tool(tools: Sequence[Tool], choice: NamedToolChoice) -> Tool:
 def with_objects(name: str, calls: Any) -> list[dict[str, Any]]:
     """A conversation's calls as templates want them: arguments are an object, where clients send its JSON.
 
+    Where there are none it is empty, as in vLLM.
+
     Raises:
         ValueError: They are no calls, or their arguments no JSON; `name` is what they are called.
     """
@@ -91,10 +93,10 @@ def with_objects(name: str, calls: Any) -> list[dict[str, Any]]:
         is_call = isinstance(call, dict) and isinstance(call.get("function"), dict)
         require(is_call, name, "be calls of functions", repr(call))
         function: dict[str, Any] = call["function"]
-        arguments = function.get("arguments")
+        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 require(False, f"{name}.function.arguments", "be JSON", repr(arguments))
         found.append(call | {"function": function | {"arguments": arguments}})

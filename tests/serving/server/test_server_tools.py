@@ -12,6 +12,7 @@ from jattn.serving.server.call_grammar import required_calls, strict_calls
 from jattn.serving.server.call_reader import CallReader, NamedReader, merged_calls
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import Tool
+from jattn.serving.server.tools import with_objects
 from jattn.serving.structured_outputs import Grammars, StructuredOutputsParams
 from tests.serving.server.running import running
 from tests.serving.tiny import BYTES, byte_tokenizer
@@ -344,6 +345,21 @@ class TestChat:
         finally:
             del template.render
         assert seen == [json.dumps(OTHER) + " as <tool_call>hiNone7warm", "hi"]
+
+    @pytest.mark.parametrize(
+        "function", [{"name": "f"}, *({"name": "f", "arguments": x} for x in (None, ""))]
+    )
+    def test_a_call_without_arguments_was_made_with_none(self, function):
+        assert with_objects("calls", [{"function": function}]) == [
+            {"function": {"name": "f", "arguments": {}}}
+        ]
+
+    def test_who_called_nothing_and_said_nothing_said_no_none(self, server):
+        said = {"role": "assistant", "content": None, "tool_calls": []}
+        (answer, silent) = (
+            server.post("/tokenize", messages=[USER, one]) for one in (said, said | {"content": ""})
+        )
+        assert answer == silent
 
     @pytest.mark.parametrize(
         ("body", "status", "param", "message"),
