@@ -127,7 +127,8 @@ def _lengths(body: CompletionBody) -> dict[str, Any]:
 def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], str]]:
     """Each prompt as tokens and as text."""
     prompt: Any = body.prompt
-    require(len(prompt) > 0, "prompt", "hold a token, or a prompt", repr(prompt))
+    is_some = isinstance(prompt, str) or len(prompt) > 0  # of "" a tokenizer may make a BOS
+    require(is_some, "prompt", "hold a token, or a prompt", repr(prompt))
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     found = []
     for one in prompts:

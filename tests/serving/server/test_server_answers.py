@@ -7,10 +7,11 @@ import logging
 import socket
 
 import pytest
+import tokenizers
 
 from jattn.serving.server.token_texts import TokenTexts
 from tests.serving.server.running import parsed, running, small_engine
-from tests.serving.tiny import BYTES, llama_tokenizer, one_layer_model
+from tests.serving.tiny import BYTES, byte_tokenizer, llama_tokenizer, one_layer_model
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -244,6 +245,18 @@ def test_a_bos_that_was_added_has_no_place_in_the_prompt_s_text():
     offsets = TokenTexts(tokenizer).offsets([1, hello], skip_special_tokens=True)
     assert offsets.of([1, hello, world], "Hello") == [0, 0, 5]
     assert offsets.of([2, world]) == [11, 11]
+
+
+@pytest.mark.parametrize("prompt", ["", [""]])
+def test_a_text_goes_on_from_nothing_but_the_bos_of_its_tokenizer(engine, prompt):
+    tokenizer = byte_tokenizer()
+    bos = tokenizers.processors.TemplateProcessing(single="a $A", special_tokens=[("a", 64)])
+    tokenizer.post_processor = bos
+    with running(engine) as server:
+        server.server.service.tokenizer = tokenizer
+        told = server.post("/v1/completions", prompt=prompt, max_tokens=2, echo=True, return_token_ids=True)
+    assert told["choices"][0]["prompt_token_ids"] == [64]
+    assert told["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def the_next_request_is_served(server):
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "must map token ids .*, got 'x'"),
         (TEXT, {"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", r"in the vocabulary.*\[999\]"),
         (TEXT, {"prompt": "a", "logprobs": 99}, 400, "logprobs", r"logprobs must be in \[0, 20\], got 99"),
-        (TEXT, {"prompt": ""}, 400, "prompt", "prompt must hold a token"),
+        (TEXT, {"prompt": ""}, 400, "prompt", "prompt must have at least one token"),
         (TEXT, {"prompt": []}, 400, "prompt", r"prompt must hold a token, or a prompt, got \[\]"),
         (TEXT, {"prompt": [[]]}, 400, "prompt", "prompt must have at least one token"),
         (TEXT, {"prompt": [1, 999]}, 400, "prompt", r"prompt\[1\] must be in the vocabulary.* 999"),
