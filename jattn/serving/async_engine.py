@@ -10,13 +10,12 @@ from jattn.serving.engine_client import EngineInfo
 from jattn.serving.engine_thread import EngineThread
 from jattn.serving.mailbox import Mailbox
 from jattn.serving.outputs import RequestOutput
-from jattn.serving.prompts import Prompt, token_ids_of
+from jattn.serving.prompts import Prompt
 from jattn.serving.reader import Reader
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.stats import EngineStats
+from jattn.serving.text import encoded
 from pallas_kernels.checks import require_type
-
-LONG_TEXT = 4096  # characters from which on a text's tokens are made in a thread: a millisecond's work
 
 
 class AsyncEngine:
@@ -139,12 +138,7 @@ class AsyncEngine:
 
     async def _tokens_of(self, prompt: Prompt) -> Prompt:
         """The prompt's tokens: made here, not where steps wait for them."""
-        if not isinstance(prompt, str):
-            return prompt
-        tokenise = lambda: token_ids_of(
-            "prompt",
-            prompt,
-            tokenizer=self.engine.tokenizer,
-            vocab_size=self.engine.model.config.vocab_size,
-        )
-        return tokenise() if len(prompt) < LONG_TEXT else await asyncio.to_thread(tokenise)
+        if not isinstance(prompt, str) or not prompt or self.engine.tokenizer is None:
+            return prompt  # as it is in an error's words
+        (token_ids,) = await encoded(self.engine.tokenizer, [prompt])
+        return token_ids

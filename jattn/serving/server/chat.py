@@ -124,7 +124,7 @@ async def create_chat_completion(request: Request) -> Response:
     refuse(body, OFF)
     how = calling(body, service.call_format, service.tokenizer)
     max_tokens = _max_tokens(body)
-    prompt = truncated(body, chat_tokens(service, body), service.info.longest, max_tokens)
+    prompt = truncated(body, await chat_tokens(service, body), service.info.longest, max_tokens)
     require(len(prompt) > 0, "messages", "become at least one token", prompt)
     require_place("messages", len(prompt), max_tokens, service.info.max_model_len)
     rest = max(service.info.longest - len(prompt), 1)

@@ -14,6 +14,7 @@ from jattn.serving.server.protocol import CompletionBody
 from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
 from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TextOffsets, TokenTexts, finite
+from jattn.serving.text import encoded
 from pallas_kernels.checks import require
 
 
@@ -90,7 +91,7 @@ async def create_completion(request: Request) -> Response:
     body: CompletionBody = await read(request, CompletionBody)
     service.check_model(body.model)
     refuse(body, {"suffix": ("",)})
-    prompts = _prompts(service, body)
+    prompts = await _prompts(service, body)
     for prompt, _ in prompts:
         require_place("prompt", len(prompt), body.max_tokens, service.info.max_model_len)
     form = wanted_form(body)
@@ -124,19 +125,18 @@ def _lengths(body: CompletionBody) -> dict[str, Any]:
     }
 
 
-def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], str]]:
+async def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[int], str]]:
     """Each prompt as tokens and as text."""
     prompt: Any = body.prompt
     is_some = isinstance(prompt, str) or len(prompt) > 0  # of "" a tokenizer may make a BOS
     require(is_some, "prompt", "hold a token, or a prompt", repr(prompt))
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    texts = [one for one in prompts if isinstance(one, str)]
+    made = iter(await encoded(service.tokenizer, texts, add_special_tokens=body.add_special_tokens))
     found = []
     for one in prompts:
-        if isinstance(one, str):
-            ids = service.tokenizer.encode(one, add_special_tokens=body.add_special_tokens).ids
-            text: str | None = one
-        else:
-            ids, text = one, None
+        text: str | None = one if isinstance(one, str) else None
+        ids: list[int] = one if text is None else next(made)
         kept = truncated(body, ids, service.info.longest, body.max_tokens)
         if body.echo and (text is None or len(kept) < len(ids)):
             text = service.text_of("prompt", kept)

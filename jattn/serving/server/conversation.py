@@ -6,12 +6,13 @@ from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
 from jattn.serving.server.service import Service
 from jattn.serving.server.tools import with_objects
+from jattn.serving.text import encoded
 from pallas_kernels.checks import require
 
 TEXTS = ("text", "input_text", "output_text", "refusal")  # kinds of parts that are text
 
 
-def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
+async def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
     """A conversation's tokens. The template writes the special ones, so that there is no second BOS.
 
     Raises:
@@ -34,7 +35,8 @@ def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
     text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **own, **others)
     if body.continue_final_message:
         text = _continued(text, messages[-1].get("content") or "")
-    return service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens).ids
+    (ids,) = await encoded(service.tokenizer, [text], add_special_tokens=body.add_special_tokens)
+    return ids
 
 
 def _variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from jattn.serving.server.bodies import read
 from jattn.serving.server.conversation import chat_tokens
 from jattn.serving.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizeCompletionBody
 from jattn.serving.server.service import Service
+from jattn.serving.text import encoded
 
 
 async def tokenize(request: Request) -> Response:
@@ -17,9 +18,10 @@ async def tokenize(request: Request) -> Response:
     )
     service.check_model(body.model)
     if isinstance(body, TokenizeChatBody):
-        ids = chat_tokens(service, body)
+        ids = await chat_tokens(service, body)
     else:
-        ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
+        special = body.add_special_tokens
+        (ids,) = await encoded(service.tokenizer, [body.prompt], add_special_tokens=special)
     texts = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
     longest = service.info.max_model_len
     told = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}

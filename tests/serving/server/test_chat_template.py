@@ -1,5 +1,6 @@
 """Conversations become the text that transformers makes of them."""
 
+import asyncio
 import json
 import types
 
@@ -57,7 +58,7 @@ def test_there_is_no_second_bos(types_unchecked):
     service = types.SimpleNamespace(tokenizer=tokenizer, chat_template=ChatTemplate("{{ 'a' }}b"))
     body = ChatTemplateBody(messages=[{"role": "user", "content": "x"}])
     assert tokenizer.encode("b").ids == [64, 65]
-    assert chat_tokens(service, body) == [64, 65]
+    assert asyncio.run(chat_tokens(service, body)) == [64, 65]
 
 
 class TestFolders:

@@ -284,7 +284,44 @@ def is_closed(client):
         return False
 
 
+class SlowTokenizer:
+    """Its long texts take until somebody else was served. `encode` would hold the interpreter's lock."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.was_asked, self.may_go_on = tokenizer, threading.Event(), threading.Event()
+
+    def encode(self, text, *, add_special_tokens):
+        assert len(text) < 1000
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_batch(self, texts, *, add_special_tokens):
+        self.was_asked.set()
+        assert self.may_go_on.wait(20)
+        return self.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+
 class TestClients:
+    @pytest.mark.parametrize(
+        ("path", "asked"),
+        [
+            (TEXT, {"prompt": "a" * 5000}),
+            (TEXT, {"prompt": ["a" * 900] * 6}),
+            (CHAT, {"messages": [{"role": "user", "content": "a" * 5000}]}),
+            ("/tokenize", {"prompt": "a" * 5000}),
+        ],
+    )
+    def test_others_are_served_while_a_long_text_becomes_tokens(self, server, monkeypatch, path, asked):
+        slow = SlowTokenizer(server.server.service.tokenizer)
+        monkeypatch.setattr(server.server.service, "tokenizer", slow)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            long = pool.submit(server.ask, "POST", path, asked)
+            assert slow.was_asked.wait(20)
+            assert server.post(TEXT, prompt="abc", max_tokens=2)["usage"]["completion_tokens"] == 2
+            assert not long.done()
+            slow.may_go_on.set()
+            status, _, answer = long.result()
+        assert answer["count"] == 5000 if path == "/tokenize" else status == 400
+
     @pytest.mark.parametrize("streams", [True, False])
     def test_who_hangs_up_frees_the_blocks_within_a_step_or_two(self, server, engine, streams):
         client = hang_up(server, LONG | {"stream": streams}, after_bytes=int(streams))
