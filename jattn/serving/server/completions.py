@@ -131,6 +131,7 @@ async def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[in
     is_some = isinstance(prompt, str) or len(prompt) > 0  # of "" a tokenizer may make a BOS
     require(is_some, "prompt", "hold a token, or a prompt", repr(prompt))
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    service.require_room(len(prompts) * (body.best_of or body.n or 1))
     texts = [one for one in prompts if isinstance(one, str)]
     made = iter(await encoded(service.tokenizer, texts, add_special_tokens=body.add_special_tokens))
     found = []

@@ -72,13 +72,25 @@ class Service:
         """Completions that are in no step yet."""
         return max(self.num_open - now.num_running, 0)
 
+    def require_room(self, count: int) -> None:
+        """Whether so many completions of one request could be served if nobody else asked for any.
+
+        Raises:
+            ApiError: They could not, however often they are asked for (400).
+        """
+        most = self.info.max_num_seqs + self.options.max_queue
+        if count > most:
+            told = f"a request must ask for at most {most} completions (--max-queue: more), got {count}."
+            raise ApiError(400, told, "n")
+
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
         """So many completions are being served.
 
         Raises:
-            ApiError: The executables are not there yet (503), or too many wait (429).
+            ApiError: As `require_room`; the executables are not there yet (503), or too many wait (429).
         """
+        self.require_room(count)
         if not self.is_ready:
             raise ApiError(503, "the model is being made ready")
         num_queued = max(self.num_open - self.info.max_num_seqs, 0)

@@ -427,10 +427,21 @@ class TestClients:
         assert "2 completions wait, and no more than 2 may" in answer["error"]["message"]
         for client in clients:
             client.close()
-        status, _, _ = server.ask(
-            "POST", TEXT, {"prompt": "a", "n": 7}
-        )  # by itself more than there is room for
-        assert status == 429
+
+    @pytest.mark.parametrize(
+        ("path", "asked"),
+        [
+            (TEXT, {"prompt": "a", "n": 7}),
+            (TEXT, {"prompt": "a", "best_of": 7}),
+            (TEXT, {"prompt": ["a"] * 7}),
+            (TEXT, {"prompt": [[1]] * 4, "n": 2}),
+            (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 7}),
+        ],
+    )
+    def test_who_asks_for_more_than_there_ever_is_room_for_need_not_come_again(self, server, path, asked):
+        status, headers, answer = server.ask("POST", path, asked)
+        assert (status, headers["Retry-After"], answer["error"]["param"]) == (400, None, "n")
+        assert "at most 6 completions" in answer["error"]["message"]
 
 
 class TestKeys:
