@@ -121,8 +121,7 @@ class Grammars:
         except ValueError as error:  # of a schema that is no JSON
             require(False, "structured_outputs", rule, error)
         made = matcher(vocabulary, grammar, log_level=0)
-        told = made.get_error().partition("<state>")[0].strip()
-        require(not made.is_error(), "structured_outputs", rule, told)
+        require(not made.is_error(), "structured_outputs", rule, _told(made))
         return made
 
     def _read_vocabulary(self) -> tuple[bool, Any]:
@@ -160,10 +159,17 @@ class GrammarMask:
         """As TokenMask.
 
         Raises:
-            ValueError: The token may not come next.
+            ValueError: The token may not come next, or llguidance has given up: a grammar may be larger than
+                it follows, which shows on the way.
         """
         is_one = self._matcher.consume_token(token_id)
-        require(is_one, "token_id", "follow the grammar", token_id)
+        told = "" if is_one else _told(self._matcher)
+        require(is_one, "token_id", f"follow the grammar ({told})", token_id)
+
+
+def _told(matcher: Any) -> str:
+    """What llguidance says is wrong, without what it knows of its own insides."""
+    return matcher.get_error().partition("<state>")[0].partition("<backtrace>")[0].strip()
 
 
 def _llguidance() -> Any:

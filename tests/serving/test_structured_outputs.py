@@ -140,8 +140,14 @@ class TestMasks:
         one.accept(BYTES.encode("{").ids[0])
         assert grammars._matcher.cache_info().misses == 1
         assert one.allowed().tolist() != two.allowed().tolist()
-        with pytest.raises(ValueError, match=r"token_id must follow the grammar, got 5\."):
+        with pytest.raises(ValueError, match=r"must follow the grammar \(Parser Error: .*\), got 5\."):
             two.accept(5)
+
+    def test_one_that_llguidance_gives_up_says_why(self):
+        schema = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(800)}}
+        mask = Grammars(BYTES, 320, ()).mask(StructuredOutputsParams(json=schema))
+        with pytest.raises(ValueError, match=r"\(Parser Error: Current row has \d+ items; max is 2000"):
+            mask.accept(BYTES.encode("{").ids[0])
 
 
 class TestErrors:
