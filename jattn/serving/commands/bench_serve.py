@@ -135,7 +135,7 @@ async def _ask(args: argparse.Namespace, prompt: list[int], due: float) -> Sampl
                 sample.arrivals.append(time.perf_counter() - due)
             if chunk.get("usage"):
                 sample.num_tokens = chunk["usage"]["completion_tokens"]
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError) as error:
         sample.error = str(error) or type(error).__name__
     sample.end = time.perf_counter() - due
     return sample

@@ -43,7 +43,7 @@ async def events(
 
     Raises:
         ValueError: The url is none.
-        ServerError: The server says that something is wrong.
+        ServerError: The server says that something is wrong, does not speak HTTP, or ends within its answer.
         OSError: There is no server.
     """
     parts = address(url)
@@ -53,18 +53,21 @@ async def events(
     try:
         writer.write(_request(parts.netloc, parts.path.rstrip("/") + path, body, api_key))
         await writer.drain()
-        status = int((await reader.readline()).split()[1:2][0])
+        status = _status(await reader.readline())
         while (await reader.readline()).strip():
             pass
         if status != 200:
             raise ServerError(_told(status, await reader.read()))
         async for line in reader:
             data = line.strip().removeprefix(DATA)
-            if data and data != DONE:
+            if data == DONE:
+                return
+            if data:
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise ServerError(chunk["error"]["message"])
                 yield chunk
+        raise ServerError("the server ended within its answer")
     finally:
         writer.close()
 
@@ -80,6 +83,14 @@ def _request(host: str, path: str, body: dict[str, Any], api_key: str | None) ->
         *([f"Authorization: Bearer {api_key}"] if api_key else []),
     ]
     return "\r\n".join([*head, "", ""]).encode() + data
+
+
+def _status(line: bytes) -> int:
+    """Of an answer's first line."""
+    _, status, *_ = [*line.split(maxsplit=2), b"", b""]
+    if not status.isdigit():
+        raise ServerError(f"the server must speak HTTP, got {line[:80]!r}")
+    return int(status)
 
 
 def _told(status: int, body: bytes) -> str:

@@ -1,10 +1,13 @@
 """`jattn chat` and `jattn bench-serve` against a server on this machine, and chat with a folder."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import io
 import json
 import random
 import re
+import socket
 import sys
 import time
 
@@ -37,6 +40,50 @@ def server(engine, template):
 def says(monkeypatch):
     """Sets what stands on the input."""
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+@contextlib.contextmanager
+def answering(data):
+    """The url of a server that says this to one client, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as sock, concurrent.futures.ThreadPoolExecutor() as pool:
+
+        def answer():
+            client, _ = sock.accept()
+            with client:
+                client.recv(2**16)
+                client.sendall(data)
+
+        answered = pool.submit(answer)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        answered.result()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+CHUNK = (
+    b'data: {"choices": [{"text": "a", "delta": {"content": "a"}}], "usage": {"completion_tokens": 1}}\n\n'
+)
+CUT_OFF = [
+    (b"", "the server must speak HTTP, got b''"),
+    (b"\x15\x03\x03\x00\x02", "the server must speak HTTP, got b'"),
+    (b"SSH-2.0-OpenSSH_9.6 x\r\n", "the server must speak HTTP, got b'SSH"),
+    (HEAD + CHUNK, "the server ended within its answer"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), CUT_OFF)
+class TestCutOff:
+    def test_an_answer_of_a_chat_is_an_error(self, says, capsys, data, message):
+        says("hi\n")
+        with answering(data) as url:
+            assert main(["chat", f"--url={url}"]) == 1
+        assert message in capsys.readouterr().err
+
+    def test_an_answer_counts_as_failed_in_a_run(self, capsys, data, message):
+        with answering(data) as url:
+            assert main(["bench-serve", f"--url={url}", "--num-prompts=1", "--request-rate=100"]) == 1
+        told = capsys.readouterr()
+        assert message in told.out
+        assert "no request was answered" in told.err
 
 
 class TestChat:
