@@ -59,9 +59,12 @@ class Counts:
         """A completion has ended."""
         self.reasons[reason] += 1
 
+    def began(self, num_prompt_tokens: int) -> None:
+        """A prompt has been computed, whether its client stays for what it becomes or not."""
+        self.num_prompt_tokens += num_prompt_tokens
+
     def served(self, params: SamplingParams, num_prompt_tokens: int, num_generated: int) -> None:
         """A prompt has all its completions."""
-        self.num_prompt_tokens += num_prompt_tokens
         self.prompt_tokens.add(float(num_prompt_tokens))
         self.generation_tokens.add(float(num_generated))
         if params.max_tokens is not None:

@@ -124,7 +124,9 @@ class Service:
         async with contextlib.aclosing(self.engine.generate(prompt, params)) as outputs:
             async for output in outputs:
                 num_generated += len(output.new_token_ids)
-                first = first or time.perf_counter()
+                if first is None:
+                    first = time.perf_counter()
+                    self.counts.began(len(prompt))
                 if output.finish_reason is not None:
                     self.counts.finished(output.finish_reason)
                 yield output

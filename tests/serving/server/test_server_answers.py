@@ -349,6 +349,19 @@ class TestOthers:
             assert f"vllm:{name}" in after
         assert after["process_resident_memory_bytes"] > 2**20
 
+    def test_prompts_of_clients_that_leave_are_counted_with_what_was_generated(self, server):
+        before = samples(server)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"prompt": "abcd", "max_tokens": 400, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.getresponse().read(10)
+        connection.close()
+        server.until(lambda: server.is_idle)
+        after = samples(server)
+        grown = lambda name: after[f"vllm:{name}"] - before[f"vllm:{name}"]
+        assert grown("prompt_tokens_total") == 4
+        assert 0 < grown("generation_tokens_total") < 400
+
     def test_metrics_tell_the_cache_s_sizes(self, server):
         (line,) = [
             line for line in server.ask("GET", "/metrics")[2].splitlines() if "cache_config_info{" in line
