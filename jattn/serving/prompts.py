@@ -206,13 +206,16 @@ def token_ids_of(name: str, prompt: object, *, tokenizer: Any | None, vocab_size
     """A prompt's tokens.
 
     Raises:
-        ValueError: It is text and there is no tokenizer, it is empty, not a list of ints, or a token is not
-            in the vocabulary.
+        ValueError: It is text and there is no tokenizer, or it has halves of characters, it is empty, not a
+            list of ints, or a token is not in the vocabulary.
     """
     if isinstance(prompt, str):
         require(tokenizer is not None, name, "be token ids (the model has no tokenizer.json)", repr(prompt))
         assert tokenizer is not None
-        token_ids = np.asarray(tokenizer.encode(prompt).ids, np.int64)
+        try:
+            token_ids = np.asarray(tokenizer.encode(prompt).ids, np.int64)
+        except TypeError:  # what the package says of surrogates, as Python has bytes that are no UTF-8
+            require(False, name, "be text that UTF-8 can hold", repr(prompt))
     else:
         try:
             token_ids = np.asarray(prompt)

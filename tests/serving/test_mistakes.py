@@ -134,6 +134,7 @@ WANT = {
     # add_request and abort
     "add('a', {'max_tokens': 3})": r"params must be a SamplingParams \(how many .*\), got dict: \{'max_tok",
     "add('', None)": r"prompt must have at least one token, got ''\.",
+    "add('a\\udcff', None)": r"prompt must be text that UTF-8 can hold, got 'a\\udcff'\.",
     "add('a', request_id=1.5)": r"request_id must be a int or str or None .*, got float: 1\.5\.",
     "add('a' * 144, SamplingParams(max_tokens=2))": r"prompt and its max_tokens must fit the cache's 128 tok",
     "add('a' * 129, SamplingParams(max_tokens=None))": r"prompt must fit the cache's 128 tokens, got 129 tok",
