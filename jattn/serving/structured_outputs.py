@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,8 @@ from pallas_kernels.checks import require
 # Between the parts of a JSON text; bounded, so that none is lost in blanks.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,40}"}
 MAX_COMPILED = 64  # grammars kept
+LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)*/')  # of Lark's syntax, JSON's in it among them
+NOT_FORCED = '%llguidance {"no_forcing": true}\n'
 
 
 @runtime_checkable
@@ -79,7 +82,8 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return matcher.grammar_from_lark(self.grammar)
         if self.choice is not None:
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, self.choice)))
+            texts = [json.dumps(text, ensure_ascii=False) for text in self.choice]
+            return matcher.grammar_from_lark("start: " + " | ".join(texts))
         schema = self.json if isinstance(self.json, str) else '{"type": "object"}'
         return matcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
 
@@ -115,12 +119,14 @@ class Grammars:
         llguidance = _llguidance()
         matcher = llguidance.LLMatcher
         _, vocabulary = self._vocabulary()
+        assert self._tokenizer is not None
         rule = "be what llguidance can follow"
         try:
             grammar = params.as_llguidance(matcher)
         except ValueError as error:  # of a schema that is no JSON
             require(False, "structured_outputs", rule, error)
-        made = matcher(vocabulary, grammar, log_level=0)
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        made = matcher(vocabulary, _not_forced(grammar, added), log_level=0)
         require(not made.is_error(), "structured_outputs", rule, _told(made))
         return made
 
@@ -165,6 +171,30 @@ class GrammarMask:
         is_one = self._matcher.consume_token(token_id)
         told = "" if is_one else _told(self._matcher)
         require(is_one, "token_id", f"follow the grammar ({told})", token_id)
+
+
+def _not_forced(grammar: str, added: Collection[str]) -> str:
+    """A grammar that llguidance can follow where a text that must come is one of the added tokens.
+
+    Where only one text can come llguidance makes tokens of it, and waits for the first. Of such a text that
+    is the added token, which it does not take then: to it that has no letters. So any tokens may make it up.
+    """
+    lark = _as_lark(grammar)
+    texts = [] if lark is None else LITERAL.findall(lark)
+    says = any(token in text or token in text.replace("\\", "") for token in added for text in texts)
+    return f"{NOT_FORCED}{lark}" if says else grammar
+
+
+def _as_lark(grammar: str) -> str | None:
+    """In Lark's syntax what llguidance reads as JSON, too; None = it has several parts, or is wrong."""
+    if not grammar.lstrip().startswith("{"):
+        return grammar
+    try:
+        (told,) = json.loads(grammar)["grammars"]
+        schema = json.dumps(told["json_schema"], ensure_ascii=False)
+        return told["lark_grammar"] or f"start: %json {schema}"
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _told(matcher: Any) -> str:

@@ -12,7 +12,7 @@ from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
 from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
 from jattn.serving.structured_outputs import Grammars
 from tests.serving.test_requests import engine_of
-from tests.serving.tiny import BYTES, one_layer_model
+from tests.serving.tiny import BYTES, byte_tokenizer, one_layer_model
 
 SCHEMA = {
     "type": "object",
@@ -142,6 +142,32 @@ class TestMasks:
         assert one.allowed().tolist() != two.allowed().tolist()
         with pytest.raises(ValueError, match=r"must follow the grammar \(Parser Error: .*\), got 5\."):
             two.accept(5)
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"choice": ["<think>é</s>"]},
+            {"regex": "<think>é<\\/s>"},
+            {"grammar": 'start: "<think>" /é<\\/s>/'},
+            {"json": {"const": "<think>é</s>"}},
+        ],
+    )
+    def test_a_text_that_is_an_added_token_comes_letter_by_letter(self, form):
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(["<think>"])
+        tokenizer.add_special_tokens(["</s>"])
+        mask = Grammars(tokenizer, 320, (257,)).mask(StructuredOutputsParams(**form))
+        said = []
+        while not mask.is_done:
+            (token, *others) = np.flatnonzero(
+                np.unpackbits(mask.allowed().view(np.uint8), bitorder="little")
+            ).tolist()
+            if token == 257:
+                break
+            assert not others
+            mask.accept(token)
+            said.append(token)
+        assert tokenizer.decode(said).strip('"') == "<think>é</s>"
 
     def test_one_that_llguidance_gives_up_says_why(self):
         schema = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(800)}}
