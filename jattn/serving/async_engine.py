@@ -140,5 +140,8 @@ class AsyncEngine:
         """The prompt's tokens: made here, not where steps wait for them."""
         if not isinstance(prompt, str) or not prompt or self.engine.tokenizer is None:
             return prompt  # as it is in an error's words
-        (token_ids,) = await encoded(self.engine.tokenizer, [prompt])
+        try:
+            (token_ids,) = await encoded(self.engine.tokenizer, [prompt])
+        except TypeError:  # it has halves of characters, as the engine says in more words
+            return prompt
         return token_ids

@@ -233,6 +233,8 @@ class TestErrors:
         ("prompt", "params", "message"),
         [
             ("", LONG, r"prompt must have at least one token, got ''\."),
+            ("a\udcff", LONG, r"prompt must be text that UTF-8 can hold, got 'a\\udcff'\."),
+            ("\udcff" * 5000, LONG, r"prompt must be text that UTF-8 can hold"),
             ([1, 999], LONG, r"prompt\[1\] must be in the vocabulary, \[0, 320\), got 999\."),
             ("a", SamplingParams(stop_token_ids=[999]), r"stop_token_ids must be in .*, got \[999\]\."),
         ],
