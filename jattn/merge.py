@@ -60,9 +60,11 @@ def merge_parts(
     total = functools.reduce(jnp.add, weights)
     safe_total = jnp.where(total == 0, 1.0, total)
     per_token = lambda weight: (weight / safe_total).T[..., None]
-    part = lambda weight, out: jnp.where(weight > 0, weight * out.astype(weight.dtype), 0.0)
+    # Cleared before the product, whose gradient would get 0 * NaN of what a side without keys holds.
+    part = lambda weight, out: weight * jnp.where(weight > 0, out.astype(weight.dtype), 0.0)
     merged = functools.reduce(
         jnp.add, [part(per_token(weight), out) for weight, out in zip(weights, outs, strict=True)]
     )
     out = jnp.where((total == 0).T[..., None], outs[0], merged.astype(outs[0].dtype))
-    return out, finite_top + jnp.log(total)
+    # The logarithm of 0 has no gradient: one of 0 became NaN.
+    return out, jnp.where(total == 0, -jnp.inf, finite_top + jnp.log(safe_total))

@@ -42,6 +42,25 @@ def test_both_sides_empty_give_the_prefix_and_minus_infinity():
     assert np.isneginf(lse).all()
 
 
+def test_gradients_see_nothing_of_sides_without_keys():
+    out, lse = jax.random.normal(jax.random.key(0), (2, 3, 2, 4)), jnp.zeros((2, 2, 3))
+    lse = lse.at[:, 0, 0].set(-jnp.inf).at[1, 1, 1].set(-jnp.inf)  # both sides, and the suffix alone
+    out = out.at[:, 0, 0].set(jnp.nan).at[1, 1, 1].set(jnp.nan)
+
+    def loss(out, lse):
+        merged, merged_lse = jattn.merge_attn_states(out[0], lse[0], out[1], lse[1])
+        has_keys = ~jnp.isneginf(merged_lse)
+        return (jnp.where(has_keys.T[..., None], merged, 0) ** 2).sum() + jnp.where(
+            has_keys, merged_lse, 0
+        ).sum()
+
+    of_out, of_lse = jax.grad(loss, argnums=(0, 1))(out, lse)
+    assert np.isfinite(of_out).all()
+    assert np.isfinite(of_lse).all()
+    np.testing.assert_allclose(of_lse[:, 1, 1], [1, 0])
+    np.testing.assert_allclose(of_out[0, 1, 1], 2 * out[0, 1, 1], rtol=1e-6)
+
+
 def test_large_scores_do_not_overflow():
     ones, lse = jnp.ones((1, 1, 1)), jnp.full((1, 1), 5e4)
     out, out_lse = jattn.merge_attn_states(ones, lse, 3 * ones, lse)
