@@ -79,9 +79,10 @@ def attention_fn(
 
     Raises:
         NotImplementedError: Dropout, weights to sow, or an implementation that cannot.
-        ValueError: Shapes or is_causal disagree, or nothing says where queries stand.
+        ValueError: Shapes, dtypes or is_causal disagree, or nothing says where queries stand.
     """
     _check_nothing_else(0.0 if deterministic else dropout_rate, module)
+    _check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, input_positions=input_positions)
     spec = _spec_for(query, key, value, spec, is_causal)
     per_head = _per_head(spec, sinks, alibi_slopes)
     _check_scores_shape(query, key, bias=bias, mask=mask)
@@ -156,6 +157,26 @@ def _of_texts(mask: Array, batch: list[int]) -> Shaped[Array, "texts heads queri
     if any(size != 1 for size in mask.shape[:-3]):
         mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))
     return mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
+
+
+def _check_arrays(**arrays: Any) -> None:
+    """They must be arrays, those of queries, keys and values of floats, and a bias of numbers.
+
+    Of a query of ints the output is of ints, too, and cut off; a bias of bool is a mask in the wrong place.
+    """
+    for name, array in arrays.items():
+        if array is None and name in ("bias", "mask", "input_positions"):
+            continue
+        is_array = hasattr(array, "dtype") and hasattr(array, "ndim")
+        require(is_array, name, "be an array", type(array).__name__)
+        if name in ("query", "key", "value"):
+            require(jnp.issubdtype(array.dtype, jnp.floating), name, "hold floats", array.dtype)
+        if name == "query":
+            rule = "be of a floating-point type of 16 bits or more"
+            require(jnp.dtype(array.dtype).itemsize > 1, name, rule, array.dtype)
+        if name == "bias":
+            is_real = array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.complexfloating)
+            require(is_real, name, "be of real numbers (an array of bool is a mask=)", array.dtype)
 
 
 def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> None:

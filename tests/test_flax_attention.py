@@ -314,3 +314,33 @@ def test_what_a_spec_asks_for_in_vain_is_refused_with_and_without_a_bias(options
         with_spec(query_quantization="int8")(q, q, q, **options)
     with pytest.raises(NotImplementedError, match="reference: its sums depend on the sizes of the bucket"):
         with_spec(batch_invariant=True)(q, q, q, implementation="reference", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("query", [1.0], "query must be an array, got list"),
+        ("value", None, "value must be an array, got NoneType"),
+        ("query", jnp.ones((1, 2, 1, 8), int), "query must hold floats, got int32"),
+        ("key", jnp.ones((1, 2, 1, 8), int), "key must hold floats, got int32"),
+        (
+            "query",
+            jnp.ones((1, 2, 1, 8), jnp.float8_e5m2),
+            "query must be .* of 16 bits or more, got float8_e5m2",
+        ),
+        ("bias", 1.0, "bias must be an array, got float"),
+        (
+            "bias",
+            jnp.ones((2, 2), bool),
+            r"bias must be of real numbers \(an array of bool is a mask=\), got bool",
+        ),
+        ("bias", jnp.ones((2, 2), jnp.complex64), "bias must be of real numbers .*, got complex64"),
+        ("mask", [[True]], "mask must be an array, got list"),
+        ("input_positions", [[0, 1]], "input_positions must be an array, got list"),
+    ],
+)
+def test_what_is_no_array_of_its_kind_is_named(name, wrong, message, types_unchecked):
+    q = jnp.ones((1, 2, 1, 8))
+    given = {"query": q, "key": q, "value": q, "bias": jnp.zeros((2, 2))} | {name: wrong}
+    with pytest.raises(ValueError, match=message):
+        jattn.attention_fn(**given)
