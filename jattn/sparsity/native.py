@@ -70,8 +70,9 @@ def nsa(
     selected = attention(q, k, v, causal=True, mask=mask, **how)
     nearby = attention(q, k, v, causal=True, window=(window - 1, 0), **how)
     parts = (compressed, selected, nearby)
-    gated = (gates[..., n, None].astype(jnp.float32) * x.astype(jnp.float32) for n, x in enumerate(parts))
-    out = sum(gated, jnp.float32(0)).astype(q.dtype)
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    gated = (gates[..., n, None].astype(wide) * x.astype(wide) for n, x in enumerate(parts))
+    out = sum(gated, jnp.zeros((), wide)).astype(q.dtype)
     return out if has_batch else out[0]
 
 

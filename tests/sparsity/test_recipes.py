@@ -391,6 +391,14 @@ class TestNSA:
         want = [[0, 2, 3, 4], [0, 2, 4, 5], [0, 2, 4, 6]]
         assert [np.flatnonzero(row).tolist() for row in chosen[4:]] == want
 
+    def test_float64_is_mixed_in_float64(self):
+        with jax.enable_x64(True):
+            given = [x.astype(jnp.float64) for x in arrays(16)]
+            gates = jnp.broadcast_to(jnp.asarray([0, 0, 1 / 3], jnp.float64), (2, 16, Q_HEADS, 3))
+            out = sparsity.nsa(*given, gates, **SIZES)
+            want = jattn.attention(*given, causal=True, window=(SIZES["window"] - 1, 0)) / 3
+            np.testing.assert_allclose(out, want, rtol=0, atol=1e-14)
+
     def test_gates_and_what_compresses_are_trained(self):
         q, k, v = arrays()
 
