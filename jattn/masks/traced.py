@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn.masks.arguments import require_array
+from jattn.masks.arguments import MAX_INT, require_array, require_ints
 from jattn.masks.base import Mask
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.masks.positions import distances
@@ -32,8 +32,12 @@ class Prefix(Mask):
 
     def __post_init__(self) -> None:
         if isinstance(self.length, numbers.Integral) and not isinstance(self.length, bool):
-            object.__setattr__(self, "length", np.asarray(self.length, np.int32))
+            object.__setattr__(self, "length", np.asarray(self.length))
         require_array("length", self.length, "integer", {0: "[]", 1: "[reqs]"})
+        if isinstance(self.length, np.ndarray):  # JAX would take the low 32 bits of more
+            length = self.length.ravel()
+            require(all(abs(int(one)) <= MAX_INT for one in length), "length", "hold int32s", self.length)
+            object.__setattr__(self, "length", self.length.astype(np.int32))
 
     @property
     @override
@@ -105,15 +109,21 @@ class VerticalSlash(Mask):
             slashes: Likewise.
             max_seq_len: Static: how many positions and distances the mask's arrays have.
         """
+        require_ints(1, max_seq_len=max_seq_len)
+        columns, slashes = jnp.asarray(columns), jnp.asarray(slashes)
+        axes = {count: f"[{'reqs, ' * (count - 2)}q_heads, places]" for count in (2, 3)}
+        require_array("columns", columns, "integer", axes)
+        require_array("slashes", slashes, "integer", axes)
 
         def marked(places: Array) -> Array:
             *heads, count = places.shape
+            places = places.astype(jnp.int32)  # in 8 or 16 bits max_seq_len wraps
             places = jnp.where(places < 0, max_seq_len, places).reshape(math.prod(heads), count)
             head = jnp.arange(places.shape[0])[:, None]
             marks = jnp.zeros((places.shape[0], max_seq_len), bool).at[head, places].set(True, mode="drop")
             return marks.reshape(*heads, max_seq_len)
 
-        return cls(columns=marked(jnp.asarray(columns)), slashes=marked(jnp.asarray(slashes)))
+        return cls(columns=marked(columns), slashes=marked(slashes))
 
     def _check_heads(self, num_q_heads: int) -> None:
         heads = self.columns.shape[-2], self.slashes.shape[-2]

@@ -14,7 +14,7 @@ from jattn.masks.arguments import require_ints
 from jattn.masks.integers import quotient
 from jattn.sparsity.own_scores import choosable, in_blocks, top_k_blocks
 from jattn.sparsity.texts import as_texts
-from pallas_kernels.checks import require_shape
+from pallas_kernels.checks import require, require_shape
 
 type Compress = Callable[[Array], Array]
 
@@ -57,8 +57,9 @@ def nsa(
 
     Source: Native Sparse Attention (DeepSeek).
     """
-    has_batch = q.ndim == 4
+    has_batch = getattr(q, "ndim", None) == 4
     q, k, v = as_texts(q, k, v)
+    require(hasattr(gates, "shape"), "gates", "be an array", type(gates).__name__)
     gates = gates if has_batch else gates[None]
     require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, one of each")
     sizes = {"block_size": block_size, "num_selected": num_selected, "block_q": block_q}

@@ -38,6 +38,8 @@ def block_means(
     Raises:
         ValueError: x has other axes, or block_size is not positive.
     """
+    require(hasattr(x, "ndim"), "x", "be an array [batch, tokens, heads, head_dim]", type(x).__name__)
+    require(x.ndim == 4, "x", "have shape [batch, tokens, heads, head_dim]", x.shape)
     tokens = x.shape[1]
     sums = in_blocks(x.astype(jnp.float32), block_size).sum(axis=2)
     counts = jnp.minimum(tokens - jnp.arange(sums.shape[1]) * block_size, block_size)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jattn.cache import CacheSpec
 from jattn.masks import BlockMask, ListedBlocks
-from jattn.masks.arguments import require_ints
+from jattn.masks.arguments import require_array, require_ints
 from jattn.pytree import pytree
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support
@@ -59,9 +59,13 @@ def write_key_bounds(
         block_size: Static: tokens of a cache block.
 
     Raises:
-        ValueError: There are fewer keys than slots.
+        ValueError: There are fewer keys than slots, or keys of other heads than the bounds.
     """
+    require_type("bounds", bounds, KeyBounds, "KeyBounds.create makes them")
+    require_array("slot_mapping", slot_mapping, "integer", {1: "[tokens]"})
+    require_ints(1, block_size=block_size)
     num_blocks, num_tokens = bounds.low.shape[0], slot_mapping.shape[0]
+    require_shape("key", key.shape, (key.shape[0], *bounds.low.shape[1:]), "tokens, the bounds' heads")
     rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
     require(key.shape[0] >= num_tokens, "key", rule, key.shape[0])
     slot_mapping = slot_mapping.astype(jnp.int32)  # in 8 or 16 bits the cache's sizes wrap
@@ -154,8 +158,17 @@ def select_blocks(
 
 def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array) -> None:
     require_type("bounds", bounds, KeyBounds, "write_key_bounds keeps them")
+    require(
+        getattr(query, "ndim", None) == 3,
+        "query",
+        "be an array [reqs, q_heads, head_dim]",
+        getattr(query, "shape", type(query).__name__),
+    )
+    require_array("block_table", block_table, "integer", {2: "[reqs, max_blocks]"})
+    require_array("seq_lens", seq_lens, "integer", {1: "[reqs]"})
     (reqs, q_heads, _), kv_heads, max_blocks = query.shape, bounds.low.shape[1], block_table.shape[1]
     require(q_heads % kv_heads == 0, "query's heads", f"be a multiple of the bounds' ({kv_heads})", q_heads)
+    require_shape("query", query.shape, (reqs, q_heads, bounds.low.shape[2]), "the bounds' head_dim")
     require(max_blocks > 0, "block_table", "have columns", block_table.shape)
     require_shape("block_table", block_table.shape, (reqs, max_blocks), "one row per request")
     require_shape("seq_lens", seq_lens.shape, (reqs,), "one per request")

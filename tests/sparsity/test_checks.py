@@ -348,6 +348,8 @@ NONSENSE = {
     "masks.Prefix(length=[3, 4])": "length must be an array of integer elements, got a list",
     "masks.Prefix(length=2.5)": "length must be an array of integer elements, got a float",
     "masks.Prefix(length=True)": "length must be an array of integer elements, got a bool",
+    "masks.Prefix(length=2**40)": "length must hold int32s, got 1099511627776",
+    "masks.Prefix(length=np.array([3, 2**40]))": r"length must hold int32s, got \[ +3 1099511627776\]",
     "masks.Prefix(length=np.zeros((2, 2), int))": r"length must have axes \[\] or \[reqs\], got \(2, 2\)",
     "masks.BlockMask(blocks=[[[True]]], block_q=1, block_kv=1)": "blocks must be an array of bool .* a list",
     "masks.BlockMask(blocks=np.ones((1, 2, 2)), block_q=1, block_kv=1)": "array of bool .*, got float64",
@@ -360,6 +362,9 @@ NONSENSE = {
     "masks.VerticalSlash(columns=BOOLS, slashes=BOOLS[0])": r"slashes must have the rows .*, got \(2, 2\)",
     "masks.VerticalSlash(columns=BOOLS, slashes=BOOLS[0, 0])": r"slashes must have axes .*, got \(2,\)",
     "masks.VerticalSlash(columns=BOOLS[0], slashes=BOOLS[0, :, :0])": r"slashes must have .*, got \(2, 0\)",
+    "masks.VerticalSlash.of(ONES[0, 0], ONES[0, 0], 8)": "columns must be .* integer elements, got float32",
+    "masks.VerticalSlash.of([[0]], [0], 8)": r"slashes must have axes \[q_heads, places\] or .*, got \(1,\)",
+    "masks.VerticalSlash.of([[0]], [[0]], 8.0)": "max_seq_len must be an int, got 8.0",
     "masks.Causal() & BOOLS": "what a mask is joined with must be a mask .*, got a ndarray",
     "BOOLS | masks.Causal()": "what a mask is joined with must be a mask .*, got a ndarray",
     "masks.Causal() | [masks.Sinks(1)]": "what a mask is joined with must be a mask .*, got a list",
@@ -374,6 +379,18 @@ NONSENSE = {
     "schedule(tile_q=16.0)": "tile_q must be an int, got 16.0",
     "jattn.sparsity.top_k_blocks(ONES[0, :, 0], 2.0)": "k must be an int, got 2.0",
     "jattn.sparsity.block_means(ONES, 2.0)": "block_size must be an int, got 2.0",
+    "jattn.sparsity.block_means([1.0], 2)": "x must be an array .batch, tokens, heads, head_dim., got list",
+    "jattn.sparsity.moba([1.0], ONES, block_size=4, top_k=1)": "q must be an array, got list",
+    "jattn.sparsity.x_attention(np.ones((1, 8, 2, 4), int), ONES, mass=1)": "q must hold floats, got int64",
+    "jattn.sparsity.vertical_slash([1.0], ONES, num_columns=1, num_slashes=1)": "q must be an array",
+    "jattn.sparsity.nsa([1.0], ONES, ONES, ONES, **sizes)": "q must be an array, got list",
+    "jattn.sparsity.nsa(ONES, ONES, ONES, [1.0], **sizes)": "gates must be an array, got list",
+    "write_key_bounds(block_size=0)": "block_size must be positive, got 0",
+    "write_key_bounds(key=ONES[0, :, :1])": r"key must have shape \(8, 2, 4\) .*, got \(8, 1, 4\)",
+    "write_key_bounds(slot_mapping=np.ones(8))": "slot_mapping must be .* of integer elements, got float32",
+    "select_blocks(query=ONES)": r"query must be an array \[reqs, q_heads, head_dim\], got \(1, 8, 2, 4\)",
+    "select_blocks(query=ONES[:, 0, :, :2])": r"query must have shape \(1, 2, 4\) .*, got \(1, 2, 2\)",
+    "select_blocks(seq_lens=[3])": "seq_lens must be an array of integer elements, got a list",
     "jattn.sparsity.moba(ONES, ONES, block_size=4, top_k=1.0)": "top_k must be an int, got 1.0",
     "jattn.sparsity.x_attention(ONES, ONES, mass=0.5, block_size=4.0)": "block_size must be an int, got 4.0",
     "vertical_slash(num_columns=1.0)": "num_columns must be an int, got 1.0",
@@ -405,6 +422,12 @@ schedule = partial(jattn.sparsity.schedule, masks.Causal(), **sizes)
 vertical_slash = partial(jattn.sparsity.vertical_slash, ONES[0], ONES[0], num_columns=1, num_slashes=1)
 sizes = {"block_size": 4, "num_selected": 1, "window": 2}
 nsa = partial(jattn.sparsity.nsa, ONES, ONES, ONES, ONES[..., :3], **sizes)
+bounds = jattn.sparsity.KeyBounds(low=jnp.zeros((3, 2, 4)), high=jnp.zeros((3, 2, 4)))
+slots = {"bounds": bounds, "key": ONES[0], "slot_mapping": np.arange(8), "block_size": 4}
+write_key_bounds = lambda **given: jattn.sparsity.write_key_bounds(**slots | given)
+rows = {"query": ONES[:, 0], "block_table": np.zeros((1, 3), int), "seq_lens": np.ones(1, int)}
+rows |= {"bounds": bounds, "num_selected": 1, "block_size": 4}
+select_blocks = lambda **given: jattn.sparsity.select_blocks(**rows | given)
 said = {}
 for call in json.load(sys.stdin):
     try:
