@@ -160,6 +160,12 @@ class TestStops:
         assert stop not in longer.token_ids[:5]
         assert len(longer.token_ids) >= 5
 
+    def test_min_tokens_beyond_int32_go_on_to_the_end(self, engine):
+        (plain,) = engine.generate(["q"], max_tokens=8)
+        ends = {"stop_token_ids": [plain.token_ids[1]], "max_tokens": 2**41}
+        (longest,) = engine_of(max_model_len=20).generate(["q"], SamplingParams(min_tokens=2**40, **ends))
+        assert (len(longest.token_ids), longest.finish_reason) == (20, "length")
+
     def test_none_means_to_the_end_of_the_context_or_of_the_cache(self):
         short = engine_of(max_model_len=20)
         (result,) = short.generate(["abc"], SamplingParams(max_tokens=None))
