@@ -112,7 +112,10 @@ class SamplingParams:
             require(_is_number(getattr(self, name)), name, "be a number", repr(getattr(self, name)))
         optional = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
         given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        require_int(min_tokens=self.min_tokens, n=self.n, **given)
+        counts = {"min_tokens": self.min_tokens, "n": self.n, **given}
+        require_int(**counts)
+        for name, value in counts.items():  # numpy's have bounds of their own, beyond which sums wrap
+            object.__setattr__(self, name, int(value))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop

@@ -160,6 +160,16 @@ class TestStops:
         assert stop not in longer.token_ids[:5]
         assert len(longer.token_ids) >= 5
 
+    @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+    def test_ints_of_numpy_are_what_pythons_are(self, types_unchecked, engine, dtype):
+        def results(kind):
+            counts = {"max_tokens": kind(100), "min_tokens": kind(3), "top_k": kind(9), "seed": kind(5)}
+            more = {"n": kind(2), "logprobs": kind(1), "prompt_logprobs": kind(1)}
+            (result,) = engine.generate([[7] * 100], SamplingParams(temperature=1.0, **counts, **more))
+            return [(one.token_ids, one.logprobs, one.prompt_logprobs) for one in result.outputs]
+
+        assert results(dtype) == results(int)
+
     def test_min_tokens_beyond_int32_go_on_to_the_end(self, engine):
         (plain,) = engine.generate(["q"], max_tokens=8)
         ends = {"stop_token_ids": [plain.token_ids[1]], "max_tokens": 2**41}
