@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jattn.serving.structured_outputs import StructuredOutputsParams
@@ -141,7 +141,8 @@ class SamplingParams:
     def _check_filters(self) -> None:
         """What may not come, by tokens or words."""
         words, ids = () if self.bad_words is None else self.bad_words, self.allowed_token_ids
-        are_texts = not isinstance(words, str) and all(isinstance(one, str) and one.strip() for one in words)
+        are_many = isinstance(words, Collection) and not isinstance(words, str)  # read twice: no generator
+        are_texts = are_many and all(isinstance(one, str) and one.strip() for one in words)
         require(are_texts, "bad_words", "be a list of words", repr(words))
         object.__setattr__(self, "bad_words", tuple(words))
         if ids is not None:

@@ -67,7 +67,8 @@ class StructuredOutputsParams:
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", json.dumps(self.json))
         if self.choice is not None:
-            are_texts = not isinstance(self.choice, str) and all(isinstance(one, str) for one in self.choice)
+            are_many = isinstance(self.choice, Collection) and not isinstance(self.choice, str)
+            are_texts = are_many and all(isinstance(one, str) for one in self.choice)
             require(are_texts and len(self.choice) > 0, "choice", "be a list of texts", repr(self.choice))
             object.__setattr__(self, "choice", tuple(self.choice))
 

@@ -183,6 +183,7 @@ class TestErrors:
             ({}, r"structured_outputs must have exactly one form, got \[\]"),
             ({"regex": "a", "json": "{}"}, r"must have exactly one form, got \['json', 'regex'\]"),
             ({"choice": []}, r"choice must be a list of texts, got \[\]"),
+            ({"choice": 5}, r"choice must be a list of texts, got 5"),
             ({"choice": [5]}, r"choice must be a list of texts, got \[5\]"),
         ],
     )

@@ -115,6 +115,8 @@ class TestErrors:
             ({"allowed_token_ids": []}, r"allowed_token_ids must be a list of ints, got \[\]"),
             ({"allowed_token_ids": ["a"]}, r"allowed_token_ids must be a list of ints, got \['a'\]"),
             ({"bad_words": "ab"}, "bad_words must be a list of words, got 'ab'"),
+            ({"bad_words": 5}, "bad_words must be a list of words, got 5"),
+            ({"bad_words": (word for word in ["a"])}, "bad_words must be a list of words, got <generator"),
             ({"bad_words": [" "]}, r"bad_words must be a list of words, got \[' '\]"),
             ({"skip_special_tokens": 1}, "skip_special_tokens must be a bool, got 1"),
         ],
