@@ -13,6 +13,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.serving.default_params import default_params
 from jattn.serving.engine_parts import CacheOptions, DraftOptions, SizeOptions, StepOptions, make_parts
 from jattn.serving.engine_stats import stats_of
+from jattn.serving.generation import Generation
 from jattn.serving.outputs import GenerationResult, RequestOutput, StreamedToken
 from jattn.serving.processes import must_follow, must_lead
 from jattn.serving.prompts import Prompt, Request, require_one_each
@@ -224,14 +225,24 @@ class Engine:
             with contextlib.suppress(Exception):  # every request under way has it
                 self._core.run_step()
         outputs: list[RequestOutput] = []
-        for request_id, (request, _) in list(self._open.items()):
-            has_ended = False
-            for index, generation in enumerate(request.generations):
-                if generation.has_news:
-                    outputs.append(generation.output(request_id, index))
-                    has_ended |= generation.finish_reason is not None
-            if has_ended and request.is_finished:
-                del self._open[request_id]
+        told: list[Generation] = []  # of them outputs are made
+        ended: set[int | str] = set()
+        try:
+            for request_id, (request, _) in self._open.items():
+                has_ended = False
+                for index, generation in enumerate(request.generations):
+                    if generation.has_news:
+                        told.append(generation)
+                        outputs.append(generation.output(request_id, index))
+                        has_ended |= generation.finish_reason is not None
+                if has_ended and request.is_finished:
+                    ended.add(request_id)
+            if ended:
+                self._open = {name: one for name, one in self._open.items() if name not in ended}
+        except BaseException:  # what is told by now reaches nobody: their texts would have holes
+            if told:
+                self._core.interrupt(told)
+            raise
         return outputs
 
     def abort(self, request_id: int | str) -> None:

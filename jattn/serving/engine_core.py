@@ -73,8 +73,15 @@ class EngineCore:
         except Exception:
             raise
         except BaseException:  # what has no place in the queue would be waited for forever
-            self._fail_all(RequestError("the engine was interrupted"))
+            self.interrupt()
             raise
+
+    def interrupt(self, others: Sequence[Generation] = ()) -> None:
+        """Ends all that is under way, and these, which may have ended, where Ctrl-C left them half known."""
+        error = RequestError("the engine was interrupted")
+        for generation in others:
+            generation.fail(error)
+        self._fail_all(error)
 
     def _admit(self, requests: Sequence[Request]) -> list[int]:
         generations = [generation for request in requests for generation in request.generations]

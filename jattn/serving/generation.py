@@ -89,7 +89,7 @@ class Generation:
 
     def fail(self, error: Exception) -> None:
         """Ends it where it is."""
-        self.finish_reason, self.error = "error", error
+        self.finish_reason, self.error, self._is_told = "error", error, False
 
     def append(self, token_id: int, logprobs: Logprobs | None = None) -> None:
         """Takes the next token, and finishes where it is the last one."""

@@ -11,6 +11,7 @@ from jattn.graphs import DecodeGraphs
 from jattn.serving import Engine, RequestError, SamplingParams
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine_core import EngineCore
+from jattn.serving.generation import Generation
 from jattn.serving.scheduler import Scheduler
 from tests.serving.faults import PoisonedTokenizer, device_fails, reading_fails
 from tests.serving.test_requests import engine_of
@@ -158,6 +159,27 @@ class TestCtrlCBetweenSteps:
         )
         assert engine.stats.num_failed_steps == failed
         assert len(engine.generate(["abc"], max_tokens=2)[0].token_ids) == 2
+
+    def test_ends_those_whose_news_it_took(self, engine, monkeypatch):
+        """Of two that have told something, one of them its last token, and of one that waits."""
+        names = [engine.add_request("abc", SamplingParams(max_tokens=count)) for count in (1, 9, 9)]
+        whole, told = Generation.output, []
+
+        def interrupted(generation, request_id, index):
+            told.append(whole(generation, request_id, index))
+            if len(told) == 2:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return told[-1]
+
+        monkeypatch.setattr(Generation, "output", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finished(engine)
+        assert [output.finish_reason for output in told] == ["length", None]
+        assert is_as_new(engine)
+        _, ends = finished(engine)
+        assert [ends[name][0] for name in names] == ["error"] * 3
+        assert not engine.has_unfinished_requests()
 
 
 @pytest.fixture(scope="module")
