@@ -84,6 +84,7 @@ class StructuredOutputsParams:
             return matcher.grammar_from_lark(self.grammar)
         if self.choice is not None:
             texts = [json.dumps(text, ensure_ascii=False) for text in self.choice]
+            texts = [text.replace("\x7f", "\\u007f") for text in texts]  # raw, llguidance has no such letter
             return matcher.grammar_from_lark("start: " + " | ".join(texts))
         schema = self.json if isinstance(self.json, str) else '{"type": "object"}'
         return matcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)

@@ -169,6 +169,13 @@ class TestMasks:
             said.append(token)
         assert tokenizer.decode(said).strip('"') == "<think>é</s>"
 
+    def test_a_choice_may_hold_any_character(self):
+        text = "".join(map(chr, range(256))) + "\\\x7f\u2028\ufeff\U0010ffff"
+        mask = Grammars(BYTES, 320, ()).mask(StructuredOutputsParams(choice=[text]))
+        for token in BYTES.encode(text).ids:
+            mask.accept(token)
+        assert mask.is_done
+
     def test_one_that_llguidance_gives_up_says_why(self):
         schema = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(800)}}
         mask = Grammars(BYTES, 320, ()).mask(StructuredOutputsParams(json=schema))
