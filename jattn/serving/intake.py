@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from jattn.serving.processes import Processes, must_lead
 from jattn.serving.prompts import Prompt, PromptLimits, Request, build_request, build_requests
@@ -17,7 +18,6 @@ class Intake:
 
     Attributes:
         limits: What a prompt must fit.
-        tokenizer: Of texts, in and out; None = there are only token ids.
     """
 
     def __init__(
@@ -33,6 +33,16 @@ class Intake:
         """
         self._model, self.limits, self._weights, self._processes = model, limits, weights, processes
         self.tokenizer = model.tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of texts, in and out; None = there are only token ids."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.__dict__.pop("grammars", None)  # those were of the one before
 
     @functools.cached_property
     def grammars(self) -> Grammars:

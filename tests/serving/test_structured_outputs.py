@@ -90,6 +90,13 @@ class TestEngine:
         )
         assert re.fullmatch("[a-c]{8}", engine.generate(["p"], params)[0].text)
 
+    def test_it_is_spelt_by_the_tokenizer_that_the_engine_has_now(self):
+        engine = engine_of()
+        engine.tokenizer = None
+        engine.generate([[1]], max_tokens=1)  # looks for grammars, whatever it asks for
+        engine.tokenizer = BYTES
+        assert engine.generate(["a"], asks(choice=["yes"]))[0].text == "yes"
+
     def test_it_goes_before_min_tokens(self, engine):
         (y,) = BYTES.encode("y").ids
         ends = {"min_tokens": 2, "stop_token_ids": [y]}
