@@ -14,6 +14,7 @@ GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 NUM_SEEDS = 2**32
 MAX_LOGPROBS = 20  # vLLM's max_logprobs
 MAX_BIAS = 100.0
+MAX_N = 16384  # vLLM's VLLM_MAX_N_SEQUENCES: each has a copy of the prompt before any of them runs
 MAX_TEMPERATURE = 1e30  # float32 holds it, and what is divided by it
 MAX_PENALTY = 1e30  # repetition_penalty, and one over it: likewise
 
@@ -31,7 +32,7 @@ class SamplingParams:
         top_k: Only the k likeliest tokens, and those as likely as the k-th. None, 0 or -1 = off.
         min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
         n: Completions of the prompt, each drawn with a seed of its own: seed, seed + 1, ... The prompt is
-            computed once; they share its blocks.
+            computed once; they share its blocks. At most 16384.
         seed: The same seed draws the same tokens, whoever shares the batch. None or -1 = see `with_seed`.
         stop: Texts that end the completion; it is cut before them. One string or several; None = ().
         stop_token_ids: Tokens that end the completion, besides the model's eos. None = ().
@@ -88,6 +89,7 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, "min_p", "be in [0, 1] (0 = off)", self.min_p)
         require(self.seed is None or 0 <= self.seed < NUM_SEEDS, "seed", "be in [0, 2**32)", self.seed)
         require_positive(n=self.n)
+        require(self.n <= MAX_N, "n", f"be at most {MAX_N}", self.n)
         if self.max_tokens is not None:
             require_positive(max_tokens=self.max_tokens)
             rule = f"be in [0, max_tokens ({self.max_tokens})]"

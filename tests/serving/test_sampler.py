@@ -320,6 +320,7 @@ class TestSamplingParams:
             ({"top_p": 1.5}, r"top_p must be in \(0, 1\] \(1 = off\), got 1.5"),
             ({"min_p": -0.1}, r"min_p must be in \[0, 1\] \(0 = off\), got -0.1"),
             ({"min_p": 1.1}, r"min_p must be in \[0, 1\] \(0 = off\), got 1.1"),
+            ({"n": 2**40, "temperature": 1.0}, "n must be at most 16384, got 1099511627776"),
             ({"seed": -2}, r"seed must be in \[0, 2\*\*32\), got -2"),
             ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
         ],
