@@ -133,6 +133,8 @@ class SamplingParams:
         for token, value in (bias or {}).items():
             is_one = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
             require(is_one, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
+        if bias is not None:  # of its own: the caller may go on to change theirs
+            object.__setattr__(self, "logit_bias", {int(token): value for token, value in bias.items()})
         form = self.structured_outputs
         is_form = form is None or isinstance(form, StructuredOutputsParams)
         require(is_form, "structured_outputs", "be StructuredOutputsParams", repr(form))

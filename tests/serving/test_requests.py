@@ -160,6 +160,12 @@ class TestStops:
         assert stop not in longer.token_ids[:5]
         assert len(longer.token_ids) >= 5
 
+    def test_biases_are_those_of_the_time_when_they_were_given(self, engine):
+        biases = {5: 100.0}
+        name = engine.add_request("ab", SamplingParams(max_tokens=3, logit_bias=biases))
+        biases |= {5: -100.0, 9: 100.0}
+        assert drained(engine)[0][name, 0] == [5] * 3
+
     @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
     def test_ints_of_numpy_are_what_pythons_are(self, types_unchecked, engine, dtype):
         def results(kind):
