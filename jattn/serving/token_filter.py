@@ -74,15 +74,18 @@ def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
     """A word's tokens at the beginning of a text and, where these are others but no more, in its midst.
 
     Raises:
-        ValueError: There is no tokenizer.
+        ValueError: There is no tokenizer, or the word has halves of characters.
 
     Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
     require(tokenizer is not None, "bad_words", "be empty (the model has no tokenizer.json)", repr(word))
     assert tokenizer is not None
-    first, inner = (
-        tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids for before in ("", " ")
-    )
+    try:
+        first, inner = (
+            tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids for before in ("", " ")
+        )
+    except TypeError:  # as in `token_ids_of`
+        require(False, "bad_words", "be text that UTF-8 can hold", repr(word))
     require(bool(first), "bad_words", "have tokens", repr(word))
     is_other = len(inner) == len(first) and inner[0] != first[0]
     return [first, inner] if is_other else [first]

@@ -142,5 +142,7 @@ class TestErrors:
             bad_word_ids("x", None)
         split = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x"))
         split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        with pytest.raises(ValueError, match=r"bad_words must be text that UTF-8 can hold, got '\\udc80'"):
+            bad_word_ids("\udc80", BYTES)
         with pytest.raises(ValueError, match=r"bad_words must have tokens, got ' '"):
             bad_word_ids(" ", split)
