@@ -5,6 +5,8 @@ import numbers
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 
 def require(condition: bool, name: str, rule: str, got: object) -> None:
     """Raises `ValueError("{name} must {rule}, got {got}.")` unless `condition`."""
@@ -17,6 +19,13 @@ def require_int(**values: object) -> None:
     for name, value in values.items():
         is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         require(is_int, name, "be an int", repr(value))
+
+
+def require_int32s(name: str, ints: Any) -> None:
+    """An array of ints on the host must fit int32, where JAX would have them wrap; others are not read."""
+    if isinstance(ints, np.ndarray) and ints.dtype.kind in "iu" and ints.dtype.itemsize >= 4 and ints.size:
+        for extreme in (int(ints.min()), int(ints.max())):
+            require(-(2**31) <= extreme < 2**31, name, "hold int32s", extreme)
 
 
 def require_bool(**values: object) -> None:

@@ -344,6 +344,14 @@ class TestDeviceSide:
                 r"block_table must have shape \(2, 'max_blocks'\) .*, got \(2,\)",
             ),
             (lambda m: jattn.update_block_table(m, [[1], [2]]), r"block_table must be an array, got \[\[1"),
+            (
+                lambda m: jattn.advance(m, np.full((2, 1), 2**32 + 1)),
+                "block_table must hold int32s, got 4294967297",
+            ),
+            (
+                lambda m: jattn.advance(m, num_accepted=np.full(2, 2**32 + 1)),
+                "num_accepted must hold int32s, got 4294967297",
+            ),
             (lambda m: jattn.pad_to_bucket(m, 4), "bucket must be a Bucket, got 4"),
             (
                 lambda m: pad_tokens(jnp.ones(3), m.bucket, jattn.Bucket(max_decodes=4)),

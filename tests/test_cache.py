@@ -448,6 +448,16 @@ def test_blocks_are_read_of_a_cache_by_ints():
         jattn.blocks_of(create(), jnp.zeros(2))
 
 
+@pytest.mark.parametrize("wide", [2**32 + 1, -(2**32) + 1])
+def test_block_numbers_beyond_int32_are_refused_and_do_not_wrap(wide):
+    with pytest.raises(ValueError, match=f"ids must hold int32s, got {wide}"):
+        jattn.blocks_of(create(), np.array([0, wide]))
+    with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {wide}"):
+        jattn.copy_blocks(create(), np.array([[wide, 2]]))
+    with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {wide}"):
+        jattn.swap_blocks(create(), create(), np.array([[wide, 2]]))
+
+
 class TestReplace:
     @pytest.mark.parametrize("quantization", QUANTIZATIONS)
     def test_dataclasses_replace_keeps_scales_and_takes_the_constructors_names(self, quantization):

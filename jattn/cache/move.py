@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jattn.cache.types import PagedCache, block_arrays
 from jattn.pytree import replace
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels.checks import require, require_int32s, require_shape
 
 
 def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | np.ndarray) -> Caches:
@@ -141,6 +141,7 @@ def _as_pairs(block_mapping: Any) -> Any:
     is_pairs = pairs.ndim == 2 and pairs.shape[1] == 2
     require(is_pairs, "block_mapping", "have shape [pairs, 2]", f"shape {pairs.shape}")
     require(np.issubdtype(pairs.dtype, np.integer), "block_mapping", "hold ints", pairs.dtype)
+    require_int32s("block_mapping", pairs)
     return pairs
 
 

@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from jattn.cache.types import PackedKV, PagedCache, has_token_axis
-from pallas_kernels.checks import require, require_type
+from pallas_kernels.checks import require, require_int32s, require_type
 
 
-def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
+def blocks_of(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple[Array, Array]:
     """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim].
 
     Args:
@@ -20,12 +20,13 @@ def blocks_of(cache: PagedCache, ids: Int[Array, " *n"]) -> tuple[Array, Array]:
         What is stored, in the cache's dtypes: 8-bit numbers are not multiplied with their scales.
 
     Raises:
-        ValueError: cache is no PagedCache, or ids are no ints.
+        ValueError: cache is no PagedCache, or ids are no ints, or beyond int32.
     """
     require_type("cache", cache, PagedCache, "PagedCache.create makes one")
     is_array = isinstance(ids, jax.Array | np.ndarray)
     require(is_array, "ids", "be an array of block numbers", type(ids).__name__)
     require(jnp.issubdtype(ids.dtype, jnp.integer), "ids", "be ints", ids.dtype)
+    require_int32s("ids", ids)
     k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
     if cache.layout == "HND":
         return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)

@@ -13,7 +13,7 @@ from jattn.pytree import replace
 from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels import support
 from pallas_kernels.cache_write import cache_write
-from pallas_kernels.checks import require, require_shape
+from pallas_kernels.checks import require, require_int32s, require_shape
 
 EIGHT_BIT = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -73,9 +73,7 @@ def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
     is_right = slot_mapping.ndim == 1 and jnp.issubdtype(slot_mapping.dtype, jnp.integer)
     got = f"{slot_mapping.dtype} of shape {slot_mapping.shape}"
     require(is_right, "slot_mapping", "be ints [tokens]", got)
-    if isinstance(slot_mapping, np.ndarray) and slot_mapping.dtype.itemsize >= 4 and slot_mapping.size:
-        for slot in (slot_mapping.min(), slot_mapping.max()):  # jax would have it wrap
-            require(abs(int(slot)) <= np.iinfo(np.int32).max, "slot_mapping", "hold int32s", slot)
+    require_int32s("slot_mapping", slot_mapping)
     for name, rows in (("key", key), ("value", value)):
         require(isinstance(rows, jax.Array | np.ndarray), name, "be an array", type(rows).__name__)
         require(jnp.issubdtype(rows.dtype, jnp.floating), name, "hold floats", rows.dtype)

@@ -9,7 +9,7 @@ from jattn.bucket import Bucket
 from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.pytree import replace
-from pallas_kernels.checks import require, require_shape, require_type
+from pallas_kernels.checks import require, require_int32s, require_shape, require_type
 
 
 def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
@@ -95,6 +95,7 @@ def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> Non
     require_shape(name, value.shape, shape, "rows of the metadata first")
     is_right = jnp.issubdtype(value.dtype, kind)
     require(is_right, name, "hold bools" if kind is jnp.bool_ else "hold ints", value.dtype)
+    require_int32s(name, value)
 
 
 def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
