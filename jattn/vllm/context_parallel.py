@@ -5,6 +5,7 @@ Position p is stored on rank `(p // interleave) % dcp_size`.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
@@ -96,9 +97,17 @@ def cp_lse_combine(
         partial_lse: Its log-sum-exp.
         is_lse_base_on_e: False: the LSE, given and returned, is in base 2.
 
+    Raises:
+        ValueError: Shapes disagree, or outputs are no floats.
+
     Source: vLLM `cp_lse_ag_out_rs`, `correct_attn_out`: all-gather of the LSE, rescaling, and the sum that
     the reduce-scatter computes.
     """
+    for name, array in (("partial_out", partial_out), ("partial_lse", partial_lse)):
+        require(isinstance(array, jax.Array | np.ndarray), name, "be an array", type(array).__name__)
+    # Cut off to ints the result would have lost its fractions.
+    is_float = jnp.issubdtype(partial_out.dtype, jnp.floating)
+    require(is_float, "partial_out", "hold floats", partial_out.dtype)
     require_shape("partial_lse", partial_lse.shape, partial_out.shape[:-1], "ranks, tokens, q_heads")
     require(partial_lse.shape[0] > 0, "partial_lse", "have at least one rank", partial_lse.shape)
     exp, log = (jnp.exp, jnp.log) if is_lse_base_on_e else (jnp.exp2, jnp.log2)
@@ -107,9 +116,13 @@ def cp_lse_combine(
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = exp(lse - finite_top[None])
     total = jnp.sum(weight, axis=0)
-    share = (weight / jnp.where(total == 0, 1.0, total)[None])[..., None]
-    out = jnp.sum(jnp.where(share > 0, share * partial_out.astype(share.dtype), 0.0), axis=0)
-    return CombinedAttention(out.astype(partial_out.dtype), finite_top + log(total))
+    safe_total = jnp.where(total == 0, 1.0, total)
+    share = (weight / safe_total[None])[..., None]
+    # Cleared before the product, whose gradient would get 0 * NaN of what a rank without keys holds.
+    parts = jnp.where(share > 0, partial_out.astype(share.dtype), 0.0)
+    # The logarithm of 0 has no gradient: one of 0 became NaN.
+    joined = jnp.where(total == 0, -jnp.inf, finite_top + log(safe_total))
+    return CombinedAttention(jnp.sum(share * parts, axis=0).astype(partial_out.dtype), joined)
 
 
 def mask_empty_context_lse(

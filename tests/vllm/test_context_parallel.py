@@ -1,5 +1,6 @@
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -154,6 +155,27 @@ def test_no_keys_anywhere_give_zeros():
     got = cp_lse_combine(jnp.full((2, 1, 1, 2), jnp.nan), jnp.full((2, 1, 1), -jnp.inf))
     assert got.out.tolist() == [[[0.0, 0.0]]]
     assert got.lse.tolist() == [[-INF]]
+
+
+def test_gradients_of_ranks_and_tokens_without_keys_are_0():
+    out = jnp.array([[[[1.0, 2.0]], [[jnp.nan, 1.0]]], [[[jnp.nan, 7.0]], [[5.0, jnp.nan]]]])
+    lse = jnp.array([[[0.5], [-jnp.inf]], [[-jnp.inf], [-jnp.inf]]])  # the second token has no key anywhere
+
+    def total(out, lse):
+        joined = cp_lse_combine(out, lse)
+        return joined.out.sum() + joined.lse[0].sum() + jnp.where(joined.lse[1] > 0, joined.lse[1], 0).sum()
+
+    d_out, d_lse = jax.grad(total, argnums=(0, 1))(out, lse)
+    assert d_out.tolist() == [[[[1.0, 1.0]], [[0.0, 0.0]]], [[[0.0, 0.0]], [[0.0, 0.0]]]]
+    assert d_lse.tolist() == [[[1.0], [0.0]], [[0.0], [0.0]]]
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_outputs_of_ints_and_lists_are_refused_by_name():
+    with pytest.raises(ValueError, match="partial_out must hold floats, got int32"):
+        cp_lse_combine(jnp.ones((2, 1, 1, 2), jnp.int32), jnp.zeros((2, 1, 1)))
+    with pytest.raises(ValueError, match="partial_lse must be an array, got list"):
+        cp_lse_combine(jnp.ones((1, 1, 1, 2)), [[[0.0]]])
 
 
 def test_huge_log_sums_do_not_overflow():
