@@ -59,7 +59,8 @@ def compute_dcp_slot_mapping(
         cp_kv_cache_interleave_size: Neighbouring positions that stay together; divides block_size.
 
     Raises:
-        ValueError: block_size is no multiple of the interleave, or, on the host, a slot is beyond int32.
+        ValueError: block_size is no multiple of the interleave, rows and positions are of several lengths,
+            dcp_rank is none of the ranks, or, on the host, a slot is beyond int32.
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
@@ -71,9 +72,12 @@ def compute_dcp_slot_mapping(
         f"be a multiple of cp_kv_cache_interleave_size ({interleave})",
         block_size,
     )
+    if isinstance(dcp_rank, int | np.integer):
+        require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
     xp, table, row, position, rank = with_namespace(
         block_table=int_table("block_table", block_table), rows=rows, positions=positions, dcp_rank=dcp_rank
     )
+    require_shape("positions", position.shape, row.shape, "one for each of rows")
     offset = position % (block_size * dcp_size)
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)
     is_local = offset // interleave % dcp_size == rank

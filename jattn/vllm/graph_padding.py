@@ -91,7 +91,7 @@ def pad_batch_for_graph(
         pad_values: What new rows hold; None = vLLM's defaults.
 
     Raises:
-        ValueError: The batch is larger than that.
+        ValueError: The batch is larger than that, or its arrays are of several numbers of requests.
 
     Source: vLLM V1 `GPUModelRunner._prepare_inputs`, `_build_attention_metadata`.
     """
@@ -102,6 +102,9 @@ def pad_batch_for_graph(
         block_table=int_table("block_table", block_table),
         slot_mapping=slot_mapping,
     )
+    num_reqs = lens.shape[0]
+    require(starts.shape == (num_reqs + 1,), "query_start_loc", f"have {num_reqs + 1} entries", starts.shape)
+    require(table.shape[0] == num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")
     new_rows, new_tokens = max_num_reqs - lens.shape[0], max_num_tokens - slots.shape[0]
     require(new_rows >= 0, "number of requests", f"be at most max_num_reqs ({max_num_reqs})", lens.shape[0])
     require(

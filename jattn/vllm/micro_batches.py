@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from jattn.metadata.namespace import AnyArray, IntLike, IntVector, host_int, start_locs, with_namespace
+from jattn.metadata.namespace import (
+    AnyArray,
+    IntLike,
+    IntVector,
+    host_int,
+    require_one_a_request,
+    start_locs,
+    with_namespace,
+)
 from pallas_kernels.checks import require
 
 Span = slice | Sequence[int]
@@ -49,11 +57,13 @@ def make_metadata_with_slice(
         token_slice: First token and one past the last. Static; may reach past the last row (graph padding).
 
     Raises:
-        ValueError: A slice is empty or outside the batch, or (on the host) a token is outside the rows.
+        ValueError: A slice is empty or outside the batch, (on the host) a token is outside the rows, or
+            query_lens and seq_lens are of several lengths.
 
     Source: vLLM `_make_metadata_with_slice`.
     """
     xp, totals, lens = with_namespace(seq_lens=seq_lens, query_lens=query_lens)
+    require_one_a_request(query_lens=lens, seq_lens=totals)
     starts = start_locs(xp, lens)
     first, stop = _bounds("req_slice", req_slice, lens.shape[0])
     first_token, stop_token = _bounds("token_slice", token_slice, None)
@@ -82,7 +92,7 @@ def split_at_token(
     """Cuts a host batch into the tokens before `split_point` and the rest.
 
     Raises:
-        ValueError: One of the parts would be empty.
+        ValueError: One of the parts would be empty, or query_lens and seq_lens are of several lengths.
 
     Source: vLLM `create_ubatch_slices`, `split_attn_metadata`.
     """

@@ -6,6 +6,7 @@ import numpy as np
 
 from jattn.metadata.namespace import AnyArray, IntVector, require_one_a_request, start_locs, with_namespace
 from jattn.vllm.split import split_decodes_and_prefills
+from pallas_kernels.checks import require, require_int
 
 
 class Region(NamedTuple):
@@ -44,7 +45,8 @@ def split_prefill_and_decode(
         decode_threshold: V1: longest query of a decode.
 
     Raises:
-        ValueError: query_lens and seq_lens are of several lengths.
+        ValueError: query_lens and seq_lens are of several lengths, there are fewer slots than tokens, or
+            num_prefills is not from 0 to the number of requests.
 
     Source: vLLM V0 `BlocksparseFlashAttentionMetadata` and V1 `XFormersAttentionMetadata`:
     `prefill_metadata`, `decode_metadata`.
@@ -59,6 +61,10 @@ def split_prefill_and_decode(
         else int(split_decodes_and_prefills(lens, decode_threshold).num_decodes)
     )
     starts, num_reqs = start_locs(np, lens), len(lens)
+    has_slots = len(slots) >= int(starts[-1])  # behind them may stand padding
+    require(has_slots, "slot_mapping", f"have a slot for each of {starts[-1]} tokens", len(slots))
+    require_int(num_prefills=boundary)
+    require(0 <= boundary <= num_reqs, "num_prefills", f"lie in [0, {num_reqs}]", boundary)
 
     def region(first: int, stop: int, *, has_queries: bool) -> Region | None:
         if first == stop:

@@ -5,7 +5,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt16
 
-from jattn.metadata.namespace import AnyArray, IntLike, IntVector, host_int, start_locs, with_namespace
+from jattn.metadata.namespace import (
+    AnyArray,
+    IntLike,
+    IntVector,
+    host_int,
+    require_one_a_request,
+    start_locs,
+    with_namespace,
+)
 from pallas_kernels.checks import require, require_positive
 
 
@@ -59,6 +67,9 @@ def make_kv_sharing_fast_prefill_metadata(
         logits_indices_padded: Tokens whose logits are wanted, ascending.
         num_logits_indices: How many of them count; the rest is graph padding.
 
+    Raises:
+        ValueError: query_lens and seq_lens are of several lengths.
+
     Source: vLLM `make_kv_sharing_fast_prefill_common_attn_metadata`.
     """
     xp, totals, lens, indices, num_indices = with_namespace(
@@ -67,6 +78,7 @@ def make_kv_sharing_fast_prefill_metadata(
         logits_indices_padded=logits_indices_padded,
         num_logits_indices=num_logits_indices,
     )
+    require_one_a_request(query_lens=lens, seq_lens=totals)
     starts, num_reqs = start_locs(xp, lens), lens.shape[0]
     row = xp.searchsorted(starts[1:], indices, side="right")
     is_live = xp.arange(indices.shape[0], dtype=np.int32) < num_indices

@@ -220,3 +220,7 @@ def test_a_rank_that_is_not_there_and_arrays_of_other_tokens_are_refused():
         cp_lse_combine(out, lse)
     with pytest.raises(ValueError, match=r"context_start_loc must have shape \(2,\) .*, got \(3,\)"):
         mask_empty_context_lse(np.zeros((2, 5)), [0, 2], [0, 0, 7])
+    with pytest.raises(ValueError, match=r"dcp_rank must lie in \[0, 2\), got 5"):
+        compute_dcp_slot_mapping([[1, 2]], [0, 0], [0, 1], 4, dcp_size=2, dcp_rank=5)
+    with pytest.raises(ValueError, match=r"positions must have shape \(1,\) .*, got \(3,\)"):
+        compute_dcp_slot_mapping([[1, 2]], [0], [0, 1, 2], 4, dcp_size=2, dcp_rank=0)

@@ -74,3 +74,11 @@ def test_shared_pad_values_are_the_largest_of_each():
     assert combine_pad_values([PadValues(), PadValues(1, 0)]) == (1, 0)
     with pytest.raises(ValueError, match=r"pad_values must have at least one entry, got \[\]"):
         combine_pad_values([])
+
+
+def test_arrays_of_several_numbers_of_requests_are_refused():
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 5}
+    with pytest.raises(ValueError, match=r"query_start_loc must have 3 entries, got \(2,\)"):
+        pad_batch_for_graph([0, 3], [7, 9], [[3], [5]], [12, 20, 21], **sizes)
+    with pytest.raises(ValueError, match=r"block_table must have 2 rows, got shape \(1, 1\)"):
+        pad_batch_for_graph([0, 1, 3], [7, 9], [[3]], [12, 20, 21], **sizes)

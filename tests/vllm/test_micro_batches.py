@@ -100,3 +100,11 @@ def test_slices_outside_the_batch_are_refused():
     for point in (0, 4):
         with pytest.raises(ValueError, match=f"split_point must lie inside the 4 tokens, got {point}"):
             split_at_token([9, 9], [2, 2], point)
+
+
+def test_lengths_of_other_requests_are_refused_and_not_stretched():
+    message = r"seq_lens must have one entry per request \(3\), got 1"
+    with pytest.raises(ValueError, match=message):
+        make_metadata_with_slice([10], [1, 2, 3], (0, 3), (0, 6))
+    with pytest.raises(ValueError, match=message):
+        split_at_token([10], [1, 2, 3], 3)

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from jattn.vllm.regions import split_prefill_and_decode
 from tests.golden_cases import golden
@@ -41,3 +42,11 @@ def test_the_decode_threshold_moves_the_boundary():
     halves = split_prefill_and_decode([2, 1, 3], [9, 9, 3], range(6), decode_threshold=2)
     assert halves.decode.query_start_loc.tolist() == [0, 2, 3]
     assert halves.prefill.slot_mapping.tolist() == [3, 4, 5]
+
+
+def test_tokens_without_a_slot_and_more_prefills_than_rows_are_refused():
+    with pytest.raises(ValueError, match="slot_mapping must have a slot for each of 5 tokens, got 2"):
+        split_prefill_and_decode([1, 4], [5, 6], [0, 1])
+    for count in (3, -1):
+        with pytest.raises(ValueError, match=rf"num_prefills must lie in \[0, 2\], got {count}"):
+            split_prefill_and_decode([1, 4], [5, 6], range(5), num_prefills=count)

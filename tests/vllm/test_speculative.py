@@ -107,3 +107,8 @@ def test_bit_j_of_token_i_is_set_where_j_is_not_later(query_len):
 def test_the_mask_needs_tokens():
     with pytest.raises(ValueError, match="query_len must be positive, got 0"):
         make_xqa_spec_decode_causal_mask(1, 0)
+
+
+def test_lengths_of_fewer_requests_are_refused():
+    with pytest.raises(ValueError, match=r"seq_lens must have one entry per request \(3\), got 1"):
+        make_kv_sharing_fast_prefill_metadata([10], [1, 2, 3], [0, 2, 5], 3)
