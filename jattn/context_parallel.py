@@ -58,6 +58,7 @@ def attend_on_rank(
     Source: vLLM's decode context parallelism, `cp_lse_ag_out_rs`, without the exchange of outputs.
     """
     check_alibi(spec, ranks, has_slopes=alibi_slopes is not None)
+    sinks, alibi_slopes = spec.per_head(sinks, alibi_slopes).values()
     if plan is None:
         options: dict[str, Any] = {"implementation": implementation, "query_dtype": query.dtype}
         plan = plan_on_rank(metadata, (spec,), (cache,), ranks, **options)

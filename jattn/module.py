@@ -38,7 +38,7 @@ def _check_made_of(
     if clip_qkv is not None:
         require_positive(clip_qkv=clip_qkv)
     if alibi_slopes is not None:
-        require_shape("alibi_slopes", (len(alibi_slopes),), (spec.num_q_heads,), "q_heads")
+        require_shape("alibi_slopes", np.shape(alibi_slopes), (spec.num_q_heads,), "q_heads")
 
 
 class PagedAttention(nnx.Module):

@@ -35,6 +35,18 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
+def _as_array(name: str, values: Any) -> Array:
+    """Real numbers as an array: bools would count as 0 and 1, and imaginary parts be dropped."""
+    try:
+        array = jnp.asarray(values)
+    except (TypeError, ValueError):  # of words, of None, of lists of several lengths
+        require(False, name, "be numbers [q_heads]", repr(values)[:80])
+        raise
+    is_real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
+    require(is_real, name, "be real numbers [q_heads]", array.dtype)
+    return array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """One layer's attention: what the score of a query and a key is, and which keys a query sees.
@@ -141,12 +153,16 @@ class AttentionSpec:
         return mask if self.chunk_size is None else mask & Chunked(self.chunk_size)
 
     def per_head(self, sinks: Any, alibi_slopes: Any) -> dict[str, Array | None]:
-        """Numbers of each query head as arrays, by the names of the arguments."""
+        """Numbers of each query head as arrays, by the names of the arguments.
+
+        Raises:
+            ValueError: They are no real numbers, or not one a query head.
+        """
         arrays: dict[str, Array | None] = {"sinks": None, "alibi_slopes": None}
         for name, values in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
             if values is None:
                 continue
-            array = jnp.asarray(values)
+            array = _as_array(name, values)
             require_shape(name, array.shape, (self.num_q_heads,), "q_heads")
             is_real = jnp.issubdtype(array.dtype, jnp.floating)
             arrays[name] = array if is_real else array.astype(jnp.float32)

@@ -71,6 +71,10 @@ class TestDispatch:
             ),
             ({"sinks": jnp.zeros(3)}, r"sinks must have shape \(4,\).*got \(3,\)"),
             ({"alibi_slopes": jnp.zeros(5)}, r"alibi_slopes must have shape \(4,\).*got \(5,\)"),
+            ({"sinks": jnp.ones(4, bool)}, r"sinks must be real numbers \[q_heads\], got bool"),
+            ({"alibi_slopes": jnp.ones(4, complex)}, r"alibi_slopes must be real numbers .* got complex64"),
+            ({"sinks": [[1.0], [1.0, 2.0]]}, r"sinks must be numbers \[q_heads\], got \[\[1"),
+            ({"sinks": "none"}, r"sinks must be numbers \[q_heads\], got 'none'"),
             (
                 {"spec": {"query_quantization": "int8"}},
                 "spec.query_quantization must be None with keys of float32, got 'int8'",
@@ -78,6 +82,7 @@ class TestDispatch:
             ({"spec": {"sqrt_alibi": True}}, "alibi_slopes must be given with spec.sqrt_alibi, got None"),
         ],
     )
+    @pytest.mark.usefixtures("types_unchecked")
     def test_arguments_that_disagree_are_named(self, change, message):
         problem = self.problem()
         spec = dataclasses.replace(problem.spec, **change.pop("spec", {}))

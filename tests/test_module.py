@@ -217,6 +217,12 @@ def test_slopes_must_be_one_a_head():
         layer(alibi_slopes=[1.0, 2.0, 3.0])
 
 
+@pytest.mark.usefixtures("types_unchecked")
+def test_one_slope_for_all_heads_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) .*got \(\)"):
+        layer(alibi_slopes=0.5)
+
+
 def test_projections_are_cut_off_and_queries_scaled_by_position():
     x, metadata = hidden(3), step([3], [3], ((1,),))
     clipped = layer(clip_qkv=0.5, seed=2)
