@@ -11,6 +11,7 @@ import numpy as np
 from jattn.bucket import Bucket
 from jattn.executables import Executables, Lower, bar
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
+from jattn.metadata.host import int_vector
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
 from jattn.uploads import Layout
@@ -214,19 +215,20 @@ class DecodeGraphs:
 
         Raises:
             ValueError: The batch is larger than every bucket, or there is none with such rows; the message
-                lists them.
+                lists them. Lengths are no ints of 0 and more.
         """
         able = [one for one in self.buckets if decode_query_len in (None, one.decode_query_len)]
         lens = sorted({one.decode_query_len for one in self.buckets})
         require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
         counts = num_decodes, num_prefills, num_prefill_tokens
+        lens_of_batch = None if query_lens is None else int_vector("query_lens", query_lens)
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
         each = max(num_blocks // BLOCKS_OF_A_TOKEN, 1)
         for bucket in able:
-            if query_lens is not None:
+            if lens_of_batch is not None:
                 if bucket.decode_query_len not in counted:
-                    counted[bucket.decode_query_len] = _counts(query_lens, bucket.decode_query_len)
+                    counted[bucket.decode_query_len] = _counts(lens_of_batch, bucket.decode_query_len)
                 counts = counted[bucket.decode_query_len]
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 fitting.append((bucket.max_tokens + each * _late(bucket, counts[0]), bucket))
@@ -296,9 +298,8 @@ def _max_blocks(bucket: Bucket) -> int:
     return bucket.max_blocks
 
 
-def _counts(query_lens: Sequence[int] | np.ndarray, decode_query_len: int) -> tuple[int, int, int]:
+def _counts(lens: np.ndarray, decode_query_len: int) -> tuple[int, int, int]:
     """Decodes, prefills and prefill tokens of a batch."""
-    lens = np.asarray(query_lens, np.int64)
     num_decodes = count_decodes(lens, decode_query_len)
     return num_decodes, len(lens) - num_decodes, int(lens[num_decodes:].sum())
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jattn.bucket import Bucket
-from pallas_kernels.checks import require, require_int, require_type
+from pallas_kernels.checks import require, require_int, require_int32s, require_type
 
 REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"
 
@@ -78,6 +78,7 @@ def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *,
     """Lays the new tokens of each request out as the step wants them: int32 [max_tokens], padding `pad`."""
     require_type("bucket", bucket, Bucket, "the step's")
     require_int(pad=pad)
+    require_int32s("pad", np.asarray(pad))
     packed = np.full(bucket.max_tokens, pad, np.int32)
     for r, ids in enumerate(tokens):
         require(hasattr(ids, "__len__"), f"tokens[{r}]", "be a list of token ids", repr(ids))
@@ -85,6 +86,8 @@ def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *,
     for r, (start, ids) in enumerate(zip(token_starts(lens, bucket), tokens, strict=True)):
         row = np.asarray(ids)
         _require_ints(f"tokens[{r}]", row)
+        require(row.ndim == 1, f"tokens[{r}]", "be a list of token ids", f"shape {row.shape}")
+        require_int32s(f"tokens[{r}]", row)
         packed[start : start + len(row)] = row
     return packed
 

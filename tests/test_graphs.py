@@ -560,6 +560,13 @@ class TestChoose:
         with pytest.raises(ValueError, match=message):
             graphs.choose([1, 9], num_blocks=2)
 
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_lengths_that_are_no_ints_are_refused_and_not_cut_off(self):
+        with pytest.raises(ValueError, match="query_lens must be a list of ints, got float64"):
+            self.graphs.choose([1.9, 5.5])
+        with pytest.raises(ValueError, match=r"query_lens must be at least 0, got \[-1\]"):
+            self.graphs.choose([1, -1])
+
     def test_buckets_must_have_a_table_width_and_there_must_be_one(self):
         with pytest.raises(ValueError, match=r"bucket.max_blocks must be set .*got Bucket\(max_decodes=2"):
             DecodeGraphs(first_element, buckets=[Bucket(max_decodes=2)])

@@ -250,6 +250,18 @@ def test_where_nothing_means_nothing_the_argument_is_named(call, message):
             r"tokens\[1\] must hold ints, got float64",
         ),
         (
+            lambda: jattn.requests.pack_tokens([[1], [2**32 + 5]], BUCKET),
+            r"tokens\[1\] must hold int32s, got 4294967301",
+        ),
+        (
+            lambda: jattn.requests.pack_tokens([[1]], BUCKET, pad=2**40),
+            r"pad must hold int32s, got 1099511627776",
+        ),
+        (
+            lambda: jattn.requests.pack_tokens([[[1, 2]]], BUCKET),
+            r"tokens\[0\] must be a list of token ids, got shape \(1, 2\)",
+        ),
+        (
             lambda: jattn.vllm.get_dcp_local_seq_lens([1, [2]], 2),
             r"seq_lens must hold ints in rows of one length, got",
         ),
