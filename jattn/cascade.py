@@ -65,6 +65,9 @@ def cascade_attend(
     """
     require_bool(return_lse=return_lse)
     require_type("metadata", metadata, CascadeMetadata, "build_cascade_metadata makes it")
+    require_type("spec", spec, AttentionSpec, "the layer's")
+    # Both parts would read the first keys of a PackedKV, which has no block table to tell them apart.
+    require_type("cache", cache, PagedCache, "attend takes a PackedKV")
     if (found := why_no_cascade(spec)) is not None:
         raise unsupported(*found, "Use attend with the step's own metadata")
     out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)

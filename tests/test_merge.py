@@ -306,3 +306,30 @@ def test_a_mask_beside_a_plan_with_a_common_prefix_is_refused():
     plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
     with pytest.raises(ValueError, match=r"mask must be None with a plan .*, got Sinks\(num=4\)"):
         jattn.attend(query, cache, metadata, specs[0], plan, mask=jattn.masks.Sinks(4))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("length", "got"),
+    [
+        (jnp.float32(4.5), r"float32 of shape \(\)"),
+        (jnp.asarray(True), r"bool of shape \(\)"),
+        (jnp.asarray([4]), r"int32 of shape \(1,\)"),
+    ],
+)
+def test_a_prefix_on_the_device_that_is_no_int_is_refused(length, got):
+    metadata = jattn.build_batch_metadata([1], [6], [[1, 2]], block_size=4)
+    with pytest.raises(ValueError, match=f"common_prefix_len must be an int, got {got}"):
+        jattn.build_cascade_metadata(metadata, length)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_cascade_over_keys_outside_a_cache_is_refused():
+    metadata = jattn.build_batch_metadata([1], [6], [[1, 2]], block_size=4)
+    parts = jattn.build_cascade_metadata(metadata, 4)
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=8)
+    kv = jattn.PackedKV(k=jnp.ones((6, 2, 8)), v=jnp.ones((6, 2, 8)), kv_start_loc=jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match=r"cache must be a PagedCache .*, got PackedKV"):
+        jattn.cascade_attend(jnp.ones((1, 2, 8)), kv, parts, spec)
+    with pytest.raises(ValueError, match=r"spec must be a AttentionSpec .*, got NoneType"):
+        jattn.cascade_attend(jnp.ones((1, 2, 8)), kv, parts, None)

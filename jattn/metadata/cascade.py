@@ -81,6 +81,9 @@ def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""
         ValueError: It is empty, does not end with a block, or a query is seen to have fewer keys.
     """
     if isinstance(common_prefix_len, jax.Array):
+        is_int = common_prefix_len.ndim == 0 and jnp.issubdtype(common_prefix_len.dtype, jnp.integer)
+        got = f"{common_prefix_len.dtype} of shape {common_prefix_len.shape}"
+        require(is_int, "common_prefix_len", "be an int", got)
         return
     require_int(common_prefix_len=common_prefix_len)
     rule = f"be a positive multiple of block_size ({metadata.block_size})"
