@@ -78,7 +78,7 @@ def decode_loop(
 
     Raises:
         ValueError: The metadata has prefill rows or decode_query_len > 1, shapes disagree, or tokens,
-            stop_ids or max_lens are no ints.
+            stop_ids, max_lens or what sample returns are no ints.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     for name, function in (("step", step), ("sample", sample)):
@@ -141,7 +141,7 @@ def _decode_loop(
         metadata = state.metadata
         is_live = metadata.seq_lens > 0
         logits, caches = step(params, state.caches, metadata, state.last_tokens)
-        new = sample(logits, index).astype(jnp.int32)
+        new = _token_ids(sample(logits, index), metadata.bucket.max_reqs)
         stopped = jnp.any(new[:, None] == stops, axis=-1) | (metadata.seq_lens + 1 >= max_lens)
         is_running = is_live & ~stopped
         return DecodeLoopOutput(
@@ -163,6 +163,15 @@ def _decode_loop(
         metadata=_only_rows(metadata, starts),
     )
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), decode, first)
+
+
+def _token_ids(sampled: Any, num_reqs: int) -> Int32[Array, " reqs"]:
+    """What `sample` returned, which must be a token id a row: of floats fractions would be cut off."""
+    name = "what sample returns"
+    require(hasattr(sampled, "dtype") and hasattr(sampled, "shape"), name, "be an array", repr(sampled)[:80])
+    require(jnp.issubdtype(sampled.dtype, jnp.integer), name, "hold ints", sampled.dtype)
+    require_shape(name, sampled.shape, (num_reqs,), "rows of the metadata")
+    return jnp.asarray(sampled, jnp.int32)
 
 
 def _only_rows(metadata: BatchMetadata, is_kept: Bool[Array, " reqs"]) -> BatchMetadata:

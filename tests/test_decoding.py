@@ -294,3 +294,23 @@ class TestErrors:
             ValueError, match=r"tokens must have shape \(4,\) \(rows of the metadata\), got \(3,\)"
         ):
             self.run(metadata, tokens[:3])
+
+    @pytest.mark.parametrize(
+        ("sampler", "message"),
+        [
+            (lambda logits, index: logits[:, 0] + 0.7, "what sample returns must hold ints, got float32"),
+            (
+                lambda logits, index: jnp.argmax(logits),
+                r"what sample returns must have shape \(4,\) \(rows of the metadata\), got \(\)",
+            ),
+            (
+                lambda logits, index: jnp.argmax(logits, axis=-1, keepdims=True),
+                r"what sample returns must have shape \(4,\) .*, got \(4, 1\)",
+            ),
+            (lambda logits, index: None, "what sample returns must be an array, got None"),
+        ],
+    )
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_what_is_sampled_must_be_a_token_a_row(self, sampler, message):
+        with pytest.raises(ValueError, match=message):
+            self.run(*first_batch(), sample=sampler)
