@@ -425,6 +425,26 @@ def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
         jattn.PackedKV(**({"k": rows, "v": rows, "kv_start_loc": jnp.zeros(2, jnp.int32)} | change))
 
 
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("scale", "got"),
+    [
+        ("2", "str"),
+        (1j, "complex"),
+        (True, "bool"),
+        (jnp.ones(2, bool), "bool"),
+        (np.ones(2) * 1j, "complex128"),
+    ],
+)
+def test_scales_that_are_no_real_numbers_are_named(scale, got):
+    message = f"k_scale must be an array of real numbers or one such number, got {got}"
+    stored = jnp.zeros((2, 4, 2, 8), jnp.int8)
+    with pytest.raises(ValueError, match=message):
+        jattn.PagedCache(k=stored, v=stored, k_scale=scale, v_scale=1.0)
+    with pytest.raises(ValueError, match=message):
+        jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale)
+
+
 def test_a_scale_of_many_caches_stays_the_callers_when_they_are_donated():
     scale = jnp.full((), 0.5, jnp.float32)
     create = lambda: jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale, v_scale=scale)
@@ -506,6 +526,19 @@ class TestSpec:
             ValueError, match=f"memory_bytes must hold a block .{one * 3} bytes., got {one * 3 - 1}"
         ):
             spec(dtype=jnp.bfloat16).num_blocks_in(one * 3 - 1, num_layers=3)
+
+    @pytest.mark.usefixtures("types_unchecked")
+    @pytest.mark.parametrize(
+        ("memory_bytes", "num_layers", "message"),
+        [
+            (float("nan"), 1, "memory_bytes must be finite, got nan"),
+            ("1GB", 1, "memory_bytes must be a number, got '1GB'"),
+            (10**6, 1.5, r"num_layers must be an int, got 1\.5"),
+        ],
+    )
+    def test_what_is_no_size_is_named(self, memory_bytes, num_layers, message):
+        with pytest.raises(ValueError, match=message):
+            spec().num_blocks_in(memory_bytes, num_layers)
 
     @pytest.mark.parametrize(
         ("change", "message"),

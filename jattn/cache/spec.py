@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn.fields import set_ints
-from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.checks import require, require_int, require_number, require_one_of, require_positive
 
 LAYOUTS = ("NHD", "HND", "packed")
 
@@ -190,8 +191,11 @@ class CacheSpec:
         """How many blocks fit `memory_bytes` when each of `num_layers` layers has its own cache.
 
         Raises:
-            ValueError: Not even one block fits.
+            ValueError: Not even one block fits, or an argument is no such number.
         """
+        require_number(memory_bytes=memory_bytes)
+        require(math.isfinite(memory_bytes), "memory_bytes", "be finite", memory_bytes)
+        require_int(num_layers=num_layers)
         require_positive(num_layers=num_layers)
         blocks = int(memory_bytes // (self.bytes_per_block * num_layers))
         require(

@@ -60,8 +60,8 @@ class PagedCache:
             layout: As the attribute.
 
         Raises:
-            ValueError: Shapes disagree, or k or v holds what no scale makes numbers of: int8 without a scale,
-                or other integers.
+            ValueError: Shapes disagree, a scale is of no real numbers, or k or v holds what no scale makes
+                numbers of: int8 without a scale, or other integers.
         """
         for name, value in (("k", k), ("v", v), ("layout", layout)):
             object.__setattr__(self, name, value)
@@ -74,7 +74,9 @@ class PagedCache:
         heads = self.num_kv_heads
         shapes = ((), (heads,), (self.num_blocks, self.block_size, heads))
         for name, scale in (("k", k_scale), ("v", v_scale)):
+            scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
             if scale is not None:
+                _check_scale(f"{name}_scale", scale)
                 allowed = (*shapes, (heads, self.head_dim)) if name == "v" else shapes
                 require_one_of(f"{name}_scale's shape", tuple(jnp.shape(scale)), allowed)
             object.__setattr__(self, f"stored_{name}_scale", _swap_token_and_head(scale))
@@ -165,6 +167,15 @@ def _check_stored(name: str, array: Any, scale: Any) -> None:
     require(scale is not None, f"{name}_scale", f"be given for {name} of int8", None)
 
 
+def _check_scale(name: str, scale: Any) -> None:
+    """A scale must be of real numbers: bools would count as 1, and imaginary parts be dropped."""
+    dtype = getattr(scale, "dtype", None)
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    is_array = dtype is not None and any(jnp.issubdtype(dtype, real) for real in (jnp.floating, jnp.integer))
+    got = type(scale).__name__ if dtype is None else dtype
+    require(is_number or is_array, name, "be an array of real numbers or one such number", got)
+
+
 def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | None) -> _Scale | None:
     """What a new cache holds for `k_scale` or `v_scale`."""
     shapes, kind = stored.scale_shapes(spec), f"with quantization={spec.quantization!r}"
@@ -173,6 +184,8 @@ def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | N
         require(stored.scale != "channel", name, f"be given {kind} ({way_out})", None)
         return jnp.ones(shapes[0], jnp.float32) if shapes else None
     require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
+    scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
+    _check_scale(name, scale)
     require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
     if not isinstance(scale, jax.core.Tracer):
         values = np.asarray(scale, np.float32)
