@@ -5,6 +5,7 @@ from typing import Any
 
 from jattn.models.checkpoint import optional_module
 from jattn.models.json_files import object_in
+from pallas_kernels.checks import require
 
 FILE = "tokenizer.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -44,7 +45,11 @@ def special_tokens_of(folder: pathlib.Path) -> dict[str, str]:
     config = object_in(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= object_in(folder / "special_tokens_map.json")
-    return {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+    texts = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+    for name, text in texts.items():
+        rule = "be a text, or an object with one as its content"
+        require(isinstance(text, str), f"{folder}: {name}", rule, repr(config[name])[:60])
+    return texts
 
 
 def eos_id_of(folder: pathlib.Path) -> int | None:
@@ -54,10 +59,25 @@ def eos_id_of(folder: pathlib.Path) -> int | None:
         ValueError: A file is broken; the message names it.
     """
     text = special_tokens_of(folder).get("eos_token")
-    added = object_in(folder / FILE).get("added_tokens") or () if text is not None else ()
-    return next((token["id"] for token in added if token["content"] == text), None)
+    if text is None:
+        return None
+    content = object_in(folder / FILE)
+    for token in content.get("added_tokens") or ():
+        is_token = isinstance(token, dict) and isinstance(token.get("id"), int) and "content" in token
+        rule = "hold objects with an id and content"
+        require(is_token, f"{folder / FILE}: added_tokens", rule, repr(token)[:60])
+        if token["content"] == text:
+            return token["id"]
+    # To transformers a special token is one too where it is a token of the model's own alone.
+    vocab = content["model"].get("vocab") if isinstance(content.get("model"), dict) else None
+    if isinstance(vocab, dict):
+        return vocab.get(text)
+    pieces = vocab if isinstance(vocab, list) else ()  # Unigram's, each with a score
+    return next(
+        (i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece[:1] == [text]), None
+    )
 
 
-def _content(token: Any) -> str:
+def _content(token: Any) -> Any:
     """A special token is its text, or an object that has it."""
-    return token["content"] if isinstance(token, dict) else token
+    return token.get("content") if isinstance(token, dict) else token

@@ -240,6 +240,34 @@ def test_the_tokenizer_s_end_of_text_ends_one_too(tmp_path, named):
     assert load(tmp_path, progress=False).config.eos_token_ids == (3, 5)
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [models.WordLevel({"a": 0, "</s>": 2}, unk_token="a"), models.Unigram([("a", 0.0), ("</s>", 0.0)])],
+)
+def test_an_end_of_text_may_be_a_token_of_the_tokenizer_s_model_alone(tmp_path, tokens):
+    write_checkpoint(tmp_path, TIED | {"eos_token_id": None}, random_tensors(TIED))
+    tokenizer = Tokenizer(tokens)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert load(tmp_path, progress=False).config.eos_token_ids == (tokenizer.token_to_id("</s>"),)
+
+
+@pytest.mark.parametrize("named", [5, ["</s>"], {"text": "</s>"}, {"content": None}])
+def test_a_special_token_that_is_no_text_is_named(tmp_path, named):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    with pytest.raises(ValueError, match=f"{tmp_path}: eos_token must be a text, or an object with one"):
+        load(tmp_path, progress=False)
+
+
+def test_added_tokens_of_another_kind_are_named(tmp_path):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [5]}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: added_tokens must hold objects .*, got 5"):
+        load(tmp_path, progress=False)
+
+
 def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
     write_checkpoint(tmp_path, TIED, random_tensors(TIED))
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
