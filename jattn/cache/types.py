@@ -74,9 +74,8 @@ class PagedCache:
         heads = self.num_kv_heads
         shapes = ((), (heads,), (self.num_blocks, self.block_size, heads))
         for name, scale in (("k", k_scale), ("v", v_scale)):
-            scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
             if scale is not None:
-                _check_scale(f"{name}_scale", scale)
+                scale = _as_scale(f"{name}_scale", scale)
                 allowed = (*shapes, (heads, self.head_dim)) if name == "v" else shapes
                 require_one_of(f"{name}_scale's shape", tuple(jnp.shape(scale)), allowed)
             object.__setattr__(self, f"stored_{name}_scale", _swap_token_and_head(scale))
@@ -167,13 +166,15 @@ def _check_stored(name: str, array: Any, scale: Any) -> None:
     require(scale is not None, f"{name}_scale", f"be given for {name} of int8", None)
 
 
-def _check_scale(name: str, scale: Any) -> None:
-    """A scale must be of real numbers: bools would count as 1, and imaginary parts be dropped."""
+def _as_scale(name: str, scale: Any) -> Any:
+    """A scale, of a list an array. It must be real: bools would count as 1, imaginary parts be dropped."""
+    scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
     dtype = getattr(scale, "dtype", None)
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     is_array = dtype is not None and any(jnp.issubdtype(dtype, real) for real in (jnp.floating, jnp.integer))
     got = type(scale).__name__ if dtype is None else dtype
     require(is_number or is_array, name, "be an array of real numbers or one such number", got)
+    return scale
 
 
 def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | None) -> _Scale | None:
@@ -184,8 +185,7 @@ def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | N
         require(stored.scale != "channel", name, f"be given {kind} ({way_out})", None)
         return jnp.ones(shapes[0], jnp.float32) if shapes else None
     require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
-    scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
-    _check_scale(name, scale)
+    scale = _as_scale(name, scale)
     require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
     if not isinstance(scale, jax.core.Tracer):
         values = np.asarray(scale, np.float32)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, UInt32
 
+from jattn.metadata.host import INT32_MAX
 from jattn.serving.sampler import in_rows
 from jattn.serving.sampling_params import SamplingParams
 
 SHORTEST_LIST, SHORTEST_TEXT = 8, 64  # tables are never narrower: fewer widths to compile for
-MAX_INT32 = 2**31 - 1
 
 
 class Adjustments(NamedTuple):
@@ -103,7 +103,7 @@ def build_adjustments(
         biases=biases,
         end_ids=table(ends, _width(ends, SHORTEST_LIST)),
         # What int32 cannot hold is beyond every text, and so is the most that it can.
-        min_tokens=column([min(one.min_tokens, MAX_INT32) for one in params], 0, np.int32),
+        min_tokens=column([min(one.min_tokens, INT32_MAX) for one in params], 0, np.int32),
         prompt_ids=table(prompts, longest),
         output_ids=table(outputs, longest),
         pending_rows=column([one.pending_row if one else -1 for one in penalised], -1, np.int32),
