@@ -12,7 +12,7 @@ from jattn.serving.outputs import GenerationResult
 from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.structured_outputs import Grammars
-from jattn.serving.text import TextStream
+from jattn.serving.text import TextStream, tokens_of
 from jattn.serving.token_filter import token_mask
 from pallas_kernels.checks import require
 
@@ -212,10 +212,7 @@ def token_ids_of(name: str, prompt: object, *, tokenizer: Any | None, vocab_size
     if isinstance(prompt, str):
         require(tokenizer is not None, name, "be token ids (the model has no tokenizer.json)", repr(prompt))
         assert tokenizer is not None
-        try:
-            token_ids = np.asarray(tokenizer.encode(prompt).ids, np.int64)
-        except TypeError:  # what the package says of surrogates, as Python has bytes that are no UTF-8
-            require(False, name, "be text that UTF-8 can hold", repr(prompt))
+        token_ids: np.ndarray = np.asarray(tokens_of(name, prompt, tokenizer), np.int64)
     else:
         try:
             token_ids = np.asarray(prompt)

@@ -4,9 +4,24 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.checks import require
+
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a character to
 MOST_PROMPT = 6  # tokens of a prompt that are looked at, about as many as in vLLM
 LONG_TEXT = 4096  # characters from which on a text's tokens are made in a thread: a millisecond's work
+
+
+def tokens_of(name: str, text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> list[int]:
+    """A text's tokens.
+
+    Raises:
+        ValueError: It has halves of characters; `name` is what it is called.
+    """
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except TypeError:  # what the package says of surrogates, as Python has bytes that are no UTF-8
+        require(False, name, "be text that UTF-8 can hold", repr(text))
+        raise
 
 
 async def encoded(

@@ -7,6 +7,7 @@ import numpy as np
 
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.structured_outputs import Grammars, TokenMask
+from jattn.serving.text import tokens_of
 from pallas_kernels.checks import require
 
 
@@ -80,12 +81,10 @@ def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
     """
     require(tokenizer is not None, "bad_words", "be empty (the model has no tokenizer.json)", repr(word))
     assert tokenizer is not None
-    try:
-        first, inner = (
-            tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids for before in ("", " ")
-        )
-    except TypeError:  # as in `token_ids_of`
-        require(False, "bad_words", "be text that UTF-8 can hold", repr(word))
+    first, inner = (
+        tokens_of("bad_words", before + word.lstrip(), tokenizer, add_special_tokens=False)
+        for before in ("", " ")
+    )
     require(bool(first), "bad_words", "have tokens", repr(word))
     is_other = len(inner) == len(first) and inner[0] != first[0]
     return [first, inner] if is_other else [first]
