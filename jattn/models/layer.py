@@ -128,7 +128,11 @@ class DecoderLayer(nnx.Module):
         return self.axis_name is not None and is_added
 
     def _scaled(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return x if self.residual_scale is None else x * jnp.asarray(self.residual_scale, x.dtype)
+        """Times the scale itself: rounded to x.dtype it would be off the same way in all layers."""
+        if self.residual_scale is None:
+            return x
+        wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+        return (wide * self.residual_scale).astype(x.dtype)
 
 
 def _normed(

@@ -98,6 +98,19 @@ def test_layers_have_the_norms_of_their_placement_and_no_others(model_type):
     assert has == set(NORM_PLACEMENTS[config.norm_placement])
 
 
+def test_what_is_added_is_scaled_before_it_is_rounded():
+    hf = SIZES | {"model_type": "granite", "mlp_bias": True, "residual_multiplier": 0.22}
+    model = Decoder(DecoderConfig.from_hf(hf), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    layer, x = model.layers[0], jnp.zeros((2, 16), jnp.bfloat16)
+    gives = jnp.linspace(1.0, 3.0, 16).astype(jnp.bfloat16)
+    layer.mlp.down_proj.kernel.set_value(jnp.zeros((8, 16), jnp.bfloat16))
+    layer.mlp.down_proj.bias.set_value(gives)
+    metadata = jattn.build_batch_metadata([2], [2], None)
+    _, delta, _ = layer(x, x, None, metadata, metadata.positions)
+    want = (np.asarray(gives, np.float32) * np.float32(0.22)).astype(jnp.bfloat16)  # bf16's 0.22 is 0.2197
+    np.testing.assert_array_equal(delta, np.stack([want, want]))
+
+
 def test_tokens_are_placed_where_they_stand():
     model = Decoder(DecoderConfig.from_hf(SIZES | {"model_type": "gpt2"}), rngs=nnx.Rngs(0))
     table, positions = model.embed_positions.embedding[...], jnp.asarray([7, 0], jnp.int32)
