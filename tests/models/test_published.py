@@ -51,6 +51,8 @@ LONGEST = {  # as vLLM reckons it, but for dynamic ones and factors that would s
     "gemma3": (published.GEMMA3_4B, {}, 131072),
     "gpt_oss": (published.GPT_OSS_20B, {}, 131072),
     "longrope": (published.PHI4_MINI, {}, 131072),
+    "command_r": (hf_of("cohere"), {"max_position_embeddings": 8192, "model_max_length": 131072}, 131072),
+    "aya": (hf_of("cohere2"), {"max_position_embeddings": 8192}, 8192),
 }
 
 
@@ -193,6 +195,7 @@ WRONG = [
             ("ernie4_5_moe", "moe_layer_interval"),
         )
     ),
+    ("cohere", {"model_max_length": "128k"}, "model_max_length must be an int, got '128k'"),
     ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]
 

@@ -1,11 +1,15 @@
 """Cohere, Command-R: attention and MLP side by side, LayerNorm without bias, rope of neighbours."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.keys import ROPE
 from jattn.models.families.reading import llama_layer, rope
 from jattn.models.families.tensors import LLAMA_TENSORS, QK_NORM_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import NormSpec, QKNorm
+from pallas_kernels.checks import require_int
 
 PARALLEL_TENSORS = {
     name: stored for name, stored in LLAMA_TENSORS.items() if name != "layers.*.post_attention_layernorm"
@@ -24,6 +28,21 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
+def _model(keys: Keys) -> Mapping[str, Any]:
+    """The scale of logits; and the context where config.json has a second name for it.
+
+    Command-R's says max_position_embeddings 8192 beside a model_max_length of 131072, which it was trained
+    for: its rope knows no end.
+
+    Source: vLLM `_get_and_verify_max_len`.
+    """
+    longest, scale = keys["model_max_length"], {"logit_scale": keys["logit_scale"]}
+    if longest is None:
+        return scale
+    require_int(model_max_length=longest)
+    return {**scale, "max_position_embeddings": longest}
+
+
 COHERE = Family(
     model_type="cohere",
     architecture="CohereForCausalLM",
@@ -38,9 +57,10 @@ COHERE = Family(
         "attention_bias": False,
         "use_qk_norm": False,
         "logit_scale": 0.0625,
+        "model_max_length": None,
     },
     layer=_layer,
-    model=lambda keys: {"logit_scale": keys["logit_scale"]},
+    model=_model,
     norm="layer_no_bias",
     norm_placement="parallel",
     tensors={**PARALLEL_TENSORS, **QK_NORM_TENSORS},
