@@ -144,6 +144,18 @@ def test_the_others():
         read(published.QWEN25_7B_1M)
 
 
+def test_hunyuan_a13b_has_numbers_of_experts_layer_by_layer():
+    lists = {"moe_topk": [2, 1], "moe_intermediate_size": [24, 16], "num_shared_expert": [1, 2]}
+    _, *layers = read(hf_of("hunyuan_v1_moe") | {**lists, "num_experts": [4, 8]})
+    told = lambda mlp: (
+        mlp.num_experts,
+        mlp.experts_per_token,
+        mlp.intermediate_size,
+        mlp.shared.intermediate_size,
+    )
+    assert [told(layer.mlp) for layer in layers] == [(4, 2, 24, 24), (8, 1, 16, 32)]
+
+
 def test_slopes_of_heads_that_are_no_power_of_two():
     assert alibi_slopes(4) == (0.25, 0.0625, 0.015625, 0.00390625)
     assert alibi_slopes(6) == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
@@ -195,6 +207,8 @@ WRONG = [
             ("ernie4_5_moe", "moe_layer_interval"),
         )
     ),
+    ("hunyuan_v1_moe", {"moe_topk": [2]}, r"num_experts_per_tok must have one entry per layer \(2\), got 1"),
+    ("hunyuan_v1_moe", {"num_experts": [4, "8"]}, "num_experts must be an int, got '8'"),
     ("cohere", {"model_max_length": "128k"}, "model_max_length must be an int, got '128k'"),
     ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]

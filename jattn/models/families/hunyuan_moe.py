@@ -10,17 +10,24 @@ from jattn.models.families.reading import experts, gated_mlp
 from jattn.models.families.tensors import EXPERT_TENSORS, FUSED_EXPERT_TENSORS, gated_tensors
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec, require_one_a_layer
+from pallas_kernels.checks import require_int
 
 _LISTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert")
 
 
 def _of_layer(keys: Keys, name: str, layer: int) -> Any:
-    """A number for all layers, or one a layer."""
+    """A number for all layers, or one a layer.
+
+    Raises:
+        ValueError: It is none, or there is not one a layer.
+    """
     value = keys[name]
-    if not isinstance(value, list):
-        return value
-    require_one_a_layer(name, value, keys["num_hidden_layers"])
-    return value[layer]
+    if isinstance(value, list):
+        require_one_a_layer(name, value, keys["num_hidden_layers"])
+        value = value[layer]
+    if value is not None or name != "moe_intermediate_size":
+        require_int(**{name: value})
+    return value
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
@@ -39,10 +46,9 @@ HUNYUAN_V1_MOE = dataclasses.replace(
     architecture="HunYuanMoEV1ForCausalLM",
     defaults={
         **HUNYUAN_V1_DENSE.defaults,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
         "moe_intermediate_size": None,
-        "num_shared_expert": 1,
+        # Functions of the keys: what is said may be an int or a list of them.
+        **dict.fromkeys(("num_experts", "num_experts_per_tok", "num_shared_expert"), lambda keys: 1),
     },
     layer=_layer,
     tensors={
