@@ -16,7 +16,7 @@ from jattn.models.families.wrappers import WRAPPERS
 from jattn.models.loading import read_config
 from tests.conftest import GOLDEN
 from tests.models import published_configs as published
-from tests.models.families import REMOTE_CONFIGS
+from tests.models.families import REMOTE_CONFIGS, SIZES
 
 GOLDEN_OF = {name: name for name in FAMILIES}  # a folder of each family that transformers has
 GOLDEN_OF |= {"gemma3_text": "gemma3", "phi3": "phi3_longrope", "llama4_text": "llama4"}
@@ -156,6 +156,12 @@ def test_hunyuan_a13b_has_numbers_of_experts_layer_by_layer():
     assert [told(layer.mlp) for layer in layers] == [(4, 2, 24, 24), (8, 1, 16, 32)]
 
 
+def test_hyperclovax_scales_by_its_head_width_where_its_config_says_neither():
+    hf = {key: value for key, value in hf_of("hyperclovax").items() if key in {*SIZES, "model_type"}}
+    config, layer, _ = read(hf)
+    assert layer.attention.scale == (config.hidden_size / config.num_attention_heads) ** -0.5
+
+
 def test_slopes_of_heads_that_are_no_power_of_two():
     assert alibi_slopes(4) == (0.25, 0.0625, 0.015625, 0.00390625)
     assert alibi_slopes(6) == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
@@ -209,6 +215,13 @@ WRONG = [
     ),
     ("hunyuan_v1_moe", {"moe_topk": [2]}, r"num_experts_per_tok must have one entry per layer \(2\), got 1"),
     ("hunyuan_v1_moe", {"num_experts": [4, "8"]}, "num_experts must be an int, got '8'"),
+    ("granite", {"logits_scaling": 0}, r"logits_scaling must be positive, got 0\.0"),
+    ("granite_swa", {"layer_rope_theta": ["x"] * 2}, "layer_rope_theta must be a number, got 'x'"),
+    (
+        "gpt_neo",
+        {"attention_types": ["global"]},
+        r"attention_types must be a list of pairs.* \['global'\]",
+    ),
     ("cohere", {"model_max_length": "128k"}, "model_max_length must be an int, got '128k'"),
     ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]

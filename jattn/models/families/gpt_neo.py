@@ -1,17 +1,27 @@
 """GPT-Neo: learned positions, LayerNorm, a window in every other layer, scores that are not scaled."""
 
+from typing import Any
+
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gpt2 import GPT2
 from jattn.models.families.reading import attention, plain_mlp, window_of
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec, require_one_a_layer
-from pallas_kernels.checks import require_one_of
+from pallas_kernels.checks import require, require_one_of
 
 _KINDS = ("global", "local")
 
 
+def _is_pair(said: Any) -> bool:
+    is_pair = isinstance(said, list | tuple) and len(said) == 2
+    return is_pair and isinstance(said[0], list | tuple) and isinstance(said[1], int)
+
+
 def _layer(keys: Keys, layer: int) -> LayerSpec:
     said = keys["attention_types"] or [[_KINDS, keys["num_hidden_layers"] // 2]]
+    are_pairs = isinstance(said, list | tuple) and all(map(_is_pair, said))
+    rule = "be a list of pairs, kinds and how often they come"
+    require(are_pairs, "attention_types", rule, repr(said)[:60])
     kinds = [kind for of, times in said for kind in list(of) * times]
     require_one_a_layer("attention_types", kinds, keys["num_hidden_layers"])
     require_one_of("attention_types", kinds[layer], _KINDS)

@@ -8,6 +8,7 @@ from jattn.models.families.keys import ROPE
 from jattn.models.families.reading import attention, gated_mlp, llama_layer
 from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
+from pallas_kernels.checks import require_positive
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
@@ -23,6 +24,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
 
 def multipliers(keys: Keys) -> Mapping[str, Any]:
     """What embeddings, logits, and what attention and MLP give are multiplied by."""
+    require_positive(logits_scaling=keys["logits_scaling"])
     return {
         "embedding_scale": keys["embedding_multiplier"],
         "logit_scale": 1 / keys["logits_scaling"],

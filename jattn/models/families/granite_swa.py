@@ -18,6 +18,7 @@ from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec, require_one_a_layer
 from jattn.models.rope import Rope
+from pallas_kernels.checks import require_number
 
 
 def _rope(keys: Keys, layer: int) -> Rope | None:
@@ -26,6 +27,7 @@ def _rope(keys: Keys, layer: int) -> Rope | None:
     if bases is None:
         return made
     require_one_a_layer("layer_rope_theta", bases, keys["num_hidden_layers"])
+    require_number(layer_rope_theta=bases[layer] or 0)
     return dataclasses.replace(made, rope_theta=float(bases[layer])) if bases[layer] else None
 
 

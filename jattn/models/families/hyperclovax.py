@@ -22,7 +22,9 @@ HYPERCLOVAX = dataclasses.replace(
     architecture="HyperCLOVAXForCausalLM",
     defaults={
         **GRANITE.defaults,
-        "attention_multiplier": lambda keys: keys["head_dim"] ** -0.5,
+        "attention_multiplier": lambda keys: (
+            (keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]) ** -0.5
+        ),
     },
     model=_model,
     norm_placement="around",
