@@ -16,6 +16,7 @@ FALCON = {key: SIZES[key] for key in _OF_FALCON} | {"model_type": "falcon", "bia
 OPT = {key: SIZES[key] for key in (*_OF_FALCON, "max_position_embeddings")}
 OPT |= {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": True}
 EXAONE4 = {**SIZES, "model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 8}
+MINIMAX_M2 = {**SIZES, "model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8}
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 3}
 # Of checkpoints in use: what their config.json says, and keys that change nothing.
 PUBLISHED = {
@@ -44,6 +45,7 @@ PUBLISHED = {
     ),
     "falcon_7b": (FALCON, {"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0}),
     "opt_125m": (OPT, {"activation_dropout": 0.0, "dropout": 0.1, "layerdrop": 0.0, "prefix": "</s>"}),
+    "minimax_m2": (MINIMAX_M2, {"mlp_intermediate_size": 128, "use_mtp": True, "num_mtp_modules": 3}),
     "rope_null": (LLAMA, {"rope_scaling": None, "rope_parameters": None, "head_dim": None}),
     "rope_empty": (LLAMA, {"rope_scaling": {}, "rope_parameters": {}}),
     "rope_default": (LLAMA, {"rope_scaling": {"type": "default", "rope_type": "default"}}),

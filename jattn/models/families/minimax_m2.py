@@ -59,6 +59,7 @@ MINIMAX_M2 = Family(
     },
     harmless=(
         *("attn_type_list", "use_mtp", "mtp_transformer_layers"),
+        "mlp_intermediate_size",  # of the dense layers that it has none of
         *("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
     ),
 )
