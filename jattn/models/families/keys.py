@@ -88,9 +88,7 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
         ValueError: A size is missing or impossible, or a value is of another kind than it should be.
         NotImplementedError: A key is not known, or has a value that is not served.
     """
-    flat = _flat(hf, family)
-    names = {family.aliases.get(key, key): key for key in flat}
-    hf = {family.aliases.get(key, key): value for key, value in flat.items()}
+    hf, names = _by_common_names(_flat(hf, family), family)
     check_kinds(hf)
     known = {**COMMON, **family.defaults}
     _refuse_what_is_not_here(hf, family, known)
@@ -154,6 +152,24 @@ def _flat(hf: Keys, family: Family) -> dict[str, Any]:
     inner = {f"{key}.{name}": value for key in family.nested for name, value in (hf.get(key) or {}).items()}
     outer = {key: value for key, value in hf.items() if key not in family.nested}
     return outer | inner
+
+
+def _by_common_names(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys by the names that all families share, and what the config calls each of them.
+
+    Raises:
+        ValueError: Two names of one thing say different things: the order in the file would tell.
+    """
+    hf: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for key, value in flat.items():
+        common = family.aliases.get(key, key)
+        if hf.get(common) is not None:
+            is_same = value is None or value == hf[common]
+            require(is_same, f"{names[common]} and {key}", "be the same", f"{hf[common]!r} and {value!r}")
+        else:
+            hf[common], names[common] = value, key
+    return hf, names
 
 
 def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
