@@ -51,6 +51,7 @@ def read_hf(hf: Mapping[str, Any], *, default_context: int, max_context: int) ->
     fields: dict[str, Any] = {"rope_type": rope_type, "rope_theta": float(given.get("rope_theta", 10000.0))}
     fields["partial_rotary_factor"] = float(given.get("partial_rotary_factor", 1.0))
     original = int(given.get("original_max_position_embeddings", default_context))
+    require(original > 0, "rope parameter original_max_position_embeddings", "be positive", original)
     read = ROPE_TYPES.get(rope_type, ())
     numbers = [key for key in read if key in _NUMBERS and key in given]
     fields |= {key: float(given[key]) for key in numbers}

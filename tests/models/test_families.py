@@ -199,6 +199,31 @@ DEFAULT_ROPES = {key: {"rope_type": "default"} for key in ("full_attention", "sl
             "truncate must be true or false, got 'no'",
         ),
         ("gemma2", {"rope_parameters": {**DEFAULT_ROPES, "full_attention": 3}}, "be an object, got 3"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {**DEFAULT_ROPES, "sliding_attention": 3}},
+            "be an object, got 3",
+        ),
+        (
+            "gpt_oss",
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+            "rope parameter original_max_position_embeddings must be positive, got 0",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}},
+            "alpha must be a number, got 'x'",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": -1.0}},
+            r"alpha must be positive, got -1\.0",
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
+            "llama_4_scaling_beta must be a number, got 'x'",
+        ),
         ("qwen2_moe", {"mlp_only_layers": "0"}, "mlp_only_layers must be a list of ints, got '0'"),
         ("mpt", {"attn_config": "x"}, "attn_config must be an object, got 'x'"),
         (

@@ -17,6 +17,8 @@ OPT = {key: SIZES[key] for key in (*_OF_FALCON, "max_position_embeddings")}
 OPT |= {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": True}
 EXAONE4 = {**SIZES, "model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 8}
 MINIMAX_M2 = {**SIZES, "model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8}
+MINISTRAL3 = {**SIZES, "model_type": "ministral3", "head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 3}
 # Of checkpoints in use: what their config.json says, and keys that change nothing.
 PUBLISHED = {
@@ -49,6 +51,14 @@ PUBLISHED = {
     "falcon_by_both_names": (FALCON | {"n_head_kv": 2, "multi_query": False}, {"num_kv_heads": 2}),
     "falcon_by_one_of_them": (FALCON | {"n_head_kv": 2, "multi_query": False}, {"num_kv_heads": None}),
     "rope_null": (LLAMA, {"rope_scaling": None, "rope_parameters": None, "head_dim": None}),
+    "ministral3": (
+        MINISTRAL3 | {"rope_parameters": YARN},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": None, "llama_4_scaling_beta": None}},
+    ),
+    "ministral3_rope_empty": (
+        MINISTRAL3 | {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {}},
+    ),
     "rope_empty": (LLAMA, {"rope_scaling": {}, "rope_parameters": {}}),
     "rope_default": (LLAMA, {"rope_scaling": {"type": "default", "rope_type": "default"}}),
     "rope_without_a_type": (LLAMA, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0}}),

@@ -8,6 +8,7 @@ from jattn.models.hf_tensors import Stored
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.rope import Rope
 from jattn.models.specs import NormSpec, QKNorm
+from pallas_kernels.checks import require_number, require_positive
 
 
 def _rope(keys: Keys) -> Rope:
@@ -17,6 +18,8 @@ def _rope(keys: Keys) -> Rope:
     if not alpha or (given.get("rope_type") or given.get("type")) != "dynamic":
         return rope({**keys, "rope_parameters": given, "rope_scaling": None})
     theta = given.get("rope_theta") or keys["rope_theta"]
+    require_number(alpha=alpha, rope_theta=theta)
+    require_positive(alpha=alpha, rope_theta=theta)
     return Rope(head_dim=dim, rope_theta=float(theta * alpha ** (dim / (dim - 2))))
 
 

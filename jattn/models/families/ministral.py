@@ -9,6 +9,7 @@ from jattn.models.families.reading import FULL, SLIDING, layer_type, llama_layer
 from jattn.models.families.tensors import LLAMA_TENSORS
 from jattn.models.layer_spec import LayerSpec
 from jattn.models.specs import Temperature
+from pallas_kernels.checks import require_number
 
 
 def _ministral(keys: Keys, layer: int) -> LayerSpec:
@@ -18,12 +19,14 @@ def _ministral(keys: Keys, layer: int) -> LayerSpec:
 
 
 def _ministral3(keys: Keys, layer: int) -> LayerSpec:
-    given = dict(keys["rope_parameters"] or keys["rope_scaling"])
-    beta: Any = given.pop("llama_4_scaling_beta", None)
+    said = (keys["rope_parameters"] or keys["rope_scaling"] or {}).items()
+    given = {key: value for key, value in said if value is not None}
+    beta: Any = given.pop("llama_4_scaling_beta", 0)
     given.pop("max_position_embeddings", None)
-    original: Any = given.get("original_max_position_embeddings", keys["max_position_embeddings"])
-    tuned = Temperature(floor_scale=float(original), attn_scale=float(beta), first=0) if beta else None
     turned = rope({**keys, "rope_parameters": given, "rope_scaling": None})
+    original: Any = given.get("original_max_position_embeddings", keys["max_position_embeddings"])
+    require_number(llama_4_scaling_beta=beta)
+    tuned = Temperature(floor_scale=float(original), attn_scale=float(beta), first=0) if beta else None
     return llama_layer(keys, window=keys["sliding_window"], rope=turned, temperature=tuned)
 
 

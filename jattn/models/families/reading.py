@@ -185,12 +185,15 @@ def rope_by_type(keys: Keys, kind: str, theta: float) -> Rope:
         theta: The base of the layer's type where its dictionary has none.
 
     Raises:
-        ValueError: `rope_parameters` is one rope for all layers, which transformers would pass over.
+        ValueError: `rope_parameters` is one rope for all layers, which transformers would pass over, or the
+            type's is no object.
     """
     by_type = _said(keys["rope_parameters"])
     is_for_all = not all(isinstance(value, Mapping) for value in by_type.values())
     require(kind in by_type or not is_for_all, "rope_parameters", f"have {kind!r}", sorted(by_type))
-    given = _said(by_type.get(kind)) or {"rope_type": "default"}
+    own = by_type.get(kind)
+    require(own is None or isinstance(own, Mapping), f"rope_parameters' {kind}", "be an object", repr(own))
+    given = _said(own) or {"rope_type": "default"}
     if kind == FULL:
         given |= _said(keys["rope_scaling"])
     given.setdefault("rope_theta", theta)
