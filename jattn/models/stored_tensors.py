@@ -132,8 +132,13 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def _tensor(name: str, entry: Any, memory: mmap.mmap, begin: int) -> StoredTensor:
-    start, stop = entry["data_offsets"]
-    return StoredTensor(name, entry["dtype"], tuple(entry["shape"]), memory, begin + start, begin + stop)
+    code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    is_one = (
+        isinstance(code, str) and isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    )
+    if not is_one:
+        raise TypeError(f"{name}: {code!r} {shape!r}")
+    return StoredTensor(name, code, tuple(shape), memory, begin + start, begin + stop)
 
 
 def _is_whole(tensor: StoredTensor, begin: int, size: int) -> bool:

@@ -62,7 +62,9 @@ def eos_id_of(folder: pathlib.Path) -> int | None:
     if text is None:
         return None
     content = object_in(folder / FILE)
-    for token in content.get("added_tokens") or ():
+    added = content.get("added_tokens") or []
+    require(isinstance(added, list), f"{folder / FILE}: added_tokens", "be a list", repr(added)[:60])
+    for token in added:
         is_token = isinstance(token, dict) and isinstance(token.get("id"), int) and "content" in token
         rule = "hold objects with an id and content"
         require(is_token, f"{folder / FILE}: added_tokens", rule, repr(token)[:60])

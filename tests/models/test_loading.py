@@ -260,11 +260,12 @@ def test_a_special_token_that_is_no_text_is_named(tmp_path, named):
         load(tmp_path, progress=False)
 
 
-def test_added_tokens_of_another_kind_are_named(tmp_path):
+@pytest.mark.parametrize(("added", "rule"), [([5], "hold objects .*, got 5"), (5, "be a list, got 5")])
+def test_added_tokens_of_another_kind_are_named(tmp_path, added, rule):
     write_checkpoint(tmp_path, TIED, random_tensors(TIED))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [5]}))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: added_tokens must hold objects .*, got 5"):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: added_tokens must {rule}"):
         load(tmp_path, progress=False)
 
 

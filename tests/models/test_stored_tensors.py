@@ -85,6 +85,9 @@ def entry(**changes):
         (json.dumps(entry(data_offsets=[-4, 4])).encode(), "in bytes"),
         (json.dumps({"x": {"dtype": "F32"}}).encode(), "KeyError"),
         (json.dumps({"x": 3}).encode(), "TypeError"),
+        (json.dumps(entry(dtype=["F32"])).encode(), r"TypeError.*x: \['F32'\] \[2\]"),
+        (json.dumps(entry(shape=["a"])).encode(), r"TypeError.*x: 'F32' \['a'\]"),
+        (json.dumps(entry(shape=[-1, -2])).encode(), r"TypeError.*x: 'F32' \[-1, -2\]"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, header, got):
