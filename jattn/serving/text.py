@@ -8,6 +8,8 @@ from pallas_kernels.checks import require
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a character to
 MOST_PROMPT = 6  # tokens of a prompt that are looked at, about as many as in vLLM
+MOST_HELD = 16  # tokens held back before those that complete no character are let go
+MOST_PARTS = 3  # tokens that may be the beginning of a character, which has four bytes at most
 LONG_TEXT = 4096  # characters from which on a text's tokens are made in a thread: a millisecond's work
 
 
@@ -41,9 +43,9 @@ async def encoded(
 class TextStream:
     """The text of a growing list of tokens, in pieces that never cut a UTF-8 character.
 
-    A token may hold a part of a character; its bytes are held back until the character is complete. A token
-    is decoded together with those of the piece before it, at first the prompt's last ones, since some
-    tokenizers write a space only behind another token.
+    A token may hold a part of a character; its bytes are held back until the character is complete, or so
+    many have come that they are none. A token is decoded together with those of the piece before it, at first
+    the prompt's last ones, since some tokenizers write a space only behind another token.
 
     Source: vLLM `detokenize_incrementally`.
     """
@@ -71,13 +73,24 @@ class TextStream:
         if len(now) <= len(before) or now.endswith(INCOMPLETE):
             if self._is_left_out(token_id):
                 self._token_ids.pop()  # else a thousand of them would be decoded with each that follows
-            return ""
-        return self._emit(now[len(before) :])
+                return ""
+            num_held = len(self._token_ids) - self._num_read
+            return "" if num_held % MOST_HELD else self._let_go(before, now)
+        return self._emit(now[len(before) :], len(self._token_ids))
 
     def flush(self) -> str:
         """The text held back, with a replacement character for what never became complete."""
         before = self._decode(self._token_ids[: self._num_read])
-        return self._emit(self._decode(self._token_ids)[len(before) :])
+        return self._emit(self._decode(self._token_ids)[len(before) :], len(self._token_ids))
+
+    def _let_go(self, before: str, now: str) -> str:
+        """What is held back but for the last tokens, whose character may come; cut between two characters."""
+        ids = self._token_ids
+        for end in range(len(ids) - MOST_PARTS, len(ids) - 3 * MOST_PARTS, -1):
+            done = self._decode(ids[:end])
+            if len(done) > len(before) and done + self._decode(ids[end:]) == now:
+                return self._emit(done[len(before) :], end)
+        return ""
 
     def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
         """Some of a prompt's last tokens, that neither begin nor end within a character."""
@@ -101,9 +114,9 @@ class TextStream:
             return ""
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
-    def _emit(self, piece: str) -> str:
-        self._token_ids = self._token_ids[self._num_read :]
-        self._num_read = len(self._token_ids)
+    def _emit(self, piece: str, end: int) -> str:
+        """Hands out the text of the tokens before number `end`."""
+        self._token_ids, self._num_read = self._token_ids[self._num_read :], end - self._num_read
         self.text += piece
         return piece
 

@@ -7,6 +7,8 @@ from tests.serving.tiny import BYTES, llama_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 LLAMA = llama_tokenizer()
+EURO, FACE, LATIN = (BYTES.encode(text).ids for text in ("\u20ac", "\U0001f600", "a"))
+NEVER = BYTES.token_to_id("\u00ff")  # a byte that no character has
 BOS, EOS = 1, 2
 HELLO, WORLD, SPACE = (LLAMA.token_to_id(f"\u2581{word}") for word in ("Hello", "world", ""))
 
@@ -39,6 +41,30 @@ def test_a_character_appears_with_its_last_byte():
 def test_what_never_becomes_complete_is_flushed():
     euro = BYTES.encode("\u20ac").ids
     assert pieces_of(BYTES, euro[:2]) == ["", "", "\ufffd"]
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it decodes at once."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.id_to_token, self.counts = tokenizer, tokenizer.id_to_token, []
+
+    def decode(self, ids, **how):
+        self.counts.append(len(ids))
+        return self.tokenizer.decode(ids, **how)
+
+
+@pytest.mark.parametrize("token_ids", [[NEVER], EURO[:2], [*EURO, NEVER], FACE[:3], [*FACE[:3], EURO[0]]])
+def test_bytes_that_never_become_a_character_are_not_held_back_forever(token_ids):
+    tokenizer, ids = Counting(BYTES), token_ids * 200
+    pieces = pieces_of(tokenizer, ids)
+    assert ("".join(pieces), max(map(len, pieces)) <= 16) == (BYTES.decode(ids), True)
+    assert max(tokenizer.counts) <= 40
+
+
+@given(st.lists(st.sampled_from([*EURO, *FACE, *LATIN, NEVER]), min_size=16, max_size=80))
+def test_long_texts_of_broken_characters_read_as_the_tokenizer_reads_them(ids):
+    assert "".join(pieces_of(BYTES, ids)) == BYTES.decode(ids)
 
 
 def test_spaces_that_stand_in_front_of_words_survive():
@@ -75,18 +101,10 @@ def test_a_prompt_changes_nothing_where_tokens_are_bytes(prompt_ids, token_ids):
     assert pieces_of(BYTES, token_ids, prompt_ids) == pieces_of(BYTES, token_ids)
 
 
-def test_tokens_of_no_text_are_not_decoded_again_and_again(monkeypatch):
-    counts = []
-
-    class Counting:
-        id_to_token = LLAMA.id_to_token
-
-        def decode(self, ids, **how):
-            counts.append(len(ids))
-            return LLAMA.decode(ids, **how)
-
-    pieces = pieces_of(Counting(), [EOS] * 200 + [len(LLAMA.get_vocab())] * 200 + [WORLD], [HELLO])
-    assert ("".join(pieces), max(counts)) == (" world", 2)
+def test_tokens_of_no_text_are_not_decoded_again_and_again():
+    tokenizer = Counting(LLAMA)
+    pieces = pieces_of(tokenizer, [EOS] * 200 + [len(LLAMA.get_vocab())] * 200 + [WORLD], [HELLO])
+    assert ("".join(pieces), max(tokenizer.counts)) == (" world", 2)
 
 
 class TestStopFilter:
