@@ -13,7 +13,7 @@ from jattn.serving.prefix_cache import BlockHashes
 from jattn.serving.sampling_params import SamplingParams
 from jattn.serving.structured_outputs import Grammars
 from jattn.serving.text import TextStream, tokens_of
-from jattn.serving.token_filter import token_mask
+from jattn.serving.token_filter import token_masks
 from pallas_kernels.checks import require
 
 type Prompt = str | Sequence[int] | np.ndarray
@@ -123,6 +123,7 @@ def build_request(
     require(has_text, "stop", "be empty (the model has no tokenizer.json)", params.stop)
     params = params.with_seed()
     most = _most_new_tokens(name, len(token_ids), params.max_tokens, limits)
+    new_mask = token_masks(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars)
 
     def generation(params: SamplingParams) -> Generation:
         # A prompt whose logits are wanted is computed, every token of it.
@@ -135,7 +136,7 @@ def build_request(
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
             text=TextStream(tokenizer, token_ids, skip_special_tokens=params.skip_special_tokens),
             hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
-            mask=token_mask(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars),
+            mask=new_mask(),
         )
 
     text = prompt if isinstance(prompt, str) else None

@@ -1,6 +1,7 @@
 """What a request rules out: tokens (allowed_token_ids) and words (bad_words)."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,17 @@ class TokenFilter:
             anywhere: As `TokenMask.allowed` has it.
             words: Each of several tokens, whose last may not follow the others.
         """
-        self._anywhere, self._words = anywhere, words
-        self._last: list[int] = []  # tokens, as many as a word may have before its last
-        self._num_last = max((len(word) - 1 for word in words), default=0)
+        self._anywhere = anywhere
+        self._endings: dict[tuple[int, ...], list[int]] = {}  # last tokens of words, by those before
+        for word in words:
+            self._endings.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lens = sorted({len(before) for before in self._endings})
+        self._last: tuple[int, ...] = ()  # tokens, as many as a word may have before its last
 
     @property
     def is_fixed(self) -> bool:
         """As TokenMask."""
-        return not self._words
+        return not self._endings
 
     @property
     def is_done(self) -> bool:
@@ -37,19 +41,19 @@ class TokenFilter:
 
     def allowed(self) -> np.ndarray:
         """As TokenMask."""
-        endings = [word[-1] for word in self._words if self._last[1 - len(word) :] == word[:-1]]
+        endings = [last for n in self._lens for last in self._endings.get(self._last[-n:], ())]
         return without(self._anywhere, endings) if endings else self._anywhere
 
     def accept(self, token_id: int) -> None:
         """As TokenMask."""
-        if self._num_last:
-            self._last = [*self._last, token_id][-self._num_last :]
+        if self._lens:
+            self._last = (*self._last, token_id)[-self._lens[-1] :]
 
 
-def token_mask(
+def token_masks(
     params: SamplingParams, *, tokenizer: Any | None, vocab_size: int, grammars: Grammars
-) -> TokenMask | None:
-    """What may come in a text that is empty so far; None = anything.
+) -> Callable[[], TokenMask | None]:
+    """Makes what may come in a text that is empty so far, one for each completion; None = anything.
 
     Args:
         params: What the request asks for.
@@ -61,14 +65,14 @@ def token_mask(
         ValueError: bad_words leave no token, or there is no tokenizer for them; as `Grammars.mask`.
     """
     if params.structured_outputs is not None:
-        return grammars.mask(params.structured_outputs)
+        return functools.partial(grammars.mask, params.structured_outputs)
     if params.allowed_token_ids is None and not params.bad_words:
-        return None
+        return lambda: None
     words = [ids for word in params.bad_words or () for ids in bad_word_ids(word, tokenizer)]
     ids = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     anywhere = without(_bits(ids, vocab_size), [word[0] for word in words if len(word) == 1])
     require(bool(anywhere.any()), "bad_words", "leave a token that may come", params.bad_words)
-    return TokenFilter(anywhere, [word for word in words if len(word) > 1])
+    return functools.partial(TokenFilter, anywhere, [word for word in words if len(word) > 1])
 
 
 def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:

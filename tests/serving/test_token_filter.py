@@ -3,9 +3,9 @@
 import pytest
 import tokenizers
 
-from jattn.serving import SamplingParams
+from jattn.serving import SamplingParams, token_filter
 from jattn.serving.structured_outputs import Grammars, StructuredOutputsParams
-from jattn.serving.token_filter import bad_word_ids, token_mask
+from jattn.serving.token_filter import bad_word_ids, token_masks
 from tests.serving.server.running import small_engine
 from tests.serving.tiny import BYTES
 
@@ -23,7 +23,7 @@ def generate(engine, count=24, **params):
 
 
 def mask_of(**params):
-    return token_mask(SamplingParams(**params), tokenizer=BYTES, vocab_size=320, grammars=GRAMMARS)
+    return token_masks(SamplingParams(**params), tokenizer=BYTES, vocab_size=320, grammars=GRAMMARS)()
 
 
 def allowed(mask):
@@ -87,6 +87,13 @@ class TestEngine:
         ids = BYTES.encode("xy").ids
         result = generate(engine, allowed_token_ids=ids, bad_words=["xx", "yy", "xyx", "yxy"])
         assert (result.text in ("xy", "yx"), result.finish_reason) == (True, "stop")
+
+    def test_words_become_tokens_once_for_all_completions(self, engine, monkeypatch):
+        texts = []
+        known = lambda word, tokenizer: texts.append(word) or bad_word_ids(word, tokenizer)
+        monkeypatch.setattr(token_filter, "bad_word_ids", known)
+        generate(engine, 2, n=4, temperature=1.0, bad_words=["zx", "yy"])
+        assert texts == ["zx", "yy"]
 
     def test_fixed_masks_wait_for_no_token(self, engine):
         """Steps are asked for before the tokens of those before are known: the same count as without."""

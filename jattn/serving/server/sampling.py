@@ -21,6 +21,9 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logits_processors", "guided_whitespace_pattern", "cache_salt"), ()),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ()),
 }
+# Every token of a text is compared with all of its stop strings: a thousand take 1 ms a token, and all other
+# requests wait for it. Words become tokens before it is served, 14 us each.
+MAX_TEXTS = {"stop": 128, "bad_words": 1024}
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as checkpoints have them
 
 
@@ -47,6 +50,10 @@ def sampling_params(
         ValueError: A value is out of its range; the message names it.
     """
     asked = {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
+    for name, most in MAX_TEXTS.items():
+        texts = asked.get(name, ())
+        is_few = isinstance(texts, str) or len(texts) <= most
+        require(is_few, name, f"hold at most {most} strings", len(texts))
     if body.seed is not None and body.seed != -1:  # vLLM's word for none
         asked["seed"] = body.seed % NUM_SEEDS
     if body.logit_bias:

@@ -79,6 +79,8 @@ def the_next_request_is_served(server):
         (TEXT, {"prompt": "a", "n": 10**9}, 400, "n", "n: Input should be less than or equal to 128"),
         (TEXT, {"prompt": "a", "n": 2, "temperature": 0}, 400, "n", "n must be 1 with temperature 0"),
         (TEXT, {"prompt": "a", "stop": [""]}, 400, "stop", "stop must hold no empty string"),
+        (TEXT, {"prompt": "a", "stop": ["b"] * 129}, 400, "stop", "stop must hold at most 128 .*, got 129"),
+        (TEXT, {"prompt": "a", "bad_words": ["b"] * 1025}, 400, "bad_words", "at most 1024 .*, got 1025"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "must map token ids .*, got 'x'"),
         (TEXT, {"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", r"in the vocabulary.*\[999\]"),
         (TEXT, {"prompt": "a", "logprobs": 99}, 400, "logprobs", r"logprobs must be in \[0, 20\], got 99"),
