@@ -16,7 +16,14 @@ from jattn.models.scales import KVScales, LayerScales
 from jattn.parallel import num_ranks
 from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
-from pallas_kernels.checks import require, require_one_of, require_positive, require_type
+from pallas_kernels.checks import (
+    require,
+    require_bool,
+    require_number,
+    require_one_of,
+    require_positive,
+    require_type,
+)
 
 BLOCK_SIZE = 16  # at least
 STATIC = tuple(
@@ -50,13 +57,16 @@ def calibrate(
         Scales of what the quantisation stores with static ones; None for the rest.
 
     Raises:
-        ValueError: The quantisation has no static scales, there is no prompt, or a prompt cannot be served.
+        ValueError: The quantisation has no static scales, there is no prompt, a prompt cannot be served, or
+            something is of another kind.
     """
+    require_type("quantization", quantization, str, "of a CacheSpec")
     quantization = QUANTIZATION_ALIASES.get(quantization) or quantization
     require_one_of("quantization", quantization, STATIC)
-    require(
-        len(prompts) > 0 and not isinstance(prompts, str), "prompts", "be a list of prompts", repr(prompts)
-    )
+    are_prompts = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str | bytes)
+    require(are_prompts and len(prompts) > 0, "prompts", "be a list of prompts", repr(prompts))
+    require_bool(per_head=per_head)
+    require_number(headroom=headroom)
     require_positive(headroom=headroom)
     require(bool(np.isfinite(headroom)), "headroom", "be finite", headroom)
     require_type("model", model, nnx.Module, "jattn.models.load reads one from a folder")

@@ -1,10 +1,11 @@
-"""JSON objects in files, and files that must exist."""
+"""JSON objects in files, files that must exist, and what names a file."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_type
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -44,3 +45,13 @@ def existing(path: pathlib.Path, why: str = "") -> pathlib.Path:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist{why}.")
     return path
+
+
+def as_path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
+    """A file or folder as a path.
+
+    Raises:
+        ValueError: It is no path; `name` is what it is called.
+    """
+    require_type(name, value, (str, os.PathLike), "a path")
+    return pathlib.Path(value)

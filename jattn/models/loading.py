@@ -23,7 +23,7 @@ from jattn.models.families.keys import are_token_ids
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
-from jattn.models.json_files import read_json
+from jattn.models.json_files import as_path, read_json
 from jattn.models.layers import Constant
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, check_host, read_parameter
@@ -60,7 +60,7 @@ def load_shapes(
         ValueError: As `load`.
         NotImplementedError: As `load`.
     """
-    directory = pathlib.Path(directory)
+    directory = as_path("directory", directory)
     config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
     tensors = _tensors(directory, config)
     model = _shapes(config, tensors, dtype, implementation)
@@ -146,12 +146,12 @@ def load(
     Raises:
         FileNotFoundError: A file is missing; the message names it.
         ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
-            Or dtype is none of floats, or the model does not fall into the mesh's parts.
+            Or directory is no path, dtype is none of floats, or the model does not fall into a mesh's parts.
         NotImplementedError: The config asks for what is not here, a mesh for a cut that is not, or JAX has no
             CPU backend to make a mesh's parameters with.
         ImportError: tokenizers or tqdm is missing.
     """
-    directory = pathlib.Path(directory)
+    directory = as_path("directory", directory)
     check_host(mesh)
     config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
     generation_config = GenerationConfig.read(directory)
@@ -204,14 +204,14 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
 
     Raises:
         ImportError: safetensors is missing.
-        ValueError: model is no Decoder.
+        ValueError: model is no Decoder, or directory no path.
         NotImplementedError: The model lies on devices of several processes.
     """
     require_type("model", model, Decoder, "save(model, directory)")
     if model.mesh is not None and model.mesh.is_multi_process:
         what, reason = "save of a model over several processes", "each of them has only its own part"
         raise unsupported(what, reason, "Save what one process has loaded: load(DIR), on a mesh or on none")
-    directory = pathlib.Path(directory)
+    directory = as_path("directory", directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, (nnx.Param, Constant))):
@@ -235,10 +235,11 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
 
     Raises:
         FileNotFoundError: There is no such folder, or no config.json in it.
-        ValueError: A file is broken, or as `DecoderConfig.from_hf`; the message names the file.
+        ValueError: A file is broken, or as `DecoderConfig.from_hf`; the message names the file; or directory
+            is no path.
         NotImplementedError: As `DecoderConfig.from_hf`.
     """
-    directory = pathlib.Path(directory)
+    directory = as_path("directory", directory)
     hf, told = read_json(directory / "config.json"), {}
     generation, own = directory / FILE, tokenizer_files.eos_id_of(directory)
     if generation.exists():

@@ -11,7 +11,7 @@ import numpy as np
 
 from jattn.cache import CacheSpec
 from jattn.models.checkpoint import float_dtype, optional_module
-from jattn.models.json_files import existing
+from jattn.models.json_files import as_path, existing
 from jattn.models.layer_spec import require_one_a_layer
 from jattn.models.stored_tensors import read_header
 from pallas_kernels.checks import require
@@ -71,17 +71,18 @@ class KVScales:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It is broken, or as `read`.
+            ValueError: It is broken, path is none, or as `read`.
         """
-        return cls.read(read_header(existing(pathlib.Path(path))), num_layers)
+        return cls.read(read_header(existing(as_path("path", path))), num_layers)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a safetensors file; as `kv_scales.safetensors` in a checkpoint's folder, `load` finds it.
 
         Raises:
             ImportError: safetensors is missing.
+            ValueError: path is none.
         """
-        optional_module("safetensors.numpy").save_file(self.tensors(), pathlib.Path(path))
+        optional_module("safetensors.numpy").save_file(self.tensors(), as_path("path", path))
 
     def tensors(self) -> dict[str, np.ndarray]:
         """By the names that checkpoints use."""
