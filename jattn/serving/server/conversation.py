@@ -9,6 +9,7 @@ from jattn.serving.server.tools import with_objects
 from jattn.serving.text import encoded
 from pallas_kernels.checks import require
 
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers has it
 TEXTS = ("text", "input_text", "output_text", "refusal")  # kinds of parts that are text
 
 
@@ -32,9 +33,11 @@ async def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
     require(not reserved, "chat_template_kwargs", "hold other names", reserved)
     is_either = not (body.continue_final_message and body.add_generation_prompt)
     require(is_either, "continue_final_message", "come with add_generation_prompt=false", True)
+    if body.continue_final_message:
+        messages[-1] = _marked(messages[-1])
     text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **own, **others)
     if body.continue_final_message:
-        text = _continued(text, messages[-1].get("content") or "")
+        text = _continued(text)
     (ids,) = await encoded(service.tokenizer, [text], add_special_tokens=body.add_special_tokens)
     return ids
 
@@ -58,19 +61,30 @@ def _variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
     return own
 
 
-def _continued(text: str, last: str) -> str:
-    """A conversation's text up to the end of its last message, which goes on there.
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The last message of a conversation, with a mark where it goes on.
+
+    Raises:
+        ValueError: It says nothing.
+    """
+    last, rule = message.get("content") or "", "have a last message that says something"
+    require(bool(last.strip()), "continue_final_message", rule, repr(last))
+    return message | {"content": last + MARK}
+
+
+def _continued(text: str) -> str:
+    """A conversation's text up to the mark. Without one, a last "d" would be found in an "<|im_end|>".
 
     Raises:
         ValueError: The template did not write the message as it is.
 
     Source: transformers `apply_chat_template(continue_final_message=True)`.
     """
-    place = text.rfind(last.strip())
-    is_there = place >= 0 and bool(last.strip())
-    require(is_there, "continue_final_message", "have a last message that the template writes", repr(last))
-    is_whole = text[place:].startswith(last.lstrip())  # else the template strips what is behind it
-    return text[: place + len(last.lstrip() if is_whole else last.strip())]
+    place = text.rfind(MARK.strip())
+    rule = "have a last message that the template writes"
+    require(place >= 0, "continue_final_message", rule, repr(text))
+    is_whole = text.startswith(MARK, place)  # else the template strips what is behind a message
+    return text[:place] if is_whole else text[:place].rstrip()
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:

@@ -173,7 +173,21 @@ class TestConversations:
         empty = {"role": "assistant", "content": ""}
         status, error = server.error(CHAT, messages=[USER, empty], **asked)
         assert (status, error["param"]) == (400, "continue_final_message")
-        assert "a last message that the template writes, got ''" in error["message"]
+        assert "a last message that says something, got ''" in error["message"]
+
+    @pytest.mark.parametrize("said", ["d", "end", "<|", "a", "a\n"])
+    def test_what_goes_on_is_the_message_not_what_ends_it(self, server, said):
+        template = server.server.service.chat_template
+        template.render = lambda messages, **others: f"<|a|>{messages[-1]['content']}<|im_end|>\n"
+        try:
+            asked = {"add_generation_prompt": False, "continue_final_message": True}
+            assert prompt_of(server, messages=[USER | {"content": said}], **asked) == f"<|a|>{said}"
+            template.render = lambda messages, **others: "<|a|>"
+            status, error = server.error(CHAT, messages=[USER], **asked)
+            assert (status, error["param"]) == (400, "continue_final_message")
+            assert "a last message that the template writes, got '<|a|>'" in error["message"]
+        finally:
+            del template.render
 
     def test_a_template_that_strips_is_followed(self, server):
         template = server.server.service.chat_template
