@@ -17,6 +17,8 @@ from jattn.models.tokenizer_files import special_tokens_of
 from jattn.serving.server.template_files import templates_of
 from pallas_kernels.checks import require
 
+PROBE = "What a user says."
+
 
 class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`: marks what the assistant said, for training; here its text and no more."""
@@ -35,8 +37,11 @@ class ChatTemplate:
     Attributes:
         source: It, and behind it the one for tools.
         variables: Names that they ask for.
+        wants_parts: It looks for a message's text in a list of parts, as those of models with images do, and
+            would leave out a text that stands alone.
 
-    Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed.
+    Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed. vLLM
+    `--chat-template-content-format auto`, which reads what the template loops over.
     """
 
     def __init__(
@@ -63,6 +68,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self.source = source if tool_use is None else f"{source}\n{tool_use}"
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+        self.wants_parts = False
+        if not self._writes_texts():
+            self.wants_parts = True
+            self.wants_parts = self._writes_texts()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **others: Any
@@ -70,7 +79,7 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: Each with "role" and "content", and what else the template knows.
+            messages: Each with "role" and "content", a text or several, and what else the template knows.
             add_generation_prompt: The text ends where the assistant's answer begins.
             others: Variables of the template, whatever they are called.
 
@@ -78,11 +87,28 @@ class ChatTemplate:
             jinja2.TemplateError: The template refuses them (`raise_exception`), or fails over them.
         """
         names = {"tools": None, "documents": None, **self._special_tokens, **others}
-        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        told = [self._written(message) for message in messages]
+        names |= {"messages": told, "add_generation_prompt": add_generation_prompt}
         try:
             return (self._template if names["tools"] is None else self._tool_use).render(names)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _written(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with its texts as the template wants them: parts, or joined by line ends, as in vLLM."""
+        content = message.get("content")
+        texts: list[str] = content if isinstance(content, list) else [content]  # type: ignore[list-item]
+        if content is None or not all(isinstance(text, str) for text in texts):
+            return message
+        parts = [{"type": "text", "text": text} for text in texts]
+        return {**message, "content": parts if self.wants_parts else "\n".join(texts)}
+
+    def _writes_texts(self) -> bool:
+        """Whether what a user says comes out."""
+        try:
+            return PROBE in self.render([{"role": "user", "content": PROBE}])
+        except Exception:  # of a conversation that it refuses: nothing is known
+            return False
 
 
 def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = None) -> ChatTemplate | None:

@@ -67,9 +67,11 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: It says nothing.
     """
-    last, rule = message.get("content") or "", "have a last message that says something"
+    content, rule = message.get("content") or "", "have a last message that says something"
+    *others, last = content if isinstance(content, list) else [content]
     require(bool(last.strip()), "continue_final_message", rule, repr(last))
-    return message | {"content": last + MARK}
+    marked = last + MARK
+    return message | {"content": [*others, marked] if others else marked}
 
 
 def _continued(text: str) -> str:
@@ -88,12 +90,12 @@ def _continued(text: str) -> str:
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates want it: its parts of text joined by line ends, as vLLM does."""
+    """A message as `ChatTemplate.render` takes it: a text, or those of its parts."""
     told = message.model_dump(exclude_unset=True)
     # Clients write null for what is not there, and templates ask whether it is there.
     plain = {name: value for name, value in told.items() if value is not None or name == "content"}
     if isinstance(message.content, list):
-        plain["content"] = "\n".join(_text(part, f"messages[{index}].content") for part in message.content)
+        plain["content"] = [_text(part, f"messages[{index}].content") for part in message.content]
     elif message.content is None and not plain.get("tool_calls"):
         plain["content"] = ""  # templates would write "None"
     if "tool_calls" in plain:

@@ -12,7 +12,7 @@ from jattn.serving.server.chat import chat_tokens
 from jattn.serving.server.chat_template import ChatTemplate, load_chat_template
 from jattn.serving.server.protocol import ChatTemplateBody
 from tests.conftest import GOLDEN
-from tests.serving.tiny import byte_tokenizer
+from tests.serving.tiny import BYTES, byte_tokenizer
 
 FOLDER = GOLDEN / "chat_templates"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
@@ -59,6 +59,37 @@ def test_there_is_no_second_bos(types_unchecked):
     body = ChatTemplateBody(messages=[{"role": "user", "content": "x"}])
     assert tokenizer.encode("b").ids == [64, 65]
     assert asyncio.run(chat_tokens(service, body)) == [64, 65]
+
+
+class TestParts:
+    """Templates that look for texts in parts, as Llama Guard's, and those that take both or refuse most."""
+
+    PARTS = (
+        "{% for m in messages %}{% for c in m.content | selectattr('type', 'equalto', 'text') %}"
+        "[{{ m.role }}]{{ c.text }};{% endfor %}{% endfor %}"
+    )
+    BOTH = "{% for m in messages %}{{ m.content if m.content is string else 'no' }};{% endfor %}"
+
+    def test_a_text_that_stands_alone_is_not_left_out(self):
+        template = ChatTemplate(self.PARTS)
+        told = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ["a", "b"]}]
+        assert template.render(told) == "[user]hi;[assistant]a;[assistant]b;"
+        assert (template.wants_parts, ChatTemplate(self.BOTH).wants_parts) == (True, False)
+        assert ChatTemplate(self.BOTH).render(told) == "hi;a\nb;"
+
+    def test_nothing_is_changed_where_nothing_is_known(self):
+        refusing = "{{ raise_exception('no') if messages | length < 2 }}{{ messages[0].content }}"
+        template = ChatTemplate(refusing)
+        assert (template.wants_parts, ChatTemplate("bare").wants_parts) == (False, False)
+        assert template.render([{"content": "hi"}, {"content": None}]) == "hi"
+
+    def test_a_conversation_s_parts_stay_apart_and_the_last_goes_on(self, types_unchecked):
+        service = types.SimpleNamespace(chat_template=ChatTemplate(self.PARTS), tokenizer=BYTES)
+        parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+        told = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+        asked = {"messages": told, "add_generation_prompt": False, "continue_final_message": True}
+        ids = asyncio.run(chat_tokens(service, ChatTemplateBody.model_validate(asked)))
+        assert BYTES.decode(ids) == "[user]a;[user]b;[assistant]a;[assistant]b"
 
 
 class TestFolders:
