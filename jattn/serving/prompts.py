@@ -79,14 +79,15 @@ def build_requests(
         kind="SamplingParams (how many tokens is max_tokens=)",
     )
     require_list_of_ints("stop_ids", stop_ids)
-    samplers = [
-        dataclasses.replace(
-            params,
-            stop_token_ids=(*(params.stop_token_ids or ()), *stop_ids),
-            ignore_eos=params.ignore_eos or ignore_eos,
-        )
-        for params in samplers
-    ]
+    if len(stop_ids) or ignore_eos:  # else they are looked at again for each prompt
+        samplers = [
+            dataclasses.replace(
+                params,
+                stop_token_ids=(*(params.stop_token_ids or ()), *stop_ids),
+                ignore_eos=params.ignore_eos or ignore_eos,
+            )
+            for params in samplers
+        ]
     if max_tokens is not None:
         counts = per_prompt("max_tokens", max_tokens, len(prompts), is_one=_is_int, kind="an int")
         samplers = [

@@ -1,5 +1,6 @@
 """What a request may ask of its tokens: vLLM's SamplingParams."""
 
+import copy
 import dataclasses
 import math
 import numbers
@@ -180,17 +181,24 @@ class SamplingParams:
 
     def with_seed(self) -> "SamplingParams":
         """These values with a random seed where there was none. Call it once a request, not once a step."""
-        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(32))
+        return self if self.seed is not None else self._with(seed=secrets.randbits(32))
 
     def of_completion(self, index: int) -> "SamplingParams":
         """Those of completion number `index` of n, whose seed is as many higher."""
         assert self.seed is not None
-        return dataclasses.replace(self, n=1, seed=(self.seed + index) % NUM_SEEDS)
+        return self._with(n=1, seed=(self.seed + index) % NUM_SEEDS)
+
+    def _with(self, **right: int) -> "SamplingParams":
+        """A copy with values that are right: to look at all again takes a second where a bias has many."""
+        other = copy.copy(self)
+        for name, value in right.items():
+            object.__setattr__(other, name, value)
+        return other
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) in (float, int) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def _is_int(value: Any) -> bool:  # the types first: to ask whether it is an Integral takes ten times as long
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))

@@ -76,6 +76,14 @@ class TestSteps:
         assert set(reasons.values()) == {"length"}
         assert (engine.step(), engine.stats.num_used_blocks) == ([], 0)
 
+    def test_parameters_are_looked_at_once_however_many_prompts_and_completions(self, engine, monkeypatch):
+        params = SamplingParams(max_tokens=2, temperature=1.0, n=3, allowed_token_ids=[5, 6])
+        monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: pytest.fail("looked at again"))
+        results = engine.generate([[1, 2], [3]], params)
+        assert [len(result.outputs) for result in results] == [3, 3]
+        one = params.with_seed().of_completion(2)
+        assert (one.n, one.seed is None, one.allowed_token_ids, params.n) == (1, False, (5, 6), 3)
+
     def test_an_abort_frees_the_blocks_at_once_and_nothing_more_is_heard(self, engine):
         kept, dropped = (engine.add_request("abcdefghi", SamplingParams(max_tokens=20)) for _ in range(2))
         for _ in range(4):
