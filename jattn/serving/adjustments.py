@@ -12,14 +12,19 @@ from jattn.serving.sampler import in_rows
 from jattn.serving.sampling_params import SamplingParams
 
 SHORTEST_LIST, SHORTEST_TEXT = 8, 64  # tables are never narrower: fewer widths to compile for
+SHORTEST_BIASES = 4096  # nor is the list of all rows' biases shorter: 16 each of 256 rows, 48 KiB
 
 
 class Adjustments(NamedTuple):
     """Of a step's rows. Lists of tokens are padded with the vocabulary's size, which no token has.
 
+    Biases of all rows are one list: a table as wide as the longest, of 256 rows and 25,000 tokens, is 64 MiB
+    to make and send in each step.
+
     Attributes:
-        bias_ids: Tokens whose logits are changed.
-        biases: By what; as bias_ids.
+        bias_rows: The row of each bias.
+        bias_ids: Its token.
+        biases: What is added to the token's logit.
         end_ids: Tokens that would end the text.
         min_tokens: They are banned before a row has generated so many.
         prompt_ids: Tokens of the prompt, where a row has penalties.
@@ -32,8 +37,9 @@ class Adjustments(NamedTuple):
         allowed: Tokens that may come next, as `TokenMask.allowed` has them; None = no row has a mask.
     """
 
-    bias_ids: Int32[Array, "reqs biases"]
-    biases: Float32[Array, "reqs biases"]
+    bias_rows: Int32[Array, " biases"]
+    bias_ids: Int32[Array, " biases"]
+    biases: Float32[Array, " biases"]
     end_ids: Int32[Array, "reqs ends"]
     min_tokens: Int32[Array, " reqs"]
     prompt_ids: Int32[Array, "reqs prompt"]
@@ -88,17 +94,13 @@ def build_adjustments(
     table = lambda lists, width: _table(lists, num_rows, width, vocab_size)
     column = lambda values, off, dtype: in_rows(values, rows, np.full(num_rows, off, dtype))
     params = [one.params for one in requests]
-    biased = [one.logit_bias or {} for one in params]
-    bias_ids = table([list(bias) for bias in biased], _width(biased, SHORTEST_LIST))
-    biases: Any = np.zeros(bias_ids.shape, np.float32)
-    for row, bias in enumerate(biased):
-        if bias:
-            biases[row, : len(bias)] = list(bias.values())
+    bias_rows, bias_ids, biases = _biases(params, vocab_size)
     ends = [one.end_ids for one in requests]
     prompts, outputs = [one.prompt_ids for one in requests], [one.output_ids for one in requests]
     longest = _width(prompts + outputs, SHORTEST_TEXT)
     penalised = [one if one.params.has_penalties else None for one in requests]
     return Adjustments(
+        bias_rows=bias_rows,
         bias_ids=bias_ids,
         biases=biases,
         end_ids=table(ends, _width(ends, SHORTEST_LIST)),
@@ -126,7 +128,7 @@ def adjusted(
     row = jnp.arange(num_rows)[:, None]
     banned = jnp.where((num_generated < by.min_tokens)[:, None], by.end_ids, vocab_size)
     logits = logits.at[row, banned].set(-jnp.inf, mode="drop")
-    logits = logits.at[row, by.bias_ids].add(by.biases, mode="drop")
+    logits = logits.at[by.bias_rows, by.bias_ids].add(by.biases, mode="drop")
     pending = jnp.where(by.pending_rows >= 0, by.last[by.pending_rows], vocab_size)
     outputs = jnp.concatenate([by.output_ids, pending[:, None]], axis=1)
     counts = jnp.zeros(logits.shape, jnp.int32).at[row, outputs].add(1, mode="drop")
@@ -139,6 +141,18 @@ def adjusted(
         return logits
     bits = (by.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
     return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
+
+
+def _biases(params: Sequence[SamplingParams], vocab_size: int) -> tuple[Any, Any, Any]:
+    """Rows, tokens and values of all biases, padded to a power of two."""
+    each = [(row, *one.biases) for row, one in enumerate(params) if one.logit_bias]
+    width = _width([range(sum(len(ids) for _, ids, _ in each))], SHORTEST_BIASES)
+    rows, tokens = np.zeros(width, np.int32), np.full(width, vocab_size, np.int32)
+    values, end = np.zeros(width, np.float32), 0
+    for row, ids, added in each:
+        part = slice(end, end := end + len(ids))
+        rows[part], tokens[part], values[part] = row, ids, added
+    return rows, tokens, values
 
 
 def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int) -> Any:

@@ -97,4 +97,6 @@ def _behind_drafts(
     before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
     drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), nobody)
     outputs = jnp.concatenate([repeated.output_ids, drafted], axis=1)
-    return repeated._replace(output_ids=outputs, last=by.last)
+    places = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), by.bias_rows.shape[0])
+    bias_rows = repeated.bias_rows * query_len + places
+    return repeated._replace(output_ids=outputs, last=by.last, bias_rows=bias_rows)

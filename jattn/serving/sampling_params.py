@@ -2,11 +2,14 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import numbers
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jattn.serving.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require, require_int, require_positive
@@ -173,6 +176,12 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if logits depend on the tokens before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @functools.cached_property
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """logit_bias as arrays, which each step is given: int32 token ids, and float32 what is added."""
+        bias = self.logit_bias or {}
+        return np.asarray([*bias], np.int32), np.asarray([*bias.values()], np.float32)
 
     @property
     def is_adjusted(self) -> bool:

@@ -66,6 +66,15 @@ def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
     np.testing.assert_allclose(adjusted_jit(logits, by, counts), want, rtol=1e-6, atol=1e-5)
 
 
+def test_a_long_bias_of_one_row_takes_no_more_where_there_are_many():
+    params = SamplingParams(logit_bias={token: -100.0 for token in range(3000)})
+    asked = [Adjusted(one, (), (), (), 0, -1) for one in (SamplingParams(), params, *[SamplingParams()] * 62)]
+    by = build_adjustments(asked, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(by)) < 2**17
+    logits = adjusted_jit(np.zeros((64, 4000), np.float32), by, np.zeros(64, np.int32))
+    assert (np.argwhere(logits == -100) == [[1, token] for token in range(3000)]).all()
+
+
 def test_where_nobody_asks_for_anything_there_is_nothing():
     plain = Adjusted(SamplingParams(min_tokens=2), [1], [2, 3], (0,), 2, -1)
     assert build_adjustments([plain], jnp.zeros(1), num_rows=1, vocab_size=9) is None
