@@ -126,9 +126,13 @@ class CallReader:
         return Said(self._content, tuple(self._calls))
 
     def end(self) -> Said:
-        """As ToolReader: a call without its end is content until its arguments have begun."""
+        """As ToolReader: a call without its end is content until its arguments begin, and behind them."""
         self._content = ""
-        if self._stage not in (self._in_arguments, self._behind):
+        if self._stage == self._behind:
+            end = self._braces.end(self._held, 0)
+            rest = "" if end is None else self._held[end:].strip()
+            self._held = "" if self._form.closing.startswith(rest) else rest
+        if self._stage != self._in_arguments:
             self._show(len(self._held))
         return Said(self._content)
 
@@ -214,8 +218,13 @@ class CallReader:
         return True
 
     def _behind(self) -> bool:
-        """Up to the end of the object, and to the tag that closes the call."""
+        """Up to the end of the object, and to the tag that closes the call, or opens the next one."""
         end = self._held.find(self._form.closing) if self._form.closing else self._braces.end(self._held, 0)
+        following = self._held.find(self._form.opening) if self._form.closing else -1
+        is_closed = end is not None and 0 <= end < following
+        if following >= 0 and not is_closed:
+            self._held, self._is_behind_call, self._stage = self._held[following:], True, self._outside
+            return True
         if end is None or end < 0:
             self._held = self._held if self._form.closing else ""
             return False

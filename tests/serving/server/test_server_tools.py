@@ -107,6 +107,8 @@ class TestCallReader:
             (HERMES, '<tool_call> {"name": 1}</tool_call>', '<tool_call> {"name": 1}</tool_call>', []),
             (HERMES, '<tool_call>{"name</tool_call>', '<tool_call>{"name</tool_call>', []),
             (HERMES, CALL[:-3], "", [WHETHER]),
+            (HERMES, f"{CALL[:-12]}{CALL}", "", [WHETHER, WHETHER]),  # not closed, as small models do
+            (HERMES, f"{CALL[:-12]}\nThat is all.", "That is all.", [WHETHER]),
             (HERMES, CALL[:-15], "", [("weather", '{"celsius": true')]),
             (LLAMA3_JSON, LLAMA, "", [WHETHER]),
             (LLAMA3_JSON, f" {LLAMA}; {LLAMA}", "", [WHETHER, WHETHER]),
