@@ -137,8 +137,7 @@ class Service:
 
 def texts_of(service: Service, body: GenerationBody) -> TokenTexts:
     """What tokens are called in a request's answer."""
-    as_ids = body.return_tokens_as_token_ids
-    return TokenTexts(service.tokenizer, as_ids=True) if as_ids else service.token_texts
+    return service.token_texts.as_ids() if body.return_tokens_as_token_ids else service.token_texts
 
 
 async def merged[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:

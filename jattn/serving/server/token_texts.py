@@ -1,5 +1,6 @@
 """What single tokens are, for those who look at them one by one."""
 
+import copy
 import functools
 import json
 import re
@@ -16,20 +17,26 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class TokenTexts:
     """Texts and bytes of a tokenizer's tokens."""
 
-    def __init__(self, tokenizer: Any, *, as_ids: bool = False) -> None:
-        """Looks at how it writes bytes. As ids, tokens are called by their number."""
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+    def __init__(self, tokenizer: Any) -> None:
+        """Looks at how it writes bytes, which takes long: 0.2 s of a vocabulary of 128,000."""
+        self._tokenizer, self._as_ids = tokenizer, False
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+
+    def as_ids(self) -> "TokenTexts":
+        """The same, but tokens are called by their number.
+
+        Source: vLLM `return_tokens_as_token_ids`.
+        """
+        other = copy.copy(self)
+        other._as_ids = True
+        return other
 
     def text(self, token_id: int) -> str:
         """A token's text; bytes that are no character of their own are replacement characters."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def name(self, token_id: int) -> str:
-        """What a token is called.
-
-        Source: vLLM `return_tokens_as_token_ids`.
-        """
+        """What a token is called."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def bytes_of(self, token_id: int) -> list[int]:

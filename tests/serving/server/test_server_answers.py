@@ -224,6 +224,15 @@ class TestChat:
         assert answer["usage"]["total_tokens"] == 512
 
 
+def test_tokens_are_called_by_their_ids_without_another_look_at_the_vocabulary(server, monkeypatch):
+    monkeypatch.setattr(TokenTexts, "__init__", lambda *_: pytest.fail("looked at again"))
+    asked = {"prompt": "abc", "max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": True}
+    (choice,) = server.post("/v1/completions", **asked)["choices"]
+    assert choice["logprobs"]["tokens"][0].startswith("token_id:")
+    (choice,) = server.post("/v1/completions", **asked | {"return_tokens_as_token_ids": False})["choices"]
+    assert not choice["logprobs"]["tokens"][0].startswith("token_id:")
+
+
 def test_a_text_goes_on_with_the_space_that_it_begins_with():
     model = one_layer_model()
     model.tokenizer = tokenizer = llama_tokenizer()
