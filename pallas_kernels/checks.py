@@ -65,6 +65,21 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], meanin
     require(tuple(got) == tuple(want), name, f"have shape {tuple(want)} ({meaning})", tuple(got))
 
 
+def require_arrays(**arrays: Any) -> None:
+    """Every named value must be an array, JAX's or numpy's, or None."""
+    for name, array in arrays.items():
+        is_array = hasattr(array, "shape") and hasattr(array, "dtype")
+        require(array is None or is_array, name, "be an array", type(array).__name__)
+
+
+def require_axes(num: int, **arrays: Any) -> None:
+    """Every named value must be an array of so many axes."""
+    for name, array in arrays.items():
+        require(array is not None, name, "be an array", None)
+        require_arrays(**{name: array})
+        require(len(array.shape) == num, name, f"have {num} axes", tuple(array.shape))
+
+
 def require_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:
     """`value` must be of a type; the hint says where to get one, or what to write."""
     if isinstance(value, kind):

@@ -1,32 +1,6 @@
-"""What has no derivative says so where it is differentiated, in words that help."""
+"""What of attention has no derivative, in words that help."""
 
-import functools
-from typing import Any
-
-import jax
-
-from pallas_kernels.checks import unsupported
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def underivable[Tree](arrays: Tree, what: str, reason: str, way_out: str) -> Tree:
-    """The same arrays; what is made of them cannot be differentiated, forward or backward.
-
-    Args:
-        arrays: Any tree of them.
-        what: The derivative that there is not.
-        reason: Why.
-        way_out: What to do instead.
-
-    Raises:
-        NotImplementedError: As they are differentiated.
-    """
-    return arrays
-
-
-@underivable.defjvp
-def _refused(what: str, reason: str, way_out: str, primals: Any, tangents: Any) -> Any:
-    raise unsupported(what, reason, way_out)
+from pallas_kernels.derivatives import underivable
 
 
 def underivable_cache[Tree](arrays: Tree, implementation: str) -> Tree:

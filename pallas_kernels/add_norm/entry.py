@@ -3,7 +3,8 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_norm.kernel import Norm, Refs, add_and_norm
-from pallas_kernels.checks import require, require_shape, unsupported
+from pallas_kernels.checks import require_axes, require_shape, unsupported
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_add_norm
 
@@ -32,12 +33,14 @@ def add_norm(
 
     Raises:
         ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
 
     Source: vLLM `fused_add_rms_norm`.
     """
-    require(x.ndim == 2, "x", "have 2 axes", x.shape)
+    require_axes(2, x=x)
+    require_axes(1, weight=weight)
     if delta is not None:
+        require_axes(2, delta=delta)
         require_shape("delta", delta.shape, x.shape, "as x")
     require_shape("weight", weight.shape, x.shape[1:], "columns of x")
     reason = why_not_add_norm(
@@ -47,4 +50,6 @@ def add_norm(
         raise unsupported("add_norm", reason, "Use another implementation")
     if x.shape[0] == 0:
         return x, x
-    return add_and_norm(Refs(x, delta, weight), Norm(eps=eps, is_offset=is_offset), interpret=interpret)
+    way_out = "Use jax.numpy, as jattn's layers do without a cache or with implementation='xla'"
+    refs = given_to_kernel(Refs(x, delta, weight), "add_norm", way_out)
+    return add_and_norm(refs, Norm(eps=eps, is_offset=is_offset), interpret=interpret)

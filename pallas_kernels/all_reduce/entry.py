@@ -11,7 +11,15 @@ from jaxtyping import Array, Float
 from pallas_kernels.all_reduce.memory import PeerMemory
 from pallas_kernels.all_reduce.reasons import why_not_all_gather, why_not_all_reduce
 from pallas_kernels.all_reduce.sizes import default_shots
-from pallas_kernels.checks import require, require_number, require_one_of, require_shape, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_axes,
+    require_number,
+    require_one_of,
+    require_shape,
+    unsupported,
+)
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.ptx.peer_gathers import peer_gather
 from pallas_kernels.ptx.peer_sums import Norm, peer_sum
 from pallas_kernels.ptx.peer_words import Exchange
@@ -49,6 +57,7 @@ def all_reduce(
     of = _exchange("all_reduce", x, peers, axis_name, shots=shots)
     if of.rows == 0:
         return x
+    x = given_to_kernel(x, "all_reduce", "Use jax.lax.psum")
     (out,) = peer_sum.by_platform(peers.table.reshape(-1), x, of=of, norm=None, axis_name=axis_name)
     return out
 
@@ -92,8 +101,9 @@ def all_reduce_rms_norm(
     of = _exchange("all_reduce_rms_norm", x, peers, axis_name, shots=shots)
     if of.rows == 0:
         return x, x
+    given = given_to_kernel((x, residual, weight), "all_reduce_rms_norm", "Use jax.lax.psum")
     norm = Norm(float(eps), is_offset, rounds_once)
-    arrays = peers.table.reshape(-1), x, residual, weight
+    arrays = peers.table.reshape(-1), *given
     stream, normed = peer_sum.by_platform(*arrays, of=of, norm=norm, axis_name=axis_name)
     return stream, normed
 
@@ -119,6 +129,7 @@ def all_gather(
     of = _exchange("all_gather", x, peers, axis_name, shots=1, **asked)
     if of.rows == 0:
         return jnp.zeros((of.devices, *x.shape), x.dtype)
+    x = given_to_kernel(x, "all_gather", "Use jax.lax.all_gather")
     return peer_gather.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
 
 
@@ -147,7 +158,7 @@ def _exchange(
     require(
         devices == peers.devices, "peers", f"{rule} {axis_name!r} ({devices})", f"{peers.devices} devices"
     )
-    require(x.ndim == 2, "x", "have 2 axes", x.shape)
+    require_axes(2, x=x)
     reason = why_not(x, peers)
     if reason is not None:
         raise unsupported(what, reason, instead)

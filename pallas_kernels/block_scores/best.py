@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.checks import require, require_positive, require_shape
+from pallas_kernels.checks import require, require_axes, require_positive, require_shape
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.ptx.best_blocks import MAX_LEN
 from pallas_kernels.ptx.best_blocks import best_blocks as kernel
 
@@ -45,7 +46,10 @@ def best_blocks(
     Raises:
         ValueError: There are more blocks than are counted, lengths of other requests, or a number is out of
             range.
+        NotImplementedError: It is differentiated.
     """
+    require_axes(3, scores=scores)
+    require_axes(1, seq_lens=seq_lens)
     require_shape("seq_lens", seq_lens.shape, scores.shape[:1], "reqs")
     require_positive(block_size=block_size, num_selected=num_selected)
     require(num_recent >= 0, "num_recent", "be at least 0", num_recent)
@@ -54,5 +58,6 @@ def best_blocks(
         reqs, heads, _ = scores.shape
         least, none = jnp.full((reqs, heads), -jnp.inf, jnp.float32), jnp.zeros((reqs, heads), jnp.int32)
         return BestBlocks(least, jnp.zeros(scores.shape, jnp.int32), none)
+    scores = given_to_kernel(scores, "best_blocks", "Choose by jax.lax.top_k")
     counts = {"num_selected": min(num_selected, scores.shape[2]), "num_recent": num_recent}
     return BestBlocks(*kernel.by_platform(scores, seq_lens, block_size=block_size, **counts))

@@ -5,7 +5,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_scores.kernel import MAX_SMEM, ROWS, Shape, score_tiles
-from pallas_kernels.checks import require, require_positive, require_shape, unsupported
+from pallas_kernels.checks import require, require_axes, require_positive, require_shape, unsupported
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import DTYPES
 
@@ -63,13 +64,16 @@ def block_scores(
 
     Raises:
         ValueError: Shapes or dtypes disagree, or query heads are no multiple of kv heads.
-        NotImplementedError: There is no kernel for these heads; the message says why.
+        NotImplementedError: There is no kernel for these heads, or it is differentiated.
     """
+    require_axes(3, query=query, low=low, high=high)
+    require_axes(2, block_table=block_table)
+    require_axes(1, seq_lens=seq_lens)
     reqs, q_heads, head_dim = query.shape
     num_blocks, kv_heads, _ = low.shape
     require_shape("high", high.shape, low.shape, "as low")
     require_shape("low's head_dim", low.shape[2:], (head_dim,), "as query")
-    require_shape("block_table", block_table.shape, (reqs, *block_table.shape[1:2]), "reqs, max_blocks")
+    require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
     require_shape("seq_lens", seq_lens.shape, (reqs,), "reqs")
     require(high.dtype == low.dtype, "high's dtype", f"be {low.dtype.name}, as low", high.dtype.name)
     require_positive(kv_heads=kv_heads, block_size=block_size)
@@ -83,5 +87,6 @@ def block_scores(
     sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     shape = Shape(**sizes, max_blocks=max_blocks, block_size=block_size)
     bounds = query.astype(low.dtype), low, high
+    bounds = given_to_kernel(bounds, "block_scores", "Use jattn.sparsity.block_scores")
     scores = score_tiles(*bounds, block_table, seq_lens, shape=shape, interpret=interpret)
     return scores[:, :, :max_blocks]

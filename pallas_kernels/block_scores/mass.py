@@ -7,7 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_axes
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.types import Interpret, Layout, Rows, Scalar
 
 WIDTH = 128  # threads of a warpgroup
@@ -30,12 +31,15 @@ def least_of_mass(
 
     Raises:
         ValueError: A row has more scores than fit, or mass is not between 0 and 1.
+        NotImplementedError: It is differentiated.
     """
+    require_axes(2, scores=scores)
     num_rows, length = scores.shape
     require(length <= MAX_SHARES, "scores", f"have at most {MAX_SHARES} a row", scores.shape)
     require(0 < mass < 1, "mass", "lie in (0, 1)", mass)
     if 0 in scores.shape:
         return jnp.full(num_rows, jnp.inf, f32)
+    scores = given_to_kernel(scores, "least_of_mass", "Sort the scores and add up their softmax")
     width = -(-length // WIDTH) * WIDTH
     together = TOGETHER if width <= MAX_SHORT else 1
     spare = -num_rows % together

@@ -5,7 +5,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.cache_read.kernel import TILE, Inputs, Shape, read_tiles
-from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_axes,
+    require_one_of,
+    require_positive,
+    require_shape,
+    unsupported,
+)
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.types import Interpret
@@ -53,7 +61,7 @@ def cache_read(
 
     Raises:
         ValueError: Shapes disagree, or kv_start_loc comes without buffer_len.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
     is_hnd = layout == "HND"
     _check(cache, block_table, first_keys, seq_lens, scale, dtype=dtype, layout=layout)
@@ -62,6 +70,7 @@ def cache_read(
     starts, rows = _rows_of(kv_start_loc, buffer_len, reqs=reqs, padded=padded_len(max_blocks, block_size))
     if 0 in (blocks, reqs, max_blocks, rows):
         return jnp.zeros((rows, kv_heads, head_dim), dtype)
+    cache, scale = given_to_kernel((cache, scale), "cache_read", "Read the cache by jax.numpy")
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
     cut = head_cut(head_dim, itemsize=cache.dtype.itemsize)
     in_cache = CacheCut(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
@@ -71,10 +80,8 @@ def cache_read(
         per_token=per_token,
         per_channel=per_channel,
         tiles=_tiles(starts.astype(jnp.int32), firsts, lens, rows),
-        block_table=block_table.astype(jnp.int32),
-        first_keys=firsts,
-        seq_lens=lens,
-    )
+        block_table=block_table.astype(jnp.int32), first_keys=firsts, seq_lens=lens,
+    )  # fmt: skip
     shape = Shape(rows=rows, kv_heads=kv_heads, in_cache=in_cache, dtype=jnp.dtype(dtype))
     return read_tiles(inputs, shape=shape, interpret=interpret).reshape(rows, kv_heads, head_dim)
 
@@ -91,7 +98,9 @@ def _check(
 ) -> None:
     """See cache_read's Raises."""
     require_one_of("layout", layout, ("NHD", "HND"))
-    require(cache.ndim == 4, "cache", "have 4 axes", cache.shape)
+    require_axes(4, cache=cache)
+    require_axes(2, block_table=block_table)
+    require_axes(1, first_keys=first_keys, seq_lens=seq_lens)
     blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=layout == "HND")
     require_positive(kv_heads=kv_heads)
     for name, lens in (("first_keys", first_keys), ("seq_lens", seq_lens)):
@@ -113,6 +122,7 @@ def _rows_of(
     if kv_start_loc is None:
         require(buffer_len is None, "buffer_len", "be None without kv_start_loc", buffer_len)
         return jnp.arange(reqs, dtype=jnp.int32) * padded, reqs * padded
+    require_axes(1, kv_start_loc=kv_start_loc)
     require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
     is_whole = buffer_len is not None and buffer_len >= 0 and buffer_len % TILE == 0
     require(is_whole, "buffer_len", f"be a multiple of {TILE} with kv_start_loc", buffer_len)

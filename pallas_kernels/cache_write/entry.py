@@ -6,10 +6,20 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.cache_write.kernel import Refs, Shape, Side, write_rows
 from pallas_kernels.cache_write.sizes import KernelSizes, default_sizes
-from pallas_kernels.checks import require, require_one_of, require_positive, require_shape, unsupported
+from pallas_kernels.checks import (
+    require_arrays,
+    require_axes,
+    require_one_of,
+    require_positive,
+    require_shape,
+    unsupported,
+)
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_write
+
+WAY_OUT = "Ask write_kv for implementation='xla'"
 
 
 def cache_write(
@@ -45,16 +55,17 @@ def cache_write(
 
     Raises:
         ValueError: Shapes or dtypes disagree.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
 
     Source: vLLM `reshape_and_cache_flash`; rounding as in `int8_per_token_head` and `fp8_per_token_head`.
     """
     is_hnd = layout == "HND"
     _check(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout=layout)
     tokens, kv_heads, head_dim = key.shape
-    _, size, _, _ = sizes_of(k_cache, is_hnd=is_hnd)
     if 0 in (tokens, *k_cache.shape):
         return k_cache, v_cache, k_scale, v_scale
+    given = key, value, k_cache, v_cache, k_scale, v_scale
+    key, value, k_cache, v_cache, k_scale, v_scale = given_to_kernel(given, "cache_write", WAY_OUT)
     is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
     flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
     as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
@@ -66,7 +77,7 @@ def cache_write(
     new = key.reshape(tokens, *flat), value.reshape(tokens, *flat)
     refs = Refs(new, slot_mapping.astype(jnp.int32), caches, scales)
     sides = _side(key, k_cache, k_scale), _side(value, v_cache, v_scale)
-    shape = Shape(sides=sides, is_hnd=is_hnd, block_size=size, rows=sizes.rows)
+    shape = Shape(sides=sides, is_hnd=is_hnd, block_size=k_cache.shape[2 if is_hnd else 1], rows=sizes.rows)
     write_rows(refs, shape=shape, interpret=interpret)
     written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
     k, v = (jax.freeze(ref).reshape(k_cache.shape) for ref in caches)
@@ -87,9 +98,12 @@ def _check(
     """See cache_write's Raises."""
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
+    require_axes(3, key=key, value=value)
+    require_axes(4, k_cache=k_cache, v_cache=v_cache)
+    require_axes(1, slot_mapping=slot_mapping)
+    require_arrays(k_scale=k_scale, v_scale=v_scale)
     tokens, kv_heads, head_dim = key.shape
     require_positive(kv_heads=kv_heads)
-    require(k_cache.ndim == 4, "k_cache", "have 4 axes", k_cache.shape)
     blocks, size, _, _ = sizes_of(k_cache, is_hnd=is_hnd)
     wanted = (blocks, kv_heads, size, head_dim) if is_hnd else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, wanted, f"of key {key.shape}, {layout}")

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.checks import require, require_shape, unsupported
+from pallas_kernels.checks import require, require_axes, require_shape, unsupported
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.grouped_matmul.kernel import Shape, multiply_tiles
 from pallas_kernels.grouped_matmul.sizes import TILE_ROWS
 from pallas_kernels.shared.types import Interpret
@@ -32,8 +33,11 @@ def grouped_matmul(
 
     Raises:
         ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for these sizes; the message says why.
+        NotImplementedError: There is no kernel for these sizes, or it is differentiated.
     """
+    require_axes(2, x=x)
+    require_axes(3, weights=weights)
+    require_axes(1, group_of_tile=group_of_tile)
     rows, inputs = x.shape
     require(rows % TILE_ROWS == 0, "x", f"have a multiple of {TILE_ROWS} rows", x.shape)
     outputs, summed = weights.shape[1:] if outputs_first else weights.shape[:0:-1]
@@ -46,5 +50,7 @@ def grouped_matmul(
         raise unsupported("grouped_matmul", reason, "Use another implementation")
     if 0 in (rows, len(weights)):
         return jnp.zeros((rows, outputs), x.dtype)
+    way_out = "Ask jattn.models.experts.Experts for implementation='xla'"
+    x, weights = given_to_kernel((x, weights), "grouped_matmul", way_out)
     shape = Shape(inputs=inputs, outputs=outputs, outputs_first=outputs_first)
     return multiply_tiles(x, weights, group_of_tile, shape=shape, interpret=interpret)

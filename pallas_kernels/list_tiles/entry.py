@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_axes
 from pallas_kernels.ptx.list_tiles import list_tiles as kernel
 from pallas_kernels.shared.tile_codes import MAX_TILES, Lists
 
@@ -15,8 +15,9 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
         codes: codes_of's.
 
     Raises:
-        ValueError: A list has more tiles than are counted.
+        ValueError: There are other axes, or a list has more tiles than are counted.
     """
+    require_axes(2, codes=codes)
     require(codes.shape[1] <= MAX_TILES, "codes", f"have at most {MAX_TILES} tiles a list", codes.shape)
     if codes.size == 0:
         none = jnp.zeros(codes.shape[:1], jnp.int32)

@@ -6,6 +6,8 @@ import jax
 
 from pallas_kernels.checks import (
     require,
+    require_arrays,
+    require_axes,
     require_made_for,
     require_one_of,
     require_positive,
@@ -91,8 +93,13 @@ class Call:
 
     def _check_shapes(self) -> None:
         require_one_of("layout", self.layout, ("NHD", "HND"))
+        require_axes(4, k_cache=self.k_cache, v_cache=self.v_cache)
+        require_axes(3, query=self.query)
+        require_axes(2, block_table=self.block_table)
+        require_axes(1, seq_lens=self.seq_lens)
+        require_arrays(k_scale=self.k_scale, v_scale=self.v_scale)
+        require_arrays(sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         cache, (_, q_heads, head_dim), (reqs,) = self.k_cache.shape, self.query.shape, self.seq_lens.shape
-        require(len(cache) == 4, "k_cache", "have 4 axes", cache)
         blocks, block_size, kv_heads, _ = self.cache_sizes
         expected = reqs * self.decode_query_len, q_heads, cache[3]
         require_shape("query", self.query.shape, expected, "tokens, q_heads")
@@ -114,6 +121,7 @@ class Call:
             require(size is None, "list_block_size", "be None without block_list", size)
             require(not tell_heads, "lists_tell_heads", "be False without block_list", tell_heads)
             return
+        require_axes(3, **{"block_list.ids": lists.ids})
         expected = self.seq_lens.shape[0], self.cache_sizes[2]
         require_shape("block_list.ids", lists.ids.shape, (*expected, lists.ids.shape[2]), "reqs, kv_heads")
         require_shape("block_list.counts", lists.counts.shape, expected, "reqs, kv_heads")

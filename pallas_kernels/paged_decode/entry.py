@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.paged_decode.call import Call
 from pallas_kernels.paged_decode.kernel import decode_partials
 from pallas_kernels.paged_decode.merge import merge_partials
@@ -63,7 +64,7 @@ def paged_decode(
 
     Raises:
         ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
     call = Call(
         query=query, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens,
@@ -92,7 +93,8 @@ def attend_call(
         shape=call.shape(sizes), score=score, sizes=sizes, num_spans=schedule.num_spans, dtype=query.dtype,
         interpret=interpret,
     )  # fmt: skip
-    inputs = call.inputs(spec, schedule.unit_ends)
+    way_out = "Use jattn.attend over a PackedKV"
+    inputs = given_to_kernel(call.inputs(spec, schedule.unit_ends), "paged_decode", way_out)
     partials = decode_partials(inputs, spec)
     out, lse = merge_partials(partials, inputs.sinks, schedule.unit_ends, spec)
     out = out.reshape(*out.shape[:3], query.shape[2])

@@ -4,11 +4,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.checks import require, require_one_of, require_shape, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_arrays,
+    require_axes,
+    require_one_of,
+    require_shape,
+    unsupported,
+)
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.qkv_write.kernel import Refs, Shape, write_tokens
 from pallas_kernels.shared.paged_kv import sizes_of
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_qkv_write
+
+WAY_OUT = "Use jax.numpy and write_kv, as jattn's layers do with implementation='xla'"
 
 
 def qkv_write(
@@ -48,7 +58,7 @@ def qkv_write(
 
     Raises:
         ValueError: Shapes disagree, or one of cos and sin is missing.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
 
     Source: vLLM `fused_qk_norm_rope`, then `reshape_and_cache_flash`.
     """
@@ -57,14 +67,11 @@ def qkv_write(
     if 0 in (tokens, *k_cache.shape):
         return jax.lax.collapse(qkv[:, :, :-2], 1, 3), k_cache, v_cache
     shape = Shape(
-        kv_heads=kv_heads,
-        group=width - 2,
-        head_dim=head_dim,
-        is_hnd=layout == "HND",
-        block_size=k_cache.shape[2 if layout == "HND" else 1],
-        eps=eps,
-        is_offset=is_offset,
-    )
+        kv_heads=kv_heads, group=width - 2, head_dim=head_dim, is_hnd=layout == "HND",
+        block_size=k_cache.shape[2 if layout == "HND" else 1], eps=eps, is_offset=is_offset,
+    )  # fmt: skip
+    given = qkv, k_cache, v_cache, cos, sin, q_norm, k_norm
+    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = given_to_kernel(given, "qkv_write", WAY_OUT)
     as_slots = lambda x: x if shape.is_hnd else x.reshape(-1, kv_heads, head_dim)
     k_ref, v_ref = (jax.new_ref(as_slots(cache)) for cache in (k_cache, v_cache))
     refs = Refs(qkv, slot_mapping.astype(jnp.int32), k_ref, v_ref, cos, sin, q_norm, k_norm)
@@ -86,9 +93,11 @@ def _check(
 ) -> None:
     """See qkv_write's Raises."""
     require_one_of("layout", layout, ("NHD", "HND"))
+    require_axes(4, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
+    require_axes(1, slot_mapping=slot_mapping)
+    require_arrays(cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     tokens, kv_heads, width, head_dim = qkv.shape
     require(width > 2, "qkv", "have a query head beside key and value", qkv.shape)
-    require(k_cache.ndim == 4, "k_cache", "have 4 axes", k_cache.shape)
     blocks, size, _, _ = sizes_of(k_cache, is_hnd=layout == "HND")
     wanted = (blocks, kv_heads, size, head_dim) if layout == "HND" else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, wanted, f"of qkv {qkv.shape}, {layout}")

@@ -5,7 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require, require_made_for, require_positive, require_shape, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_arrays,
+    require_axes,
+    require_made_for,
+    require_positive,
+    require_shape,
+    unsupported,
+)
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.head_dims import UNIT, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
@@ -63,8 +72,13 @@ class Call:
 
     def check(self) -> None:
         """Raises what varlen_backward raises, but for what a schedule is given."""
-        require(self.query.ndim == 3, "query", "have 3 axes", self.query.shape)
-        require(self.key.ndim == 3, "key", "have 3 axes", self.key.shape)
+        require_axes(
+            3, query=self.query, key=self.key, value=self.value, out=self.out, grad_out=self.grad_out
+        )
+        require_axes(2, lse=self.lse)
+        require_arrays(grad_lse=self.grad_lse, alibi_slopes=self.alibi_slopes)
+        bounds = {"query_start_loc": self.query_start_loc, "kv_start_loc": self.kv_start_loc}
+        require_axes(1, seq_lens=self.seq_lens, **bounds)
         (tokens, q_heads, head_dim), (_, kv_heads, _) = self.query.shape, self.key.shape
         (reqs,) = self.seq_lens.shape
         require_positive(kv_heads=kv_heads, q_heads=q_heads)
@@ -86,6 +100,13 @@ class Call:
         reason = why_not_backward(dtypes=dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
+
+    def given_to_kernel(self) -> "Call":
+        """The same call, which refuses to be differentiated."""
+        names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse", "alibi_slopes")
+        arrays = {name: getattr(self, name) for name in names}
+        way_out = "Ask attend for implementation='reference'"
+        return dataclasses.replace(self, **given_to_kernel(arrays, "varlen_backward", way_out))
 
     def default_sizes(self, schedule: Schedule | None, score: Score, *, deterministic: bool) -> KernelSizes:
         """Where the caller names none: what lists or a schedule are made for, or what suits the shapes."""

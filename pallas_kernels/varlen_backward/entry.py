@@ -71,7 +71,7 @@ def varlen_backward(
 
     Raises:
         ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
     call = Call(
         query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, mask=mask,
@@ -93,6 +93,7 @@ def grads_of_call(
 ) -> tuple[Array, Array, Array]:
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_backward."""
     call.check()
+    call = call.given_to_kernel()
     query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import (
     require,
+    require_arrays,
+    require_axes,
     require_made_for,
     require_one_of,
     require_positive,
@@ -102,7 +104,7 @@ class Call:
         if self.kv_start_loc is not None:
             require_shape("kv_start_loc", self.kv_start_loc.shape, (reqs,), "reqs")
         if table is not None:
-            require_shape("block_table", table.shape, (reqs, *table.shape[1:2]), "reqs, max_blocks")
+            require_shape("block_table", table.shape, (reqs, table.shape[1]), "reqs, max_blocks")
         require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
@@ -131,12 +133,18 @@ class Call:
             require_one_of(f"{name}'s shape", tuple(jnp.shape(scale)), shapes)
 
     def _check_kv(self) -> None:
-        """Where keys are, and how many axes they have."""
+        """Where keys are, and how many axes arrays have."""
+        require_arrays(kv_start_loc=self.kv_start_loc, k_scale=self.k_scale, v_scale=self.v_scale)
+        require_arrays(sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         require_one_of("layout", self.layout, ("NHD", "HND"))
         given = (self.kv_start_loc is not None) + (self.block_table is not None)
         require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
         num_axes = 3 if self.block_table is None else 4
-        require(self.key.ndim == num_axes, "key", f"have {num_axes} axes", self.key.shape)
+        require_axes(num_axes, key=self.key, value=self.value)
+        require_axes(3, query=self.query)
+        require_axes(1, query_start_loc=self.query_start_loc, seq_lens=self.seq_lens)
+        if self.block_table is not None:
+            require_axes(2, block_table=self.block_table)
 
     def default_sizes(self, score: Score) -> KernelSizes:
         """What is chosen where neither the caller nor a schedule of its own names any."""

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.call import Call
@@ -67,7 +68,7 @@ def varlen_prefill(
 
     Raises:
         ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request; the message says why.
+        NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
     call = Call(
         query=query, key=key, value=value, query_start_loc=query_start_loc, seq_lens=seq_lens,
@@ -105,7 +106,8 @@ def attend_call(
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
         narrow=call.narrow, interpret=interpret,
     )  # fmt: skip
-    inputs = call.inputs(schedule, spec)
+    way_out = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
+    inputs = given_to_kernel(call.inputs(schedule, spec), "varlen_prefill", way_out)
     outputs = prefill(inputs, spec)
     if schedule.merges is not None:
         outputs = merge_splits(outputs, schedule.table, schedule.merges, inputs.sinks, spec)

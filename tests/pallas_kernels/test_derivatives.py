@@ -1,0 +1,48 @@
+"""Kernels have no derivative of their own: who differentiates one is told so, and what has a derivative."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.derivatives import given_to_kernel
+from tests.pallas_kernels.entries import ENTRIES, half
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_names_itself_and_the_way_out(name):
+    run, floats, ints, static, way_out = ENTRIES[name]
+    run = jax.jit(functools.partial(run, **ints, **static))
+    for differentiated in floats:
+
+        def loss(x, differentiated=differentiated):
+            results = jax.tree.leaves(run(**floats | {differentiated: x}))
+            return sum(y.astype(jnp.float32).sum() for y in results if jnp.issubdtype(y.dtype, jnp.floating))
+
+        message = rf"^a derivative of {name}: the kernel has none\. .*{way_out}"
+        with pytest.raises(NotImplementedError, match=message):
+            jax.grad(loss)(floats[differentiated])
+        with pytest.raises(NotImplementedError, match=message):
+            jax.jvp(loss, (floats[differentiated],), (floats[differentiated],))
+
+
+def test_what_is_constant_may_be_given():
+    x, weight = half(2, 128), half(128)
+    run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
+
+    def loss(factor):
+        return jnp.sum(factor * run(jax.lax.stop_gradient(x), None, weight)[1].astype(jnp.float32))
+
+    np.testing.assert_allclose(jax.grad(loss)(2.0), 256, rtol=1e-2)
+
+
+def test_nothing_is_compiled_of_it():
+    named = lambda x: given_to_kernel({"x": x, "none": None}, "a kernel", "Do without")["x"] + 1
+    bare = lambda x: x + 1
+    text = lambda f: jax.jit(f, donate_argnums=0).lower(half(2)).as_text()
+    assert text(named) == text(bare)
+    np.testing.assert_array_equal(jax.vmap(named)(jnp.ones(3)), jnp.full(3, 2.0))
