@@ -4,6 +4,7 @@ XLA's own product of such rows, `jax.lax.ragged_dot`, takes a copy of each row f
 34 GB for 8k tokens at Qwen3-30B-A3B's widths (jax 0.11.2).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +90,7 @@ def num_kernel_rows(num_rows: int, num_experts: int) -> int:
 def tiles_by_kernel(
     x: Array, choices: Choices, weights: Weights, how: How, interpret: Any = None
 ) -> Float32[Array, "tokens hidden"]:
-    """Each tile reads its expert's weights in place.
+    """Each tile reads its expert's weights in place. Its gradients are `tiles_by_xla`'s, made of x anew.
 
     Args:
         x: Tokens.
@@ -98,6 +99,17 @@ def tiles_by_kernel(
         how: Static; the products are of 16 bits, with sums in f32.
         interpret: As `grouped_matmul` has it.
     """
+    static = choices.scales_input, how, interpret
+    return _by_kernel(static, x, choices.experts, choices.scores, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(
+    static: tuple[bool, How, Any], x: Array, experts: Array, scores: Array, weights: Weights
+) -> Array:
+    """See tiles_by_kernel."""
+    scales_input, how, interpret = static
+    choices = Choices(experts, scores, scales_input)
     num_experts, intermediate, hidden = weights.down.shape
     num_rows = choices.experts.size
     num_tiles = num_kernel_rows(num_rows, num_experts) // TILE_ROWS
@@ -114,6 +126,23 @@ def tiles_by_kernel(
         bias = scaled_bias(of_places(weights.down_bias), scores, choices.scales_input)
         out = (out.astype(jnp.float32) + bias).astype(x.dtype)
     return tiles.summed(out, choices)
+
+
+def _forward(static: tuple[bool, How, Any], *given: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _by_kernel(static, *given), given
+
+
+def _backward(static: tuple[bool, How, Any], given: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
+    scales_input, how, _ = static
+
+    def run(x: Array, experts: Array, scores: Array, weights: Weights) -> Array:
+        return tiles_by_xla(x, Choices(experts, scores, scales_input), weights, how)
+
+    _, pull_back = jax.vjp(run, *given)
+    return pull_back(grad)
+
+
+_by_kernel.defvjp(_forward, _backward)
 
 
 def tiles_by_xla(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:

@@ -11,13 +11,14 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.models import expert_products
+from jattn.models import expert_products, expert_tiles
 from jattn.models.expert_parts import How, Weights
 from jattn.models.expert_products import MAX_DENSE_TOKENS, all_experts, each_row, way
 from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
 from jattn.models.experts import ClampedSwiGLU, Experts, Routing
 from jattn.models.layers import MLP
 from jattn.models.specs import MLPSpec
+from pallas_kernels.derivatives import given_to_kernel
 
 HIDDEN, INTERMEDIATE = 24, 40
 # Tokens that make each way of computing the products: fewer rows than experts, all experts, tiles.
@@ -333,6 +334,25 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
     wide = Weights(*(None if array is None else array.astype(jnp.float32) for array in weights))
     want = tiles_by_xla(x.astype(jnp.float32), choices, wide, How(layer.activation, "highest"))
     assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
+
+
+def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
+    def product(x, weights, group_of_tile, *, outputs_first=False, interpret=None):
+        x = given_to_kernel(x, "grouped_matmul", "None")  # as the kernel, whose results no gradient reads
+        return jnp.zeros((len(x), weights.shape[1 if outputs_first else 2]), x.dtype) + x[:, :1]
+
+    monkeypatch.setattr(expert_tiles, "grouped_matmul", product)
+    layer, x = make("gpt_oss", dtype=jnp.bfloat16), tokens(9, dtype=jnp.bfloat16)
+    choices, how = layer.choices(x), How(layer.activation, layer.precision)
+
+    def gradients(run):
+        of = lambda x, scores, weights: run(x, choices._replace(scores=scores), weights, how)
+        pull_back = lambda *given: jax.vjp(of, *given)[1](x.astype(jnp.float32))
+        return jax.tree.leaves(jax.jit(pull_back)(x, choices.scores, layer.weights()))
+
+    for got, want in zip(gradients(tiles_by_kernel), gradients(tiles_by_xla), strict=True):
+        assert jnp.abs(want).max() > 0
+        np.testing.assert_array_equal(got, want)
 
 
 def test_a_layer_takes_the_kernel_unless_others_are_named(monkeypatch):
