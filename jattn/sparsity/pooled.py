@@ -103,6 +103,7 @@ def _kept(
     """The blocks with the largest scores, of each head and block of queries."""
     if mass == 1:
         return s != -jnp.inf
+    s = jax.lax.stop_gradient(s)  # what is chosen has no gradient, and neither has the kernel
     if use_kernel:
         least = kernels.least_of_mass(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
         return (s >= least.reshape(*s.shape[:2], 1)) | jnp.isnan(s)

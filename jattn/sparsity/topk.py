@@ -130,7 +130,7 @@ def select_blocks(
             shapes disagree.
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
-    _check_shapes(query, bounds, block_table, seq_lens)
+    query, bounds, seq_lens = _checked(query, bounds, block_table, seq_lens)
     max_blocks = block_table.shape[1]
     _check_numbers(num_selected, max_blocks, block_size=block_size, num_recent=num_recent)
     reason = None if interpret else support.why_not_on(query, bounds, block_table)
@@ -154,6 +154,15 @@ def select_blocks(
     least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected, None]
     chosen = (scores >= least) & is_live
     return BlockMask(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size)
+
+
+def _checked(
+    query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array
+) -> tuple[Array, KeyBounds, Array]:
+    """What chooses, without gradients, as a mask has none."""
+    _check_shapes(query, bounds, block_table, seq_lens)
+    query, bounds = jax.lax.stop_gradient((query, bounds))
+    return query, bounds, seq_lens
 
 
 def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array) -> None:

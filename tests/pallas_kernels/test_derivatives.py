@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jattn
+from jattn.sparsity import KeyBounds, select_blocks, select_prefill_blocks
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.derivatives import given_to_kernel
 from tests.pallas_kernels.entries import ENTRIES, half
@@ -38,6 +40,21 @@ def test_what_is_constant_may_be_given():
         return jnp.sum(factor * run(jax.lax.stop_gradient(x), None, weight)[1].astype(jnp.float32))
 
     np.testing.assert_allclose(jax.grad(loss)(2.0), 256, rtol=1e-2)
+
+
+def test_masks_that_kernels_choose_may_depend_on_what_is_differentiated():
+    how = {"block_size": 16, "implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
+    pages = ENTRIES["paged_decode"].ints
+    spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=64)
+    step = jattn.build_batch_metadata([2], [2], None)
+
+    def chosen(x):
+        yield select_blocks(x, KeyBounds(low=x, high=2 * x), **pages, num_selected=1, **how)
+        kv = jattn.PackedKV(k=x, v=x, kv_start_loc=step.row_starts)
+        yield select_prefill_blocks(x, kv, step, spec, mass=0.5, **how)
+
+    loss = lambda x: x.sum() * sum(mask.blocks.sum().astype(x.dtype) for mask in chosen(x))
+    assert jax.eval_shape(jax.grad(loss), half(2, 8, 64)).shape == (2, 8, 64)
 
 
 def test_nothing_is_compiled_of_it():
