@@ -159,10 +159,10 @@ def select_blocks(
 def _checked(
     query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array
 ) -> tuple[Array, KeyBounds, Array]:
-    """What chooses, without gradients, as a mask has none."""
+    """What chooses, without gradients, as a mask has none; lengths do not wrap where blocks are counted."""
     _check_shapes(query, bounds, block_table, seq_lens)
     query, bounds = jax.lax.stop_gradient((query, bounds))
-    return query, bounds, seq_lens
+    return query, bounds, seq_lens.astype(jnp.int32)
 
 
 def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array) -> None:

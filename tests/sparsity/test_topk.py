@@ -154,6 +154,14 @@ def test_bounds_take_slots_of_few_bits():
     np.testing.assert_array_equal(narrow.high, wide.high)
 
 
+@pytest.mark.usefixtures("types_unchecked")  # the annotation has int32 alone
+def test_a_selection_takes_lengths_of_few_bits():
+    _, bounds, _, query = filled(reqs=2)
+    table, lens = np.arange(128).reshape(2, 64) % 9, np.array([254, 7])
+    choose = lambda lens: select_blocks(query, bounds, table, lens, num_selected=1, block_size=4).blocks
+    np.testing.assert_array_equal(choose(lens.astype(np.uint8)), choose(lens.astype(np.int32)))
+
+
 def test_keys_that_are_fewer_than_slots_are_named():
     with pytest.raises(
         ValueError, match=r"key must have at least as many tokens as slot_mapping \(3\), got 2"
