@@ -50,6 +50,14 @@ def num_parts(model: Any) -> int:
     return 1 if mesh is None else mesh.size
 
 
+def num_local_parts(model: Any) -> int:
+    """As `num_parts`, of this process's devices."""
+    mesh = _mesh_of(model)
+    if mesh is None:
+        return 1
+    return sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
 def num_ranks(model: Any) -> int:
     """Devices that the keys of a request are spread over; 1 where the model has no mesh."""
     mesh = _mesh_of(model)

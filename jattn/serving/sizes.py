@@ -12,6 +12,7 @@ from jattn.metadata.buckets import default_buckets
 from jattn.parallel import num_parts, num_ranks
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
+from jattn.serving.memory import require_fits
 from jattn.serving.prompts import require_list_of_ints
 from jattn.serving.reach import near_layers_of, near_reach_of, reach_of, turning_length_of
 from jattn.serving.scheduler import Scheduler
@@ -221,11 +222,10 @@ class StepLimits(NamedTuple):
             draft: A model whose caches, of as many blocks, share the memory.
 
         Raises:
-            ValueError: Both are given, or not even two blocks fit.
+            ValueError: Both are given, not even two blocks fit, or the device cannot hold them.
         """
         if num_blocks is not None:
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
-            return num_blocks
         specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
         own = [spec for spec, is_near in zip(specs, near_layers_of(model), strict=False) if is_near]
         if draft is not None:
@@ -233,8 +233,14 @@ class StepLimits(NamedTuple):
             specs += draft.cache_specs(1, block_size=self.block_size, **plain)
         most = self._blocks_at_once(model) * self.max_num_seqs + 1
         size, near_size = (sum(one.bytes_per_block for one in of) // num_parts(model) for of in (specs, own))
-        near: Any = {"near_bytes": near_size, "most_near": self._most_near_blocks(model)}
-        return num_blocks_in(cache_bytes, size, most=most, **near)
+        most_near = self._most_near_blocks(model)
+        name, value = ("num_blocks", num_blocks) if cache_bytes is None else ("cache_bytes", cache_bytes)
+        if num_blocks is None:
+            near: Any = {"near_bytes": near_size, "most_near": most_near}
+            num_blocks = num_blocks_in(cache_bytes, size, most=most, **near)
+        total = num_blocks * size - max(num_blocks - most_near, 0) * near_size
+        require_fits(name, num_blocks if value is None else value, total, model)
+        return num_blocks
 
     def _most_near_blocks(self, model: ServedModel) -> int:
         """Blocks that are enough for layers with blocks of their own; 0 where there are none."""

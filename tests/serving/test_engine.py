@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import jattn.models
 from jattn.bucket import Bucket
+from jattn.models.loading import load_shapes
+from jattn.parallel import make_mesh
 from jattn.serving.engine import Engine
+from jattn.serving.memory import memory_of_device
 from jattn.serving.prompts import token_ids_of
 from jattn.serving.sampling_params import SamplingParams
 from tests.compilations import compilations
@@ -519,6 +523,25 @@ class TestCacheSize:
         device.stats = {"bytes_limit": 30 * per_block, "bytes_in_use": 10 * per_block}
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
         assert Engine(golden.model).stats.num_blocks == 16 - 1
+
+    @pytest.mark.parametrize("mesh", [None, make_mesh()], ids=["one device", "a mesh"])
+    @pytest.mark.parametrize(
+        ("sizes", "got"),
+        [
+            ({"num_blocks": 2**40}, f"num_blocks must fit .*; these caches take .*, got {2**40}"),
+            ({"cache_bytes": 2**60}, f"cache_bytes must fit .*, got {2**60}"),
+            ({"block_size": 2**40}, r"num_blocks must fit .*, got 2\."),
+        ],
+    )
+    def test_what_no_memory_holds_is_refused(self, sizes, got, mesh):
+        """Host lists of so many blocks filled the memory, and the process was killed."""
+        with pytest.raises(ValueError, match=got):
+            Engine(load_shapes(GOLDEN / "hf" / "llama", mesh=mesh), **sizes)
+
+    def test_devices_of_a_cpu_share_the_host_s_memory(self):
+        mesh = Mesh(np.array([jax.devices()[0]] * 4).reshape(2, 2), ("tp", "cp"))
+        shapes = load_shapes(GOLDEN / "hf" / "llama", mesh=mesh)
+        assert memory_of_device(shapes) == memory_of_device(None) // 4
 
 
 GOOD = [1, 2, 3]
