@@ -22,6 +22,7 @@ from jattn.metadata.cascade import CascadeMetadata, check_causal_rows
 from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
+from jattn.sharded_arrays import require_uncut
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_bool, require_shape, require_type
 
@@ -135,6 +136,7 @@ def checked(
         how: dict[str, Any] = {"sinks": sinks, "implementation": implementation}
         return functools.partial(attend_cascade, query, cache, parts, spec, plans, **how)
     chosen = _chosen(layer_of(spec, cache, query.dtype), metadata, plan, mask, implementation)
+    require_uncut(chosen.choices, query, cache)
     of_call: dict[str, Any] = {"layer": chosen, "return_lse": return_lse}
     return functools.partial(_attend_once, query, cache, metadata, plan, mask, per_head, **of_call)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks
@@ -159,6 +160,50 @@ STRIDED = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2)
 BLOCKS = masks.BlockMask(
     blocks=np.random.default_rng(0).random((8, 2, 1, 6)) < 0.5, block_q=None, block_kv=64
 )
+
+
+class TestExplicitAxes:
+    """What `jax.make_mesh` makes unless told otherwise; JAX refused products and loops deep inside."""
+
+    MESH = jax.make_mesh((1,), ("heads",))
+    SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    BY_HEADS = P(None, "heads")
+
+    def given(self, is_packed):
+        draw = lambda i, heads: jax.random.normal(jax.random.key(i), (6, heads, 8))
+        query, key, value = draw(0, 4), draw(1, 2), draw(2, 2)
+        table = None if is_packed else np.arange(1, 3)[:, None]
+        metadata = jattn.build_batch_metadata([4, 2], [4, 2], table, block_size=4)
+        if is_packed:
+            return query, jattn.PackedKV(k=key, v=value, kv_start_loc=jnp.array([0, 4])), metadata
+        spec = jattn.CacheSpec(
+            num_blocks=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32, layout="HND"
+        )
+        cache = jattn.write_kv(jattn.PagedCache.create(spec), key, value, metadata.slot_mapping)
+        return query, cache, metadata
+
+    def cut(self, array):
+        return jax.device_put(array, jax.NamedSharding(self.MESH, self.BY_HEADS))
+
+    @pytest.mark.parametrize("is_packed", [True, False])
+    def test_are_refused_by_name_where_they_cut(self, is_packed):
+        query, cache, metadata = self.given(is_packed)
+        reason = r" on a mesh as P\(None, 'heads', .*\): attend is not told of axes that are Explicit"
+        with pytest.raises(NotImplementedError, match=f"query{reason}"):
+            jattn.attend(self.cut(query), cache, metadata, self.SPEC)
+        cut_keys = dataclasses.replace(cache, k=self.cut(cache.k))
+        with pytest.raises(NotImplementedError, match=f"cache.k{reason}"):
+            jax.eval_shape(lambda cache: jattn.attend(query, cache, metadata, self.SPEC), cut_keys)
+
+    @pytest.mark.parametrize("is_packed", [True, False])
+    def test_are_taken_in_a_shard_map(self, is_packed):
+        query, cache, metadata = self.given(is_packed)
+        run = lambda query, cache: jattn.attend(query, cache, metadata, self.SPEC)
+        of_cache = jax.tree.map(lambda x: self.BY_HEADS if x.ndim > 2 else P(), cache)
+        specs, out = (self.BY_HEADS, of_cache), self.BY_HEADS
+        mapped = jax.jit(jax.shard_map(run, mesh=self.MESH, in_specs=specs, out_specs=out))
+        cut = jax.tree.map(lambda x: self.cut(x) if x.ndim > 2 else x, (query, cache))
+        np.testing.assert_array_equal(mapped(*cut), run(query, cache))
 
 
 @pytest.mark.kernels
