@@ -6,6 +6,7 @@ block's own id, in a cache whose blocks are so much smaller.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jattn.metadata.batch import BatchMetadata
 from jattn.metadata.namespace import AnyArray, IntLike, IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import replace
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,19 +81,32 @@ def get_dcp_local_seq_lens(
         One number per request, or one column per rank when dcp_rank is None.
 
     Raises:
-        ValueError: dcp_rank is none of the ranks, or a size is not positive.
+        ValueError: dcp_rank is none of the ranks, or a size is no positive int.
 
     Source: vLLM `get_dcp_local_seq_lens`.
     """
-    require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
-    if isinstance(dcp_rank, int | np.integer):
-        require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
+    require_ranks(dcp_size, cp_kv_cache_interleave_size)
     xp, lens, rank = with_namespace(seq_lens=seq_lens, dcp_rank=dcp_rank)
+    require_rank(dcp_rank, dcp_size)
     ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
     lens = lens[:, None] if rank is None else lens
     full_rounds = lens // (cp_kv_cache_interleave_size * dcp_size) * cp_kv_cache_interleave_size
     rest = lens - full_rounds * dcp_size - ranks * cp_kv_cache_interleave_size
     return (full_rounds + xp.clip(rest, 0, cp_kv_cache_interleave_size)).astype(np.int32)
+
+
+def require_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> None:
+    """Both must be positive ints: with others lengths and slots come out as of no rank."""
+    sizes = {"dcp_size": dcp_size, "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size}
+    require_int(**sizes)
+    require_positive(**sizes)
+
+
+def require_rank(dcp_rank: Any, dcp_size: int) -> None:
+    """It must be one of the ranks, as far as the host knows it; None = all of them."""
+    if dcp_rank is not None and not isinstance(dcp_rank, jax.Array):
+        require_shape("dcp_rank", np.shape(dcp_rank), (), "one rank")
+        require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
 
 
 def slots_of_rank(metadata: BatchMetadata, ranks: Ranks) -> Int32[Array, " tokens"]:

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.metadata.host import int_table
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
+from jattn.metadata.ranks import require_rank, require_ranks
 from jattn.metadata.slots import gather_blocks, slots_in
-from pallas_kernels.checks import require, require_positive, require_shape
+from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 
 class CombinedAttention(NamedTuple):
@@ -28,11 +29,18 @@ def max_dcp_local_seq_len(
 ) -> IntLike:
     """A bound on what any rank stores of a request with up to `max_seq_len` keys.
 
+    Raises:
+        ValueError: max_seq_len is no int, or a size no positive one.
+
     Source: vLLM V1 FlashAttention builder, `max_dcp_context_kv_len`.
     """
-    require_positive(dcp_size=dcp_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
-    per_round = dcp_size * cp_kv_cache_interleave_size
-    return (max_seq_len + per_round - 1) // per_round * cp_kv_cache_interleave_size
+    require_ranks(dcp_size, cp_kv_cache_interleave_size)
+    if isinstance(max_seq_len, jax.Array | np.ndarray):
+        _, length = with_namespace(max_seq_len=max_seq_len)
+    else:
+        require_int(max_seq_len=max_seq_len)
+        length = int(max_seq_len)  # numpy's in few bits wraps
+    return -(-length // (dcp_size * cp_kv_cache_interleave_size)) * cp_kv_cache_interleave_size
 
 
 def compute_dcp_slot_mapping(
@@ -59,24 +67,26 @@ def compute_dcp_slot_mapping(
         cp_kv_cache_interleave_size: Neighbouring positions that stay together; divides block_size.
 
     Raises:
-        ValueError: block_size is no multiple of the interleave, rows and positions are of several lengths,
-            dcp_rank is none of the ranks, or, on the host, a slot is beyond int32.
+        ValueError: A size is no positive int, block_size is no multiple of the interleave, rows and positions
+            are of several lengths, dcp_rank is none of the ranks, or, on the host, a slot is beyond int32.
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
     interleave = cp_kv_cache_interleave_size
-    require_positive(block_size=block_size, dcp_size=dcp_size, cp_kv_cache_interleave_size=interleave)
+    require_ranks(dcp_size, interleave)
+    require_int(block_size=block_size)
+    require_positive(block_size=block_size)
     require(
         block_size % interleave == 0,
         "block_size",
         f"be a multiple of cp_kv_cache_interleave_size ({interleave})",
         block_size,
     )
-    if isinstance(dcp_rank, int | np.integer):
-        require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
+    require(dcp_rank is not None, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
     xp, table, row, position, rank = with_namespace(
         block_table=int_table("block_table", block_table), rows=rows, positions=positions, dcp_rank=dcp_rank
     )
+    require_rank(dcp_rank, dcp_size)
     require_shape("positions", position.shape, row.shape, "one for each of rows")
     offset = position % (block_size * dcp_size)
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)

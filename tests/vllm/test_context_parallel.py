@@ -224,3 +224,46 @@ def test_a_rank_that_is_not_there_and_arrays_of_other_tokens_are_refused():
         compute_dcp_slot_mapping([[1, 2]], [0, 0], [0, 1], 4, dcp_size=2, dcp_rank=5)
     with pytest.raises(ValueError, match=r"positions must have shape \(1,\) .*, got \(3,\)"):
         compute_dcp_slot_mapping([[1, 2]], [0], [0, 1, 2], 4, dcp_size=2, dcp_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dcp_size": 2.5}, r"dcp_size must be an int, got 2\.5"),
+        ({"cp_kv_cache_interleave_size": 1.5}, r"cp_kv_cache_interleave_size must be an int, got 1\.5"),
+    ],
+)
+def test_ranks_that_are_no_ints_are_refused(sizes, message, types_unchecked):
+    """Lengths and slots came out as of no rank: of 10 keys 4 on each of 2.5."""
+    sizes = {"dcp_size": 2} | sizes
+    table = ([[1, 2]], [0], [5], 3)
+    for run in (
+        lambda: get_dcp_local_seq_lens([10], **sizes),
+        lambda: max_dcp_local_seq_len(10, **sizes),
+        lambda: compute_dcp_slot_mapping(*table, **sizes, dcp_rank=0),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_a_rank_is_one_of_them_however_it_is_given(types_unchecked):
+    """Of others, and of None, all slots were -1: nothing was written anywhere."""
+    slots_of = lambda rank: compute_dcp_slot_mapping([[1, 2]], [0], [5], 4, dcp_size=2, dcp_rank=rank)
+    for rank in (np.array(7), None):
+        with pytest.raises(ValueError, match=rf"dcp_rank must lie in \[0, 2\), got {rank}"):
+            slots_of(rank)
+    with pytest.raises(ValueError, match=r"dcp_rank must have shape \(\) \(one rank\), got \(1,\)"):
+        slots_of([0])
+    with pytest.raises(ValueError, match=r"dcp_rank must lie in \[0, 2\), got 5"):
+        get_dcp_local_seq_lens(jnp.array([10]), 2, np.array(5))
+    assert slots_of(np.array(1)).tolist() == slots_of(1).tolist() == [6]
+
+
+def test_a_bound_of_numpy_s_ints_does_not_wrap(types_unchecked):
+    for length in (np.int8(127), np.array(127, np.int8), jnp.array(127, jnp.int8)):
+        assert int(max_dcp_local_seq_len(length, 2, 4)) == 64
+    largest = 2**31 - 1
+    for length in (np.int32(largest), jnp.array(largest, jnp.int32)):
+        assert int(max_dcp_local_seq_len(length, 2, 4)) == 2**30
+    with pytest.raises(ValueError, match=r"max_seq_len must be an int, got 10\.5"):
+        max_dcp_local_seq_len(10.5, 2)
