@@ -37,11 +37,17 @@ def make_mesh(tp: int = 1, cp: int = 1) -> Mesh:
 def check_mesh(mesh: Any) -> None:
     """A mesh must be one that models run on.
 
+    Axes that are Explicit, as `jax.make_mesh` makes them, follow arrays out of a model, where not all that is
+    done with these says how the results are cut.
+
     Raises:
-        ValueError: It is no mesh with the axes "tp" and "cp".
+        ValueError: It is no mesh with the axes "tp" and "cp", or these are not Auto.
     """
     require_type("mesh", mesh, Mesh, "jattn.parallel.make_mesh makes one")
     require(mesh.axis_names == (TP, CP), "mesh's axes", f"be {(TP, CP)}", mesh.axis_names)
+    kinds = tuple(kind.name for kind in mesh.axis_types)
+    are_auto = set(mesh.axis_types) == {AxisType.Auto}
+    require(are_auto, "mesh's axes", "be Auto (jattn.parallel.make_mesh makes such)", kinds)
 
 
 def num_parts(model: Any) -> int:

@@ -119,6 +119,13 @@ class TestWhatDoesNotFit:
             check_mesh(mesh_of(2, names=("x", "y")))
 
     @pytest.mark.parametrize("of", [load, load_shapes])
+    def test_a_mesh_s_axes_are_auto(self, of):
+        """Of Explicit ones, as jax makes them, prompt_logprobs failed in JAX, and with it all requests."""
+        rule = r"mesh's axes must be Auto \(jattn.parallel.make_mesh .*\), got \('Explicit', 'Explicit'\)"
+        with pytest.raises(ValueError, match=rule):
+            of(LLAMA, mesh=jax.make_mesh((1, 1), ("tp", "cp")))
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
     def test_query_heads(self, of):
         with pytest.raises(ValueError, match=r"num_attention_heads must be a multiple .*\(4\), got 6"):
             of(LLAMA, mesh=mesh_of(4))
