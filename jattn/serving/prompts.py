@@ -126,9 +126,11 @@ def build_request(
     most = _most_new_tokens(name, len(token_ids), params.max_tokens, limits)
     new_mask = token_masks(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars)
 
+    # A prompt whose logits are wanted is computed, every token of it.
+    is_shared = limits.shares_prefixes and params.prompt_logprobs is None
+    hashes = BlockHashes(limits.block_size, token_ids) if is_shared else None
+
     def generation(params: SamplingParams) -> Generation:
-        # A prompt whose logits are wanted is computed, every token of it.
-        is_shared = limits.shares_prefixes and params.prompt_logprobs is None
         return Generation(
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
@@ -136,7 +138,7 @@ def build_request(
             sampling_params=params,
             eos_ids=frozenset() if params.ignore_eos else eos_ids,
             text=TextStream(tokenizer, token_ids, skip_special_tokens=params.skip_special_tokens),
-            hashes=BlockHashes(limits.block_size, token_ids) if is_shared else None,
+            hashes=None if hashes is None else hashes.copy(),
             mask=new_mask(),
         )
 

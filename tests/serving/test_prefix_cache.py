@@ -21,6 +21,15 @@ def test_a_digest_tells_the_tokens_of_its_block_and_all_before():
     assert len(set(BlockHashes(4, [1] * 12)[:])) == 3
 
 
+def test_a_copy_of_hashes_grows_by_itself():
+    hashes = BlockHashes(4, range(7))
+    copy = hashes.copy()
+    copy.extend([7, 8])
+    hashes.extend([9])
+    for found, wanted in ((copy, [*range(9)]), (hashes, [*range(7), 9])):
+        assert (found[:], found.num_tokens) == (BlockHashes(4, wanted)[:], len(wanted))
+
+
 def test_a_block_is_not_full_before_its_last_token():
     hashes = BlockHashes(4, range(7))
     assert len(hashes) == 1
