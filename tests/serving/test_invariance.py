@@ -200,7 +200,8 @@ class Foreign(nnx.Module):
     """What the engine wants of a model, and no layer of ours."""
 
     config, tokenizer = MODEL.config, None
-    cache_specs = create_caches = plan = logits = __call__ = lambda *_: None
+    cache_specs = lambda *_, **__: ()
+    create_caches = plan = logits = __call__ = lambda *_: None
 
 
 REFUSED = [
