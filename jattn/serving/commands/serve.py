@@ -100,9 +100,16 @@ def with_config(argv: Sequence[str]) -> list[str]:
         return list(argv)
     values = _read(pathlib.Path(found.config))
     require(isinstance(values, dict), "config", "hold options by their names", repr(values))
-    words = [word for name, value in values.items() for word in _words(str(name), value)]
     known: argparse.ArgumentParser = OneLineParser(prog="jattn")
     add_serve(known.add_subparsers())
+    untold = vars(known.parse_args(["serve", "--model="]))
+    # A switch that is off where nobody turns it on has no --no- to be told so by.
+    told = {
+        name: value
+        for name, value in values.items()
+        if not (value is False and untold.get(str(name).replace("-", "_")) is False)
+    }
+    words = [word for name, value in told.items() for word in _words(str(name), value)]
     _, unknown = known.parse_known_args(["serve", "--model=", *words])
     unknown += [word for word in words if word.startswith("--config=")]
     require(not unknown, "config", "hold options of jattn serve", unknown)

@@ -117,6 +117,15 @@ class TestOptions:
         assert args.served_model_name == ["g"]
         assert build_parser().parse_args(["serve", "--model=DIR"]).skip_layers == []
 
+    def test_switches_of_a_file_are_on_or_off(self, tmp_path):
+        config = tmp_path / "serve.yaml"
+        config.write_text(
+            "batch-invariant: false\ndisable_custom_all_reduce: true\ncascade-attention: false\n"
+        )
+        args = build_parser().parse_args(with_config(["serve", f"--config={config}", "--model=DIR"]))
+        switches = args.batch_invariant, args.disable_custom_all_reduce, args.cascade_attention
+        assert switches == (False, True, False)
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -124,6 +133,7 @@ class TestOptions:
             ("a: b: c", "config must be YAML, got mapping values are not allowed here, in line 1"),
             ("\udcff", r"config must be YAML, got 'utf-8' codec can't decode byte 0xff"),
             ("nope: 1\nport: 2", r"config must hold options of jattn serve, got \['--nope=1'\]"),
+            ("nope: false", r"config must hold options of jattn serve, got \['--no-nope'\]"),
             ("config: other.yaml", r"config must hold options of jattn serve, got \['--config=other.yaml'\]"),
             ("port: {a: 1}", r"config: port must be a value or a list, got \{'a': 1\}"),
         ],
