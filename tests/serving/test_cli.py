@@ -240,6 +240,12 @@ class TestDoctor:
         for feature in doctor.FEATURES:
             assert any(line.startswith(feature + "  ") for line in out.splitlines())
 
+    def test_options_of_an_engine_are_a_model_s(self, capsys):
+        assert main(["doctor", "--quantization=fp8"]) == 1
+        out, err = capsys.readouterr()
+        told = "jattn: quantization must be left out without a model (--model DIR), got fp8.\n"
+        assert (out, err) == ("", told)
+
     def test_of_a_model_every_bucket_has_its_table(self, capsys, monkeypatch):
         monkeypatch.setattr("jattn.models.loading.load", None)  # weights are not needed
         options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--quantization", "fp8_e4m3"]

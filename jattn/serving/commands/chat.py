@@ -18,6 +18,7 @@ from jattn.serving.commands.options import (
     add_sampling_options,
     asked_for,
     make_engine,
+    require_silence,
 )
 from jattn.serving.sampling_params import SamplingParams
 from pallas_kernels.checks import require
@@ -33,7 +34,7 @@ def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face folder; with --url a served name")
     parser.add_argument("--url", help="of a server with OpenAI's API, in the place of a folder")
     parser.add_argument("--api-key", metavar="KEY", help="of that server")
-    parser.add_argument("--chat-template", metavar="FILE", help="in the place of the folder's")
+    _add_template(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer [to the context's end]")
     add_sampling_options(parser)
@@ -41,9 +42,18 @@ def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add_node_options(parser)
 
 
+def _add_template(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chat-template", metavar="FILE", help="in the place of the folder's")
+
+
 def chat(args: argparse.Namespace) -> None:
     """Answers line by line, until the input ends. Ctrl-C ends an answer; at the prompt, the conversation."""
     require(args.url is not None or args.model is not None, "model", "be a folder, or url a server", None)
+    if args.url is None:
+        require(args.api_key is None, "api_key", "be left out without a server (--url)", "one")
+    else:
+        of_folders = [_add_template, add_engine_options, add_node_options]
+        require_silence(args, of_folders, "be left out with url: it is the server's")
     speak = _of_folder(args) if args.url is None else _of_server(args)
     messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
     while (said := _next_line()) is not None:

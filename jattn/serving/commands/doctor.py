@@ -3,7 +3,7 @@
 import argparse
 
 from jattn.models.loading import load_shapes
-from jattn.serving.commands.options import add_engine_options, make_engine
+from jattn.serving.commands.options import add_engine_options, make_engine, require_silence
 from jattn.serving.doctor import report
 
 
@@ -17,4 +17,8 @@ def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def doctor(args: argparse.Namespace) -> None:
     """Tells it of this machine, or of a model on it."""
-    print(report() if args.model is None else make_engine(args, load_shapes).explain())
+    if args.model is None:
+        require_silence(args, [add_engine_options], "be left out without a model (--model DIR)")
+        print(report())
+    else:
+        print(make_engine(args, load_shapes).explain())

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
@@ -111,6 +111,24 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="the text ends before it; may be repeated"
     )
+
+
+def require_silence(args: argparse.Namespace, adds: Sequence[Callable[..., None]], rule: str) -> None:
+    """Refuses options that nothing would come of.
+
+    Args:
+        args: Of the command.
+        adds: What gave its parser these options.
+        rule: What is said of one that is another than where nobody says it.
+
+    Raises:
+        ValueError: One is; the message names it.
+    """
+    parser: argparse.ArgumentParser = OneLineParser()
+    for add in adds:
+        add(parser)
+    for name, value in vars(parser.parse_args([])).items():
+        require(getattr(args, name) == value, name, rule, getattr(args, name))
 
 
 def asked_for(args: argparse.Namespace) -> dict[str, Any]:

@@ -135,6 +135,13 @@ class TestChat:
             (["--url=ftp://x"], "url must be http://HOST:PORT, got ftp://x"),
             (["--url=http://127.0.0.1:1"], "Connect call failed"),
             (
+                ["--url=http://x", "--quantization=fp8"],
+                "quantization must be left out with url: it is the server's, got fp8",
+            ),
+            (["--url=http://x", "--skip-layers=0"], "skip_layers must be left out with url: "),
+            (["--url=http://x", "--chat-template=a"], "chat_template must be left out with url: "),
+            (["--model=DIR", "--api-key=a"], "api_key must be left out without a server (--url), got one"),
+            (
                 ["--model=examples/tiny_model"],
                 r"model must have a chat template (or give --chat-template FILE)",
             ),
