@@ -83,14 +83,22 @@ def refuse(body: GenerationBody, allowed: Mapping[str, tuple[Any, ...]]) -> None
     spaces = () if body.skip_special_tokens else (True,)  # with it, they make no difference
     names = OFF | dict(allowed) | ({"spaces_between_special_tokens": spaces} if spaces else {})
     for name, values in names.items():
-        value = getattr(body, name)
-        if value is not None and value not in values:
-            told = f"{name}: {value!r} is not served. Leave it out."
-            raise ApiError(400, told, name, "unsupported_value")
+        refuse_other(name, getattr(body, name), values)
     is_alone = body.stream_options is None or body.stream
     require(is_alone, "stream_options", "be null without stream", body.stream_options)
     wants_prompt = body.prompt_logprobs is not None and body.stream
     require(not wants_prompt, "prompt_logprobs", "be null with stream", body.prompt_logprobs)
+
+
+def refuse_other(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuses a parameter that is known and not served, but for values that ask for nothing; None is one.
+
+    Raises:
+        ApiError: It has another.
+    """
+    if value is not None and value not in allowed:
+        told = f"{name}: {value!r} is not served. Leave it out."
+        raise ApiError(400, told, name, "unsupported_value")
 
 
 def require_place(name: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:

@@ -6,6 +6,7 @@ from starlette.responses import JSONResponse, Response
 from jattn.serving.server.bodies import read
 from jattn.serving.server.conversation import chat_tokens
 from jattn.serving.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizeCompletionBody
+from jattn.serving.server.sampling import refuse_other
 from jattn.serving.server.service import Service
 from jattn.serving.text import encoded
 
@@ -18,6 +19,7 @@ async def tokenize(request: Request) -> Response:
     )
     service.check_model(body.model)
     if isinstance(body, TokenizeChatBody):
+        refuse_other("chat_template", body.chat_template, ())
         ids = await chat_tokens(service, body)
     else:
         special = body.add_special_tokens

@@ -151,6 +151,13 @@ def the_next_request_is_served(server):
         ),
         ("/detokenize", {"tokens": [999]}, 400, "tokens", r"must be in the vocabulary.*\[999\]"),
         ("/tokenize", {"prompt": 5}, 400, "prompt", "prompt"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"},
+            400,
+            "chat_template",
+            "'x' is not served",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(server, path, body, status, param, message):
