@@ -133,6 +133,7 @@ class TestGenerate:
             ([*MODEL, "text"], "prompts[0] must be token ids (the model has no tokenizer.json), got 'text'."),
             ([*MODEL, "--temperature", "-1", "a"], "temperature must be at least 0, got -1.0."),
             (["generate", "--model", "no/such/folder", "a"], "no/such/folder"),
+            (["generate", "--model=no/such", "--max-tokens=0", "a"], "max_tokens must be positive, got 0."),
             ([*MODEL, "--tensor-parallel-size", "99", "a"], "tp * cp must be at most the number of devices"),
             ([*MODEL, "--tensor-parallel-size", "0", "a"], "tp must be positive, got 0."),
             ([*MODEL, "--cp-kv-cache-interleave-size", "0", "a"], "interleave_size must be positive, got 0."),
@@ -173,6 +174,13 @@ class TestGenerate:
         command[command.index("fp8_e4m3")] = "int8_static_v"
         assert main(command) == 1
         assert "jattn: kv_scales must have a v_scale per channel" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("text", ["a", "0,", "0;1", "1.5"])
+    def test_layers_are_numbers(self, capsys, text):
+        with pytest.raises(SystemExit, match="2"):
+            main([*MODEL, f"--skip-layers={text}", "a"])
+        told = f"argument --skip-layers: must be numbers with commas between, got {text!r}. See "
+        assert told in capsys.readouterr().err
 
     def test_a_command_is_needed(self, capsys):
         with pytest.raises(SystemExit, match="2"):

@@ -31,7 +31,7 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def generate(args: argparse.Namespace) -> None:
     """Completes prompts."""
     asked = asked_for(args)
-    SamplingParams(**asked)  # an error now, not when the model is loaded
+    SamplingParams(**asked, max_tokens=args.max_tokens)  # an error now, not when the model is loaded
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()
     engine = make_engine(args, functools.partial(load, progress=is_terminal))

@@ -163,4 +163,8 @@ def _mesh(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        told = f"must be numbers with commas between, got {text!r}"
+        raise argparse.ArgumentTypeError(told) from None
