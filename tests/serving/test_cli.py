@@ -230,6 +230,13 @@ class TestMain:
         assert main(["generate", "--model", str(tmp_path), "--dtype=float16", "--max-tokens=1", "a"]) == 0
         assert dtypes == [jax.numpy.float16]
 
+    def test_a_draft_model_is_loaded_as_the_model_is(self, tmp_path, recorded, capsys):
+        save(one_layer_model(), tmp_path)
+        words = ["generate", f"--model={tmp_path}", f"--speculative={tmp_path}", "--dtype=float16", "a"]
+        assert main(words) == 0
+        assert recorded.options["speculative"].dtype == jax.numpy.float16
+        assert capsys.readouterr().err == ""  # no bar: this is no terminal
+
     def test_an_interrupt_is_no_traceback(self, recorded, monkeypatch, capsys):
         def interrupted(*args, **kwargs):
             raise KeyboardInterrupt
@@ -263,6 +270,13 @@ class TestDoctor:
             assert bucket in out
         assert "4/2 heads of 32, window=(23, 0); float32 queries, NHD float8_e4m3fn x scale" in out
         assert "mosaic_gpu: the kernels need an NVIDIA GPU" in out
+
+    def test_weights_of_a_draft_model_are_not_needed_either(self, capsys, monkeypatch):
+        monkeypatch.setattr("jattn.serving.served_model.load", None)
+        folder = str(GOLDEN / "hf" / "mistral")
+        sizes = ["--max-num-seqs=2", "--max-num-batched-tokens=32"]
+        assert main(["doctor", f"--model={folder}", f"--speculative={folder}", *sizes]) == 0
+        assert "buckets" in capsys.readouterr().out
 
     @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may have the kernels")
     def test_a_cpu_gets_xla_for_everything_and_is_told_why(self):

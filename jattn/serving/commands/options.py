@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from jattn.models.scales import CalibrationWarning
 from jattn.models.sums import use_peer_memory, why_no_peer_memory
 from jattn.parallel import make_mesh
 from jattn.serving.engine import Engine
+from jattn.serving.speculative import NGRAM
 from pallas_kernels.checks import require, require_positive
 
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
@@ -140,12 +142,15 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
     """The Engine that the options ask for; what its caches lack is told on stderr."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", CalibrationWarning)
-        model = load(args.model, dtype=args.dtype, **_mesh(args))
+        how = {"dtype": args.dtype, **_mesh(args)}
+        model = load(args.model, **how)
         # Each engine of such a model must be the only one that runs on its devices, as it is here.
         wants_own = not (args.disable_custom_all_reduce or args.batch_invariant)
         if wants_own and why_no_peer_memory(model) is None:
             use_peer_memory(model)
         asked = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+        if args.speculative not in (None, NGRAM) and os.path.isdir(args.speculative):
+            asked["speculative"] = load(args.speculative, **how)
         engine = Engine(model, **asked | {"skip_layers": tuple(args.skip_layers)})
     for warning in told:
         print(f"jattn: {warning.message}", file=sys.stderr)
