@@ -107,9 +107,8 @@ def serve(make_engine: Callable[[], Engine], options: ServerOptions, sock: socke
     """
     with HttpProcess(options, sock) as http:
         http.serve(make_engine())
-        host, port = sock.getsockname()[:2]
         told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
-        print(f"Serving {options.served_model_names[0]} at http://{host}:{port}/v1, {told}", flush=True)
+        print(f"Serving {options.served_model_names[0]} at {url_of(sock)}/v1, {told}", flush=True)
         with on_signals(lambda number, frame: http.signal(number)):
             http.wait()
 
@@ -150,6 +149,12 @@ def on_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[No
     finally:
         for sig, earlier in before.items():
             signal.signal(sig, earlier)
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a socket listens, as clients are told it: an address of IPv6 stands in brackets."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listening(options: ServerOptions) -> socket.socket:

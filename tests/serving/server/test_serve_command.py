@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 
 import pytest
 
 from jattn.models import save
 from jattn.serving.cli import build_parser, main
 from jattn.serving.commands.serve import with_config
+from jattn.serving.server import lifecycle
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
 
@@ -89,6 +91,16 @@ def test_its_process_of_http_ends_where_the_engine_s_was_killed(folder):
     while pathlib.Path(f"/proc/{http_pid}").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [(("127.0.0.1", 80), "http://127.0.0.1:80"), (("::1", 80, 0, 0), "http://[::1]:80")],
+)
+def test_its_url_is_one_that_clients_take(types_unchecked, address, url):
+    sock = type("Listening", (), {"getsockname": lambda self: address})()
+    assert lifecycle.url_of(sock) == url
+    assert urllib.parse.urlsplit(url).port == 80
 
 
 class TestOptions:
