@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import pathlib
 import random
 import time
@@ -61,7 +62,9 @@ class Sample:
 def bench_serve(args: argparse.Namespace) -> None:
     """Runs each rate, prints a table, writes what is to be written."""
     sizes = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
-    require_positive(**sizes, vocab_size=args.vocab_size, request_rate=min(args.request_rate))
+    require_positive(**sizes, vocab_size=args.vocab_size)
+    for rate in args.request_rate:
+        require_positive(request_rate=rate)
     address(args.url)
     _require_writable(args.json, args.plot)
     rows = []
@@ -73,11 +76,16 @@ def bench_serve(args: argparse.Namespace) -> None:
         rows.append(summary(samples, rate, time.perf_counter() - start) | sizes)
         print("\n".join(([] if rows[1:] else [HEADER]) + [as_line(rows[-1])]), flush=True)
     if args.json is not None:
-        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+        pathlib.Path(args.json).write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
     if args.plot is not None:
         draw(rows, args.plot)
     if not any(row["num_ok"] for row in rows):
         raise ServerError("no request was answered.")
+
+
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    """A run as it is written: JSON has no infinity, and "inf" is vLLM's word for all at once."""
+    return row | ({"request_rate": "inf"} if row["request_rate"] == math.inf else {})
 
 
 def _require_writable(json_file: str | None, plot: str | None) -> None:

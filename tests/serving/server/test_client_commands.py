@@ -181,6 +181,13 @@ class TestBench:
         assert (tmp_path / "plot.svg").read_text().count("requests a second") > 0
         assert len(capsys.readouterr().out.splitlines()) == 2 + 2
 
+    def test_all_at_once_is_a_rate_and_what_is_written_is_json(self, server, tmp_path):
+        sizes = ["--num-prompts=2", "--input-len=3", "--output-len=2", "--request-rate", "inf"]
+        file = tmp_path / "rows.json"
+        assert main(["bench-serve", f"--url={server.url}", "--api-key=secret", f"--json={file}", *sizes]) == 0
+        (row,) = json.loads(file.read_text(), parse_constant=pytest.fail)
+        assert (row["request_rate"], row["num_ok"]) == ("inf", 2)
+
     def test_what_fails_is_counted_and_told(self, server, capsys, tmp_path):
         sizes = ["--num-prompts=2", "--input-len=20", "--output-len=9", "--request-rate=99"]
         file = tmp_path / "rows.json"
@@ -230,6 +237,10 @@ class TestBench:
     def test_a_url_that_is_none_is_one_line(self, capsys):
         assert main(["bench-serve", "--url", "nonsense"]) == 1
         assert capsys.readouterr().err == "jattn: url must be http://HOST:PORT, got nonsense.\n"
+
+    def test_each_rate_is_positive(self, capsys):
+        assert main(["bench-serve", "--url=http://127.0.0.1:1", "--request-rate", "4", "nan"]) == 1
+        assert "request_rate must be positive, got nan" in capsys.readouterr().err
 
     def test_sizes_are_positive(self, capsys):
         assert main(["bench-serve", "--num-prompts=0"]) == 1
