@@ -21,6 +21,7 @@ from jattn.serving.commands.options import (
     require_silence,
 )
 from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.text import tokens_of
 from pallas_kernels.checks import require
 
 type Message = dict[str, str]
@@ -90,8 +91,14 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
     require(engine.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", args.model)
     params = dataclasses.replace(engine.default_sampling_params, **asked)
 
+    refusal: Any = importlib.import_module("jinja2").TemplateError
+
     def speak(messages: list[Message]) -> Iterator[str]:
-        prompt = engine.tokenizer.encode(template.render(messages), add_special_tokens=False).ids
+        try:
+            text = template.render(messages)
+        except refusal as error:
+            raise ValueError(f"messages must fit the chat template, got {error}.") from error
+        prompt = tokens_of("messages", text, engine.tokenizer, add_special_tokens=False)
         for token in engine.stream([prompt], [params]):
             yield token.text
 

@@ -114,6 +114,30 @@ class TestChat:
         (want,) = engine.generate(["<user>hi"], params)
         assert capsys.readouterr().out == want.text + "\n"
 
+    @pytest.mark.parametrize(
+        ("source", "said", "message"),
+        [
+            (TEMPLATE, "h\udcff\n", "messages must be text that UTF-8 can hold, got '<user>h\\udcff'"),
+            (
+                "{{ raise_exception('no system') }}",
+                "hi\n",
+                "messages must fit the chat template, got no system",
+            ),
+            ("{{ messages[0].content + 1 }}", "hi\n", "messages must fit the chat template, got TypeError: "),
+        ],
+    )
+    def test_what_a_folder_s_template_or_tokenizer_refuses_is_one_line(
+        self, engine, says, capsys, tmp_path, monkeypatch, source, said, message
+    ):
+        save(one_layer_model(), tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(source)
+        monkeypatch.setattr(options, "Engine", lambda model, **_: engine)
+        says(said)
+        assert main([*self.WORDS, f"--model={tmp_path}"]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"jattn: {message}")
+        assert err.count("\n") == 1
+
     def test_an_interrupt_ends_the_answer_and_not_the_conversation(self, says, capsys, monkeypatch):
         def speak(messages):
             yield "begun"
