@@ -14,7 +14,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from jattn.models.tokenizer_files import special_tokens_of
-from jattn.serving.server.template_files import templates_of
+from jattn.serving.server.template_files import templates_of, text_in
 from pallas_kernels.checks import require
 
 PROBE = "What a user says."
@@ -123,7 +123,8 @@ def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = 
     """
     special = {} if folder is None else special_tokens_of(folder)
     if file is not None:
-        return ChatTemplate(file.read_text(), special)
+        require(file.is_file(), "chat_template", "be a file", file)
+        return ChatTemplate(text_in(file), special)
     named = {} if folder is None else templates_of(folder)
     if not named:
         return None

@@ -153,3 +153,21 @@ class TestFolders:
         (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
         with pytest.raises(ValueError, match=r"^chat_template must be a Jinja2 template, got in line 2: "):
             load_chat_template(tmp_path)
+
+    @pytest.mark.parametrize(
+        "told", [5, {"a": "b"}, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}]]
+    )
+    def test_what_a_config_calls_one_and_is_none_is_named(self, tmp_path, told):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": told}))
+        rule = "tokenizer_config.json: chat_template must be a text, or names and templates, got"
+        with pytest.raises(ValueError, match=rule):
+            load_chat_template(tmp_path)
+
+    def test_files_are_named_that_are_no_text(self, tmp_path):
+        file = tmp_path / "chat_template.jinja"
+        file.write_bytes(b"a\xff")
+        for told in ((tmp_path, None), (None, file)):
+            with pytest.raises(ValueError, match=r"chat_template.jinja must be UTF-8, got 'utf-8' codec"):
+                load_chat_template(*told)
+        with pytest.raises(ValueError, match="chat_template must be a file, got "):
+            load_chat_template(None, tmp_path)
