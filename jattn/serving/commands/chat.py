@@ -33,7 +33,8 @@ def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser = commands.add_parser("chat", help="talk with a model (the extra jattn[serve])")
     parser.set_defaults(run=chat)
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face folder; with --url a served name")
-    parser.add_argument("--url", help="of a server with OpenAI's API, in the place of a folder")
+    its_own = "of a server with OpenAI's API, in the place of a folder; what is not said is as it has it"
+    parser.add_argument("--url", help=its_own)
     parser.add_argument("--api-key", metavar="KEY", help="of that server")
     _add_template(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
