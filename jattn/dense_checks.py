@@ -123,15 +123,22 @@ def last_ahead(spec: AttentionSpec) -> int | None:
 
 
 def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
-    """Each pair a block of its own, or None without pairs; axes of batch and heads may be 1, or missing."""
+    """Each pair a block of its own, or None without pairs; axes may be 1, or missing.
+
+    What says the same of all queries, or of all keys, is not written down for each of them: of padding that
+    would be queries x keys, where the array itself is keys alone.
+    """
     require(array.dtype == jnp.bool_, "mask", "be of bool", array.dtype)
     given = (1,) * (4 - array.ndim) + tuple(array.shape)
     fits = array.ndim in (2, 3, 4) and all(a in (1, b) for a, b in zip(given, shape, strict=False))
     require(fits, "mask", f"broadcast to {shape} (batch, q_heads, q_tokens, kv_tokens)", array.shape)
     if 0 in shape:
         return None
-    blocks = jnp.broadcast_to(jnp.asarray(array).reshape(given), (*given[:2], *shape[2:]))
-    return BlockMask(blocks=blocks, block_q=1, block_kv=1)
+    blocks = jnp.asarray(array).reshape(given)
+    if given[2] == 1:
+        blocks = jnp.broadcast_to(blocks, (*given[:3], shape[3]))
+        return BlockMask(blocks=blocks, block_q=None, block_kv=1)
+    return BlockMask(blocks=blocks, block_q=1, block_kv=1 if given[3] > 1 else shape[3])
 
 
 def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementation: Asked) -> Asked:

@@ -87,6 +87,31 @@ class TestAsJaxNNHasIt:
         close(jattn.attention(*given, mask=mask), want)
         close(jattn.attention(*given, mask=mask[:1]), jax.nn.dot_product_attention(*given, mask=mask[:1]))
 
+    @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
+    def test_a_mask_that_says_the_same_of_all_is_one_of_each(self, shape):
+        given, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
+        wide = jnp.broadcast_to(mask, (2, 4, 7, 10))
+        loss = lambda mask: (
+            lambda k: (jattn.attention(*given[:1], k, given[2], causal=True, mask=mask) ** 2).sum()
+        )
+        of = lambda mask: jax.value_and_grad(loss(mask))(given[1])
+        for got, want in zip(of(mask), of(wide), strict=True):
+            close(got, want)
+
+    @pytest.mark.parametrize("axis", [2, 3])
+    def test_a_mask_of_padding_is_not_written_down_for_each_pair(self, axis):
+        tokens = 4096
+        x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32)
+        of_padding = jax.ShapeDtypeStruct(
+            [1 if n == axis else (1, 1, tokens, tokens)[n] for n in range(4)], bool
+        )
+        for run in (
+            lambda x, mask: jattn.attention(x, x, x, mask=mask),
+            lambda x, mask: jattn.attention_fn(x, x, x, mask=mask),
+        ):
+            used = jax.jit(run).lower(x, of_padding).compile().memory_analysis().temp_size_in_bytes
+            assert used < tokens**2 / 4
+
     def test_gradients_of_float64_are_as_exact(self):
         has_float64_s_gradients()
 
