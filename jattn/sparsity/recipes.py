@@ -108,7 +108,8 @@ def x_attention(
     shares = jnp.where(has_queries[None, None, :, None], shares, 0.0)
     blocks, size = scores.shape[-1] * stride // block_size, block_size // stride
     weights = shares.reshape(*shares.shape[:2], blocks, size, blocks, size).sum(axis=(3, 5))
-    kept = largest(jax.lax.stop_gradient(weights), mass)
+    # In f32 shares vanish beside larger ones, and with them blocks whose keys one query may want.
+    kept = largest(jax.lax.stop_gradient(weights), mass) if mass < 1 else jnp.ones(weights.shape, bool)
     always = choosable(jnp.zeros(weights.shape), block_q=block_size, block_kv=block_size, num_first=1)
     kept = (kept | jnp.isposinf(always)) & ~jnp.isneginf(always)
     return BlockMask(blocks=kept, block_q=block_size, block_kv=block_size)

@@ -286,6 +286,12 @@ class TestXAttention:
         seen = sparsity.x_attention(q, spoiled, mass=0.2, block_size=8, stride=4).blocks
         assert seen[:, :, 1:, 1].all()
 
+    def test_all_mass_is_every_block_up_to_one_s_own(self):
+        """Of a peaked attention most shares are nothing beside the largest, in f32."""
+        q, k, _ = arrays(48)
+        seen = sparsity.x_attention(9 * q, 9 * k, mass=1.0, block_size=8, stride=4).blocks
+        np.testing.assert_array_equal(seen, np.broadcast_to(np.tri(6, dtype=bool), seen.shape))
+
     @pytest.mark.parametrize("tokens", [48, 41])
     def test_blocks_hold_the_mass_of_antidiagonals(self, tokens):
         """What fills up the last block counts for nothing."""
