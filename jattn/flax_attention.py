@@ -43,7 +43,7 @@ def attention_fn(
     dropout_rng: Any = None,
     dropout_rate: float = 0.0,
     broadcast_dropout: bool = True,
-    deterministic: bool = True,
+    deterministic: bool = False,
     dtype: DTypeLike | None = None,
     precision: Any = None,
     module: Any = None,
@@ -66,7 +66,7 @@ def attention_fn(
         dropout_rng: Not used: there is no dropout.
         dropout_rate: Must be 0 unless deterministic.
         broadcast_dropout: Not used.
-        deterministic: No dropout.
+        deterministic: No dropout, whatever its rate; False unless said, as in Flax.
         dtype: Of the output; None = the query's. Sums are f32, or f64 for f64 queries.
         precision: Not used: products are never less exact than asked for.
         module: Must be None: no weights are sown.

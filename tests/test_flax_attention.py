@@ -78,6 +78,8 @@ def test_dropout_is_refused_by_name():
     q = jnp.ones((1, 2, 1, 8))
     with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn has no dropout"):
         jattn.attention_fn(q, q, q, dropout_rate=0.5, deterministic=False)
+    with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn has no dropout"):
+        jattn.attention_fn(q, q, q, dropout_rng=jax.random.key(0), dropout_rate=0.5)  # as Flax's own function
 
 
 def test_heads_that_are_not_the_specs_are_named():
