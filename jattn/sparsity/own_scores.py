@@ -2,20 +2,22 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn.masks.arguments import require_ints
 from pallas_kernels.checks import require
 
 
-def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*rows blocks"]:
+def top_k_blocks(
+    scores: Float[Array, "*rows blocks"] | Int[Array, "*rows blocks"], k: int
+) -> Bool[Array, "*rows blocks"]:
     """The blocks with the k largest scores of each row, as `BlockMask(blocks=)` takes them. Traced.
 
     There is no gradient through a choice. Scores that are to be trained enter the output through a gate, too.
 
     Args:
-        scores: Of each block of keys; +inf = always, -inf = never. NaN counts as +inf, so that it
-            comes out of attention, as it does of dense attention.
+        scores: Of each block of keys, floats or ints; +inf = always, -inf = never. NaN counts as +inf, so
+            that it comes out of attention, as it does of dense attention.
         k: Static: how many. What scores as the last of them is taken, too.
 
     Raises:
@@ -25,7 +27,8 @@ def top_k_blocks(scores: Float[Array, "*rows blocks"], k: int) -> Bool[Array, "*
     require(hasattr(scores, "ndim"), "scores", "be an array [*rows, blocks]", type(scores).__name__)
     require(scores.ndim > 0 and scores.shape[-1] > 0, "scores", "be of at least one block", scores.shape)
     scores = jax.lax.stop_gradient(scores)
-    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
+    if not jnp.issubdtype(scores.dtype, jnp.integer):  # in f32 large ints would be equals
+        scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     least = jax.lax.top_k(scores, min(k, scores.shape[-1]))[0][..., -1:]
     return (scores >= least) & ~jnp.isneginf(scores)
 

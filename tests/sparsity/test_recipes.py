@@ -202,6 +202,10 @@ class TestTopKBlocks:
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 9), ~np.isneginf(scores))
 
+    def test_ints_are_told_apart_that_f32_does_not(self):
+        seen = sparsity.top_k_blocks(jnp.asarray([[2**24 + 1, 2**24, -(2**31)], [7, 7, 3]], jnp.int32), 1)
+        np.testing.assert_array_equal(seen, [[True, False, False], [True, True, False]])
+
     def test_what_is_nan_is_taken_beside_what_is_always_taken(self):
         """So that it comes out of attention, and hides nothing else."""
         nan, inf = jnp.nan, jnp.inf
