@@ -4,7 +4,7 @@ Source: MInference's block-sparse pattern and XAttention's threshold, with means
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,23 +65,51 @@ def select_prefill_blocks(
     reason = (None if interpret else support.why_not_on(query, kv)) or _why_not_least(kv_blocks)
     use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
     first = metadata.num_computed_tokens // block_size
-    q_blocks = _num_q_blocks(bucket, block_size)
     as_mask = functools.partial(BlockMask, first_q_block=first, block_q=block_size, block_kv=block_size)
     if not (bucket.max_reqs and kv_blocks):
+        q_blocks = _num_q_blocks(bucket, block_size)
         shape = (bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1))
         return as_mask(blocks=jnp.zeros(shape, bool))
+    how = _How(spec, mass, block_size, num_first, num_recent, use_kernel, interpret)
+    return as_mask(blocks=_chosen(query, kv, metadata, first, how=how))
+
+
+class _How(NamedTuple):
+    """What is static of a choice: arguments of select_prefill_blocks, and whether a kernel serves it."""
+
+    spec: AttentionSpec
+    mass: float
+    block_size: int
+    num_first: int
+    num_recent: int
+    use_kernel: bool
+    interpret: Any
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _chosen(
+    query: Float[Array, "tokens q_heads head_dim"],
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    first: Int[Array, " reqs"],
+    *,
+    how: _How,
+) -> Bool[Array, "reqs q_heads q_blocks kv_blocks"]:
+    """The blocks of every row, from its `first` block of queries on. Compiled once, called eagerly, too."""
+    block_size, q_blocks = how.block_size, _num_q_blocks(metadata.bucket, how.block_size)
     q_means = _query_means(query, metadata, first, q_blocks, block_size)
     own = first[:, None] + jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
-    keep = functools.partial(_kept, mass=mass, use_kernel=use_kernel, interpret=interpret)
+    keep = functools.partial(_kept, mass=how.mass, use_kernel=how.use_kernel, interpret=how.interpret)
 
     def one_request(inputs: tuple[Array, Array, Array]) -> Array:
         row, q, own = inputs
-        s, back = _scores(q, _key_means(kv, metadata, block_size, row), own, spec)
-        kept = keep(s) | (back < num_recent) | (back > own[None, :, None] - num_first)
+        s, back = _scores(q, _key_means(kv, metadata, block_size, row), own, how.spec)
+        kept = keep(s) | (back < how.num_recent) | (back > own[None, :, None] - how.num_first)
         return (back >= 0) & kept
 
-    rows = jnp.arange(bucket.max_reqs, dtype=jnp.int32)
-    return as_mask(blocks=jax.lax.map(one_request, (rows, q_means, own)))
+    rows = jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32)
+    blocks: Array = jax.lax.map(one_request, (rows, q_means, own))
+    return blocks
 
 
 def _scores(

@@ -36,6 +36,15 @@ def test_all_mass_is_every_block_up_to_one_s_own():
     np.testing.assert_allclose(got[1:], jattn.attend(query, cache, metadata, SPEC)[1:], atol=1e-5)
 
 
+def test_calls_outside_jit_are_compiled_once(caplog):
+    query, cache, metadata = problem()
+    choose = lambda query: select_prefill_blocks(query, cache, metadata, SPEC, mass=0.6, block_size=4).blocks
+    choose(query)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        choose(query + 1)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage() and "add" not in r.getMessage()]
+
+
 @pytest.mark.parametrize("mass", [0.2, 1.0])
 def test_what_scores_nan_is_kept_so_that_it_shows(mass):
     query, cache, metadata = problem()
