@@ -13,7 +13,7 @@ from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
 from jattn.masks.arguments import require_ints
 from jattn.masks.integers import quotient
 from jattn.sparsity.own_scores import choosable, in_blocks, top_k_blocks
-from jattn.sparsity.texts import as_texts
+from jattn.sparsity.texts import as_texts, require_floats
 from pallas_kernels.checks import require, require_shape
 
 type Compress = Callable[[Array], Array]
@@ -84,6 +84,7 @@ def _compressed(
     blocks = in_blocks(x, block_size)
     if compress is None:
         return blocks.mean(axis=2).astype(x.dtype)
+    require(callable(compress), "compress", "be a function of blocks, or None", repr(compress))
     made = compress(blocks)
     want = (*blocks.shape[:2], *blocks.shape[3:])
     require_shape("compress's result", jnp.shape(made), want, "batch, blocks, kv_heads, head_dim")
@@ -98,8 +99,13 @@ def selected_blocks(
     num_selected: int,
     block_q: int = 1,
 ) -> BlockMask:
-    """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's."""
+    """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's.
+
+    Raises:
+        ValueError: q and keys do not belong together, or a size is out of range.
+    """
     require_ints(1, block_size=block_size, num_selected=num_selected, block_q=block_q)
+    _check_choosers(q, keys, block_size)
     places = jnp.arange(0, q.shape[1], block_q)
     q = q[:, ::block_q]
     (batch, choosers, q_heads, head_dim), (blocks, kv_heads) = q.shape, keys.shape[1:3]
@@ -110,6 +116,19 @@ def selected_blocks(
     shares = jax.nn.log_softmax(jnp.where(has_ended, scores, -1e30), axis=-1)
     chosen = choosable(jax.nn.logsumexp(shares, axis=2), block_q=block_q, block_kv=block_size, num_first=1)
     return BlockMask(blocks=top_k_blocks(chosen, num_selected), block_q=block_q, block_kv=block_size)
+
+
+def _check_choosers(q: Any, keys: Any, block_size: int) -> None:
+    """Raises ValueError unless there are compressed keys of these queries' texts."""
+    for name, array, axes in (("q", q, "tokens, q_heads"), ("keys", keys, "blocks, kv_heads")):
+        require_floats(name, array)
+        rule = f"have shape [batch, {axes}, head_dim]"
+        require(array.ndim == 4, name, rule, tuple(array.shape))
+    (batch, tokens, q_heads, head_dim), kv_heads = q.shape, keys.shape[2]
+    want = batch, -(-tokens // block_size), kv_heads, head_dim
+    require_shape("keys", keys.shape, want, f"q's batch, blocks of {block_size} tokens, heads, q's head_dim")
+    rule = f"be a multiple of keys' ({kv_heads})"
+    require(kv_heads > 0 and q_heads % kv_heads == 0, "q's heads", rule, q_heads)
 
 
 @jax.tree_util.register_static

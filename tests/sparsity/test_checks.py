@@ -398,6 +398,12 @@ NONSENSE = {
     "vertical_slash(last=2.0)": "last must be an int, got 2.0",
     "nsa(window=True)": "window must be an int, got True",
     "nsa(num_selected=1.0)": "num_selected must be an int, got 1.0",
+    "nsa(compress=4)": "compress must be a function of blocks, or None, got 4",
+    "selected_blocks(q=ONES[0])": r"q must have shape \[batch, tokens, q_heads, head_dim\], got \(8, 2, 4\)",
+    "selected_blocks(keys=ONES[0])": r"keys must have shape \[batch, blocks, .*, got \(8, 2, 4\)",
+    "selected_blocks(keys=[1.0])": "keys must be an array, got list",
+    "selected_blocks(keys=ONES[:, :1])": r"keys must have shape \(1, 2, 2, 4\) .*, got \(1, 1, 2, 4\)",
+    "selected_blocks(q=ONES[:, :, :1])": r"q's heads must be a multiple of keys' \(2\), got 1",
     "nsa(block_q=2.0)": "block_q must be an int, got 2.0",
     "jattn.sparsity.schedule(BOOLS, jnp.ones(1, int), max_query_len=1, max_seq_len=1, num_q_heads=1)": (
         "mask must be a mask .*, got a ndarray"
@@ -422,6 +428,8 @@ schedule = partial(jattn.sparsity.schedule, masks.Causal(), **sizes)
 vertical_slash = partial(jattn.sparsity.vertical_slash, ONES[0], ONES[0], num_columns=1, num_slashes=1)
 sizes = {"block_size": 4, "num_selected": 1, "window": 2}
 nsa = partial(jattn.sparsity.nsa, ONES, ONES, ONES, ONES[..., :3], **sizes)
+chosen = {"q": ONES, "keys": ONES[:, :2], "block_size": 4, "num_selected": 1}
+selected_blocks = lambda **given: jattn.sparsity.selected_blocks(**chosen | given)
 bounds = jattn.sparsity.KeyBounds(low=jnp.zeros((3, 2, 4)), high=jnp.zeros((3, 2, 4)))
 slots = {"bounds": bounds, "key": ONES[0], "slot_mapping": np.arange(8), "block_size": 4}
 write_key_bounds = lambda **given: jattn.sparsity.write_key_bounds(**slots | given)
