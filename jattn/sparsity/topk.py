@@ -97,8 +97,8 @@ def block_scores(
 def select_blocks(
     query: Float[Array, "reqs q_heads head_dim"],
     bounds: KeyBounds,
-    block_table: Int32[Array, "reqs max_blocks"],
-    seq_lens: Int32[Array, " reqs"],
+    block_table: Int[Array, "reqs max_blocks"],
+    seq_lens: Int[Array, " reqs"],
     *,
     num_selected: int,
     block_size: int,
@@ -130,7 +130,7 @@ def select_blocks(
             shapes disagree.
         NotImplementedError: The implementation asked for has no kernel for this; the message says why.
     """
-    query, bounds, seq_lens = _checked(query, bounds, block_table, seq_lens)
+    query, bounds, block_table, seq_lens = _checked(query, bounds, block_table, seq_lens)
     max_blocks = block_table.shape[1]
     _check_numbers(num_selected, max_blocks, block_size=block_size, num_recent=num_recent)
     reason = None if interpret else support.why_not_on(query, bounds, block_table)
@@ -149,8 +149,7 @@ def select_blocks(
         lists = {"ids": best.ids, "counts": best.counts}
         return ListedBlocks(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size, **lists)
     scores = block_scores(query, bounds, block_table)
-    is_taken = is_recent | jnp.isnan(scores)
-    scores = jnp.where(is_live, jnp.where(is_taken, jnp.inf, scores), -jnp.inf)
+    scores = jnp.where(is_live, jnp.where(is_recent | jnp.isnan(scores), jnp.inf, scores), -jnp.inf)
     least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected, None]
     chosen = (scores >= least) & is_live
     return BlockMask(blocks=chosen[:, :, None, :], block_q=None, block_kv=block_size)
@@ -158,11 +157,11 @@ def select_blocks(
 
 def _checked(
     query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array
-) -> tuple[Array, KeyBounds, Array]:
-    """What chooses, without gradients, as a mask has none; lengths do not wrap where blocks are counted."""
+) -> tuple[Array, KeyBounds, Array, Array]:
+    """What chooses, without gradients, as a mask has none; of few bits lengths would wrap, and blocks, too."""
     _check_shapes(query, bounds, block_table, seq_lens)
     query, bounds = jax.lax.stop_gradient((query, bounds))
-    return query, bounds, seq_lens.astype(jnp.int32)
+    return query, bounds, block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
 
 
 def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array) -> None:

@@ -154,12 +154,14 @@ def test_bounds_take_slots_of_few_bits():
     np.testing.assert_array_equal(narrow.high, wide.high)
 
 
-@pytest.mark.usefixtures("types_unchecked")  # the annotation has int32 alone
-def test_a_selection_takes_lengths_of_few_bits():
-    _, bounds, _, query = filled(reqs=2)
-    table, lens = np.arange(128).reshape(2, 64) % 9, np.array([254, 7])
-    choose = lambda lens: select_blocks(query, bounds, table, lens, num_selected=1, block_size=4).blocks
-    np.testing.assert_array_equal(choose(lens.astype(np.uint8)), choose(lens.astype(np.int32)))
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_selection_takes_lengths_and_tables_of_few_bits():
+    bounds = KeyBounds(low=-jnp.abs(normal(0, 300, 2, 8)), high=jnp.abs(normal(1, 300, 2, 8)))
+    choose = lambda dtype: select_blocks(
+        normal(2, 1, 4, 8), bounds, jnp.arange(16, dtype=dtype)[None], jnp.full(1, 250, dtype),
+        num_selected=3, block_size=16,
+    ).blocks  # fmt: skip
+    np.testing.assert_array_equal(choose(jnp.uint8), choose(jnp.int32))
 
 
 def test_keys_that_are_fewer_than_slots_are_named():
