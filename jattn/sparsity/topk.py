@@ -158,7 +158,7 @@ def select_blocks(
 def _checked(
     query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array
 ) -> tuple[Array, KeyBounds, Array, Array]:
-    """What chooses, without gradients, as a mask has none; of few bits lengths would wrap, and blocks, too."""
+    """What chooses, without gradients, as a mask has none; in few bits lengths and blocks would wrap."""
     _check_shapes(query, bounds, block_table, seq_lens)
     query, bounds = jax.lax.stop_gradient((query, bounds))
     return query, bounds, block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
