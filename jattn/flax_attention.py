@@ -25,9 +25,10 @@ from jattn.dense_attention import attend_arrays
 from jattn.dense_checks import Rows, mask_of_array
 from jattn.flax_scores import Given, by_scores, is_positional
 from jattn.implementations.choice import Asked, asked_for, first_able, hashable, reasons_against
+from jattn.masks.arguments import require_floats
 from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_shape, require_type, unsupported
+from pallas_kernels.checks import require, require_arrays, require_shape, require_type, unsupported
 
 
 def attention_fn(
@@ -82,7 +83,7 @@ def attention_fn(
         ValueError: Shapes, dtypes or is_causal disagree, or nothing says where queries stand.
     """
     _check_nothing_else(0.0 if deterministic else dropout_rate, module)
-    _check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, input_positions=input_positions)
+    _check_arrays(query, key, value, bias=bias, mask=mask, input_positions=input_positions)
     spec = _spec_for(query, key, value, spec, is_causal)
     per_head = _per_head(spec, sinks, alibi_slopes)
     _check_scores_shape(query, key, bias=bias, mask=mask)
@@ -159,24 +160,19 @@ def _of_texts(mask: Array, batch: list[int]) -> Shaped[Array, "texts heads queri
     return mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
 
 
-def _check_arrays(**arrays: Any) -> None:
-    """They must be arrays, those of queries, keys and values of floats, and a bias of numbers.
+def _check_arrays(query: Any, key: Any, value: Any, **others: Any) -> None:
+    """Queries, keys and values must be arrays of floats; of the others, where given, a bias of numbers.
 
     Of a query of ints the output is of ints, too, and cut off; a bias of bool is a mask in the wrong place.
     """
-    for name, array in arrays.items():
-        if array is None and name in ("bias", "mask", "input_positions"):
-            continue
-        is_array = hasattr(array, "dtype") and hasattr(array, "ndim")
-        require(is_array, name, "be an array", type(array).__name__)
-        if name in ("query", "key", "value"):
-            require(jnp.issubdtype(array.dtype, jnp.floating), name, "hold floats", array.dtype)
-        if name == "query":
-            rule = "be of a floating-point type of 16 bits or more"
-            require(jnp.dtype(array.dtype).itemsize > 1, name, rule, array.dtype)
-        if name == "bias":
-            is_real = array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.complexfloating)
-            require(is_real, name, "be of real numbers (an array of bool is a mask=)", array.dtype)
+    require_floats(query=query)
+    rule = "be of a floating-point type of 16 bits or more"
+    require(jnp.dtype(query.dtype).itemsize > 1, "query", rule, query.dtype)
+    require_floats(key=key, value=value)
+    require_arrays(**others)
+    if (bias := others["bias"]) is not None:
+        is_real = bias.dtype != jnp.bool_ and not jnp.issubdtype(bias.dtype, jnp.complexfloating)
+        require(is_real, "bias", "be of real numbers (an array of bool is a mask=)", bias.dtype)
 
 
 def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what a mask is made from."""
+"""Checks of what a mask is made from, and of what chooses one."""
 
 from typing import Any
 
@@ -36,8 +36,18 @@ def require_array(name: str, value: Any, kind: str, axes: dict[int, str]) -> Non
         kind: What its elements must be.
         axes: Number of axes -> what they are.
     """
-    is_array = all(hasattr(value, part) for part in ("shape", "dtype", "ndim"))
-    require(is_array, name, f"be an array of {kind} elements", f"a {type(value).__name__}")
+    require(_is_array(value), name, f"be an array of {kind} elements", f"a {type(value).__name__}")
     is_kind = jnp.issubdtype(value.dtype, KINDS[kind])
     require(is_kind, name, f"be an array of {kind} elements", value.dtype)
     require(value.ndim in axes, name, f"have axes {' or '.join(axes.values())}", value.shape)
+
+
+def require_floats(**values: Any) -> None:
+    """Every named value must be an array of floats: of ints means are cut off, and outputs are."""
+    for name, value in values.items():
+        require(_is_array(value), name, "be an array", type(value).__name__)
+        require(jnp.issubdtype(value.dtype, jnp.floating), name, "hold floats", value.dtype)
+
+
+def _is_array(value: Any) -> bool:
+    return all(hasattr(value, part) for part in ("shape", "dtype", "ndim"))

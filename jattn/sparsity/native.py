@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from jattn.dense_attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
-from jattn.masks.arguments import require_ints
+from jattn.masks.arguments import require_floats, require_ints
 from jattn.masks.integers import quotient
 from jattn.sparsity.own_scores import choosable, in_blocks, top_k_blocks
-from jattn.sparsity.texts import as_texts, require_floats
+from jattn.sparsity.texts import as_texts
 from pallas_kernels.checks import require, require_shape
 
 type Compress = Callable[[Array], Array]
@@ -120,8 +120,8 @@ def selected_blocks(
 
 def _check_choosers(q: Any, keys: Any, block_size: int) -> None:
     """Raises ValueError unless there are compressed keys of these queries' texts."""
+    require_floats(q=q, keys=keys)
     for name, array, axes in (("q", q, "tokens, q_heads"), ("keys", keys, "blocks, kv_heads")):
-        require_floats(name, array)
         rule = f"have shape [batch, {axes}, head_dim]"
         require(array.ndim == 4, name, rule, tuple(array.shape))
     (batch, tokens, q_heads, head_dim), kv_heads = q.shape, keys.shape[2]

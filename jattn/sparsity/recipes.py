@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
-from jattn.masks.arguments import require_ints
+from jattn.masks.arguments import require_floats, require_ints
 from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
 from jattn.sparsity.pooled import largest
-from jattn.sparsity.texts import as_texts, require_floats
+from jattn.sparsity.texts import as_texts
 from pallas_kernels.checks import require, require_number
 
 
@@ -143,7 +143,7 @@ def vertical_slash(
 
     Source: MInference.
     """
-    require_floats("q", q)
+    require_floats(q=q)
     require(q.ndim == 3, "q", "be of one text (jax.vmap takes several)", tuple(q.shape))
     require_ints(1, last=last)
     require_ints(0, num_columns=num_columns, num_slashes=num_slashes)

@@ -1,19 +1,11 @@
 """Arrays as recipes take them: a batch of texts, or one text without a batch."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jattn.masks.arguments import require_floats
 from pallas_kernels.checks import require, require_shape
-
-
-def require_floats(name: str, value: Any) -> None:
-    """`value` must be an array of floats: of ints a mean is cut off, and products are other numbers."""
-    is_array = all(hasattr(value, part) for part in ("shape", "dtype", "ndim"))
-    require(is_array, name, "be an array", type(value).__name__)
-    require(jnp.issubdtype(value.dtype, jnp.floating), name, "hold floats", value.dtype)
 
 
 def as_texts(
@@ -29,8 +21,7 @@ def as_texts(
     Raises:
         ValueError: They do not belong together, or have no tokens.
     """
-    for name, array in zip(("q", *names), (q, *keys), strict=False):
-        require_floats(name, array)
+    require_floats(**dict(zip(("q", *names), (q, *keys), strict=False)))
     rule = "have shape [batch, tokens, q_heads, head_dim], or no batch"
     require(q.ndim in (3, 4), "q", rule, tuple(q.shape))
     require(q.shape[-3] > 0, "q", "have at least one token", tuple(q.shape))
