@@ -74,13 +74,13 @@ def documents_window(q_heads: int, tokens: int) -> masks.Mask:
     return masks.Document(ids=ids) & masks.Window(left=WINDOW)
 
 
-def vertical_slash(q_heads: int, tokens: int) -> masks.VerticalSlash:
+def vertical_slash(q_heads: int, tokens: int, *, gather: bool = False) -> masks.VerticalSlash:
     """Columns and slashes of each head's own; every query sees itself."""
     rng = np.random.default_rng(6)
     draw = lambda count: np.stack([rng.choice(tokens, count, replace=False) for _ in range(q_heads)])
     columns, slashes = draw(COLUMNS), draw(SLASHES)
     slashes[:, 0] = 0
-    return masks.VerticalSlash.of(jnp.asarray(columns), jnp.asarray(slashes), tokens)
+    return masks.VerticalSlash.of(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
 
 
 # Modifier -> the score's fields. Heads' numbers are drawn with the arrays, and a mask of MASKS is, too.

@@ -62,7 +62,9 @@ def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
     mask, score_mod = mask_of(case, modifier), score_mod_of(case, modifier, to)
     sees = sees_of_case(case, modifier, mask, to)
     heads = case.q_heads if mask is not None and mask.num_heads[0] != 1 else None
-    of_blocks = create_block_mask(sees, None, heads, tokens, tokens, device=DEVICE, _compile=heads is not None)
+    of_blocks = create_block_mask(
+        sees, None, heads, tokens, tokens, device=DEVICE, _compile=heads is not None
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
     given = [x.requires_grad_() for x in (q, k, v)]
     options = {"block_mask": of_blocks, "score_mod": score_mod, "scale": case.head_dim**-0.5}

@@ -1,6 +1,7 @@
 """Sparse attention: prefill over lists of tiles and decode over lists of blocks, made in the same call."""
 
 import argparse
+import dataclasses
 import functools
 from typing import Any
 
@@ -94,6 +95,9 @@ def vertical_slash(rows: Rows, tokens: list[str]) -> None:
         for case, column_run in (("vertical_slash", COLUMN_RUN), ("scattered_vertical_slash", 1)):
             mask = slashed(step.tokens, column_run)
             step.add(rows, f"{case}_{name}", mask, dense_us)
+            most = int(mask.columns.sum(axis=-1).max())  # runs may be one run more than COLUMNS
+            gathered = dataclasses.replace(mask, num_gathered=most)
+            step.add(rows, f"{case}_{name}_gathered", gathered, dense_us)
             if step.tokens == 16384 and column_run > 1:
                 _, times = kernel_times(
                     step.by_xla, step.query, step.cache, step.metadata, mask, iterations=2

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import jattn
-from benchmarks.backward_cases import document_lens, random_blocks
+from benchmarks.backward_cases import MASKS, document_lens, vertical_slash
 from benchmarks.device_time import Rows, kernel_times
 from jattn import masks
 from pallas_kernels.cases import LLAMA_8B
@@ -35,7 +35,7 @@ class Case:
         heads: Query heads, kv heads, head_dim.
         spec: AttentionSpec's fields.
         per_head: "sinks" or "alibi_slopes", not trained.
-        density: Of random blocks of each head's own.
+        pattern: The mask's name, of PATTERNS.
         beside: The case without the modifier.
     """
 
@@ -44,7 +44,7 @@ class Case:
     heads: tuple[int, int, int] = LLAMA_8B
     spec: dict[str, Any] = dataclasses.field(default_factory=dict)
     per_head: str | None = None
-    density: float | None = None
+    pattern: str | None = None
     beside: str | None = None
 
     @property
@@ -52,13 +52,12 @@ class Case:
         """Whether texts are equally long."""
         return len(set(self.lens)) == 1
 
-    def mask(self) -> masks.BlockMask | None:
-        """Of random blocks, those on the diagonal among them."""
-        if self.density is None:
-            return None
-        return random_blocks(self.density, self.heads[0], self.lens[0])
+    def mask(self) -> masks.Mask | None:
+        """The pattern's. Traced or not."""
+        return None if self.pattern is None else PATTERNS[self.pattern](self.heads[0], self.lens[0])
 
 
+PATTERNS = MASKS | {"gathered_slash": functools.partial(vertical_slash, gather=True)}
 SHORT, LONG = (2048,) * 8, (16384,)
 CASES = {
     case.name: case
@@ -68,8 +67,8 @@ CASES = {
         Case(name="l_documents_16k", lens=document_lens(16384, 2)),
         Case(name="l_1x16k_window", lens=LONG, spec={"window": (1023, 0)}, beside="l_1x16k"),
         *(
-            Case(name=f"l_1x16k_blocks_{density}", lens=LONG, density=density, beside="l_1x16k")
-            for density in (0.5, 0.25, 0.1)
+            Case(name=f"l_1x16k_{pattern}", lens=LONG, pattern=pattern, beside="l_1x16k")
+            for pattern in ("blocks_0.5", "blocks_0.25", "blocks_0.1", "vertical_slash", "gathered_slash")
         ),
         Case(name="l_8x2k_soft_cap", lens=SHORT, spec={"soft_cap": 30.0}, beside="l_8x2k"),
         Case(name="l_8x2k_alibi", lens=SHORT, per_head="alibi_slopes", beside="l_8x2k"),
@@ -169,7 +168,7 @@ def _wide(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def inputs(case: Case) -> tuple[Any, jax.Array, jax.Array, masks.BlockMask | None]:
+def inputs(case: Case) -> tuple[Any, jax.Array, jax.Array, masks.Mask | None]:
     """The layer's parameters, what it reads, the gradient of what it writes, and its mask."""
     q_heads, _, head_dim = case.heads
     lead = (len(case.lens), case.lens[0]) if case.is_batch else (sum(case.lens),)
@@ -179,7 +178,7 @@ def inputs(case: Case) -> tuple[Any, jax.Array, jax.Array, masks.BlockMask | Non
 
 
 def passes(
-    graph: Any, attend: Attend, state: Any, x: jax.Array, weights: jax.Array, mask: masks.BlockMask | None
+    graph: Any, attend: Attend, state: Any, x: jax.Array, weights: jax.Array, mask: masks.Mask | None
 ) -> tuple[jax.Array, tuple[Any, jax.Array]]:
     """Forward and backward: the layer's output, and the gradients of its weights and of what it reads."""
     run = lambda state, x: nnx.merge(graph, state)(x, functools.partial(attend, mask=mask))
@@ -202,7 +201,7 @@ def ours(case: Case, implementation: str | None = None) -> Attend:
 
 def cudnn(case: Case) -> Attend | None:
     """jax.nn's, where it can: documents are padded to the longest of them."""
-    if case.density is not None or case.per_head is not None or "soft_cap" in case.spec:
+    if case.pattern is not None or case.per_head is not None or "soft_cap" in case.spec:
         return None
     attend = functools.partial(
         jax.nn.dot_product_attention,

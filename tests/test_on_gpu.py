@@ -171,7 +171,7 @@ def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["documents", "prefix", "vertical_slash"])
+@pytest.mark.parametrize("name", ["documents", "gathered", "prefix", "vertical_slash"])
 @pytest.mark.parametrize("kv", ["NHD", "no_cache"])
 def test_masks_with_arrays_of_each_row_hold_in_mixed_steps(name, kv):
     changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True, "kv": kv}

@@ -1,7 +1,7 @@
 """The paged KV cache: what it is, how it is written, how its blocks move."""
 
 from jattn.cache.move import copy_blocks, swap_blocks
-from jattn.cache.read import blocks_of, keys_of_row
+from jattn.cache.read import blocks_of, keys_of_row, tokens_at
 from jattn.cache.spec import CacheSpec
 from jattn.cache.types import PackedKV, PagedCache, block_arrays, has_token_axis
 from jattn.cache.write import write_kv
@@ -16,5 +16,6 @@ __all__ = [
     "has_token_axis",
     "keys_of_row",
     "swap_blocks",
+    "tokens_at",
     "write_kv",
 ]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jattn.cache.types import PackedKV, PagedCache, has_token_axis
 from pallas_kernels.checks import require, require_int32s, require_type
@@ -34,6 +34,32 @@ def blocks_of(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple[A
         k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
         return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
     return k, v
+
+
+def tokens_at(
+    kv: PagedCache | PackedKV,
+    block_table: Int32[Array, "reqs max_blocks"],
+    positions: Int32[Array, "reqs n q_heads"],
+    is_real: Bool[Array, "reqs n q_heads"],
+) -> tuple[Array, Array]:
+    """Keys and values of some positions of each row, each query head its own: [reqs, n, q_heads, head_dim].
+
+    What is stored, without scales. Nothing is read where a position is not real: zeros stand there.
+    """
+    group = positions.shape[-1] // kv.num_kv_heads
+    head = jnp.arange(positions.shape[-1], dtype=jnp.int32) // group
+    where = lambda x: jnp.where(is_real[..., None], x, jnp.zeros((), x.dtype))
+    position = jnp.where(is_real, positions, 0)
+    if isinstance(kv, PackedKV):
+        token = kv.kv_start_loc.astype(jnp.int32)[:, None, None] + position
+        return where(kv.k[token, head]), where(kv.v[token, head])
+    row, k, v = jnp.arange(positions.shape[0])[:, None, None], jnp.asarray(kv.k), jnp.asarray(kv.v)
+    block, place = block_table[row, position // kv.block_size], position % kv.block_size
+    if kv.layout == "packed":
+        parts = k[block, head, :, place]
+        return where(parts.reshape(*positions.shape, kv.head_dim)), where(v[block, head, :, place])
+    at = (block, head, place) if kv.layout == "HND" else (block, place, head)
+    return where(k[at]), where(v[at])
 
 
 def keys_of_row(

@@ -12,6 +12,7 @@ from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
 from jattn.masks.coverage import coverage_of_tiles
 from jattn.masks.documents import Document
 from jattn.masks.drawing import dense, density, heads_of
+from jattn.masks.gathered import GatheredColumns, InParts, Ungathered, in_parts
 from jattn.masks.heads import OnlyHeads, streaming_heads
 from jattn.masks.interleaved import Interleaved
 from jattn.masks.local_strided import LocalStrided
@@ -29,6 +30,8 @@ __all__ = [
     "Coverage",
     "Dilated",
     "Document",
+    "GatheredColumns",
+    "InParts",
     "Interleaved",
     "ListedBlocks",
     "LocalStrided",
@@ -43,6 +46,7 @@ __all__ = [
     "Sinks",
     "Sizes",
     "Tiles",
+    "Ungathered",
     "VerticalSlash",
     "Window",
     "check_ahead",
@@ -52,6 +56,7 @@ __all__ = [
     "dense",
     "density",
     "heads_of",
+    "in_parts",
     "on_mesh",
     "row_array_ids",
     "streaming_heads",

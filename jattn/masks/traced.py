@@ -12,8 +12,8 @@ from jattn.masks.arguments import MAX_INT, require_array, require_ints
 from jattn.masks.base import Mask
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.masks.positions import distances
-from jattn.pytree import pytree
-from pallas_kernels.checks import require
+from jattn.pytree import pytree, static
+from pallas_kernels.checks import require, require_bool
 
 
 @pytree
@@ -68,12 +68,16 @@ class VerticalSlash(Mask):
     Attributes:
         columns: Whether all queries see the key at a position; for all rows, or for each.
         slashes: Whether a query sees the key so many positions before it; likewise.
+        num_gathered: Static: kernels gather the keys of so many columns of a head, at most, into tiles of
+            their own, where the mask stands alone in a causal layer without window or ALiBi. Quicker where
+            columns lie apart: where they stand, each makes a tile of keys be computed. 0 = none.
 
     Source: MInference's vertical-slash pattern.
     """
 
     columns: Bool[Array, "*reqs q_heads positions"] | Bool[np.ndarray, "*reqs q_heads positions"]
     slashes: Bool[Array, "*reqs q_heads distances"] | Bool[np.ndarray, "*reqs q_heads distances"]
+    num_gathered: int = static(default=0)
     row_axes: ClassVar[dict[str, int]] = {"columns": 3, "slashes": 3}
 
     def __post_init__(self) -> None:
@@ -84,6 +88,7 @@ class VerticalSlash(Mask):
         rows = self.columns.shape[:-2]
         rule = f"have the rows of columns {rows}"
         require(self.slashes.shape[:-2] == rows, "slashes", rule, self.slashes.shape)
+        require_ints(0, num_gathered=self.num_gathered)
 
     @property
     @override
@@ -101,15 +106,17 @@ class VerticalSlash(Mask):
         self._check_heads(sizes.num_q_heads)
 
     @classmethod
-    def of(cls, columns: Array, slashes: Array, max_seq_len: int) -> "VerticalSlash":
+    def of(cls, columns: Array, slashes: Array, max_seq_len: int, *, gather: bool = False) -> "VerticalSlash":
         """From lists of positions and of distances; outside [0, max_seq_len) is padding.
 
         Args:
             columns: [q_heads, n] for all rows, or [reqs, q_heads, n].
             slashes: Likewise.
             max_seq_len: Static: how many positions and distances the mask's arrays have.
+            gather: Static: columns lie apart, so that kernels are to gather their keys: `num_gathered`.
         """
         require_ints(1, max_seq_len=max_seq_len)
+        require_bool(gather=gather)
         columns, slashes = jnp.asarray(columns), jnp.asarray(slashes)
         axes = {count: f"[{'reqs, ' * (count - 2)}q_heads, places]" for count in (2, 3)}
         require_array("columns", columns, "integer", axes)
@@ -123,7 +130,8 @@ class VerticalSlash(Mask):
             marks = jnp.zeros((places.shape[0], max_seq_len), bool).at[head, places].set(True, mode="drop")
             return marks.reshape(*heads, max_seq_len)
 
-        return cls(columns=marked(columns), slashes=marked(slashes))
+        num_gathered = columns.shape[-1] if gather else 0
+        return cls(columns=marked(columns), slashes=marked(slashes), num_gathered=num_gathered)
 
     def _check_heads(self, num_q_heads: int) -> None:
         heads = self.columns.shape[-2], self.slashes.shape[-2]
@@ -134,29 +142,32 @@ class VerticalSlash(Mask):
     def sees(self, pairs: Pairs) -> Any:
         self._check_heads(pairs.num_heads[0])
 
-        def has(marks: Any, place: Any) -> Any:
-            line, marks = line_of(marks, pairs.row, pairs.head), lines_of(marks)
-            is_in = (place >= 0) & (place < marks.shape[1])
-            return marks[line, jnp.clip(place, 0, marks.shape[1] - 1)] & is_in
-
-        return has(self.columns, pairs.key) | has(self.slashes, pairs.query - pairs.key)
+        by_column = marks_in(self.columns, pairs, pairs.key)
+        return by_column | marks_in(self.slashes, pairs, pairs.query - pairs.key)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         self._check_heads(tiles.num_heads[0])
-
-        def marked(marks: Any, first: Any, last: Any) -> Any:
-            """How many marks there are from first to last."""
-            line, marks = line_of(marks, tiles.row, tiles.head), lines_of(marks)
-            sums = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-            at = lambda place: sums[line, jnp.clip(place, 0, marks.shape[1])]
-            return at(last + 1) - at(first)
-
         nearest, farthest = distances(tiles)
-        columns = marked(self.columns, tiles.first_key, tiles.last_key)
-        slashes = marked(self.slashes, nearest, farthest)
+        columns = num_marks(self.columns, tiles, tiles.first_key, tiles.last_key)
+        slashes = num_marks(self.slashes, tiles, nearest, farthest)
         every = (columns == tiles.last_key - tiles.first_key + 1) | (slashes == farthest - nearest + 1)
         return Coverage((columns > 0) | (slashes > 0), every)
+
+
+def marks_in(marks: Any, pairs: Pairs, place: Any) -> Any:
+    """Whether there is a mark at a place, in the line of the pairs' row and head; none lies outside."""
+    line, marks = line_of(marks, pairs.row, pairs.head), lines_of(marks)
+    is_in = (place >= 0) & (place < marks.shape[1])
+    return marks[line, jnp.clip(place, 0, marks.shape[1] - 1)] & is_in
+
+
+def num_marks(marks: Any, tiles: Tiles, first: Any, last: Any) -> Any:
+    """How many marks there are from first to last, in the line of the tiles' row and head."""
+    line, marks = line_of(marks, tiles.row, tiles.head), lines_of(marks)
+    sums = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    at = lambda place: sums[line, jnp.clip(place, 0, marks.shape[1])]
+    return at(last + 1) - at(first)
 
 
 def lines_of(marks: Any) -> Array:

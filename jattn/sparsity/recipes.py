@@ -157,7 +157,7 @@ def vertical_slash(
     by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(shares)
     best = lambda x, count: jax.lax.top_k(jax.lax.stop_gradient(x), min(count, tokens))[1]
     columns, slashes = best(shares.sum(axis=1), num_columns), best(by_distance, num_slashes)
-    return VerticalSlash.of(columns[None], slashes[None], tokens)
+    return VerticalSlash.of(columns[None], slashes[None], tokens, gather=True)
 
 
 def _side_by_side(

@@ -32,6 +32,11 @@ MASKS = {
             columns=jnp.zeros((32, 16384), bool), slashes=jnp.zeros((32, 16384), bool)
         )
     ),
+    "gathered": lambda: jax.eval_shape(
+        lambda: masks.VerticalSlash(
+            columns=jnp.zeros((32, 16384), bool), slashes=jnp.zeros((32, 16384), bool), num_gathered=1000
+        )
+    ),
     "vertical_slash_of_each_row": lambda: jax.eval_shape(
         lambda: masks.VerticalSlash(
             columns=jnp.zeros((2, 32, 16384), bool), slashes=jnp.zeros((2, 32, 16384), bool)

@@ -1,5 +1,6 @@
 """varlen_prefill over lists of tiles: every mask that has some, against the float64 oracle; on a GPU too."""
 
+import collections
 import dataclasses
 import functools
 
@@ -344,7 +345,9 @@ def compiled():
 @pytest.mark.parametrize("name", list(aot_cases()))
 def test_what_ships_compiles_and_hardly_spills(name):
     """Stores and loads are counted; the most is that of a mask of the keys' and queries' positions."""
-    spilled = {kernel.name: kernel.spilled_bytes for kernel in compiled()[name]}
+    spilled = collections.defaultdict(int)
+    for kernel in compiled()[name]:  # with gathered columns there are two of one name
+        spilled[kernel.name] = max(spilled[kernel.name], kernel.spilled_bytes)
     for small in ("list_tiles", "sorted_items"):  # jax 0.12 compiles what two cases share but once
         assert spilled.pop(f"{small}_mosaic_gpu_kernel", 0) == 0
     assert list(spilled) == ["varlen_prefill_mosaic_gpu_kernel"]

@@ -36,6 +36,10 @@ MASKS = {
         masks.VerticalSlash(columns=COLUMNS[[0, 1, 0, 1]], slashes=SLASHES[[0, 0, 1, 1]]),
         lambda r, h, i, j: COLUMNS[h % 2, j] or (i >= j and SLASHES[h // 2, i - j]),
     ),
+    "gathered": (
+        masks.VerticalSlash(columns=COLUMNS[[0, 1, 0, 1]], slashes=SLASHES[[0, 0, 1, 1]], num_gathered=6),
+        lambda r, h, i, j: MASKS["vertical_slash"][1](r, h, i, j),
+    ),
     "function": (masks.MaskFunction(strange), lambda r, h, i, j: strange(h, i, j)),
 }
 CHOICES = {

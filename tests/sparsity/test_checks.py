@@ -364,6 +364,8 @@ NONSENSE = {
     "masks.VerticalSlash(columns=BOOLS[0], slashes=BOOLS[0, :, :0])": r"slashes must have .*, got \(2, 0\)",
     "masks.VerticalSlash.of(ONES[0, 0], ONES[0, 0], 8)": "columns must be .* integer elements, got float32",
     "masks.VerticalSlash.of([[0]], [0], 8)": r"slashes must have axes \[q_heads, places\] or .*, got \(1,\)",
+    "masks.VerticalSlash(columns=BOOLS[0], slashes=BOOLS[0], num_gathered=-1)": "num_gathered .*, got -1",
+    "masks.VerticalSlash.of([[0]], [[0]], 8, gather=1)": "gather must be .*, got 1",
     "masks.VerticalSlash.of([[0]], [[0]], 8.0)": "max_seq_len must be an int, got 8.0",
     "masks.Causal() & BOOLS": "what a mask is joined with must be a mask .*, got a ndarray",
     "BOOLS | masks.Causal()": "what a mask is joined with must be a mask .*, got a ndarray",

@@ -14,6 +14,7 @@ from jattn.masks import (
     BlockMask,
     Chunked,
     Document,
+    GatheredColumns,
     Interleaved,
     LocalStrided,
     Mask,
@@ -27,6 +28,7 @@ from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.shared import Score
 
+FEW = BigBird | BlockMask | Chunked | Document | GatheredColumns | LocalStrided | Sinks
 KEYS = backward.TILE_KV // backward.WARPGROUPS  # that a mask is asked about at once
 
 
@@ -71,7 +73,7 @@ def _leaves_few(mask: Mask) -> bool:
             return all(map(_leaves_few, mask.masks))
         case Window():
             return mask.left is not None
-    return isinstance(mask, BigBird | BlockMask | Chunked | Document | LocalStrided | Sinks)
+    return isinstance(mask, FEW)
 
 
 def backward_mask(

@@ -1,5 +1,7 @@
 """Gradients of attention over packed keys by the Mosaic GPU kernels, and why there are none."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +16,14 @@ from jattn.implementations.mosaic_gpu.backward_lists import (
     backward_sizes,
     why_not_backward_lists,
 )
+from jattn.implementations.mosaic_gpu.gathered_columns import (
+    added_at_places,
+    columns_layer,
+    gathered_kv,
+)
 from jattn.implementations.mosaic_gpu.kernels import score_of
-from jattn.masks import Mask
+from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
+from jattn.masks import Mask, in_parts
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
@@ -81,6 +89,37 @@ def gradients(
         alibi_slopes: Slope per head.
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
+    saved: dict[str, Any] = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
+    saved |= {"alibi_slopes": alibi_slopes, "interpret": interpret}
+    of: Callable[..., tuple[Array, Array, Array]] = functools.partial(_over_keys, query, **saved)
+    if not gathers(mask, spec) or alibi_slopes is not None:
+        return of(kv, metadata, spec, mask=in_place(mask))
+    columns, rest = in_parts(mask)
+    gathered, places = gathered_kv(kv, metadata, columns)
+    # `out` and `lse` are of all that a query sees, so either part's gradients are what they are in the whole.
+    of_query, *of_kv = of(kv, metadata, spec, mask=rest)
+    by_columns, *of_gathered = of(gathered, metadata, columns_layer(spec, columns).spec, mask=columns)
+    of_query = (of_query.astype(jnp.float32) + by_columns.astype(jnp.float32)).astype(of_query.dtype)
+    pairs = zip(of_kv, of_gathered, strict=True)
+    of_key, of_value = (added_at_places(*pair, places, kv.kv_start_loc) for pair in pairs)
+    return of_query, of_key, of_value
+
+
+def _over_keys(
+    query: Array,
+    kv: PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    *,
+    out: Array,
+    lse: Array,
+    grad_out: Array,
+    grad_lse: Array | None,
+    mask: Mask | None,
+    alibi_slopes: Array | None,
+    interpret: Interpret,
+) -> tuple[Array, Array, Array]:
+    """One call of varlen_backward."""
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
     mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)

@@ -8,14 +8,22 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
 
 from jattn.implementations.mosaic_gpu.interleaved_mask import interleaved_mask, why_not_interleaved
+from jattn.implementations.mosaic_gpu.slash_masks import (
+    MAX_ROWS,
+    ROWS_BEFORE,
+    gathered_keys,
+    gathered_of_queries,
+    slashes_of_keys,
+    slashes_of_queries,
+)
 from jattn.masks import (
     And,
     BlockMask,
     Causal,
     Document,
+    GatheredColumns,
     Interleaved,
     Mask,
     MaskFunction,
@@ -32,15 +40,12 @@ from jattn.masks.blocks import blocks_of_tile
 from jattn.masks.closed import closed_over
 from jattn.masks.documents import come_in_runs
 from jattn.masks.integers import quotient, remainder
-from jattn.masks.traced import line_of, lines_of
 from pallas_kernels.shared import bounded
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
 MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
 MAX_TOUCHED = 10  # blocks of queries, by the rows of a tile: a word is read for each
-MAX_ROWS = 128  # queries of a tile
-ROWS_BEFORE = 16  # a tile's first row may lie so far before its request
 
 
 class Call(NamedTuple):
@@ -90,7 +95,7 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
         elif isinstance(leaf, MaskFunction):
             if any(np.ndim(array) for array in closed_over(leaf).consts):
                 return "there is no kernel for a mask function that closes over arrays"
-        elif not leaf.is_static and not isinstance(leaf, Prefix | VerticalSlash):
+        elif not leaf.is_static and not isinstance(leaf, Prefix | VerticalSlash | GatheredColumns):
             return f"there is no kernel for the arrays of a {type(leaf).__name__}"
     return None
 
@@ -112,7 +117,9 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
         case Interleaved():
             return interleaved_mask(mask)
         case VerticalSlash():
-            return _seen_by_keys(mask) if call.has_key_rows else _vertical_slash(mask)
+            return slashes_of_keys(mask) if call.has_key_rows else slashes_of_queries(mask)
+        case GatheredColumns():
+            return gathered_keys(mask) if call.has_key_rows else gathered_of_queries(mask)
     assert isinstance(mask, BlockMask)
     return _blocks(mask, call)
 
@@ -221,55 +228,6 @@ def _prefix(mask: Prefix) -> KernelMask:
         return tile.words_between(None, jnp.where(tile.rows < length, length - tile.first_column, 0))
 
     return KernelMask((lengths,), load, sees, is_words=True)
-
-
-def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
-    """Word i has mark `i - 31 + j` as bit j: so many bits from any place on, n + 31 words."""
-    ends = [(0, 0)] * (marks.ndim - 1) + [(WORD - 1, WORD - 1)]
-    words, bits = jnp.pad(marks, ends).astype(jnp.uint32), 1
-    while bits < WORD:
-        words, bits = words[..., :-bits] | (words[..., bits:] << bits), 2 * bits
-    return lax.bitcast_convert_type(words, jnp.int32)
-
-
-def _vertical_slash(mask: VerticalSlash) -> KernelMask:
-    """Of each key 32 columns from it on, of each distance that and 31 smaller ones, the smallest last."""
-    columns, slashes = lines_of(mask.columns), lines_of(mask.slashes)
-    num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], MAX_ROWS
-    of_columns = jnp.pad(words_of(columns), ((0, 0), (1, 1)))  # nothing at either end
-    of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
-
-    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
-        words = []
-        for begin in range(0, tile.shape[1], WORD):
-            key = tile.first_key + begin
-            column = refs[0][of_column, jnp.clip(key, -WORD, num_columns) + WORD]
-            distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD - 1)
-            words.append(tile.rows_from(refs[1], (of_slash,), distance + rows) | column)
-        return tuple(words)
-
-    return KernelMask((of_columns, of_slashes), load, lambda _, words: words, is_words=True)
-
-
-def _seen_by_keys(mask: VerticalSlash) -> KernelMask:
-    """Of each key whether it is a column, in all bits; of each distance that and 31 greater ones."""
-    columns, slashes = lines_of(mask.columns), lines_of(mask.slashes)
-    num_columns, num_slashes, rows = columns.shape[1], slashes.shape[1], MAX_ROWS
-    of_columns = jnp.pad(0 - columns.astype(jnp.int32), ((0, 0), (rows, rows)))
-    of_slashes = jnp.pad(words_of(slashes)[:, ::-1], ((0, 0), (rows, rows)))
-
-    def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
-        first = jnp.clip(tile.first_key, -rows, num_columns)
-        column, words = tile.rows_from(refs[0], (of_column,), first + rows), []
-        for begin in range(0, tile.shape[1], WORD):
-            behind = num_slashes - 1 - (tile.first_query + begin - tile.first_key)  # the next key is nearer
-            at = jnp.clip(behind, -rows, num_slashes + WORD - 1) + rows
-            words.append(tile.rows_from(refs[1], (of_slash,), at) | column)
-        return tuple(words)
-
-    return KernelMask((of_columns, of_slashes), load, lambda _, words: words, is_words=True)
 
 
 def _blocks(mask: BlockMask, call: Call) -> KernelMask:

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
+from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, where_gathered
 from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
-from jattn.masks import Mask
+from jattn.implementations.mosaic_gpu.slash_masks import gathers
+from jattn.masks import Mask, in_parts
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import pytree
 from jattn.spec import AttentionSpec
@@ -36,11 +38,13 @@ class PrefillWork:
         schedule: The tiles of queries.
         lists: The tiles of keys that each of them visits; None without a mask.
         mask_arrays: What the kernel reads of the mask in tiles that are seen in part.
+        of_columns: Of the gathered columns, where the rest alone is the mask here; None where none are.
     """
 
     schedule: prefill_kernel.Schedule
     lists: prefill_kernel.TileLists | None
     mask_arrays: tuple[Array, ...]
+    of_columns: "PrefillWork | None" = None
 
 
 type Work = DecodeWork | PrefillWork
@@ -54,7 +58,8 @@ def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
         return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
     if kernel.is_packed or kernel.is_read_first:
         return None
-    of_lists = (spec.num_q_heads, spec.num_kv_heads) if kernel.has_lists else ()
+    of_layer = spec.num_q_heads, spec.num_kv_heads, spec.batch_invariant
+    of_lists = of_layer if kernel.has_lists else ()
     of_splits = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()
     return "prefill", of_lists, of_splits, *mask, kernel.sizes, kernel.has_lists
 
@@ -127,11 +132,16 @@ def prefill_work(
     )
     if mask is None:
         return PrefillWork(schedule=schedule, lists=None, mask_arrays=())
+    of_columns = None
+    if gathers(mask, spec):
+        columns, mask = in_parts(mask)
+        layer, where = columns_layer(spec, columns), where_gathered(columns, metadata)
+        of_columns = prefill_work(layer.kernel, metadata, layer.spec, columns, **where)
     call = lists_call(kernel, metadata, max_seq_len)
     lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, call)
     of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.sizes, call)
     arrays = () if of_pairs is None else of_pairs.arrays
-    return PrefillWork(schedule=schedule, lists=lists, mask_arrays=arrays)
+    return PrefillWork(schedule=schedule, lists=lists, mask_arrays=arrays, of_columns=of_columns)
 
 
 def lists_call(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, gathered_kv
 from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.implementations.mosaic_gpu.planning import (
     DecodeWork,
@@ -17,8 +18,10 @@ from jattn.implementations.mosaic_gpu.planning import (
     lists_call,
     prefill_work,
 )
+from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
 from jattn.implementations.mosaic_gpu.widening import attend_widened
-from jattn.masks import Mask
+from jattn.masks import Mask, in_parts
+from jattn.merge import merge_parts
 from jattn.metadata.batch import BatchMetadata
 from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
@@ -115,6 +118,33 @@ def _prefill(
         of = functools.partial(_prefill, query, spec=spec, kernel=kernel, work=None, mask=mask, **options)
         how = {name: options[name] for name in ("return_lse", "interpret")}
         return attend_widened(query, kv, metadata, spec, of, **how)
+    if not gathers(mask, spec):
+        return _over_keys(query, kv, metadata, spec, kernel, work, mask, **options)
+    if options["alibi_slopes"] is not None:
+        return _over_keys(query, kv, metadata, spec, kernel, None, in_place(mask), **options)
+    columns, rest = in_parts(mask)
+    layer, (gathered, _) = columns_layer(spec, columns), gathered_kv(kv, metadata, columns)
+    own = None if work is None else work.of_columns
+    options, return_lse = options | {"return_lse": True}, options["return_lse"]
+    parts = [
+        _over_keys(query, kv, metadata, spec, kernel, work, rest, **options),
+        _over_keys(query, gathered, metadata, *layer, own, columns, **options | {"sinks": None}),
+    ]
+    out, lse = merge_parts([out for out, _ in parts], [lse for _, lse in parts if lse is not None])
+    return out, lse if return_lse else None
+
+
+def _over_keys(
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    kernel: PrefillKernel,
+    work: PrefillWork | None,
+    mask: Mask | None,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """One call of varlen_prefill over keys in 16 bits, or in 8 that it widens."""
     starts, max_seq_len = None, None
     if isinstance(kv, PackedKV):
         starts, max_seq_len = kv.kv_start_loc, kv.most_keys_of_a_row if kernel.is_packed else None
