@@ -207,3 +207,16 @@ def test_an_end_of_text_that_is_none_is_told_with_its_file(tmp_path, eos):
     message = rf"^{tmp_path}/generation_config.json: eos_token_id must be an int or a list of them, got"
     with pytest.raises(ValueError, match=message):
         read_config(write(tmp_path, json.dumps(LLAMA).encode(), generation_config=generation))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "silent", "said"),
+    [
+        ("granitemoeshared", {}, {"shared_intermediate_size": 0}),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 3}, {"shared_intermediate_size": 1024}),
+        ("solar_open", {}, {"moe_intermediate_size": 1280}),
+    ],
+)
+def test_widths_that_are_not_said_are_as_in_transformers(model_type, silent, said):
+    told = SIZES | {"model_type": model_type} | silent
+    assert DecoderConfig.from_hf(told).layers == DecoderConfig.from_hf(told | said).layers

@@ -46,5 +46,4 @@ GRANITEMOESHARED = dataclasses.replace(
     GRANITEMOE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 1024},
 )

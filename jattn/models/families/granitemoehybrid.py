@@ -27,7 +27,12 @@ GRANITEMOEHYBRID = dataclasses.replace(
     GRANITEMOESHARED,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    defaults={**GRANITEMOESHARED.defaults, "layer_types": None, "position_embedding_type": None},
+    defaults={
+        **GRANITEMOESHARED.defaults,
+        "shared_intermediate_size": 1024,
+        "layer_types": None,
+        "position_embedding_type": None,
+    },
     layer=_layer,
     tensors={
         **GRANITEMOESHARED.tensors,

@@ -23,6 +23,7 @@ SOLAR_OPEN = dataclasses.replace(
         "partial_rotary_factor": 1.0,
         "head_dim": 128,
         "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1280,
         "intermediate_size": lambda keys: keys["moe_intermediate_size"],
     },
     layer=_layer,
