@@ -18,6 +18,13 @@ def require_ints(at_least: int, **values: Any) -> None:
         require(value <= MAX_INT, name, f"be at most {MAX_INT}", value)
 
 
+def set_ints(mask: Any, at_least: int, *names: str) -> None:
+    """Checks fields of a mask by require_ints, and makes numpy's ints Python's: those wrap in few bits."""
+    require_ints(at_least, **{name: getattr(mask, name) for name in names})
+    for name in names:
+        object.__setattr__(mask, name, int(getattr(mask, name)))
+
+
 def require_heads(num_q_heads: int, num_kv_heads: int | None) -> None:
     """Numbers of heads must be positive, and kv heads, where they are known, divide query heads."""
     require_ints(1, num_q_heads=num_q_heads)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.masks.arguments import require_array, require_ints
+from jattn.masks.arguments import require_array, set_ints
 from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
@@ -76,12 +76,12 @@ class BlockMask(Mask):
         require_array("blocks", self.blocks, "bool", {3: axes, 4: f"[reqs, *{axes}]"})
         if self.first_q_block is not None:
             require_array("first_q_block", self.first_q_block, "integer", {1: "[reqs]"})
-        require_ints(1, block_kv=self.block_kv)
+        set_ints(self, 1, "block_kv")
         shape = self.blocks.shape
         if self.block_q is None:
             require(shape[-2] == 1, "blocks", "have one block of queries where block_q is None", shape)
         else:
-            require_ints(1, block_q=self.block_q)
+            set_ints(self, 1, "block_q")
         require(0 not in shape[-3:], "blocks", "have at least one block and one head", shape)
 
     @property
@@ -207,9 +207,8 @@ class BigBird(Mask):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_ints(1, block_size=self.block_size)
-        for name in ("local_blocks", "global_blocks", "random_blocks"):
-            require_ints(0, **{name: getattr(self, name)})
+        set_ints(self, 1, "block_size")
+        set_ints(self, 0, "local_blocks", "global_blocks", "random_blocks")
         require_int(seed=self.seed)
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.fields import set_bools
-from jattn.masks.arguments import require_ints
+from jattn.masks.arguments import set_ints
 from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Tiles
@@ -57,8 +57,8 @@ class LocalStrided(Mask):
     vllm_prefill_heads: bool = False
 
     def __post_init__(self) -> None:
-        require_ints(1, block_size=self.block_size, vert_stride=self.vert_stride, tp_size=self.tp_size)
-        require_ints(0, local_blocks=self.local_blocks, tp_rank=self.tp_rank)
+        set_ints(self, 1, "block_size", "vert_stride", "tp_size")
+        set_ints(self, 0, "local_blocks", "tp_rank")
         set_bools(self, "homo_head", "homo_head_group", "vllm_prefill_heads")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", f"lie in [0, {self.tp_size})", self.tp_rank)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.masks.arguments import MAX_INT, require_ints
+from jattn.masks.arguments import MAX_INT, set_ints
 from jattn.masks.base import Mask
 from jattn.masks.integers import quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Tiles
@@ -56,7 +56,7 @@ class Window(Mask):
     def __post_init__(self) -> None:
         for name, width in (("left", self.left), ("right", self.right)):
             if width is not None:
-                require_ints(0, **{name: width})
+                set_ints(self, 0, name)
 
     @property
     @override
@@ -102,7 +102,7 @@ class Sinks(Mask):
     num: int
 
     def __post_init__(self) -> None:
-        require_ints(1, num=self.num)
+        set_ints(self, 1, "num")
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -121,7 +121,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        require_ints(1, size=self.size)
+        set_ints(self, 1, "size")
 
     @override
     def sees(self, pairs: Pairs) -> Any:
@@ -149,10 +149,10 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        require_ints(0, num=self.num)
-        require_ints(1, step=self.step)
+        set_ints(self, 0, "num")
+        set_ints(self, 1, "step")
         rule = f"be at most {MAX_INT}, the last position that there may be"
-        reach = int(self.num) * int(self.step)
+        reach = self.num * self.step
         require(reach <= MAX_INT, "num * step", rule, reach)
 
     @override

@@ -257,3 +257,22 @@ def test_a_spec_takes_no_arrays():
     mask = masks.Causal() & masks.BlockMask(blocks=ZEROS, block_q=1, block_kv=1)
     with pytest.raises(ValueError, match=r"sparsity must hold no arrays \(attend\(mask=\) .*, got And"):
         jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, sparsity=mask)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
+def test_numpys_ints_of_any_width_are_the_ints_they_are(types_unchecked, kind):
+    """In 8 bits -5 is 251, 100 x 3 is 44 and 8 x 64 is 0."""
+    rings = {"block_size": 4, "local_blocks": 1}
+    made = lambda of: (
+        masks.Window(of(5), of(3)),
+        masks.Dilated(of(100), of(3)),
+        masks.Sinks(of(5)) & masks.Chunked(of(7)),
+        masks.LocalStrided(
+            **{name: of(n) for name, n in rings.items()}, vert_stride=of(100), tp_rank=of(3), tp_size=of(8)
+        ),
+        masks.BigBird(**{name: of(n) for name, n in rings.items()}, random_blocks=of(2), seed=of(9)),
+        masks.BlockMask(blocks=np.eye(100, dtype=bool)[None], block_q=of(4), block_kv=of(4)),
+    )
+    for numpys, plain in zip(made(kind), made(int), strict=True):
+        seen = [masks.dense(mask, 9, 333, num_q_heads=64, num_kv_heads=8) for mask in (numpys, plain)]
+        np.testing.assert_array_equal(*seen)
