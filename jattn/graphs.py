@@ -11,7 +11,7 @@ import numpy as np
 from jattn.bucket import Bucket
 from jattn.executables import Executables, Lower, bar
 from jattn.metadata.batch import BatchMetadata, abstract_metadata
-from jattn.metadata.host import int_vector
+from jattn.metadata.host import int_vector, plain_ints
 from jattn.parameters import Leaves
 from jattn.requests import count_decodes
 from jattn.uploads import Layout
@@ -220,7 +220,9 @@ class DecodeGraphs:
         able = [one for one in self.buckets if decode_query_len in (None, one.decode_query_len)]
         lens = sorted({one.decode_query_len for one in self.buckets})
         require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
-        counts = num_decodes, num_prefills, num_prefill_tokens
+        given = {"num_decodes": num_decodes, "num_prefills": num_prefills}
+        given |= {"num_prefill_tokens": num_prefill_tokens, "num_blocks": num_blocks}
+        *counts, num_blocks = plain_ints(**given)
         lens_of_batch = None if query_lens is None else int_vector("query_lens", query_lens)
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
@@ -229,7 +231,7 @@ class DecodeGraphs:
             if lens_of_batch is not None:
                 if bucket.decode_query_len not in counted:
                     counted[bucket.decode_query_len] = _counts(lens_of_batch, bucket.decode_query_len)
-                counts = counted[bucket.decode_query_len]
+                counts = list(counted[bucket.decode_query_len])
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
                 fitting.append((bucket.max_tokens + each * _late(bucket, counts[0]), bucket))
         if not fitting:

@@ -197,11 +197,7 @@ class CacheSpec:
         require(math.isfinite(memory_bytes), "memory_bytes", "be finite", memory_bytes)
         require_int(num_layers=num_layers)
         require_positive(num_layers=num_layers)
-        blocks = int(memory_bytes // (self.bytes_per_block * num_layers))
-        require(
-            blocks > 0,
-            "memory_bytes",
-            f"hold a block ({self.bytes_per_block * num_layers} bytes)",
-            memory_bytes,
-        )
+        size = self.bytes_per_block * int(num_layers)  # numpy's in few bits do not hold it
+        blocks = int(memory_bytes) // size
+        require(blocks > 0, "memory_bytes", f"hold a block ({size} bytes)", memory_bytes)
         return blocks

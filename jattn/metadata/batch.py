@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jattn.bucket import Bucket
-from jattn.metadata.host import block_rows, int_vector, require_blocks, with_columns
+from jattn.metadata.host import block_rows, int_vector, plain_ints, require_blocks, with_columns
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require, require_positive
 
 type HostInts = Sequence[int] | np.ndarray | Array
 type HostTable = Sequence[HostInts] | np.ndarray | Array
@@ -164,7 +164,7 @@ def build_batch_metadata(
             an id is no int or makes slots beyond int32, or the requests do not fit `bucket`.
     """
     query_lens, seq_lens = int_vector("query_lens", query_lens), int_vector("seq_lens", seq_lens)
-    require_int(block_size=block_size)
+    (block_size,) = plain_ints(block_size=block_size)
     require_positive(block_size=block_size)
     _require_one_each("seq_lens", seq_lens, query_lens)
     short = np.flatnonzero(seq_lens < query_lens)
@@ -195,7 +195,7 @@ def build_cross_attention_metadata(
         ValueError: As build_batch_metadata.
     """
     query_lens, kv_lens = int_vector("query_lens", query_lens), int_vector("kv_lens", kv_lens)
-    require_int(block_size=block_size)
+    (block_size,) = plain_ints(block_size=block_size)
     require_positive(block_size=block_size)
     _require_one_each("kv_lens", kv_lens, query_lens)
     table = _host_table(block_table, kv_lens, block_size, bucket)
@@ -271,6 +271,7 @@ def abstract_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
     Raises:
         ValueError: `bucket.max_blocks` is None, so the block table has no width yet.
     """
+    (block_size,) = plain_ints(block_size=block_size)
     require_positive(block_size=block_size)
     require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from jattn.bucket import Bucket
-from pallas_kernels.checks import require, require_int, require_positive
+from jattn.metadata.host import plain_ints
+from pallas_kernels.checks import require, require_positive
 
 # vLLM captures no larger graph unless asked to.
 DEFAULT_MAX_CAPTURE_SIZE = 512
@@ -22,11 +23,12 @@ def default_capture_sizes(
     Source: vLLM `VllmConfig._set_cudagraph_sizes`.
     """
     if max_capture_size is None:
-        twice = DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else 2 * max_num_seqs
-        max_capture_size = min(twice, DEFAULT_MAX_CAPTURE_SIZE)
-    require_positive(max_capture_size=max_capture_size)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_capture_size + 1, 16)]
-    return tuple(size for size in sizes if size <= max_capture_size)
+        (most,) = plain_ints(max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs)
+        max_capture_size = min(2 * most, DEFAULT_MAX_CAPTURE_SIZE)
+    (largest,) = plain_ints(max_capture_size=max_capture_size)
+    require_positive(max_capture_size=largest)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    return tuple(size for size in sizes if size <= largest)
 
 
 def default_buckets(
@@ -54,12 +56,12 @@ def default_buckets(
     Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
     """
     sizes_of = {"max_num_seqs": max_num_seqs, "max_blocks": max_blocks, "decode_query_len": decode_query_len}
-    require_int(**sizes_of)
+    max_num_seqs, max_blocks, decode_query_len = plain_ints(**sizes_of)
     require_positive(**sizes_of)
     is_list = isinstance(prefill_tokens, Iterable)
     require(is_list, "prefill_tokens", "be a list of sizes", repr(prefill_tokens))
     for tokens in prefill_tokens:
-        require_int(prefill_tokens=tokens)
+        plain_ints(prefill_tokens=tokens)
         require_positive(prefill_tokens=tokens)
     sizes = default_capture_sizes(max_num_seqs)
     decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}

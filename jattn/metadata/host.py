@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_int
 
 INT32_MAX = int(np.iinfo(np.int32).max)
 BOOLS = frozenset((bool, np.bool_))
@@ -39,6 +39,16 @@ def int_vector(name: str, values: Any) -> np.ndarray:
         rule = "be at least 0" if is_low else f"be at most {INT32_MAX}"
         require(False, name, rule, ints[ints < 0 if is_low else ints > INT32_MAX][:1])
     return ints
+
+
+def plain_ints(**values: Any) -> tuple[int, ...]:
+    """Named ints as Python's, in their order: numpy's wrap in few bits, and unsigned ones when negated.
+
+    Raises:
+        ValueError: One is no int.
+    """
+    require_int(**values)
+    return tuple(map(int, values.values()))
 
 
 def block_rows(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTable:

@@ -14,10 +14,11 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jattn.metadata.batch import BatchMetadata
+from jattn.metadata.host import plain_ints
 from jattn.metadata.namespace import AnyArray, IntLike, IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import replace
-from pallas_kernels.checks import require, require_int, require_positive, require_shape
+from pallas_kernels.checks import require, require_positive, require_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,10 @@ class Ranks:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        require_int(size=self.size, cp_kv_cache_interleave_size=self.interleave)
-        require_positive(size=self.size, cp_kv_cache_interleave_size=self.interleave)
+        sizes = {"size": self.size, "cp_kv_cache_interleave_size": self.interleave}
+        for name, size in zip(("size", "interleave"), plain_ints(**sizes), strict=True):
+            object.__setattr__(self, name, size)
+        require_positive(**sizes)
 
     @property
     def round_size(self) -> int:
@@ -85,21 +88,22 @@ def get_dcp_local_seq_lens(
 
     Source: vLLM `get_dcp_local_seq_lens`.
     """
-    require_ranks(dcp_size, cp_kv_cache_interleave_size)
+    dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
     xp, lens, rank = with_namespace(seq_lens=seq_lens, dcp_rank=dcp_rank)
     require_rank(dcp_rank, dcp_size)
     ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
     lens = lens[:, None] if rank is None else lens
-    full_rounds = lens // (cp_kv_cache_interleave_size * dcp_size) * cp_kv_cache_interleave_size
-    rest = lens - full_rounds * dcp_size - ranks * cp_kv_cache_interleave_size
-    return (full_rounds + xp.clip(rest, 0, cp_kv_cache_interleave_size)).astype(np.int32)
+    full_rounds = lens // (interleave * dcp_size) * interleave
+    rest = lens - full_rounds * dcp_size - ranks * interleave
+    return (full_rounds + xp.clip(rest, 0, interleave)).astype(np.int32)
 
 
-def require_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> None:
-    """Both must be positive ints: with others lengths and slots come out as of no rank."""
+def checked_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int, ...]:
+    """Both as Python's, positive ints: with others lengths and slots come out as of no rank."""
     sizes = {"dcp_size": dcp_size, "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size}
-    require_int(**sizes)
+    plain = plain_ints(**sizes)
     require_positive(**sizes)
+    return plain
 
 
 def require_rank(dcp_rank: Any, dcp_size: int) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jattn.metadata.host import plain_ints
 from jattn.metadata.namespace import IntVector, with_namespace
 from pallas_kernels.checks import require, require_positive
 
@@ -43,6 +44,12 @@ def use_cascade_attention(
 
     Source: vLLM V1 FlashAttention `use_cascade_attention`.
     """
+    common_prefix_len, num_query_heads, num_kv_heads, num_sms = plain_ints(
+        common_prefix_len=common_prefix_len,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        num_sms=num_sms,
+    )
     require_positive(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, num_sms=num_sms)
     rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
     require(num_query_heads % num_kv_heads == 0, "num_query_heads", rule, num_query_heads)

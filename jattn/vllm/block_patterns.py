@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jattn.masks.local_strided import LocalStrided
+from jattn.metadata.host import plain_ints
 from jattn.metadata.namespace import AnyArray, IntVector, with_namespace
 from pallas_kernels.checks import require, require_positive
 
@@ -33,6 +34,7 @@ def prefill_block_pattern(
 
     Source: vLLM `get_sparse_attn_mask`.
     """
+    (num_blocks,) = plain_ints(num_blocks=num_blocks)
     require_positive(num_blocks=num_blocks)
     shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=True)[:, None, None]
     q_block, k_block = np.arange(num_blocks)[None, :, None], np.arange(num_blocks)[None, None, :]
@@ -55,6 +57,7 @@ def decode_block_pattern(
 
     Source: vLLM `paged_attention_v1`, `paged_attention_v2` with block sparsity.
     """
+    (num_blocks,) = plain_ints(num_blocks=num_blocks)
     require_positive(num_blocks=num_blocks)
     xp, lens = with_namespace(seq_lens)
     shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=False)[:, None]
@@ -94,6 +97,7 @@ def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
 def _head_shifts(
     sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool
 ) -> np.ndarray:
+    num_q_heads, num_kv_heads = plain_ints(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     require_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
     require(num_q_heads % num_kv_heads == 0, "num_q_heads", rule, num_q_heads)

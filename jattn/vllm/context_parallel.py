@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jattn.metadata.host import int_table
+from jattn.metadata.host import int_table, plain_ints
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
-from jattn.metadata.ranks import require_rank, require_ranks
+from jattn.metadata.ranks import checked_ranks, require_rank
 from jattn.metadata.slots import gather_blocks, slots_in
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
@@ -34,13 +34,13 @@ def max_dcp_local_seq_len(
 
     Source: vLLM V1 FlashAttention builder, `max_dcp_context_kv_len`.
     """
-    require_ranks(dcp_size, cp_kv_cache_interleave_size)
+    dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
     if isinstance(max_seq_len, jax.Array | np.ndarray):
         _, length = with_namespace(max_seq_len=max_seq_len)
     else:
         require_int(max_seq_len=max_seq_len)
         length = int(max_seq_len)  # numpy's in few bits wraps
-    return -(-length // (dcp_size * cp_kv_cache_interleave_size)) * cp_kv_cache_interleave_size
+    return -(-length // (dcp_size * interleave)) * interleave
 
 
 def compute_dcp_slot_mapping(
@@ -72,9 +72,8 @@ def compute_dcp_slot_mapping(
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
-    interleave = cp_kv_cache_interleave_size
-    require_ranks(dcp_size, interleave)
-    require_int(block_size=block_size)
+    dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
+    (block_size,) = plain_ints(block_size=block_size)
     require_positive(block_size=block_size)
     require(
         block_size % interleave == 0,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jattn.metadata.host import plain_ints
 from jattn.vllm.graph_modes import CUDAGraphMode
 from jattn.vllm.graph_padding import padded_capture_size
 from pallas_kernels.checks import require_positive, require_type
@@ -58,8 +59,11 @@ def make_graph_keys(
     Source: vLLM `CudagraphDispatcher.initialize_cudagraph_keys`.
     """
     require_type("mode", mode, CUDAGraphMode, "a member, not its name")
-    require_positive(max_num_seqs=max_num_seqs, uniform_decode_query_len=uniform_decode_query_len)
-    sizes, query_len = tuple(sorted(set(capture_sizes))), uniform_decode_query_len
+    max_num_seqs, query_len = plain_ints(
+        max_num_seqs=max_num_seqs, uniform_decode_query_len=uniform_decode_query_len
+    )
+    require_positive(max_num_seqs=max_num_seqs, uniform_decode_query_len=query_len)
+    sizes = tuple(sorted({plain_ints(capture_sizes=size)[0] for size in capture_sizes}))
     mixed = frozenset(BatchDescriptor(size, has_lora=lora) for size in sizes for lora in lora_cases)
     decode = frozenset(
         BatchDescriptor(size, size // query_len, uniform=True, has_lora=lora)

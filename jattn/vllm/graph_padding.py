@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jattn.metadata.host import int_table
+from jattn.metadata.host import int_table, plain_ints
 from jattn.metadata.namespace import AnyArray, IntTable, IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID
 from pallas_kernels.checks import require, require_positive
@@ -40,13 +40,15 @@ def round_capture_sizes(capture_sizes: Sequence[int], uniform_decode_query_len: 
 
     Source: vLLM `CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`.
     """
-    require_positive(uniform_decode_query_len=uniform_decode_query_len)
+    (step,) = plain_ints(uniform_decode_query_len=uniform_decode_query_len)
+    require_positive(uniform_decode_query_len=step)
     require(len(capture_sizes) > 0, "capture_sizes", "have at least one size", capture_sizes)
-    largest, step = max(capture_sizes), uniform_decode_query_len
+    sizes = [plain_ints(capture_sizes=size)[0] for size in capture_sizes]
+    largest = max(sizes)
     require(
         step <= largest, "uniform_decode_query_len", f"be at most the largest capture size ({largest})", step
     )
-    rounded = {-(-size // step) * step for size in capture_sizes}
+    rounded = {-(-size // step) * step for size in sizes}
     return tuple(sorted(size for size in rounded if size <= largest)) or (step,)
 
 

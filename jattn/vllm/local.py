@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jattn.metadata.host import int_table
+from jattn.metadata.host import int_table, plain_ints
 from jattn.metadata.namespace import (
     AnyArray,
     IntTable,
@@ -61,7 +61,7 @@ def make_local_attention_virtual_batches(
         seq_lens_np=seq_lens_np,
         block_table=int_table("block_table", block_table),
     )
-    _check_sizes(attn_chunk_size, block_size)
+    attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
     _check_rows(starts, totals, table, "query_start_loc_np", "seq_lens_np")
     num_virtual = int(_chunks_touched(np.diff(starts), totals, attn_chunk_size).sum())
     return _virtual_batches(np, attn_chunk_size, starts, totals, table, block_size, num_virtual)
@@ -100,7 +100,8 @@ def make_padded_local_attention_virtual_batches(
         seq_lens=seq_lens,
         block_table=int_table("block_table", block_table),
     )
-    _check_sizes(attn_chunk_size, block_size)
+    attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
+    (max_virtual_batches,) = plain_ints(max_virtual_batches=max_virtual_batches)
     _check_rows(starts, totals, table, "query_start_loc", "seq_lens")
     return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
 
@@ -112,14 +113,19 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
 
     Source: vLLM `max_local_attention_virtual_batches`; this bound is the least one.
     """
+    attn_chunk_size, max_num_seqs, num_tokens = plain_ints(
+        attn_chunk_size=attn_chunk_size, max_num_seqs=max_num_seqs, num_tokens=num_tokens
+    )
     require_positive(attn_chunk_size=attn_chunk_size)
     in_pairs = min(num_tokens, 2 * max_num_seqs)
     return in_pairs + (num_tokens - in_pairs) // attn_chunk_size
 
 
-def _check_sizes(chunk: int, block_size: int) -> None:
+def _checked_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
+    chunk, block_size = plain_ints(attn_chunk_size=chunk, block_size=block_size)
     require_positive(attn_chunk_size=chunk, block_size=block_size)
     require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
+    return chunk, block_size
 
 
 def _check_rows(starts: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jattn.metadata.host import plain_ints
 from pallas_kernels.checks import require_positive
 
 PARTITION_SIZE = 512
@@ -22,6 +23,9 @@ def choose_paged_attention_version(max_seq_len: int, num_seqs: int, num_heads: i
 
     Source: vLLM `PagedAttention.forward_decode`.
     """
+    max_seq_len, num_seqs, num_heads = plain_ints(
+        max_seq_len=max_seq_len, num_seqs=num_seqs, num_heads=num_heads
+    )
     require_positive(max_seq_len=max_seq_len)
     num_partitions = -(-max_seq_len // PARTITION_SIZE)
     use_v1 = max_seq_len <= MAX_V1_SEQ_LEN and (num_partitions == 1 or num_seqs * num_heads > PARTITION_SIZE)

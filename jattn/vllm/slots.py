@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int32
 
-from jattn.metadata.host import int_table
+from jattn.metadata.host import int_table, plain_ints
 from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
 from jattn.metadata.slots import PAD_SLOT_ID
 from pallas_kernels.checks import require, require_positive
@@ -22,7 +22,10 @@ def compute_slot_mapping_start_idx(
 
     Source: vLLM V0 `compute_slot_mapping_start_idx`.
     """
-    return max(0, query_len - sliding_window) if is_prompt and sliding_window is not None else 0
+    if not is_prompt or sliding_window is None:
+        return 0
+    new, seen = plain_ints(query_len=query_len, sliding_window=sliding_window)
+    return max(0, new - seen)
 
 
 def fill_slot_mapping_tail(slot_mapping: IntVector, num_actual_tokens: IntLike) -> Int32[AnyArray, " tokens"]:
@@ -51,6 +54,7 @@ def physical_to_logical_mapping(
 
     Source: vLLM V1 FlexAttention `physical_to_logical_mapping`.
     """
+    block_size, total_blocks = plain_ints(block_size=block_size, total_blocks=total_blocks)
     require_positive(block_size=block_size, total_blocks=total_blocks)
     xp, table, lens = with_namespace(block_table=int_table("block_table", block_table), seq_lens=seq_lens)
     num_reqs, num_columns = table.shape

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt16
 
+from jattn.metadata.host import plain_ints
 from jattn.metadata.namespace import (
     AnyArray,
     IntLike,
@@ -47,8 +48,8 @@ def spec_decode_reorder_threshold(
     """
     if dcp > 1 and not supports_dcp_varlen:
         return 1
-    drafted = (num_speculative_tokens or 0) * (2 if parallel_drafting else 1)
-    return max(reorder_batch_threshold, 1 + drafted)
+    (drafted,) = plain_ints(num_speculative_tokens=num_speculative_tokens or 0)
+    return max(reorder_batch_threshold, 1 + drafted * (2 if parallel_drafting else 1))
 
 
 def make_kv_sharing_fast_prefill_metadata(
@@ -99,6 +100,7 @@ def reshape_query_for_spec_decode(
 
     Source: vLLM `reshape_query_for_spec_decode`.
     """
+    (batch_size,) = plain_ints(batch_size=batch_size)
     require_positive(batch_size=batch_size)
     tokens, *rest = query.shape
     require(
@@ -133,6 +135,7 @@ def make_xqa_spec_decode_causal_mask(
 
     Source: vLLM FlashInfer back end, mask of XQA decode.
     """
+    num_reqs, query_len = plain_ints(num_reqs=num_reqs, query_len=query_len)
     require_positive(num_reqs=num_reqs, query_len=query_len)
     num_lanes = 2 * -(-query_len // 32)
     sees = np.arange(16 * num_lanes)[None, :] <= np.arange(query_len)[:, None]

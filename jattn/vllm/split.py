@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jattn.metadata.host import plain_ints
 from jattn.metadata.namespace import (
     AnyArray,
     IntLike,
@@ -150,6 +151,7 @@ def split_prefill_chunks(
 
     Source: vLLM `split_prefill_chunks`.
     """
+    workspace_size, request_offset = plain_ints(workspace_size=workspace_size, request_offset=request_offset)
     bounds: list[tuple[int, int]] = []
     start = used = 0
     lens = np.asarray(with_namespace(seq_lens_cpu=seq_lens_cpu)[1]).tolist()
