@@ -153,6 +153,8 @@ def attend_cascade(
 ) -> tuple[Array, Array]:
     """`attend` with LSE over a prefix that all rows share, once, and over what each has besides, merged.
 
+    The LSE is f64 of f64 queries: of its f32 the parts' weights would have no more digits.
+
     Args:
         query: As in `attend`.
         cache: As in `attend`.
@@ -168,15 +170,16 @@ def attend_cascade(
     if spec.causal:
         check_causal_rows(metadata)
     sinks = spec.per_head(sinks, None)["sinks"]
-    run = lambda part, spec, plan, sinks: attend(
-        query, cache, part, spec, plan, sinks, implementation=implementation, return_lse=True
-    )
+    how: dict[str, Any] = {"alibi_slopes": None, "mask": None, "implementation": implementation}
+    run = lambda part, spec, plan, sinks: checked(
+        query, cache, part, spec, plan, sinks=sinks, return_lse=True, **how
+    )()
     prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
     suffix = run(metadata.suffix, spec, plans[1], sinks)
     bare_sinks = None
     if sinks is not None:  # to attention a row without keys is padding, and has no sinks
         is_bare = metadata.is_live_token & ~metadata.suffix.is_live_token
-        bare_sinks = jnp.where(is_bare[None, :], sinks.astype(jnp.float32)[:, None], -jnp.inf)
+        bare_sinks = jnp.where(is_bare[None, :], sinks.astype(suffix[1].dtype)[:, None], -jnp.inf)
     return _merge_once(prefix, suffix, bare_sinks, metadata.is_live_token)
 
 

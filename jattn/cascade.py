@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, overload
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.attending import attend_cascade
@@ -71,4 +72,4 @@ def cascade_attend(
     if (found := why_no_cascade(spec)) is not None:
         raise unsupported(*found, "Use attend with the step's own metadata")
     out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
-    return (out, lse) if return_lse else out
+    return (out, lse.astype(jnp.float32)) if return_lse else out

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jattn.attending import attend, queries_of
+from jattn.attending import checked, queries_of
 from jattn.cache import PagedCache
 from jattn.implementations.choice import Asked
 from jattn.implementations.layers import Layer, layer_of
@@ -67,8 +67,9 @@ def attend_on_rank(
         if region is not None:
             q, whole = queries_of(query, metadata, name), part_of(metadata, name).metadata
             slopes = None if alibi_slopes is None else alibi_slopes * ranks.size
-            given: Any = (q, cache, region.metadata, region.spec, region.plan, None, slopes)
-            out, lse = attend(*given, implementation=implementation, return_lse=True)
+            given: Any = (q, cache, region.metadata, region.spec, region.plan)
+            how: Any = {"sinks": None, "alibi_slopes": slopes, "mask": None, "implementation": implementation}
+            out, lse = checked(*given, **how, return_lse=True)()  # an LSE of f64 where queries are
             if alibi_slopes is not None:
                 lse = lse + alibi_slopes[:, None] * _ahead(whole, ranks)[None, :].astype(lse.dtype)
             outs.append(out)

@@ -276,3 +276,12 @@ class TestWhatDoesNotFit:
     def test_a_bias_that_is_no_line(self, changes, interleave, match):
         with pytest.raises(NotImplementedError, match=match):
             both(ranks_of(2, interleave), spec_of(**changes), alibi_slopes=SLOPES)
+
+
+def test_float64_queries_have_shares_of_float64():
+    """By log-sum-exps of f32 the shares had seven digits."""
+    with jax.enable_x64(True):
+        slopes = SLOPES.astype(jnp.float64)
+        want, got = both(ranks_of(2), spec_of(), sinks=SINKS, alibi_slopes=slopes)
+        assert want.dtype == got.dtype == jnp.float64
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)

@@ -333,3 +333,18 @@ def test_a_cascade_over_keys_outside_a_cache_is_refused():
         jattn.cascade_attend(jnp.ones((1, 2, 8)), kv, parts, spec)
     with pytest.raises(ValueError, match=r"spec must be a AttentionSpec .*, got NoneType"):
         jattn.cascade_attend(jnp.ones((1, 2, 8)), kv, parts, None)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_cascade_of_float64_is_merged_in_float64(implementation):
+    """By log-sum-exps of f32 the result had seven digits."""
+    with jax.enable_x64(True):
+        metadata, _, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(6), [None])
+        query, sinks = query.astype(jnp.float64), jnp.asarray([0.5, -1.0, 2.0, 0.0])
+        how = {"sinks": sinks, "implementation": implementation, "return_lse": True}
+        want, want_lse = jattn.attend(query, cache, metadata, spec, **how)
+        got, lse = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how)
+        assert got.dtype == jnp.float64
+        assert lse.dtype == want_lse.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-6)

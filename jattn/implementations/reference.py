@@ -29,7 +29,7 @@ def attend(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Output and log-sum-exp of every token, as `jattn.attend` defines them."""
+    """Output and log-sum-exp of every token, as `jattn.attend` defines them; of f64 queries both are f64."""
     tokens = query.shape[0]
     if tokens == 0 or holds_nothing(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, tokens), -jnp.inf, jnp.float32)
@@ -64,7 +64,7 @@ def attend(
 
     nothing = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, dtype)
     (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32))
-    return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse.astype(jnp.float32)
+    return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse
 
 
 def holds_nothing(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
