@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.arguments import require_array, set_ints
 from jattn.masks.base import Mask
-from jattn.masks.integers import quotient, remainder
+from jattn.masks.integers import block_of, quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.pytree import pytree, static
 from pallas_kernels import support
@@ -132,9 +132,9 @@ class BlockMask(Mask):
         if self.block_q is None:
             return query * 0
         if self.first_q_block is None:
-            return quotient(query, self.block_q)
+            return block_of(query, self.block_q)
         first = jnp.asarray(self.first_q_block)
-        return quotient(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
+        return block_of(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
 
     def _at(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
         blocks = jnp.asarray(self.blocks)
@@ -218,25 +218,27 @@ class BigBird(Mask):
         return (None if self.random_blocks else 1), 1
 
     def _sees_block(self, head: Any, a: Any, b: Any) -> Any:
-        sees = (jnp.abs(a - b) < self.local_blocks) | (jnp.minimum(a, b) < self.global_blocks)
+        is_global = (b < self.global_blocks) | ((a >= 0) & (a < self.global_blocks))
+        sees = (jnp.abs(a - b) < self.local_blocks) | is_global
         of_seed = int(self.seed) * 7919 % DRAWS  # of any seed, within int32
         for nth in range(self.random_blocks):
             drawn = _mixed(_mixed(a * 64 + nth + of_seed) + head * 977)
-            sees = sees | (jax.lax.rem(drawn, a + 1) == b)
+            sees = sees | ((a >= 0) & (jax.lax.rem(drawn, a + 1) == b))
         return sees
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        a, b = quotient(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
+        a, b = block_of(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
         return self._sees_block(pairs.head, a, b)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        block = lambda position: quotient(position, self.block_size)
+        query_block = lambda position: block_of(position, self.block_size)
+        key_block = lambda position: quotient(position, self.block_size)
         return block_coverage(
             lambda a, b: self._sees_block(tiles.head, a, b),
-            (block(tiles.first_query), block(tiles.last_query)),
-            (block(tiles.first_key), block(tiles.last_key)),
+            (query_block(tiles.first_query), query_block(tiles.last_query)),
+            (key_block(tiles.first_key), key_block(tiles.last_key)),
             tuple(blocks_of_tile(size, self.block_size) for size in tiles.size),
         )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jattn.fields import set_bools
 from jattn.masks.arguments import set_ints
 from jattn.masks.base import Mask
-from jattn.masks.integers import quotient, remainder
+from jattn.masks.integers import block_of, quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Tiles
 from pallas_kernels.checks import require, require_positive
 
@@ -97,16 +97,15 @@ class LocalStrided(Mask):
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        a, b = quotient(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
+        a, b = block_of(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
         shift = self.head_shifts(pairs.head, *pairs.num_heads, is_prefill=pairs.is_prefill)
         is_stripe = remainder(b + shift + 1, self.vert_stride) == 0
         return (b <= a) & ((a - b < self.local_blocks) | is_stripe)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        block = lambda position: quotient(position, self.block_size)
-        first_a, last_a = block(tiles.first_query), block(tiles.last_query)
-        first_b, last_b = block(tiles.first_key), block(tiles.last_key)
+        first_a, last_a = (block_of(x, self.block_size) for x in (tiles.first_query, tiles.last_query))
+        first_b, last_b = (quotient(x, self.block_size) for x in (tiles.first_key, tiles.last_key))
         shift = self.head_shifts(tiles.head, *tiles.num_heads, is_prefill=tiles.is_prefill)
         # Stripes among the blocks up to and with b, but for a constant.
         up_to = lambda b: quotient(b + shift + 1, self.vert_stride)

@@ -12,7 +12,8 @@ class Pairs(NamedTuple):
     Attributes:
         head: Query head of this device.
         row: Row of the batch: which request. Masks of positions alone do not look at it.
-        query: Position of the query in its request.
+        query: Position of the query in its request: before 0 where there are more queries than keys, in
+            block -1 of a pattern and those before it.
         key: Position of the key.
         num_heads: Static: query heads and kv heads of this device.
         is_prefill: Static: whether the queries stand in the prefill region.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.masks.arguments import MAX_INT, set_ints
 from jattn.masks.base import Mask
-from jattn.masks.integers import quotient, remainder
+from jattn.masks.integers import block_of, quotient, remainder
 from jattn.masks.pairs import Coverage, Pairs, Tiles
 from pallas_kernels.checks import require
 
@@ -125,14 +125,12 @@ class Chunked(Mask):
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        return quotient(pairs.key, self.size) == quotient(pairs.query, self.size)
+        return quotient(pairs.key, self.size) == block_of(pairs.query, self.size)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        first_q, last_q, first_k, last_k = (
-            quotient(x, self.size)
-            for x in (tiles.first_query, tiles.last_query, tiles.first_key, tiles.last_key)
-        )
+        first_q, last_q = (block_of(x, self.size) for x in (tiles.first_query, tiles.last_query))
+        first_k, last_k = (quotient(x, self.size) for x in (tiles.first_key, tiles.last_key))
         some = (first_q <= last_k) & (first_k <= last_q)
         return Coverage(some, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
 

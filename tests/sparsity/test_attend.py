@@ -119,3 +119,19 @@ def test_a_mask_takes_the_kernel_unasked(monkeypatch):
     query = jnp.zeros((3, 4, 64), jnp.bfloat16)
     jattn.attend(query, cache, metadata, spec)
     assert asked
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_mask_of_chunks_is_the_spec_s_for_more_queries_than_keys(implementation):
+    """The first queries stand before position 0, in chunks without a key."""
+    metadata = jattn.build_cross_attention_metadata([9, 2, 5], [4, 6, 0], None)
+    spec = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "causal": False}
+    query, key, value = (jax.random.normal(jax.random.key(i), (16, 2 - (i > 0), 8)) for i in range(3))
+    kv = jattn.PackedKV(k=key[:10], v=value[:10], kv_start_loc=jnp.asarray([0, 4, 10], jnp.int32))
+    attend = lambda mask, **chunks: jattn.attend(
+        query, kv, metadata, jattn.AttentionSpec(**spec, **chunks), mask=mask, implementation=implementation
+    )
+    want = attend(None, chunk_size=4)
+    np.testing.assert_allclose(attend(masks.Chunked(4)), want, rtol=1e-6, atol=1e-7)
+    assert not np.any(want[:5])
+    assert np.any(want[5:9])

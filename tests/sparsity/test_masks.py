@@ -276,3 +276,46 @@ def test_numpys_ints_of_any_width_are_the_ints_they_are(types_unchecked, kind):
     for numpys, plain in zip(made(kind), made(int), strict=True):
         seen = [masks.dense(mask, 9, 333, num_q_heads=64, num_kv_heads=8) for mask in (numpys, plain)]
         np.testing.assert_array_equal(*seen)
+
+
+BLOCKS = np.arange(12).reshape(1, 3, 4) % 5 > 1
+BEFORE_0 = {
+    "Chunked": (masks.Chunked, lambda a, b: a == b),
+    "LocalStrided": (
+        lambda size: masks.LocalStrided(block_size=size, local_blocks=2, vert_stride=3, homo_head=True),
+        lambda a, b: (b <= a) & ((a - b < 2) | ((b + 1) % 3 == 0)),
+    ),
+    "BigBird": (
+        lambda size: masks.BigBird(block_size=size, local_blocks=3, random_blocks=0),
+        lambda a, b: (np.abs(a - b) < 3) | (a == 0) | (b == 0),
+    ),
+    "BlockMask": (
+        lambda size: masks.BlockMask(blocks=BLOCKS, block_q=size, block_kv=size),
+        lambda a, b: (a >= 0) & (a < 3) & (b < 4) & BLOCKS[0, np.clip(a, 0, 2), np.minimum(b, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("name", BEFORE_0)
+def test_queries_before_position_0_stand_in_blocks_before_block_0(name, size):
+    """With more queries than keys, as cross attention may have; rounded towards 0 they stood in block 0."""
+    make, rule = BEFORE_0[name]
+    first = -2 * size - 1
+    query, key = np.arange(first, 3 * size, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
+    at = {"head": np.int32(0), "row": np.int32(0), "num_heads": (1, 1)}
+    seen = np.broadcast_to(make(size).sees(masks.Pairs(query=query, key=key, **at)), (len(query), 12))
+    np.testing.assert_array_equal(seen, rule(query // size, key // size))
+    for begin in range(first, size, 3):
+        tile = {"first_query": np.int32(begin), "last_query": np.int32(begin + 2)}
+        keys = {"first_key": np.int32(2), "last_key": np.int32(4)}
+        some, every = make(size).coverage(masks.Tiles(**tile, **keys, size=(3, 3), **at))
+        inside = seen[begin - first : begin - first + 3, 2:5]
+        assert (bool(some), bool(every)) == (inside.any(), inside.all())
+
+
+def test_no_block_is_drawn_for_queries_before_position_0():
+    pairs = {"head": np.int32(1), "row": np.int32(0), "num_heads": (2, 1)}
+    query, key = np.arange(-9, 0, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
+    mask = masks.BigBird(block_size=2, local_blocks=0, global_blocks=0, random_blocks=4)
+    assert not np.any(mask.sees(masks.Pairs(query=query, key=key, **pairs)))
