@@ -68,7 +68,8 @@ def make_metadata_with_slice(
     first, stop = _bounds("req_slice", req_slice, lens.shape[0])
     first_token, stop_token = _bounds("token_slice", token_slice, None)
     if xp is np:
-        inside = starts[first] <= first_token < starts[first + 1]
+        behind = max(starts[first + 1], starts[first] + 1)  # the first row may have no token
+        inside = starts[first] <= first_token < behind
         require(
             bool(inside),
             "token_slice",

@@ -108,3 +108,11 @@ def test_lengths_of_other_requests_are_refused_and_not_stretched():
         make_metadata_with_slice([10], [1, 2, 3], (0, 3), (0, 6))
     with pytest.raises(ValueError, match=message):
         split_at_token([10], [1, 2, 3], 3)
+
+
+def test_a_batch_may_begin_with_a_row_of_no_tokens():
+    before, rest = split_at_token([4, 7, 3], [0, 3, 2], 2)
+    assert before.query_start_loc.tolist() == [0, 0, 2]
+    assert before.seq_lens.tolist() == [4, 6]
+    assert rest.query_start_loc.tolist() == [0, 1, 3]
+    assert rest.seq_lens.tolist() == [7, 3]
