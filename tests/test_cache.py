@@ -552,3 +552,18 @@ class TestSpec:
     def test_wrong_values_are_named(self, change, message):
         with pytest.raises(ValueError, match=message):
             spec(**change)
+
+
+def test_an_array_that_would_be_donated_twice_is_refused_by_name():
+    """JAX said "Attempt to donate the same buffer twice", of argument 1."""
+    zeros = jnp.zeros((4, 2, 1, 8))
+    cache, rows = jattn.PagedCache(k=zeros, v=zeros), jnp.ones((1, 1, 8))
+    message = "caches must have arrays of their own .* got one array at two places"
+    with pytest.raises(ValueError, match=message):
+        jattn.write_kv(cache, rows, rows, jnp.asarray([3]))
+    one = jattn.PagedCache(k=zeros, v=zeros.copy())
+    with pytest.raises(ValueError, match=message):
+        jattn.copy_blocks([one, one], np.asarray([[0, 1]]))
+    numpys = jattn.PagedCache(k=np.asarray(zeros), v=np.asarray(zeros))
+    for write, it in ((jax.jit(jattn.write_kv), cache), (jattn.write_kv, numpys)):
+        assert write(it, rows, rows, jnp.asarray([3])).k[1, 1, 0, 0] == 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.cache.types import PagedCache, block_arrays
+from jattn.cache.types import PagedCache, block_arrays, require_own_arrays
 from jattn.pytree import replace
 from pallas_kernels.checks import require, require_int32s, require_shape
 
@@ -34,6 +34,7 @@ def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | n
     leaves, tree = jax.tree.flatten(caches, is_leaf=lambda node: isinstance(node, PagedCache))
     for leaf in leaves:
         require(isinstance(leaf, PagedCache), "caches", "be a tree of PagedCache", type(leaf).__name__)
+    require_own_arrays(*leaves)
     pairs = _as_pairs(block_mapping)
     if isinstance(pairs, np.ndarray):
         for cache in leaves:

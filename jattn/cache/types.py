@@ -289,6 +289,19 @@ class PackedKV:
                 require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
 
 
+def require_own_arrays(*caches: PagedCache) -> None:
+    """No array may stand at two places of what is donated: its memory cannot be given up twice.
+
+    Raises:
+        ValueError: One does; inside jit nothing is donated and nobody minds.
+    """
+    every = (array for cache in caches for array in block_arrays(cache).values())
+    arrays = [array for array in every if isinstance(array, jax.Array) and is_concrete(array)]
+    rule = "have arrays of their own for keys and values, which are donated (jnp.copy makes one)"
+    is_own = len({id(array) for array in arrays}) == len(arrays)
+    require(is_own, "caches", rule, "one array at two places")
+
+
 def block_arrays(cache: PagedCache) -> dict[str, Any]:
     """The arrays whose first axis is the block, by their attribute's name: what moves when a block moves."""
     scales = {"stored_k_scale": cache.stored_k_scale, "stored_v_scale": cache.stored_v_scale}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn.cache.types import PagedCache, block_arrays, has_token_axis
+from jattn.cache.types import PagedCache, block_arrays, has_token_axis, require_own_arrays
 from jattn.pytree import replace
 from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels import support
@@ -57,6 +57,7 @@ def write_kv(
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
         require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
+    require_own_arrays(cache)
     reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
     use_kernel = support.takes_kernel("write_kv", implementation, reason)
     written = _write_kv(
