@@ -4,7 +4,9 @@ import argparse
 import functools
 import importlib
 import pathlib
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +75,9 @@ def serve(args: argparse.Namespace) -> None:
     loading = functools.partial(load, progress=sys.stderr.isatty())
     with server.listening(options) as sock:
         server.serve(functools.partial(make_engine, args, loading), options, sock)
+    # What follows is the end of the process, which waits for what compiles: an exception would abort it.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _server() -> Any:

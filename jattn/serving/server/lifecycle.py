@@ -109,8 +109,20 @@ def serve(make_engine: Callable[[], Engine], options: ServerOptions, sock: socke
         http.serve(make_engine())
         told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
         print(f"Serving {options.served_model_names[0]} at {url_of(sock)}/v1, {told}", flush=True)
-        with on_signals(lambda number, frame: http.signal(number)):
+        with on_signals(lambda number, frame: stop(http, number)):
             http.wait()
+
+
+def stop(http: HttpProcess, number: int) -> None:
+    """What a signal does: the other process lets requests finish, at a second one it does not.
+
+    Where that has ended, the engine's thread may be compiling for minutes more, and no exception reaches it:
+    whoever asks again is obeyed at once.
+    """
+    if http.has_ended:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    http.signal(number)
 
 
 def run_child(channel_file: int, listening_file: int) -> None:

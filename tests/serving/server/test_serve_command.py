@@ -93,6 +93,28 @@ def test_its_process_of_http_ends_where_the_engine_s_was_killed(folder):
         time.sleep(0.05)
 
 
+class TestSignals:
+    def test_one_behind_the_first_ends_what_only_waits_for_the_engine(self, types_unchecked, monkeypatch):
+        done = []
+        http = type("Http", (), {"has_ended": False, "signal": lambda self, number: done.append(number)})()
+        monkeypatch.setattr(signal, "signal", lambda number, handler: done.append((number, handler)))
+        monkeypatch.setattr(signal, "raise_signal", lambda number: done.append("raised"))
+        lifecycle.stop(http, signal.SIGINT)
+        assert done == [signal.SIGINT]
+        http.has_ended = True
+        lifecycle.stop(http, signal.SIGINT)
+        assert done[1:3] == [(signal.SIGINT, signal.SIG_DFL), "raised"]
+
+    def test_one_at_the_very_end_of_the_process_is_no_exception(self, folder, monkeypatch):
+        before = signal.getsignal(signal.SIGINT)
+        monkeypatch.setattr("jattn.serving.server.serve", lambda *_: None)
+        try:
+            assert main(["serve", f"--model={folder}", "--port=0"]) == 0
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("address", "url"),
     [(("127.0.0.1", 80), "http://127.0.0.1:80"), (("::1", 80, 0, 0), "http://[::1]:80")],
