@@ -8,7 +8,7 @@ from typing import Any
 
 from pallas_kernels.checks import require
 
-DATA, DONE = b"data: ", b"[DONE]"
+DATA, DONE = b"data:", b"[DONE]"
 
 
 class ServerError(OSError):
@@ -59,10 +59,10 @@ async def events(
         if status != 200:
             raise ServerError(_told(status, await reader.read()))
         async for line in reader:
-            data = line.strip().removeprefix(DATA)
+            data = line.removeprefix(DATA).strip() if line.startswith(DATA) else b""
             if data == DONE:
                 return
-            if data:
+            if data:  # else a blank line, a comment that keeps the connection open, or an event's name
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise ServerError(chunk["error"]["message"])

@@ -86,6 +86,15 @@ class TestCutOff:
         assert "no request was answered" in told.err
 
 
+def test_comments_and_names_of_events_are_no_chunks(says, capsys):
+    """As proxies send them to keep a connection open; the space behind "data:" may be missing, too."""
+    stream = b": ping\n\n" + CHUNK + b"event: more\n" + CHUNK.replace(b"data: ", b"data:")
+    says("hi\n")
+    with answering(HEAD + stream + b"data: [DONE]\n\n") as url:
+        assert main(["chat", f"--url={url}"]) == 0
+    assert capsys.readouterr().out == "aa\n"
+
+
 class TestChat:
     WORDS = ("chat", "--max-tokens=5", "--temperature=0.7", "--seed=3")
 
