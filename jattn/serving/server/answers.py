@@ -14,11 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from jattn.serving.outputs import RequestOutput
 from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.server.errors import ApiError, as_api_error
+from jattn.serving.server.errors import STOPPED, ApiError, as_api_error
 from jattn.serving.server.event_stream import EventStream
 from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
 from jattn.serving.server.service import Service
+
+DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 
 @runtime_checkable
@@ -89,8 +91,8 @@ class Job:
         except BaseException:
             await outputs.aclose()
             raise
-        seconds = self.service.options.stall_seconds
-        return EventStream(self._events(first, outputs), seconds=seconds)
+        seconds, stopped = self.service.options.stall_seconds, _line(STOPPED.body()) + DONE
+        return EventStream(self._events(first, outputs), seconds=seconds, stopped=stopped)
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         async with contextlib.aclosing(self.service.outputs(self.prompts, self.params)) as outputs:
@@ -134,7 +136,7 @@ class Job:
                     yield self._event([], usage=self._usage())
             except Exception as error:
                 yield _line(as_api_error(error).body())
-        yield b"data: [DONE]\n\n"
+        yield DONE
 
     def _openings(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self.prompts) * self.params.n):

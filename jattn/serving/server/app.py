@@ -1,5 +1,6 @@
 """The application: which path is whose, who may ask, and what becomes of errors."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jattn.serving.server.chat import create_chat_completion
 from jattn.serving.server.completions import create_completion
-from jattn.serving.server.errors import ApiError, respond
+from jattn.serving.server.errors import STOPPED, ApiError, respond
 from jattn.serving.server.metrics import exposition
 from jattn.serving.server.openapi import openapi
 from jattn.serving.server.service import Service
@@ -79,6 +80,8 @@ def _quiet(handler: Handler) -> Any:
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)  # as nginx has it; nobody reads it
+        except asyncio.CancelledError:  # by the server alone, at its end
+            return STOPPED.response()
         except Exception as error:
             return await respond(request, error)
 

@@ -55,6 +55,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=extra | dict(headers or {}))
 
 
+# What requests are told that the server, which was told to stop, waits for no more.
+STOPPED = ApiError(503, "the server stopped before the request was finished", code="stopped")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of whatever went wrong; what it cannot help is logged here and named there."""
     match error:

@@ -16,16 +16,28 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], *, seconds: float) -> None:
-        """Each event must be taken within so many seconds: they wait where a client's buffers are full."""
+    def __init__(self, events: AsyncGenerator[bytes], *, seconds: float, stopped: bytes = b"") -> None:
+        """Each event must be taken within so many seconds: they wait where a client's buffers are full.
+
+        Args:
+            events: These.
+            seconds: As above.
+            stopped: Sent in the place of what is left where the server ends first.
+        """
         super().__init__(events)
-        self._events, self._seconds = events, seconds
+        self._events, self._seconds, self._stopped = events, seconds, stopped
+        self._is_open = False  # between the head and the end
         self._write: Callable[[bytes], bool] = lambda event: False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Of ASGI; events take the connection's short way where it has one."""
         self._write = scope.get("extensions", {}).get(WRITE, self._write)
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # by the server alone, at its end
+            if not self._is_open:
+                raise
+            await send(_body(self._stopped, has_more=False))
 
     async def stream_response(self, send: Send) -> None:
         """Sends them; closes their source, whatever happens, so that its request is dropped at once."""
@@ -34,9 +46,11 @@ class EventStream(StreamingResponse):
             with contextlib.suppress(TimeoutError):
                 async with Patience(send, self._seconds) as patience:
                     await patience.send(start)
+                    self._is_open = True
                     async for event in self._events:
                         if not self._write(event):
                             await patience.send(_body(event, has_more=True))
+                    self._is_open = False
                     await patience.send(_body(b"", has_more=False))
 
 

@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         preparing = asyncio.create_task(self._prepare())
         try:
-            with short_turns():
+            with short_turns(), contextlib.suppress(asyncio.CancelledError):  # of who does not wait
                 yield
         finally:
             self.service.is_ready = False

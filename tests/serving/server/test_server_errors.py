@@ -14,7 +14,7 @@ import pytest
 
 from jattn.serving.server.answers import EventStream
 from tests.serving.faults import device_fails, reading_fails
-from tests.serving.server.running import running
+from tests.serving.server.running import parsed, running
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -522,4 +522,20 @@ class TestEnd:
             client = hang_up(server, LONG | {"stream": True})
             server.until(lambda: engine.stats.num_running == 1)
         client.close()
+        assert engine.stats.num_used_blocks == 0
+
+    @pytest.mark.parametrize("streams", [True, False])
+    def test_what_is_not_finished_by_then_is_told_so_as_any_error(self, engine, caplog, streams):
+        answers, before = [], engine.stats.num_generated_tokens
+        with slow_steps(engine, seconds=0.01), running(engine, drain_seconds=0) as server:
+            ask = lambda: answers.append(server.ask("POST", TEXT, LONG | {"stream": streams}))
+            thread = threading.Thread(target=ask)
+            thread.start()
+            server.until(lambda: engine.stats.num_generated_tokens > before + 3)
+        thread.join(60)
+        ((status, _, answer),) = answers
+        assert status == (200 if streams else 503)
+        *_, last = parsed(answer) if streams else [answer]
+        assert (last["error"]["type"], last["error"]["code"]) == ("service_unavailable_error", "stopped")
+        assert "Traceback" not in caplog.text
         assert engine.stats.num_used_blocks == 0
