@@ -36,7 +36,7 @@ async def events(
     """Asks for a stream, and yields its chunks.
 
     Args:
-        url: Of the server, "http://127.0.0.1:8000"; https too.
+        url: Of the server, "http://127.0.0.1:8000"; https too, and with the "/v1" that servers print.
         path: Below it.
         body: What to ask.
         api_key: The server's, where it wants one.
@@ -51,7 +51,8 @@ async def events(
     port = parts.port or (443 if is_tls else 80)
     reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None, limit=2**24)
     try:
-        writer.write(_request(parts.netloc, parts.path.rstrip("/") + path, body, api_key))
+        before = parts.path.rstrip("/").removesuffix("/v1")
+        writer.write(_request(parts.netloc, before + path, body, api_key))
         await writer.drain()
         status = _status(await reader.readline())
         while (await reader.readline()).strip():

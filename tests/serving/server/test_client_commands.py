@@ -98,9 +98,10 @@ def test_comments_and_names_of_events_are_no_chunks(says, capsys):
 class TestChat:
     WORDS = ("chat", "--max-tokens=5", "--temperature=0.7", "--seed=3")
 
-    def test_with_a_server(self, server, says, capsys):
+    @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])  # as `jattn serve` prints it, too
+    def test_with_a_server(self, server, says, capsys, end):
         says("hi\nmore\n")
-        assert main([*self.WORDS, f"--url={server.url}", "--api-key=secret", "--system=be kind"]) == 0
+        assert main([*self.WORDS, f"--url={server.url}{end}", "--api-key=secret", "--system=be kind"]) == 0
         messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
         wanted = ""
         for line in ("more", None):
