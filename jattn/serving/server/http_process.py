@@ -16,6 +16,8 @@ from jattn.serving.server.channel import Channel
 from jattn.serving.server.engine_host import EngineHost
 from jattn.serving.server.options import ServerOptions
 
+# Says that a second signal has come. The first may come twice: systemd tells all processes of a service.
+FORCED = signal.SIGUSR1
 LOST_S = 10.0  # in which what reads of a process that has ended sees that
 
 # The device is the engine's: here JAX is what modules import, and must not take it.
@@ -49,6 +51,7 @@ class HttpProcess:
         self.pid = self._process.pid
         theirs.close()
         self._options, self._log_level = options, log_level
+        self._is_told = False  # to stop
         self._channel = Channel(ours)
         self._host: EngineHost | None = None
 
@@ -84,7 +87,8 @@ class HttpProcess:
 
     def signal(self, number: int) -> None:
         """Has it stop: the first lets requests finish, a second does not wait for them."""
-        self._process.send_signal(number)
+        self._process.send_signal(FORCED if self._is_told else number)
+        self._is_told = True
 
     def wait(self) -> None:
         """Until it has ended, serving; then the engine's thread ends, too.

@@ -20,7 +20,7 @@ from jattn.serving.server.app import OPEN_TO_ALL, build_app
 from jattn.serving.server.channel import Channel
 from jattn.serving.server.connections import Connection
 from jattn.serving.server.garbage import spare_old_objects
-from jattn.serving.server.http_process import HttpProcess
+from jattn.serving.server.http_process import FORCED, HttpProcess
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.remote_engine import LOST, RemoteEngine
 from jattn.serving.server.service import Service
@@ -92,6 +92,24 @@ class Server(uvicorn.Server):
             self.failure, self.should_exit = error, True
 
 
+class ChildServer(Server):
+    """That of `HttpProcess`, which counts the signals and tells of a second one by another."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Behind the server they are ignored: more may come until the process has ended."""
+        told = signal.SIGTERM, signal.SIGINT, FORCED
+        for sig in told:
+            signal.signal(sig, self.handle_exit)
+        yield
+        for sig in told:
+            signal.signal(sig, signal.SIG_IGN)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of a signal, however often it comes."""
+        self.should_exit, self.force_exit = True, self.force_exit or sig == FORCED
+
+
 def serve(make_engine: Callable[[], Engine], options: ServerOptions, sock: socket.socket) -> None:
     """Serves on a socket until it is told to stop; HTTP has a process of its own.
 
@@ -137,7 +155,7 @@ def run_child(channel_file: int, listening_file: int) -> None:
         server.failure, server.should_exit = RequestError(LOST), True
 
     try:
-        server = Server(RemoteEngine(channel, info, lost), options, log_level=log_level)
+        server = ChildServer(RemoteEngine(channel, info, lost), options, log_level=log_level)
     except ValueError as error:
         channel.post(str(error))
         channel.close()

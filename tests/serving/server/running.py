@@ -97,3 +97,19 @@ def running(engine, *, waits=True, **options):
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def slow_steps(engine, seconds):
+    """Steps that take as long as a large model's."""
+    step = engine.step
+
+    def slow():
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow
+    try:
+        yield
+    finally:
+        del engine.step

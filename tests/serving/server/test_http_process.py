@@ -9,11 +9,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
 from jattn.serving.server import HttpProcess, ServerOptions
-from tests.serving.server.running import Running, running, small_engine
+from tests.serving.server.running import Running, running, slow_steps, small_engine
 
 PROMPT = [5, 6, 7, 8]
 pytestmark = pytest.mark.kernels  # each process takes some seconds to import jax
@@ -160,6 +161,25 @@ def test_what_compiling_fails_with_is_raised_where_the_engine_is(monkeypatch):
         process.serve(engine)
         with pytest.raises(MemoryError, match="no room for 3 GiB"):
             process.wait()
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_what_tells_all_processes_to_stop_has_told_each_once(is_forced):
+    """As systemd does: the one of HTTP hears of it twice, from there and from the engine's."""
+    engine, answers = small_engine(), []
+    with serving(engine) as (here, process):
+        ask = lambda: answers.append(here.ask("POST", "/v1/completions", TOLD | {"max_tokens": LONG}))
+        asking = threading.Thread(target=ask)
+        with slow_steps(engine, seconds=0.01):
+            asking.start()
+            here.until(lambda: engine.stats.num_running)
+            process.signal(signal.SIGTERM)
+            time.sleep(0.2)
+            os.kill(process.pid, signal.SIGTERM)
+            if is_forced:
+                process.signal(signal.SIGTERM)
+            asking.join()
+    assert [status for status, *_ in answers] == [503 if is_forced else 200]
 
 
 def test_a_process_of_http_that_dies_ends_the_server_with_an_error_and_frees_all_blocks():

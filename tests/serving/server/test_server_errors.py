@@ -14,7 +14,7 @@ import pytest
 
 from jattn.serving.server.answers import EventStream
 from tests.serving.faults import device_fails, reading_fails
-from tests.serving.server.running import parsed, running
+from tests.serving.server.running import parsed, running, slow_steps
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -266,22 +266,6 @@ def hang_up(server, body, after_bytes=1):
     if after_bytes:
         client.recv(after_bytes)
     return client
-
-
-@contextlib.contextmanager
-def slow_steps(engine, seconds):
-    """Steps that take as long as a large model's."""
-    step = engine.step
-
-    def slow():
-        time.sleep(seconds)
-        return step()
-
-    engine.step = slow
-    try:
-        yield
-    finally:
-        del engine.step
 
 
 def is_closed(client):
