@@ -13,14 +13,12 @@ from jattn.serving.server.bodies import read
 from jattn.serving.server.call_reader import ToolReader, merged_calls
 from jattn.serving.server.conversation import chat_tokens
 from jattn.serving.server.forms import wanted_form
-from jattn.serving.server.protocol import (
-    ChatCompletionBody,
-)
+from jattn.serving.server.protocol import ChatCompletionBody
 from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
 from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TokenTexts
 from jattn.serving.server.tools import calling
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, require_positive
 
 # What is known of chats alone and not served, with the values that ask for nothing.
 OFF: dict[str, tuple[Any, ...]] = {
@@ -146,6 +144,7 @@ def _max_tokens(body: ChatCompletionBody) -> int | None:
     newer = body.max_completion_tokens
     if newer is None:
         return body.max_tokens
+    require_positive(max_completion_tokens=newer)
     is_same = body.max_tokens in (None, newer)
     require(is_same, "max_tokens", f"be max_completion_tokens ({newer}) or nothing", body.max_tokens)
     return newer

@@ -134,6 +134,13 @@ def the_next_request_is_served(server):
         ),
         (
             CHAT,
+            {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0},
+            400,
+            "max_completion_tokens",
+            "must be positive, got 0",
+        ),
+        (
+            CHAT,
             {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": []}},
             400,
             "chat_template_kwargs",
