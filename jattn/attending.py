@@ -23,10 +23,9 @@ from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
 from jattn.sharded_arrays import require_uncut
+from jattn.slices import rows_from
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_bool, require_shape, require_type
-
-ALIGNED_BYTES = 256  # where XLA wants the arrays of a GPU to begin
 
 
 @overload
@@ -284,14 +283,7 @@ def queries_of(query: Array, metadata: BatchMetadata, region: str) -> Array:
     tokens = metadata.bucket.max_decode_tokens
     if region == "decode":
         return query[:tokens]
-    rest = query[tokens:]
-    offset = tokens * query.shape[1] * query.shape[2] * query.dtype.itemsize
-    if offset % ALIGNED_BYTES == 0:
-        return rest
-    # XLA for GPUs hands a kernel the middle of an array in the place of a slice, wherever it begins, and then
-    # refuses to run it: "not 256-byte aligned". What padding holds is of no matter, and so makes a copy.
-    is_live = metadata.is_live_token[tokens:]
-    return jnp.where(is_live[:, None, None], rest, jnp.zeros((), rest.dtype))
+    return rows_from(query, tokens)
 
 
 def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
@@ -299,7 +291,7 @@ def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
     if isinstance(cache, PagedCache):
         return cache
     end = part.first_row + part.metadata.bucket.max_reqs
-    return replace(cache, kv_start_loc=cache.kv_start_loc[part.first_row : end])
+    return replace(cache, kv_start_loc=rows_from(cache.kv_start_loc, part.first_row, end))
 
 
 def _mask_of(spec: AttentionSpec, mask: Mask | None, part: Part) -> Mask | None:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.slices import ALIGNED_BYTES
 from pallas_kernels.checks import require
 
-# Words: XLA hands a kernel a part of the array as it lies there, and Mosaic GPU wants 256 bytes.
-ALIGNMENT = 64
+ALIGNMENT = ALIGNED_BYTES // 4  # words: XLA hands a kernel a part of the array as it lies there
 
 
 class Sent(NamedTuple):

@@ -128,6 +128,12 @@ def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int
     return {name: (set(found[1:]), int(found[0])) for name, found in words.items()}
 
 
+def slices_read(module: str, names: list[str]) -> dict[str, list[int]]:
+    """Where slices begin that kernels of `module.aot_cases()[name]` read in the arrays' middle, in bytes."""
+    reports = _run_alone("slices", module, names)
+    return {name: list(map(int, text.splitlines()[-1].split()[1:])) for name, text in reports.items()}
+
+
 def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[str, str]:
     """What is printed of each case; `more` is said in the environment."""
     folder = plugin_folder()
@@ -166,6 +172,22 @@ def kernels_in(report: str) -> list[Kernel]:
     ]
 
 
+def first_bytes(text: str) -> list[int]:
+    """Where slices begin that XLA hands kernels as they lie in their arrays, of a compiled program."""
+    found = []
+    for part in re.split(r"\n(?=%|ENTRY)", text):
+        if "custom_call_target=" not in part or part.startswith("ENTRY"):
+            continue
+        shapes = dict(re.findall(r"([\w.-]+): (\w+\[[\d,]+\])", part))
+        for source, places in re.findall(r" slice\(%(\S+)\), slice=\{(.*?)\}", part):
+            bits, sizes = re.match(r"[a-z]+(\d+).*\[(.*)\]", shapes[source]).groups()
+            first = 0
+            for size, begin in zip(sizes.split(","), re.findall(r"\[(\d+):", places), strict=True):
+                first = first * int(size) + int(begin)
+            found.append(first * int(bits) // 8)
+    return found
+
+
 def partition(mesh, function, arguments, cut) -> None:
     """Compiles for the mesh, and prints calls of Pallas kernels and names of collectives.
 
@@ -184,7 +206,7 @@ def partition(mesh, function, arguments, cut) -> None:
 
 
 def main(what: str, module: str, names: list[str]) -> None:
-    """Compiles, lowers or counts, and prints; runs in a process that _run_alone starts."""
+    """Compiles, lowers, counts or looks for slices, and prints; runs in a process that _run_alone starts."""
     import jax
     from jax.experimental import topologies
 
@@ -212,6 +234,8 @@ def main(what: str, module: str, names: list[str]) -> None:
         if what != "lower":
             calls = lowered.as_text().count("custom_call @mosaic_gpu")
             print(f"calls of Pallas kernels: {calls}", flush=True)
+        if what == "slices":
+            print("slices", *first_bytes(lowered.compile().as_text()), flush=True)
         if what == "compile":
             memory = lowered.compile().memory_analysis()
             num_bytes = sum(x.size * x.dtype.itemsize for i in donated for x in jax.tree.leaves(arguments[i]))

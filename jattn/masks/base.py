@@ -15,6 +15,7 @@ import numpy as np
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import replace
+from jattn.slices import rows_from
 from pallas_kernels import support
 from pallas_kernels.checks import require
 
@@ -113,7 +114,7 @@ class Mask(abc.ABC):
 
     def of_rows_from(self, first: int) -> "Mask":
         """The mask of a part of the batch that begins at row `first`."""
-        return self if first == 0 else self.map_rows(lambda x: x if x.shape[0] == 1 else x[first:])
+        return self if first == 0 else self.map_rows(lambda x: x if x.shape[0] == 1 else rows_from(x, first))
 
     def of_requests(self, metadata: BatchMetadata) -> "Mask":
         """The mask of a step's rows, from one whose arrays are in the order of the requests.

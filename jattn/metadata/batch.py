@@ -13,6 +13,7 @@ from jattn.metadata.host import block_rows, int_vector, plain_ints, require_bloc
 from jattn.metadata.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked
 from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
+from jattn.slices import rows_from
 from pallas_kernels.checks import require, require_positive
 
 type HostInts = Sequence[int] | np.ndarray | Array
@@ -121,10 +122,10 @@ class BatchMetadata:
         bucket, first = self.bucket, self.bucket.max_decodes
         return replace(
             self,
-            seq_lens=self.seq_lens[first:],
+            seq_lens=rows_from(self.seq_lens, first),
             query_start_loc=self.query_start_loc[first:] - bucket.max_decode_tokens,
-            block_table=self.block_table[first:],
-            slot_mapping=self.slot_mapping[bucket.max_decode_tokens :],
+            block_table=rows_from(self.block_table, first),
+            slot_mapping=rows_from(self.slot_mapping, bucket.max_decode_tokens),
             num_decodes=jnp.zeros_like(self.num_decodes),
             bucket=dataclasses.replace(bucket, max_decodes=0),
         )

@@ -153,10 +153,17 @@ def prefix(sizes, length):
 
 def vertical_slash(sizes, fields):
     rng = np.random.default_rng(fields["seed"])
-    columns, slashes = rng.random((2, sizes.q_heads, rng.integers(1, sizes.max_len + 9))) < 0.15
-    has = lambda marks, place: marks[np.clip(place, 0, len(marks) - 1)] & (place >= 0) & (place < len(marks))
-    rule = lambda r, h, i, j: has(columns[h], j) | has(slashes[h], i - j)
-    return Made(masks.VerticalSlash(columns=columns, slashes=slashes), rule)
+    rows, places = sizes.rows if fields["has_rows"] else 1, rng.integers(1, sizes.max_len + 9)
+    columns, slashes = rng.random((2, rows, sizes.q_heads, places)) < 0.15
+    num_gathered = int(rng.choice([0, 2, 20, places]))
+
+    def has(marks, r, h, place):
+        is_in = (place >= 0) & (place < places)
+        return marks[np.minimum(r, rows - 1), h, np.clip(place, 0, places - 1)] & is_in
+
+    given = (columns, slashes) if fields["has_rows"] else (columns[0], slashes[0])
+    mask = masks.VerticalSlash(columns=given[0], slashes=given[1], num_gathered=num_gathered)
+    return Made(mask, lambda r, h, i, j: has(columns, r, h, j) | has(slashes, r, h, i - j))
 
 
 def block(sizes, fields):

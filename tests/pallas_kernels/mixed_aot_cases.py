@@ -1,0 +1,37 @@
+"""Mixed steps whose second region begins 128 bytes behind a multiple of 256, in what kernels read of it."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+from tests.pallas_kernels.sparse_aot_cases import abstract_metadata
+
+
+def case(quantization=None, *, heads=(2, 1), max_blocks=32):
+    """One decode row before two prompts."""
+    q_heads, kv_heads = heads
+    sizes = {"num_kv_heads": kv_heads, "head_dim": 64}
+    spec = jattn.AttentionSpec(num_q_heads=q_heads, **sizes)
+    bucket = jattn.Bucket(max_decodes=1, max_prefills=2, max_prefill_tokens=400, max_blocks=max_blocks)
+    of_cache = jattn.CacheSpec(num_blocks=64, block_size=16, quantization=quantization, **sizes)
+    cache = jax.eval_shape(lambda: jattn.PagedCache.create(of_cache))
+    query = jax.ShapeDtypeStruct((bucket.max_tokens, q_heads, 64), jnp.bfloat16)
+
+    def run(query, cache, metadata):
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
+            return jattn.attend(query, cache, metadata, spec, implementation="mosaic_gpu")
+
+    return run, (query, cache, abstract_metadata(bucket, 16))
+
+
+@functools.cache
+def aot_cases():
+    """Name -> function and abstract arguments."""
+    return {
+        "block tables": case(),
+        "block tables, 8 bits": case("fp8_e4m3"),
+        "queries": case(heads=(1, 1), max_blocks=64),
+    }
