@@ -14,7 +14,7 @@ import jattn
 from jattn import masks
 from jattn.cache import blocks_of, tokens_at
 from jattn.implementations.mosaic_gpu import run
-from jattn.implementations.mosaic_gpu.gathered_columns import added_at_places
+from jattn.implementations.mosaic_gpu.gathered_columns import added_at_places, gathered_kv
 from jattn.masks.gathered import NOWHERE
 from tests.problems import in_layout
 from tests.regions import attend_region
@@ -120,6 +120,27 @@ def test_tokens_are_those_of_their_blocks(layout):
         for (row, nth, head), real in np.ndenumerate(is_real):
             mine = wanted[row, positions[row, nth, head], head // 2] if real else np.zeros(8)
             np.testing.assert_array_equal(one[row, nth, head], mine)
+
+
+def test_either_region_of_a_step_gathers_its_own_rows_columns():
+    bucket = jattn.Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=16, max_blocks=3)
+    table = [[1, 2], [3, 4, 5], [6, 7]]
+    metadata = jattn.build_batch_metadata([1, 1, 9], [20, 45, 30], table, block_size=16, bucket=bucket)
+    marks = RNG.random((2, 3, HEADS[0], 48)) < 0.2
+    mask = masks.VerticalSlash(columns=marks[0], slashes=marks[1], num_gathered=20)
+    k = jnp.broadcast_to(jnp.arange(8 * 16.0).reshape(8, 16, 1, 1), (8, 16, HEADS[1], 8))  # a key is its slot
+    cache, rows = jattn.PagedCache(k=k, v=k), iter(zip((20, 45, 30), table, marks[0], strict=True))
+    for part, first in ((metadata.decode_part, 0), (metadata.prefill_part, 2)):
+        columns, _ = masks.in_parts(mask.of_rows_from(first))
+        gathered, _ = gathered_kv(cache, part, columns)
+        for mine in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
+            seq_len, blocks, its = next(rows)
+            for head in range(HEADS[0]):
+                places = np.flatnonzero(its[head])
+                places = places[places < seq_len]
+                slots = np.asarray(blocks)[places // 16] * 16 + places % 16
+                np.testing.assert_array_equal(mine[: len(places), head, 0], slots)
+                assert not mine[len(places) :, head].any()
 
 
 def test_gradients_of_gathered_keys_go_where_the_keys_are():

@@ -48,11 +48,12 @@ def gathered_kv(
     Rows keep their seq_lens, by which queries know where they stand; of gathered keys fewer are there.
     """
     lens = metadata.seq_lens
-    places = jnp.swapaxes(jnp.broadcast_to(columns.places, (len(lens), *columns.places.shape[-2:])), 1, 2)
+    heads, room = columns.places.shape[-2:]
+    places = columns.places.reshape(-1, heads, room)[: len(lens)]  # a step's decode rows are its first ones
+    places = jnp.swapaxes(jnp.broadcast_to(places, (len(lens), heads, room)), 1, 2)
     places = jnp.where(places < lens[:, None, None], places, NOWHERE)
     k, v = tokens_at(kv, metadata.block_table, places, places < NOWHERE)
-    reqs, room, heads = places.shape
-    flat = lambda x: x.reshape(reqs * room, heads, x.shape[-1])
+    flat = lambda x: x.reshape(len(lens) * room, heads, x.shape[-1])
     where = where_gathered(columns, metadata)
     return PackedKV(k=flat(k), v=flat(v), is_in_order=True, **where), places
 
