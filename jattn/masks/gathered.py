@@ -46,9 +46,10 @@ class GatheredColumns(Mask):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        is_in = tiles.last_key < self.places.shape[-1]
+        num_keys = self.places.shape[-1]  # behind them stand the next request's
         first, last = (self._place(tiles.row, tiles.head, key) for key in (tiles.first_key, tiles.last_key))
-        return Coverage(first <= tiles.last_query, is_in & (last <= tiles.first_query))
+        some = (tiles.first_key < num_keys) & (first <= tiles.last_query)
+        return Coverage(some, (tiles.last_key < num_keys) & (last <= tiles.first_query))
 
 
 @pytree

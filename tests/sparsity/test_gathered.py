@@ -88,6 +88,24 @@ def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
     assert not some.all()
 
 
+def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
+    """There stand the next row's: where one is NaN, the product with it would be."""
+    columns, _ = masks.in_parts(slashed(128, share=0.95))
+    assert (np.asarray(columns.places) < NOWHERE).all()
+    some, every = masks.coverage_of_tiles(
+        columns,
+        rows=jnp.zeros(1, jnp.int32),
+        first_query=jnp.full(1, TOKENS - 1),
+        num_queries=jnp.ones(1, jnp.int32),
+        seq_lens=jnp.full(1, 1000),
+        num_heads=HEADS,
+        size=(64, 64),
+        max_kv_tiles=3,
+    )
+    np.testing.assert_array_equal(some, np.broadcast_to([True, True, False], some.shape))
+    assert not every[..., 2].any()
+
+
 @pytest.mark.parametrize("tile_of", [Queries, Keys])
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
 def test_a_kernel_sees_of_either_part_what_the_part_sees(tile_of, first_query, first_key):
