@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
+from pallas_kernels.shared import block_of
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.lists import num_query_blocks
 from pallas_kernels.varlen_prefill.masks import Stored
@@ -84,7 +85,7 @@ class Masking:
         assert tile.entry is not None
         assert block is not None
         bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
-        first = lax.div(jnp.maximum(item["position"] + item["begin"], 0), jnp.int32(block))
+        first = block_of(item["position"] + item["begin"], block)
         sees = positions * 0 + (bits & 1)
         for nth in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
             bit = lax.shift_right_logical(bits, jnp.int32(nth)) & 1

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
 from tests.contract import FACTORS, AttentionContract, Problem
 from tests.covering import covering_array
+from tests.regions import attend_region
 
 RNG = np.random.default_rng(0)
 BLOCKS = RNG.random((5, 2, 24, 24)) < 0.4  # [reqs, heads, ...]: as far as the widest block table
@@ -135,3 +137,25 @@ def test_a_mask_of_chunks_is_the_spec_s_for_more_queries_than_keys(implementatio
     np.testing.assert_allclose(attend(masks.Chunked(4)), want, rtol=1e-6, atol=1e-7)
     assert not np.any(want[:5])
     assert np.any(want[5:9])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.BlockMask(blocks=np.eye(6, dtype=bool)[None], block_q=64, block_kv=64),
+        masks.BlockMask(blocks=np.ones((1, 1, 6), bool), block_q=None, block_kv=64),
+    ],
+)
+def test_queries_before_position_0_see_by_the_kernel_what_they_see_by_xla(mask):
+    metadata = jattn.build_cross_attention_metadata(
+        [250, 20], [70, 30], [[1, 2, 3, 4, 5], [6, 7]], block_size=16
+    )
+    k, v = jax.random.normal(jax.random.key(1), (2, 8, 16, 2, 64), jnp.bfloat16)
+    query = jax.random.normal(jax.random.key(0), (270, 4, 64), jnp.bfloat16)
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, causal=False)
+    given = query, jattn.PagedCache(k=k, v=v), metadata, spec
+    want, want_lse = jattn.attend(*given, mask=mask, implementation="xla", return_lse=True)
+    got, lse = attend_region(*given, mask=mask, interpret=plgpu.InterpretGPUParams())
+    np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=0.02)
+    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-4)

@@ -55,7 +55,7 @@ class Keys(OfArrays, KeyRows):
         return jnp.full(self.shape[1:], x)
 
 
-def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=Queries):
+def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=Queries, least_query=0):
     """What the kernel makes of the request's pairs among 64 rows and so many columns; their positions."""
     of_keys = tile_of.has_key_rows
     (num_queries, num_keys) = (num_columns, 64) if of_keys else (64, num_columns)
@@ -68,7 +68,7 @@ def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_
         columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     sees = made.sees(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
-    queries = [i for i in range(first_query, first_query + num_queries) if 0 <= i < seq_len]
+    queries = [i for i in range(first_query, first_query + num_queries) if least_query <= i < seq_len]
     keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
     sees = np.broadcast_to(tile.has_bits(sees) if made.is_words else sees, tile.shape)
     sees = sees.T if of_keys else sees
@@ -120,6 +120,23 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block, til
         wanted = mask.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
         np.testing.assert_array_equal(got, wanted)
         assert got.size > 3000
+
+
+@pytest.mark.parametrize("first_query", [-300, -90, -17])
+@pytest.mark.parametrize("tile_of", [Queries, Keys])
+def test_queries_before_position_0_see_in_a_kernel_what_they_see(first_query, tile_of):
+    """There are some where there are more queries than keys."""
+    rng = np.random.default_rng(2)
+    marks, blocks = rng.random((2, rules.Q_HEADS, 150)) < 0.3, rng.random((4, 10, 10)) < 0.6
+    slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1], num_gathered=40)
+    by_blocks = [masks.BlockMask(blocks=blocks, block_q=size, block_kv=16) for size in (16, 24)]
+    documents = masks.Document(ids=np.arange(150)[None] // 20)
+    place = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
+    for mask in (slashed, *masks.in_parts(slashed), *by_blocks, ~by_blocks[0], documents):
+        got, queries, keys = seen(mask, 150, tile_of=tile_of, least_query=first_query, **place)
+        i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
+        wanted = mask.sees(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
+        np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
 
 
 @pytest.mark.parametrize("first_key", [-7, -1, 0])

@@ -12,7 +12,6 @@ from jax import lax
 from jattn.implementations.mosaic_gpu.interleaved_mask import interleaved_mask, why_not_interleaved
 from jattn.implementations.mosaic_gpu.slash_masks import (
     MAX_ROWS,
-    ROWS_BEFORE,
     gathered_keys,
     gathered_of_queries,
     slashes_of_keys,
@@ -39,12 +38,13 @@ from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
 from jattn.masks.closed import closed_over
 from jattn.masks.documents import come_in_runs
-from jattn.masks.integers import quotient, remainder
+from jattn.masks.integers import block_of, quotient, remainder
 from pallas_kernels.shared import bounded
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
 MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
+BEFORE_ALL = -(2**30)  # where the first document begins: queries may stand before position 0
 MAX_TOUCHED = 10  # blocks of queries, by the rows of a tile: a word is read for each
 
 
@@ -201,15 +201,15 @@ def _document(mask: Document, call: Call) -> KernelMask:
     """Of each position its document's first, and one past the last: for queries what for keys."""
     ids = jnp.atleast_2d(jnp.asarray(mask.ids))
     behind_all = call.max_seq_len + MAX_ROWS  # from which a tile's first key, if negative, is taken away
-    position = jnp.arange(-ROWS_BEFORE, behind_all, dtype=jnp.int32)
+    position = jnp.arange(-MAX_ROWS, behind_all, dtype=jnp.int32)
     at = lambda position: ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
     begins, ends = at(position) != at(position - 1), at(position) != at(position + 1)
-    first = lax.cummax(jnp.where(begins, position, 0), axis=1)
+    first = lax.cummax(jnp.where(begins, position, BEFORE_ALL), axis=1)
     end = lax.cummin(jnp.where(ends, position + 1, behind_all), axis=1, reverse=True)
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         index = (jnp.minimum(row, ids.shape[0] - 1),)
-        place = jnp.maximum(tile.first_row + ROWS_BEFORE, 0)
+        place = jnp.maximum(tile.first_row, -MAX_ROWS) + MAX_ROWS  # before 0 all rows are alike
         return tuple(tile.rows_from(ref, index, place) for ref in refs)
 
     def sees(tile: PairTile, ends: tuple[Any, Any]) -> Words:
@@ -258,7 +258,7 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
 
         if block_q is None:
             return tile.of_queries(word(jnp.int32(0)))
-        queries, first = tile.queries, quotient(jnp.maximum(tile.first_query, 0), block_q)
+        queries, first = tile.queries, block_of(tile.first_query, block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
         bits = tile.of_queries(word(first - ahead))
         for nth in range(1, blocks_of_tile(tile.num_queries, block_q)):

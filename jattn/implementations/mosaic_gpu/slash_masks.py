@@ -14,7 +14,6 @@ from jattn.spec import AttentionSpec
 from pallas_kernels.varlen_prefill import WORD, KernelMask, PairTile, Words
 
 MAX_ROWS = 128  # queries of a tile
-ROWS_BEFORE = 16  # a tile's first row may lie so far before its request
 
 
 def gathers(mask: Mask | None, spec: AttentionSpec) -> TypeGuard[VerticalSlash]:
@@ -99,10 +98,10 @@ def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
     counts = lines_of(mask.counts)
     num_positions = counts.shape[1]
     padded = jnp.pad(counts, ((0, 0), (0, MAX_ROWS)), mode="edge")
-    padded = jnp.pad(padded, ((0, 0), (ROWS_BEFORE, 0)))
+    padded = jnp.pad(padded, ((0, 0), (MAX_ROWS, 0)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        place = jnp.clip(tile.first_row + ROWS_BEFORE, 0, num_positions + ROWS_BEFORE)
+        place = jnp.clip(tile.first_row, -MAX_ROWS, num_positions) + MAX_ROWS
         return tile.rows_from(refs[0], (line_of(mask.counts, row, tile.head),), place)
 
     def sees(tile: PairTile, counts: Any) -> Words:

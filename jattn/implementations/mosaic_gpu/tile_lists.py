@@ -32,8 +32,6 @@ from pallas_kernels.varlen_prefill import (
     num_query_blocks,
 )
 
-MAX_POSITION = 2**30
-
 
 class ListsCall(NamedTuple):
     """What is static of a call of varlen_prefill over lists.
@@ -154,10 +152,7 @@ def tile_lists(
     seen_by_block = []
     if factors.blocks:
         blocks = functools.reduce(operator.and_, factors.blocks)
-        size = factors.block_q or MAX_POSITION
-        for nth in range(num_query_blocks(sizes.tile_q, size) if factors.block_q else 1):
-            begin = (items.first // size + nth) * size
-            ends = jnp.maximum(begin, items.first), jnp.minimum(begin + (size - 1), items.last)
+        for ends in items.blocks_of_queries(factors.block_q):
             seen = items.coverage(blocks, *ends, is_inside_blocks=True).some
             every &= seen | (ends[1] < ends[0])[:, None, None]
             seen_by_block.append(seen)
@@ -181,11 +176,14 @@ def packed_codes(
 
 
 class _Items:
-    """A schedule's tiles of queries as masks look at them: positions of the first query and the last one."""
+    """A schedule's tiles of queries as masks look at them: positions of the first query and the last one.
+
+    Both may be before 0, where there are more queries than keys.
+    """
 
     def __init__(self, schedule: Schedule, spec: AttentionSpec, sizes: KernelSizes, call: ListsCall) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
-        self.first = jnp.maximum(column["position"] + column["begin"], 0)
+        self.first = column["position"] + column["begin"]
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._skew = column["kv_start"] % ALIGN if call.is_packed else None
@@ -207,6 +205,16 @@ class _Items:
             is_prefill=self._is_prefill,
             is_inside_blocks=is_inside_blocks,
         )
+
+    def blocks_of_queries(self, block_q: int | None) -> list[tuple[Any, Any]]:
+        """First query and last one of each block of them that a tile may touch; None: all are in one."""
+        if block_q is None:
+            return [(self.first, self.last)]
+        begins = [
+            (self.first // block_q + nth) * block_q
+            for nth in range(num_query_blocks(self._sizes.tile_q, block_q))
+        ]
+        return [(jnp.maximum(x, self.first), jnp.minimum(x + (block_q - 1), self.last)) for x in begins]
 
     def is_inside(self) -> Any:
         """Which tiles of keys lie within the request's keys: [items, max_kv_tiles]."""
