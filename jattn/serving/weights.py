@@ -80,6 +80,8 @@ def _fitting(
     if not isinstance(before, jax.Array) or not before.committed:
         return jnp.asarray(value)
     if before.sharding.is_fully_addressable:
+        # A copy: devices of a CPU take the caller's memory as it is, which may change.
+        value = value if isinstance(value, jax.Array) else np.array(value)
         return jax.device_put(value, before.sharding)  # on a mesh: each device its own part
     host = np.asarray(value)
     part = lambda index: np.array(host[index])

@@ -471,6 +471,18 @@ class TestWeights:
         assert kernel is None
         assert not model.layers[0].mlp.gate_up_proj.kernel[...].any()
 
+    def test_stay_where_the_memory_they_came_from_changes(self):
+        model = one_layer_model()
+        device = jax.devices()[0]
+        nnx.update(model, jax.device_put(nnx.state(model), device))  # on a device that is named, or a mesh
+        bytes_ = np.zeros(320 * 96 * 4 + 64, np.uint8)
+        first = -bytes_.ctypes.data % 64  # XLA takes memory that begins there as it is
+        new = bytes_[first : first + 320 * 96 * 4].view(np.float32).reshape(320, 96)
+        new[...] = 1.0
+        Engine(model, **one_bucket(2, 16, 9)).update_weights({"embed_tokens": {"embedding": new}})
+        new[...] = 2.0
+        assert np.asarray(model.embed_tokens.embedding[...]).max() == 1.0
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
