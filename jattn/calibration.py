@@ -13,7 +13,7 @@ from jattn.bucket import Bucket
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
 from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.models.scales import KVScales, LayerScales
-from jattn.parallel import num_ranks
+from jattn.parallel import num_ranks, on_all_parts
 from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
 from pallas_kernels.checks import (
@@ -74,9 +74,11 @@ def calibrate(
     graphdef, params = nnx.split(model)
     block_size = _block_size_of(model)
 
-    @jax.jit
-    def peaks_of(params: Any, token_ids: Array, metadata: BatchMetadata) -> Any:
+    def peaks_of_prompt(params: Any, token_ids: Array, metadata: BatchMetadata) -> Any:
         return _peaks(nnx.merge(graphdef, params), token_ids, metadata)
+
+    # Whole on all devices: of several processes none could read what the others' have.
+    peaks_of = jax.jit(peaks_of_prompt, out_shardings=on_all_parts(model))
 
     peaks: Any = None
     for index, prompt in enumerate(prompts):

@@ -1,5 +1,6 @@
 """What is asked of an engine of several processes, and of one device's."""
 
+import jattn
 from jattn.serving import SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
@@ -10,6 +11,12 @@ SIZES = {
     "speculative": "ngram",
     "num_speculative_tokens": 2,
 }
+
+
+def scales_of(model):
+    """Static scales a kv head that the prompts bring, of each layer's keys and values."""
+    layers = jattn.calibrate(model, PROMPTS, per_head=True).layers
+    return [[side.tolist() for side in layer] for layer in layers]
 
 
 def drafted(engine):

@@ -28,12 +28,14 @@ import jattn  # noqa: E402
 from jattn.models import load  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from tests.serving.faults import device_fails  # noqa: E402
-from tests.serving.requests_of_processes import SIZES, asked, drafted  # noqa: E402
+from tests.serving.requests_of_processes import SIZES, asked, drafted, scales_of  # noqa: E402
 
 
 def main() -> None:
     dtype = "bfloat16" if WHAT == "unlike" and RANK > 0 else None
     model = load(FOLDER, dtype=dtype, mesh=jattn.parallel.make_mesh(**MESH), progress=False)
+    if WHAT == "serve":
+        print(json.dumps(scales_of(model)), flush=True)
     run(model, WHAT)
     if WHAT == "serve":  # one engine behind another
         run(model, "draft model")

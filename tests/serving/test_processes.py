@@ -21,7 +21,7 @@ from jattn.serving.cli import main
 from jattn.serving.engine_parts import of_model
 from jattn.serving.processes import processes_of, require_alike
 from jattn.serving.warming import Cold, Runs
-from tests.serving.requests_of_processes import SIZES, asked, drafted
+from tests.serving.requests_of_processes import SIZES, asked, drafted, scales_of
 from tests.serving.tiny import one_layer_model
 from tests.two_processes import ROOT, free_port, run_both
 
@@ -76,6 +76,9 @@ class TestTwoProcesses:
         assert {token for result in answers["zeros"] for tokens in result for token in tokens} == {0}
         assert "the process must be 0 (the others call engine.follow()), got 1." in other_lines
         assert other_lines[-1] == "followed"
+        scales = [json.loads(next(filter(lambda line: line[0] == "[", of))) for of in (lines, other_lines)]
+        assert scales[0] == scales[1]
+        np.testing.assert_allclose(scales[0], scales_of(load(folder, progress=False)), rtol=1e-5)
         drafting = Engine(load(folder, progress=False), **SIZES | {"speculative": folder / "draft"})
         assert of_drafts == drafted(drafting)
         num_drafts, num_accepted = of_drafts["drafts"]
