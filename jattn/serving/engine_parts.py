@@ -180,13 +180,19 @@ def of_model(model: Any, whose: str = "") -> dict[str, str]:
     source = str(getattr(config, "source", ""))  # its config.json
     sizes = f"{config.vocab_size} tokens, {config.max_position_embeddings} positions"
     devices = [device.id for device in mesh.devices.flat]
-    has = lambda name: getattr(model, name, None) is not None
+    scales = getattr(model, "kv_scales", None)
+    # A process stores its heads by its own: with others they are rounded otherwise, or cut off.
+    numbers = [] if scales is None else [f"{name} {of.tolist()}" for name, of in scales.tensors().items()]
     told = {
-        "config": f"of {sizes}, sha256 {hashlib.sha256(source.encode()).hexdigest()[:8]}",
+        "config": f"of {sizes}, sha256 {_digest(source.encode())}",
         "dtype": getattr(model, "dtype", None),
         "mesh": f"{dict(mesh.shape)} of devices {devices}",
         "cp_kv_cache_interleave_size": getattr(model, "cp_kv_cache_interleave_size", 1),
-        "peer memory": has("peers"),
-        "kv_scales": has("kv_scales"),
+        "peer memory": getattr(model, "peers", None) is not None,
+        "kv_scales": None if scales is None else f"sha256 {_digest(repr(numbers).encode())}",
     }
     return {f"{whose}{name}": str(value) for name, value in told.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jattn.models import load, save
+from jattn.models import KVScales, load, save
 from jattn.models.loading import load_shapes
+from jattn.models.scales import LayerScales
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
 from jattn.serving.cli import main
@@ -221,12 +222,20 @@ class TestRequireAlike:
         with pytest.raises(ValueError, match=rf"the engine must be .* processes, got {message}\.$"):
             require_alike([of_model(model) for model in models])
 
-    @pytest.mark.parametrize(("attribute", "name"), [("peers", "peer memory"), ("kv_scales", "kv_scales")])
-    def test_names_what_only_some_have(self, folder, attribute, name):
+    def test_names_what_only_some_have(self, folder):
         models = [load_shapes(folder, mesh=self.MESH) for _ in range(2)]
-        setattr(models[0], attribute, ())
-        with pytest.raises(ValueError, match=f"got a draft model's {name} True and False"):
+        models[0].peers = ()
+        with pytest.raises(ValueError, match="got a draft model's peer memory True and False"):
             require_alike([of_model(model, "a draft model's ") for model in models])
+
+    def test_names_scales_of_other_numbers(self, folder):
+        models = [load_shapes(folder, mesh=self.MESH) for _ in range(4)]
+        for model, scale in zip(models[:3], (0.5, 0.5, 0.25), strict=True):
+            model.kv_scales = KVScales((LayerScales(np.float32(scale), np.ones(2, np.float32)),) * 2)
+        told = [of_model(model) for model in models]
+        require_alike(told[:2])
+        with pytest.raises(ValueError, match=r"got kv_scales sha256 \w+ and sha256 \w+ and None"):
+            require_alike(told)
 
     def test_takes_another_config_for_another_model(self, folder):
         told = [of_model(load_shapes(of, mesh=self.MESH)) for of in (folder, folder / "draft", folder)]
