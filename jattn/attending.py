@@ -300,13 +300,12 @@ def _mask_of(spec: AttentionSpec, mask: Mask | None, part: Part) -> Mask | None:
     return None if whole is None else whole.of_rows_from(part.first_row)
 
 
-# --------------------------------------------------------------------------------------- checking
 def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, mask: Any) -> None:
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     require_type("spec", spec, AttentionSpec, "the layer's")
     require_type("cache", cache, (PagedCache, PackedKV), "PagedCache.create makes one")
     require_type("plan", plan, (Plan, type(None)), "plan makes it; a mask is given as mask=")
-    require_type("mask", mask, (Mask, type(None)), "of jattn.masks; BlockMask(blocks=) takes an array")
+    require_type("mask", mask, (Mask, type(None)), "of jattn.masks: MaskFunction(f), BlockMask(blocks=)")
     shape = getattr(query, "shape", type(query).__name__)
     require(hasattr(query, "dtype"), "query", "be an array [tokens, q_heads, head_dim]", shape)
     is_real = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1
@@ -315,8 +314,7 @@ def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, ma
 
 def _is_asked_for(chosen: LayerPlan, implementation: str | Sequence[str]) -> bool:
     """Whether a plan has what is asked for by name."""
-    asked = asked_for(implementation)
-    return all(choice.implementation in asked for _, choice in chosen.choices)
+    return all(choice.implementation in asked_for(implementation) for _, choice in chosen.choices)
 
 
 def _check(

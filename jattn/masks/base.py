@@ -147,7 +147,8 @@ class Mask(abc.ABC):
 def check_is_mask(name: str, value: object) -> None:
     """Raises ValueError unless `value` is a mask, and one that JAX can take apart."""
     got = f"a {type(value).__name__}"
-    require(isinstance(value, Mask), name, "be a mask of jattn.masks (BlockMask takes arrays of bool)", got)
+    takes = "MaskFunction takes functions, BlockMask arrays of bool"
+    require(isinstance(value, Mask), name, f"be a mask of jattn.masks ({takes})", got)
     rule = "be a pytree (jax.tree_util.register_static makes one of a class of masks without arrays)"
     for leaf in jax.tree.leaves(value):
         require(not isinstance(leaf, Mask), name, rule, f"a {type(leaf).__name__}")

@@ -10,7 +10,7 @@ import numpy as np
 from jattn.masks.base import And, Mask, Not, Or
 from jattn.masks.mesh_heads import OnMesh
 from jattn.masks.pairs import Coverage, Pairs, Tiles
-from jattn.masks.positions import MaskFunction
+from jattn.masks.positions import MaskFunction, elementwise
 from jattn.pytree import pytree, static
 
 
@@ -62,7 +62,8 @@ def with_arrays(mask: Mask) -> Mask:
 def closed_over(mask: MaskFunction) -> Any:
     """The function of a head, a query and a key as a jaxpr, whose constants are what it closes over."""
     one = jax.ShapeDtypeStruct((), np.int32)
-    return jax.make_jaxpr(mask.function)(one, one, one)
+    with elementwise():
+        return jax.make_jaxpr(mask.function)(one, one, one)
 
 
 def _taken_apart(mask: MaskFunction) -> Mask:

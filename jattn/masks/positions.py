@@ -1,7 +1,9 @@
 """Masks of positions: what a query sees depends on where it and the key stand in the request."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, override
 
 import jax
@@ -169,6 +171,16 @@ class Dilated(Mask):
         return Coverage(num_seen > 0, num_seen == farthest - nearest + 1)
 
 
+@contextlib.contextmanager
+def elementwise() -> Iterator[None]:
+    """Where a mask's function is traced: ValueError where it asks an array whether it is true."""
+    try:
+        yield
+    except jax.errors.TracerBoolConversionError as error:
+        rule = "be elementwise: & for and, | for or, ~ for not, jnp.where for if"
+        raise ValueError(f"function must {rule}, got one that asks an array whether it is true.") from error
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MaskFunction(Mask):
@@ -184,6 +196,15 @@ class MaskFunction(Mask):
     def __post_init__(self) -> None:
         is_function = callable(self.function)
         require(is_function, "function", "be a function of head, query and key", repr(self.function))
+        try:
+            taken = inspect.signature(self.function)
+        except ValueError:  # of some that are not written in Python nobody knows
+            return
+        try:
+            taken.bind(None, None, None)
+        except TypeError:
+            rule = "take three arguments: head, query and key"
+            raise ValueError(f"function must {rule}, got one of {taken}.") from None
 
     @property
     @override
@@ -192,7 +213,8 @@ class MaskFunction(Mask):
 
     def _says(self, head: Any, query: Any, key: Any) -> Any:
         """What the function returns: of other numbers than bool & and ~ would take the bits."""
-        said = self.function(head, query, key)
+        with elementwise():
+            said = self.function(head, query, key)
         said = np.bool_(said) if isinstance(said, bool) else said  # Python's ~True is -2
         dtype = getattr(said, "dtype", type(said).__name__)
         require(dtype == jnp.bool_, "function", "return bool, as comparisons do", dtype)

@@ -329,6 +329,9 @@ NONSENSE = {
     "masks.streaming_heads(1, num_first=4, num_recent=4)": "heads must be a tuple of query heads, got 1",
     "masks.streaming_heads([1], num_first=4, num_recent=0)": "num_recent must be positive, got 0",
     "masks.MaskFunction(np.ones(3))": "function must be a function of head, query and key, got array",
+    "masks.MaskFunction(lambda b, h, q, k: q > k)": r"function must take three .*, got one of \(b, h, q, k\)",
+    "masks.MaskFunction(lambda q, k: q > k)": r"function must take three arguments: .*, got one of \(q, k\)",
+    "attended(masks.MaskFunction(lambda h, q, k: q > k and k > 3))": "function must be elementwise: & for",
     "masks.MaskFunction(lambda h, q, k: None).sees(PAIRS)": "function must return bool, .*, got NoneType",
     "masks.MaskFunction(lambda h, q, k: 1).sees(PAIRS)": "function must return bool, .*, got int",
     "masks.Sinks(2**31)": "num must be at most 2147483647, got 2147483648",
@@ -373,6 +376,7 @@ NONSENSE = {
     "masks.Causal() & jnp.asarray(BOOLS)": "what a mask is joined with must be a mask .*, got a ArrayImpl",
     "masks.dense(BOOLS, 1, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
     "masks.density(BOOLS, 1, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
+    "masks.density(lambda h, q, k: q > k, 1, 1)": "mask must be .*MaskFunction takes functions.*a function",
     "masks.check_mask(BOOLS, masks.Sizes(1), causal=True)": "mask must be a mask .*, got a ndarray",
     "jattn.sparsity.plot(BOOLS, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
     "jattn.sparsity.plot(masks.Causal(), 4, num_heads=0)": "num_heads must be positive, got 0",
@@ -425,6 +429,7 @@ PAIRS = masks.Pairs(0, 0, 0, 0, (1, 1))
 class Own(masks.Mask):
     sees = coverage = lambda self, where: None
 OWN = Own()
+attended = lambda mask: jattn.attention(ONES, ONES, ONES, mask=mask)
 sizes = {"max_query_len": 8, "max_seq_len": 8, "num_q_heads": 2, "seq_lens": np.array([5, 3])}
 schedule = partial(jattn.sparsity.schedule, masks.Causal(), **sizes)
 vertical_slash = partial(jattn.sparsity.vertical_slash, ONES[0], ONES[0], num_columns=1, num_slashes=1)
