@@ -19,6 +19,7 @@ from jattn.cache import write as cache_write
 from jattn.cache.spec import QUANTIZATIONS
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.serving.cli import build_parser
+from jattn.serving.commands.vllm_options import ELSEWHERE
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
 from pallas_kernels.ptx import tensor_core
@@ -139,7 +140,14 @@ def test_the_readme_leads_to_every_page_and_every_example():
 
 def test_it_says_how_to_install_what_no_index_has():
     assert "`pip install '.[cuda13,models]'`" in README
-    assert re.findall(r"pip install '?jattn", README) == []
+    sources = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *DOCS,
+        *(ROOT / "jattn").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]
+    assert [path for path in sources if re.search(r"pip install '?jattn", path.read_text())] == []
 
 
 def test_blocks_are_found_with_the_heading_above_them():
@@ -182,6 +190,26 @@ def test_every_name_of_jattn_in_the_pages_exists():
             for part in name.split("."):
                 assert hasattr(found, part), f"jattn.{name} in {page.name}"
                 found = getattr(found, part)
+
+
+def test_options_of_vllm_that_are_told_of_are_in_its_page():
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    (table,) = re.findall(r"\n## The engine and `vllm serve`\n(.*?)\n## ", page, re.DOTALL)
+    theirs = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| ")]
+    assert set(re.findall(r"--[\w-]+", " ".join(theirs))) == set(ELSEWHERE)
+    ours = {option for row in table.splitlines() for option in re.findall(r"`(--[\w-]+)", row)}
+    (subparsers,) = build_parser()._subparsers._group_actions
+    assert ours <= set(subparsers.choices["serve"]._option_string_actions)
+    assert not set(ELSEWHERE) & set(subparsers.choices["serve"]._option_string_actions)
+
+
+def test_every_name_that_the_pages_find_in_support_exists():
+    found = set()
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS):
+        text = page.read_text()
+        found |= set(re.findall(r"(?:`\.?|kernels\.support\.)(why_not\w*)", text))
+    assert {"why_not_decode", "why_not_prefill", "why_not_write"} <= found
+    assert [name for name in found - {"why_not_kernel_mask"} if not hasattr(support, name)] == []
 
 
 def test_the_folder_map_names_what_there_is():

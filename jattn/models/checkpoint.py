@@ -110,4 +110,5 @@ def optional_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise ImportError(f"jattn.models needs {package}: pip install 'jattn[models]'.") from error
+        told = f"jattn.models needs {package}, of the extra 'models': pip install '.[models]' in a checkout"
+        raise ImportError(f"{told}.") from error

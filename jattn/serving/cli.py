@@ -12,6 +12,7 @@ from jattn.serving.commands.generate import add_generate
 from jattn.serving.commands.nodes import follow, join_nodes
 from jattn.serving.commands.options import OneLineParser
 from jattn.serving.commands.serve import add_serve, with_config
+from jattn.serving.commands.vllm_options import told_of
 from jattn.serving.processes import ProcessError
 from jattn.serving.version import version_of
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 with a message on stderr, or 130 after Ctrl-C.
     """
     try:
-        args = build_parser().parse_args(with_config(sys.argv[1:] if argv is None else argv))
+        args = _parsed(with_config(sys.argv[1:] if argv is None else argv))
         join_nodes(args)
         (follow if getattr(args, "node_rank", 0) else args.run)(args)
         sys.stdout.flush()
@@ -41,6 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jattn: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What the words ask for; words that are no options are an error of their command."""
+    args, unknown = build_parser().parse_known_args(words)
+    if unknown:
+        told = f"unrecognized arguments: {' '.join(unknown)}{told_of(unknown)}"
+        OneLineParser(prog=f"jattn {args.command}").error(told)
+    return args
 
 
 def build_parser() -> argparse.ArgumentParser:

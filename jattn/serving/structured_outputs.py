@@ -208,4 +208,5 @@ def _llguidance() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ModuleNotFoundError as error:
-        raise ImportError("structured_outputs needs llguidance: pip install 'jattn[serve]'") from error
+        told = "of the extra 'serve': pip install '.[serve]' in a checkout"
+        raise ImportError(f"structured_outputs needs llguidance, {told}") from error

@@ -210,7 +210,7 @@ def test_names_the_value_that_config_json_cannot_have(tmp_path, change, message)
 
 
 def test_names_the_extra_that_is_missing():
-    with pytest.raises(ImportError, match=r"jattn.models needs not_there: pip install 'jattn\[models\]'"):
+    with pytest.raises(ImportError, match=r"needs not_there, of .* pip install '\.\[models\]' in"):
         checkpoint.optional_module("not_there.numpy")
 
 

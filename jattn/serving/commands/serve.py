@@ -84,7 +84,7 @@ def _server() -> Any:
     try:
         return importlib.import_module("jattn.serving.server")
     except ModuleNotFoundError as error:
-        told = f"jattn serve needs {error.name}: pip install 'jattn[serve]'"
+        told = f"jattn serve needs {error.name}, of the extra 'serve': pip install '.[serve]' in a checkout"
         raise ImportError(told) from error
 
 

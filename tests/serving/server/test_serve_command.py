@@ -187,6 +187,11 @@ class TestOptions:
             (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
             (["--config"], "argument --config: expected one argument"),
             ([], "the following arguments are required: --model"),
+            (["--model=m", "--prot=1"], "unrecognized arguments: --prot=1. See"),
+            (
+                ["--model=m", "--kv-cache-dtype", "fp8"],
+                "unrecognized arguments: --kv-cache-dtype fp8 (--kv-cache-dtype is vLLM's: here it is --quan",
+            ),
         ],
     )
     def test_that_are_none_are_one_line(self, capsys, words, message):
@@ -239,4 +244,4 @@ class TestOptions:
     def test_without_the_extra_it_says_what_to_install(self, folder, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "jattn.serving.server", None)
         assert main(["serve", f"--model={folder}"]) == 1
-        assert "pip install 'jattn[serve]'" in capsys.readouterr().err
+        assert "pip install '.[serve]' in a checkout" in capsys.readouterr().err
