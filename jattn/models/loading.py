@@ -23,7 +23,7 @@ from jattn.models.families.keys import are_token_ids
 from jattn.models.families.wrappers import is_wrapper, text_part
 from jattn.models.generation_config import FILE, GenerationConfig
 from jattn.models.hf_tensors import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
-from jattn.models.json_files import as_path, read_json
+from jattn.models.json_files import as_path, existing, read_json
 from jattn.models.layers import Constant
 from jattn.models.partitions import check_divides, sharding_of
 from jattn.models.placing import OnMesh, check_host, read_parameter
@@ -228,6 +228,15 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
         model.tokenizer.save(str(directory / tokenizer_files.FILE))
 
 
+def _where_one_is(directory: pathlib.Path) -> str:
+    """What is said of a folder without a config.json, if it is the Hub's name of a model, or of its cache."""
+    for config in sorted(directory.glob("snapshots/*/config.json"))[:1]:
+        return f"; {config.parent} has one"
+    if not directory.exists() and not directory.is_absolute() and len(directory.parts) == 2:
+        return f"; nothing is downloaded: hf download {directory} --local-dir DIR, and give DIR"
+    return ""
+
+
 def read_config(directory: str | pathlib.Path) -> DecoderConfig:
     """The configuration in a Hugging Face folder; generation_config.json's eos_token_id wins.
 
@@ -240,7 +249,7 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
         NotImplementedError: As `DecoderConfig.from_hf`.
     """
     directory = as_path("directory", directory)
-    hf, told = read_json(directory / "config.json"), {}
+    hf, told = read_json(existing(directory / "config.json", _where_one_is(directory))), {}
     generation, own = directory / FILE, tokenizer_files.eos_id_of(directory)
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
