@@ -65,7 +65,7 @@ def build_app(service: Service, lifespan: Callable[[Starlette], Any] | None = No
     app = Starlette(
         routes=ROUTES,
         middleware=[*outer, *([Middleware(BearerKey, keys=keys)] if keys else [])],
-        exception_handlers={HTTPException: respond, 404: no_such_path},
+        exception_handlers={HTTPException: respond, 404: no_such_path, 405: no_such_method},
         lifespan=lifespan,
     )
     app.state.service = service
@@ -92,6 +92,13 @@ async def no_such_path(request: Request, error: Exception) -> Response:
     """What is asked for is not here."""
     told = f"Invalid URL ({request.method} {request.url.path}). GET /openapi.json lists the paths."
     return ApiError(404, told).response()
+
+
+async def no_such_method(request: Request, error: Exception) -> Response:
+    """What is asked for is here, but to be asked for in another way."""
+    headers = (error.headers if isinstance(error, HTTPException) else None) or {}
+    told = f"{request.method} is not served at {request.url.path}, which takes {headers.get('Allow')}."
+    return ApiError(405, told).response(headers)
 
 
 async def models(request: Request) -> Response:

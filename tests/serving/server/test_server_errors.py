@@ -235,9 +235,12 @@ class TestBodies:
         ],
     )
     def test_paths_that_are_none(self, server, method, path, status):
-        got, _, answer = server.ask(method, path)
+        got, headers, answer = server.ask(method, path)
         assert got == status
         assert set(answer["error"]) == {"message", "type", "param", "code"}
+        if status == 405:
+            told = f"{method} is not served at {path}, which takes {headers['allow']}."
+            assert answer["error"]["message"] == told
 
 
 class TestFailures:
