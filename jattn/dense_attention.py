@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.automatic_arrays import are_automatic
-from jattn.dense_checks import Rows, asked_for_documents, rows_of_arrays, spec_of_arrays
+from jattn.dense_checks import Rows, asked_for_documents, knows_names_of_jax, rows_of_arrays, spec_of_arrays
 from jattn.dense_parts import Attended, How, Values, attend_part, attend_parts, partitions
 from jattn.implementations.choice import Asked, asked_for
 from jattn.masks import Mask
@@ -19,6 +19,7 @@ from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require_bool
 
 
+@knows_names_of_jax
 def attention(
     q: Float[Array, "..."],
     k: Float[Array, "..."],

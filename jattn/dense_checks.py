@@ -1,6 +1,8 @@
 """Whether arrays belong together as `attention` takes them, and what is made of them."""
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,15 @@ from jattn.masks.documents import as_int32, come_in_runs
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, unsupported
+
+OF_FLAX = "an argument of jattn.attention_fn, which is what Flax takes as attention_fn"
+NAMES_OF_JAX = {  # of arguments of jax.nn.dot_product_attention, and of what Flax hands an attention_fn
+    **{"query": "q", "key": "k", "value": "v", "is_causal": "causal=", "local_window_size": "window="},
+    **{"return_residual": "return_lse=", "bias": "jattn.attention_fn(q, k, v, bias)"},
+    "query_seq_lengths": "mask=jattn.masks.Prefix(length=)",
+    "key_value_seq_lengths": "mask=jattn.masks.Prefix(length=), or an array of bool",
+    **dict.fromkeys(("dropout_rng", "dropout_rate", "broadcast_dropout", "module", "dtype"), OF_FLAX),
+}
 
 
 class Rows(NamedTuple):
@@ -115,6 +126,24 @@ def _sizes_of(
     lens = np.diff(np.asarray(cu_seqlens))
     longest = int(lens.max())
     return Sizes(spec.num_q_heads, num_rows, longest, max_seq_len=longest, query_ends=lambda: lens)
+
+
+def knows_names_of_jax[F: Callable[..., Any]](attention: F) -> F:
+    """A function that says of arguments under their names of jax.nn or Flax what is there in their place.
+
+    Args:
+        attention: What it calls, whose signature it has.
+    """
+
+    @functools.wraps(attention)
+    def told(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name in NAMES_OF_JAX:
+                unknown = f"attention() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{unknown}: here it is {NAMES_OF_JAX[name]}.")
+        return attention(*args, **options)
+
+    return cast(F, told)
 
 
 def last_ahead(spec: AttentionSpec) -> int | None:

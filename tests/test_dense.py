@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import pathlib
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import dense_attention, masks
+from jattn.dense_checks import NAMES_OF_JAX
 from jattn.implementations.xla.scores import num_first_keys
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -466,8 +468,30 @@ class TestRefusals:
             jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0, 8]), mask=np.ones((8, 8), bool))
 
     def test_a_keyword_that_nobody_knows_is_pythons_error(self):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'"):
-            jattn.attention(self.Q, self.Q, self.Q, is_causal=True)
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'is_casual'$"):
+            jattn.attention(self.Q, self.Q, self.Q, is_casual=True)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"is_causal": True}, r"unexpected keyword argument 'is_causal': here it is causal=\."),
+            ({"local_window_size": (3, 0)}, r"argument 'local_window_size': here it is window=\."),
+            ({"causal": True, "bias": Q}, r"'bias': here it is jattn.attention_fn\(q, k, v, bias\)\."),
+            ({"dropout_rng": None}, "'dropout_rng': here it is an argument of jattn.attention_fn, "),
+        ],
+    )
+    def test_a_keyword_of_jax_nn_or_flax_is_told_its_name_here(self, options, message):
+        with pytest.raises(TypeError, match=message):
+            jattn.attention(self.Q, self.Q, self.Q, **options)
+
+    def test_every_other_name_of_jax_nn_is_told(self):
+        theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
+        ours = set(inspect.signature(jattn.attention).parameters)
+        assert theirs - ours <= set(NAMES_OF_JAX)
+        assert not ours & set(NAMES_OF_JAX)
+        page = (ROOT / "docs" / "training.md").read_text()
+        told = set(re.findall(r"(\w+)=", page.split("| jax.nn | here |")[1].split("\n\n")[0]))
+        assert theirs - ours <= told | {"query", "key", "value"}
 
 
 class TestOnAMeshOfExplicitAxes:

@@ -150,11 +150,15 @@ def test_names_the_tensor_before_anything_is_allocated(tmp_path, message, monkey
 
 
 def test_the_hub_is_named_where_its_name_of_a_model_is_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config.json does not exist; nothing .* hf download a/B-1\.5"):
+    with pytest.raises(
+        FileNotFoundError, match=r"config.json does not exist; nothing .* hf download a/B-1\.5"
+    ):
         load("a/B-1.5")
     (tmp_path / "snapshots" / "5f").mkdir(parents=True)
     (tmp_path / "snapshots" / "5f" / "config.json").write_text(json.dumps(TIED))
-    with pytest.raises(FileNotFoundError, match=rf"config.json does not exist; {tmp_path}/snapshots/5f has one"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"config.json does not exist; {tmp_path}/snapshots/5f has one"
+    ):
         load(tmp_path)
 
 
