@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.cache import PackedKV, PagedCache
+from jattn.cache import PackedKV, PagedCache, require_alive
 from jattn.implementations import mosaic_gpu, packed, reference, xla
 from jattn.implementations.choice import Asked, asked_for
 from jattn.implementations.derivatives import underivable_cache
@@ -336,8 +336,8 @@ def _check(
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
         cache.check_rows(metadata.seq_lens, metadata.query_lens)
         return
-    size = cache.block_size
-    own, rule = metadata.block_size, f"be the cache's ({size})"
-    require(own == size, "metadata.block_size", rule, own)
+    require_alive(cache)
+    own, rule = metadata.block_size, f"be the cache's ({cache.block_size})"
+    require(own == cache.block_size, "metadata.block_size", rule, own)
     shape, rule = metadata.block_table.shape, "have columns to attend over a paged cache"
     require(shape[1] > 0, "metadata.block_table", rule, shape)

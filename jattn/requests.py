@@ -42,11 +42,15 @@ def decodes_in(query_lens: np.ndarray, bucket: Bucket) -> int:
     Raises:
         ValueError: The rest do not fit the prefill region.
     """
-    num_decodes = min(count_decodes(query_lens, bucket.decode_query_len), bucket.max_decodes)
+    leading = count_decodes(query_lens, bucket.decode_query_len)
+    num_decodes = min(leading, bucket.max_decodes)
     rest = query_lens[num_decodes:]
     late = int((rest == bucket.decode_query_len).sum())
     free = bucket.max_decodes - num_decodes
     hint = f" ({late} decode rows stand behind the first prefill row: {REORDER})" if late and free else ""
+    if leading > num_decodes:
+        over = f"{leading - num_decodes} of {leading} decode rows"
+        hint = f" ({over} stand beyond its max_decodes, {bucket.max_decodes}, and count here)"
     for what, got, room in (
         ("prefill rows", len(rest), bucket.max_prefills),
         ("prefill tokens", int(rest.sum()), bucket.max_prefill_tokens),

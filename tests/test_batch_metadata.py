@@ -179,6 +179,21 @@ class TestRefusals:
         with pytest.raises(ValueError, match="prefill tokens must fit the bucket's 4, got 5"):
             jattn.build_batch_metadata([1, 5], [1, 5], [[1], [2]], bucket=bucket)
 
+    def test_decode_rows_beyond_their_region_are_counted_apart(self):
+        bucket = jattn.Bucket(max_decodes=2, max_prefills=0, max_prefill_tokens=0, max_blocks=4)
+        message = r"the bucket's 0 \(1 of 3 decode rows stand beyond its max_decodes, 2, and .*\), got 1"
+        with pytest.raises(ValueError, match=message):
+            jattn.build_batch_metadata([1, 1, 1], [1, 2, 2], [[1], [2], [3]], bucket=bucket)
+
+    @pytest.mark.parametrize("which", ["query_lens", "seq_lens", "block_table"])
+    @pytest.mark.parametrize("wrap", [lambda x: x, list], ids=["array", "list"])
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_numbers_of_a_jit_are_told_where_metadata_is_made(self, which, wrap):
+        given = {"query_lens": [1], "seq_lens": [3], "block_table": [[1]]}
+        build = lambda traced: jattn.build_batch_metadata(**given | {which: wrap(traced)}, block_size=4)
+        with pytest.raises(ValueError, match=rf"{which}\S* must be known on the host .*, got a traced array"):
+            jax.jit(build)(jnp.asarray(given[which]))
+
     def test_rows_out_of_order_are_sent_to_the_reorder_function(self):
         bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=8, max_blocks=4)
         with pytest.raises(

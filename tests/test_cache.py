@@ -554,6 +554,22 @@ class TestSpec:
             spec(**change)
 
 
+def test_a_cache_that_was_given_up_is_named():
+    """JAX said "Array has been deleted with shape=float32[4,2,1,8]"."""
+    cache = jattn.PagedCache(k=jnp.zeros((4, 2, 1, 8)), v=jnp.zeros((4, 2, 1, 8)))
+    rows, metadata = jnp.ones((1, 1, 8)), jattn.build_batch_metadata([1], [1], [[1]], block_size=2)
+    jattn.write_kv(cache, rows, rows, metadata.slot_mapping)
+    spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8)
+    message = "cache must be what write_kv, or the jit .*, returned in its place, got one that was given up"
+    for use in (
+        lambda: jattn.write_kv(cache, rows, rows, metadata.slot_mapping),
+        lambda: jattn.attend(rows, cache, metadata, spec),
+        lambda: jattn.copy_blocks(cache, np.asarray([[0, 1]])),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
 def test_an_array_that_would_be_donated_twice_is_refused_by_name():
     """JAX said "Attempt to donate the same buffer twice", of argument 1."""
     zeros = jnp.zeros((4, 2, 1, 8))

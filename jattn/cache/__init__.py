@@ -3,7 +3,7 @@
 from jattn.cache.move import copy_blocks, swap_blocks
 from jattn.cache.read import blocks_of, keys_of_row, tokens_at
 from jattn.cache.spec import CacheSpec
-from jattn.cache.types import PackedKV, PagedCache, block_arrays, has_token_axis
+from jattn.cache.types import PackedKV, PagedCache, block_arrays, has_token_axis, require_alive
 from jattn.cache.write import write_kv
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "copy_blocks",
     "has_token_axis",
     "keys_of_row",
+    "require_alive",
     "swap_blocks",
     "tokens_at",
     "write_kv",

@@ -289,12 +289,25 @@ class PackedKV:
                 require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
 
 
+def require_alive(cache: PagedCache) -> None:
+    """No array of a cache may have been given up to a call that it was donated to.
+
+    Raises:
+        ValueError: One was.
+    """
+    own = (array for array in (cache.k, cache.v) if isinstance(array, jax.Array) and is_concrete(array))
+    rule = "be what write_kv, or the jit that it was donated to, returned in its place"
+    require(not any(array.is_deleted() for array in own), "cache", rule, "one that was given up")
+
+
 def require_own_arrays(*caches: PagedCache) -> None:
     """No array may stand at two places of what is donated: its memory cannot be given up twice.
 
     Raises:
-        ValueError: One does; inside jit nothing is donated and nobody minds.
+        ValueError: One does, or was given up before; inside jit nothing is donated and nobody minds.
     """
+    for cache in caches:
+        require_alive(cache)
     every = (array for cache in caches for array in block_arrays(cache).values())
     arrays = [array for array in every if isinstance(array, jax.Array) and is_concrete(array)]
     rule = "have arrays of their own for keys and values, which are donated (jnp.copy makes one)"

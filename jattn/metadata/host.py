@@ -70,7 +70,10 @@ def block_rows(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTabl
         require(block_table.ndim == 2, "block_table", "have 2 axes", f"shape {block_table.shape}")
     got = block_table.shape if is_array else f"{len(block_table)} rows"
     require(len(block_table) == num_reqs, "block_table", f"have one row per request ({num_reqs})", got)
-    table = _from_array(block_table) if is_array else _from_rows(block_table)
+    try:
+        table = _from_array(block_table) if is_array else _from_rows(block_table)
+    except jax.errors.TracerArrayConversionError as error:
+        raise _traced("block_table") from error
     limit, rule = last_block(block_size)
     if table.ids.size and table.ids.max() > limit:
         row = int(np.argmax((table.ids > limit).any(axis=1)))
@@ -144,11 +147,18 @@ def _ints(name: str, values: Any) -> np.ndarray:
     except ValueError:  # lists in lists
         require(False, name, "be a list of ints", values)
         raise
+    except jax.errors.TracerArrayConversionError as error:
+        raise _traced(name) from error
     require(ints.ndim == 1, name, "be a list of ints", f"shape {ints.shape}")
     has_bools = not isinstance(values, np.ndarray | jax.Array) and not BOOLS.isdisjoint(map(type, values))
     dtype = np.dtype(bool) if has_bools else ints.dtype
     require(ints.size == 0 or dtype.kind in "iu", name, "be a list of ints", dtype)
     return ints.astype(np.int64)
+
+
+def _traced(name: str) -> ValueError:
+    rule = "be known on the host (metadata is made outside of jit and handed in)"
+    return ValueError(f"{name} must {rule}, got a traced array.")
 
 
 def _from_array(values: Any) -> BlockTable:
