@@ -247,6 +247,7 @@ def names_in(file):
     [
         "Where is a window applied in decode?",
         "Where would a new cache format be added?",
+        "Where is a tile size changed?",
         "Which files does a new mask touch?",
     ],
 )
