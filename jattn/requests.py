@@ -69,7 +69,18 @@ def token_starts(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """Which of the step's `bucket.max_reqs` rows each request has."""
+    """Which of the step's `bucket.max_reqs` rows each request has.
+
+    Args:
+        query_lens: New tokens of each request, as build_batch_metadata was given them.
+        bucket: The step's.
+
+    Returns:
+        An int a request [reqs]: decodes first, prefills from row `max_decodes` on.
+
+    Raises:
+        ValueError: query_lens are no ints, or do not fit the bucket.
+    """
     require_type("bucket", bucket, Bucket, "the step's")
     query_lens = np.asarray(query_lens)
     _require_ints("query_lens", query_lens)
@@ -79,7 +90,19 @@ def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *, pad: int = 0) -> np.ndarray:
-    """Lays the new tokens of each request out as the step wants them: int32 [max_tokens], padding `pad`."""
+    """Lays the new tokens of each request out as the step wants them.
+
+    Args:
+        tokens: Token ids of each request, the new ones alone, in the order of build_batch_metadata's.
+        bucket: The step's (`metadata.bucket`).
+        pad: What stands where no token is.
+
+    Returns:
+        int32 [bucket.max_tokens], decodes first, prefills from token `max_decode_tokens` on.
+
+    Raises:
+        ValueError: Something is no list of int32s, or the requests do not fit the bucket.
+    """
     require_type("bucket", bucket, Bucket, "the step's")
     require_int(pad=pad)
     require_int32s("pad", np.asarray(pad))

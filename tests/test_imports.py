@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def test_every_public_name_is_documented():
         assert getattr(jattn, name).__doc__, name
     for name in set(jattn.vllm.__all__) - {"PAD_SLOT_ID"}:
         assert "Source: vLLM" in getattr(jattn.vllm, name).__doc__, name
+
+
+@pytest.mark.parametrize("package", [jattn, jattn.models, jattn.sparsity], ids=lambda one: one.__name__)
+def test_public_functions_tell_of_each_of_their_arguments(package):
+    named = {name: getattr(package, name) for name in package.__all__}
+    own = [f for f in named.values() if inspect.isfunction(f) and "jattn.masks" not in f.__module__]
+    assert len(own) > 2
+    of = {
+        f.__name__: [name for name in inspect.signature(f).parameters if f"{name}:" not in f.__doc__]
+        for f in own
+    }
+    assert {name: missing for name, missing in of.items() if missing} == {}
 
 
 def test_what_vllms_readers_use_is_found_at_its_old_place_with_a_warning():

@@ -192,6 +192,14 @@ def build_cross_attention_metadata(
     The queries own no slots (all -1). Write the encoder's keys and values with the metadata of the encoder's
     own step.
 
+    Args:
+        query_lens: New tokens of each request.
+        kv_lens: Keys of each request, all of which its queries see: the other sequence's tokens.
+        block_table: Where these keys are, as build_batch_metadata's; None = in a PackedKV.
+        block_size: Tokens of a block.
+        bucket: Static sizes to pad to; None = exactly these requests.
+        decode_query_len: Tokens of a decode row where `bucket` is None.
+
     Raises:
         ValueError: As build_batch_metadata.
     """

@@ -22,7 +22,11 @@ def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
 def update_block_table(
     metadata: BatchMetadata, block_table: Int32[Array, "reqs max_blocks"]
 ) -> BatchMetadata:
-    """The same step over other blocks: slots follow the new table. Traced.
+    """The same step over other blocks: slots follow the new table. May be traced.
+
+    Args:
+        metadata: The step's.
+        block_table: A row for each of the metadata's rows, padding rows among them, of any width.
 
     Raises:
         ValueError: The table has not one row for each of the metadata's, or holds no ints.
@@ -99,7 +103,13 @@ def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> Non
 
 
 def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
-    """The same step laid out in a larger bucket. Traced; pad token arrays with `pad_tokens`.
+    """The same step laid out in a larger bucket. May be traced.
+
+    Arrays of tokens must be laid out in the larger bucket, too: `jattn.metadata.transitions.pad_tokens`.
+
+    Args:
+        metadata: The step's.
+        bucket: No size of it is smaller than the metadata's; decode_query_len is the same.
 
     Raises:
         ValueError: `bucket` is smaller in some size, or has another decode_query_len.

@@ -202,6 +202,10 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     config.json and model.safetensors; tokenizer.json and generation_config.json where it has something for
     them. Every bit of the parameters is kept.
 
+    Args:
+        model: A Decoder.
+        directory: Made where there is none; files of these names in it are overwritten.
+
     Raises:
         ImportError: safetensors is missing.
         ValueError: model is no Decoder, or directory no path.

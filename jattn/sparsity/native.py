@@ -99,7 +99,14 @@ def selected_blocks(
     num_selected: int,
     block_q: int = 1,
 ) -> BlockMask:
-    """The blocks to whose compressed keys the heads of a kv head pay most attention; arguments are nsa's.
+    """The blocks to whose compressed keys the heads of a kv head pay most attention.
+
+    Args:
+        q: Queries.
+        keys: A compressed key for each block.
+        block_size: As `nsa`'s.
+        num_selected: As `nsa`'s.
+        block_q: As `nsa`'s.
 
     Raises:
         ValueError: q and keys do not belong together, or a size is out of range.

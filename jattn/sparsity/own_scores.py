@@ -38,6 +38,10 @@ def block_means(
 ) -> Float[Array, "batch blocks heads head_dim"]:
     """Mean of each block of tokens in f32; the last block's of those that there are.
 
+    Args:
+        x: Keys, say, of texts as `attention` takes them.
+        block_size: Tokens of a block.
+
     Raises:
         ValueError: x has other axes, or block_size is not positive.
     """

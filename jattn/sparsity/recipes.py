@@ -22,6 +22,13 @@ def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
 
     Of some heads alone, while the others see everything: `masks.streaming_heads`, DuoAttention's.
 
+    Args:
+        num_first: Keys from a text's beginning.
+        num_recent: Keys up to the query's own, which is one of them.
+
+    Raises:
+        ValueError: A number is no int, or not positive.
+
     Source: StreamingLLM.
     """
     require_ints(1, num_first=num_first, num_recent=num_recent)

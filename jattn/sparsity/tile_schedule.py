@@ -148,7 +148,11 @@ def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -
 def tile_classes(
     made: TileSchedule,
 ) -> tuple[Bool[Array, "q_tiles q_heads tiles"], Bool[Array, "q_tiles q_heads tiles"]]:
-    """The lists as arrays again: which tiles are seen in part, and which whole. For tests and pictures."""
+    """The lists as arrays again: which tiles are seen in part, and which whole. For tests and pictures.
+
+    Args:
+        made: By `schedule`.
+    """
     tiles = made.kv_tiles.shape[-1]
     nth = jnp.arange(tiles, dtype=jnp.int32)[None, None, :]
     partial = nth < made.num_partial[..., None]
