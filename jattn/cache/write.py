@@ -52,7 +52,8 @@ def write_kv(
     _check_new(key, value, slot_mapping)
     tokens = slot_mapping.shape[0]
     require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
-    require_shape("key", key.shape[1:], (cache.num_kv_heads, cache.head_dim), "kv_heads, head_dim")
+    heads = (cache.num_kv_heads, cache.head_dim)
+    require_shape("key", key.shape[1:], heads, "the cache's kv_heads, head_dim")
     require_shape("value", value.shape, key.shape, "as key")
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)

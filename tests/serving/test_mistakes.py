@@ -38,6 +38,7 @@ WANT = {
     "jattn.PagedAttention(16, m.spec, rngs=3)": r"rngs must be a Rngs \(nnx.Rngs\(0\)\), got int: 3\.",
     # caches and metadata
     "jattn.write_kv(m.cache, m.row, m.row, np.array([2**32]))": r"slot_mapping must hold int32s, got 4294",
+    "jattn.write_kv(m.cache, m.rows, m.rows, np.arange(2))": r"key must have shape \(1, 8\) .the cache's kv_",
     "jattn.blocks_of(m.cache, [1])": r"ids must be an array of block numbers, got list",
     "jattn.swap_blocks(m.cache, m.cache.k, [(1, 2)])": r"target must be a PagedCache, got ArrayImpl",
     "jattn.advance(m.cache)": r"metadata must be a BatchMetadata .*, got PagedCache",
