@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.slices import ALIGNED_BYTES
 from pallas_kernels.checks import require
+from pallas_kernels.shared import ALIGNED_BYTES
 
 ALIGNMENT = ALIGNED_BYTES // 4  # words: XLA hands a kernel a part of the array as it lies there
 

@@ -17,6 +17,7 @@ from pallas_kernels.checks import (
 from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.head_dims import UNIT, head_cut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.slices import unsliced
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.lists import PairMask, TileLists
@@ -257,4 +258,4 @@ class Call:
 def _whole_rows(x: jax.Array, *, axis: int, more: int = 0) -> jax.Array:
     """Tokens padded to what TMA takes."""
     missing = -x.shape[axis] % ALIGN + more
-    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)]) if missing else x
+    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)]) if missing else unsliced(x)

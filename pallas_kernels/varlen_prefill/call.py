@@ -21,6 +21,7 @@ from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.slices import unsliced
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_prefill, why_not_widening
 from pallas_kernels.varlen_prefill.lists import TileLists, items_of, num_query_blocks
@@ -319,4 +320,4 @@ class Call:
 def _whole_rows(x: jax.Array) -> jax.Array:
     """Tokens padded to what TMA takes."""
     missing = -x.shape[0] % ALIGN
-    return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x
+    return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else unsliced(x)

@@ -1,4 +1,4 @@
-"""Mixed steps whose second region begins 128 bytes behind a multiple of 256, in what kernels read of it."""
+"""Steps whose arrays begin 128 bytes behind a multiple of 256 in others: mixed steps, and slices."""
 
 import functools
 from unittest import mock
@@ -27,11 +27,24 @@ def case(quantization=None, *, heads=(2, 1), max_blocks=32):
     return run, (query, cache, abstract_metadata(bucket, 16))
 
 
+def training_case():
+    """Tokens behind a first one, of rows that 128 bytes divide and 256 do not."""
+
+    def loss(q, k, v):
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
+            out = jattn.attention(q[1:], k[1:], v[1:], causal=True, implementation="mosaic_gpu")
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    of = lambda heads: jax.ShapeDtypeStruct((257, heads, 64), jnp.bfloat16)
+    return jax.grad(loss, argnums=(0, 1, 2)), (of(3), of(1), of(1))
+
+
 @functools.cache
 def aot_cases():
     """Name -> function and abstract arguments."""
     return {
         "block tables": case(),
         "block tables, 8 bits": case("fp8_e4m3"),
+        "arrays of training": training_case(),
         "queries": case(heads=(1, 1), max_blocks=64),
     }
