@@ -1,7 +1,6 @@
 """Attention by the Mosaic GPU kernels, a region at a time: paged_decode, and varlen_prefill for the rest."""
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -65,7 +64,8 @@ def attend(
     options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "interpret": interpret}
     if isinstance(kernel, PrefillKernel):
         assert work is None or isinstance(work, PrefillWork)
-        return _prefill(query, kv, metadata, spec, kernel, work, mask, return_lse=return_lse, **options)
+        region = _Region(query, kv, metadata, spec, kernel, work, mask)
+        return _prefill(region, return_lse=return_lse, **options)
     assert isinstance(kv, PagedCache)
     work = decode_work(kernel, metadata, spec, mask) if work is None else work
     assert isinstance(work, DecodeWork)
@@ -103,48 +103,46 @@ def _scales_of(cache: PagedCache) -> dict[str, Array | None]:
     return {name: None if scale is None else jnp.asarray(scale) for name, scale in scales.items()}
 
 
-def _prefill(
-    query: Array,
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    kernel: PrefillKernel,
-    work: PrefillWork | None,
-    mask: Mask | None,
-    **options: Any,
-) -> tuple[Array, Array | None]:
+class _Region(NamedTuple):
+    """What varlen_prefill attends: attend's arguments of these names."""
+
+    query: Array
+    kv: PagedCache | PackedKV
+    metadata: BatchMetadata
+    spec: AttentionSpec
+    kernel: PrefillKernel
+    work: PrefillWork | None
+    mask: Mask | None
+
+
+def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     """A region by varlen_prefill."""
+    query, kv, metadata, spec, kernel, work, mask = region
     if kernel.is_read_first and isinstance(kv, PagedCache):
-        of = functools.partial(_prefill, query, spec=spec, kernel=kernel, work=None, mask=mask, **options)
+        of = lambda kv, metadata: _prefill(region._replace(kv=kv, metadata=metadata, work=None), **options)
         how = {name: options[name] for name in ("return_lse", "interpret")}
         return attend_widened(query, kv, metadata, spec, of, **how)
     if not gathers(mask, spec):
-        return _over_keys(query, kv, metadata, spec, kernel, work, mask, **options)
+        return _over_keys(region, **options)
     if options["alibi_slopes"] is not None:
-        return _over_keys(query, kv, metadata, spec, kernel, None, in_place(mask), **options)
+        return _over_keys(region._replace(work=None, mask=in_place(mask)), **options)
     columns, rest = in_parts(mask)
     layer, (gathered, _) = columns_layer(spec, columns), gathered_kv(kv, metadata, columns)
-    own = None if work is None else work.of_columns
+    of_columns = _Region(
+        query, gathered, metadata, *layer, None if work is None else work.of_columns, columns
+    )
     options, return_lse = options | {"return_lse": True}, options["return_lse"]
     parts = [
-        _over_keys(query, kv, metadata, spec, kernel, work, rest, **options),
-        _over_keys(query, gathered, metadata, *layer, own, columns, **options | {"sinks": None}),
+        _over_keys(region._replace(mask=rest), **options),
+        _over_keys(of_columns, **options | {"sinks": None}),
     ]
     out, lse = merge_parts([out for out, _ in parts], [lse for _, lse in parts if lse is not None])
     return out, lse if return_lse else None
 
 
-def _over_keys(
-    query: Array,
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    kernel: PrefillKernel,
-    work: PrefillWork | None,
-    mask: Mask | None,
-    **options: Any,
-) -> tuple[Array, Array | None]:
+def _over_keys(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     """One call of varlen_prefill over keys in 16 bits, or in 8 that it widens."""
+    query, kv, metadata, spec, kernel, work, mask = region
     starts, max_seq_len = None, None
     if isinstance(kv, PackedKV):
         starts, max_seq_len = kv.kv_start_loc, kv.most_keys_of_a_row if kernel.is_packed else None
