@@ -10,15 +10,14 @@ import jattn
 from tests.pallas_kernels.sparse_aot_cases import abstract_metadata
 
 
-def case(quantization=None, *, heads=(2, 1), max_blocks=32):
-    """One decode row before two prompts."""
-    q_heads, kv_heads = heads
-    sizes = {"num_kv_heads": kv_heads, "head_dim": 64}
-    spec = jattn.AttentionSpec(num_q_heads=q_heads, **sizes)
-    bucket = jattn.Bucket(max_decodes=1, max_prefills=2, max_prefill_tokens=400, max_blocks=max_blocks)
+def case(quantization=None):
+    """One decode row before two prompts: 128 bytes of queries, and of a block table."""
+    sizes = {"num_kv_heads": 1, "head_dim": 64}
+    spec = jattn.AttentionSpec(num_q_heads=1, **sizes)
+    bucket = jattn.Bucket(max_decodes=1, max_prefills=2, max_prefill_tokens=400, max_blocks=32)
     of_cache = jattn.CacheSpec(num_blocks=64, block_size=16, quantization=quantization, **sizes)
     cache = jax.eval_shape(lambda: jattn.PagedCache.create(of_cache))
-    query = jax.ShapeDtypeStruct((bucket.max_tokens, q_heads, 64), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((bucket.max_tokens, 1, 64), jnp.bfloat16)
 
     def run(query, cache, metadata):
         with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
@@ -43,8 +42,7 @@ def training_case():
 def aot_cases():
     """Name -> function and abstract arguments."""
     return {
-        "block tables": case(),
-        "block tables, 8 bits": case("fp8_e4m3"),
-        "arrays of training": training_case(),
-        "queries": case(heads=(1, 1), max_blocks=64),
+        "a mixed step": case(),
+        "a mixed step over 8 bits": case("fp8_e4m3"),
+        "training": training_case(),
     }

@@ -1,16 +1,17 @@
 """attend under any mask: against the float64 oracle, in every region and layout, with every modifier."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
 from tests.contract import FACTORS, AttentionContract, Problem
 from tests.covering import covering_array
-from tests.regions import attend_region
+from tests.pallas_kernels.test_training import as_on_a_gpu
 
 RNG = np.random.default_rng(0)
 BLOCKS = RNG.random((5, 2, 24, 24)) < 0.4  # [reqs, heads, ...]: as far as the widest block table
@@ -151,11 +152,14 @@ def test_queries_before_position_0_see_by_the_kernel_what_they_see_by_xla(mask):
     metadata = jattn.build_cross_attention_metadata(
         [250, 20], [70, 30], [[1, 2, 3, 4, 5], [6, 7]], block_size=16
     )
-    k, v = jax.random.normal(jax.random.key(1), (2, 8, 16, 2, 64), jnp.bfloat16)
-    query = jax.random.normal(jax.random.key(0), (270, 4, 64), jnp.bfloat16)
-    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, causal=False)
-    given = query, jattn.PagedCache(k=k, v=v), metadata, spec
-    want, want_lse = jattn.attend(*given, mask=mask, implementation="xla", return_lse=True)
-    got, lse = attend_region(*given, mask=mask, interpret=plgpu.InterpretGPUParams())
+    k, v = jax.random.normal(jax.random.key(1), (2, 8, 16, 1, 64), jnp.bfloat16)
+    query = jax.random.normal(jax.random.key(0), (270, 1, 64), jnp.bfloat16)
+    spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, causal=False)
+    attend = functools.partial(
+        jattn.attend, query, jattn.PagedCache(k=k, v=v), metadata, spec, mask=mask, return_lse=True
+    )
+    want, want_lse = attend(implementation="xla")
+    with as_on_a_gpu():
+        got, lse = attend(implementation="mosaic_gpu")
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=0.02)
     np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-4)
