@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn.masks.arguments import MAX_INT, require_array, require_ints
+from jattn.masks.arguments import MAX_INT, require_array, require_ints, set_ints
 from jattn.masks.base import Mask
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.masks.positions import distances
@@ -88,7 +88,7 @@ class VerticalSlash(Mask):
         rows = self.columns.shape[:-2]
         rule = f"have the rows of columns {rows}"
         require(self.slashes.shape[:-2] == rows, "slashes", rule, self.slashes.shape)
-        require_ints(0, num_gathered=self.num_gathered)
+        set_ints(self, 0, "num_gathered")
 
     @property
     @override

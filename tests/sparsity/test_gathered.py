@@ -199,9 +199,10 @@ def test_columns_stay_in_place_where_more_than_positions_counts(monkeypatch, cha
     assert [call.args[1].shape[-2] for call in kernel.call_args_list] == calls
 
 
-def test_gathering_is_said_by_a_mask_s_own_words():
+def test_gathering_is_said_by_a_mask_s_own_words(types_unchecked):
     of = functools.partial(masks.VerticalSlash.of, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16)
     assert (of().num_gathered, of(gather=True).num_gathered) == (0, 3)
+    assert isinstance(slashed(np.uint8(200)).num_gathered, int)
 
 
 @pytest.mark.kernels
