@@ -22,7 +22,7 @@ from jattn.implementations.mosaic_gpu.gathered_columns import (
     gathered_kv,
 )
 from jattn.implementations.mosaic_gpu.kernels import score_of
-from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
+from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask, in_parts
 from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
@@ -93,7 +93,7 @@ def gradients(
     saved |= {"alibi_slopes": alibi_slopes, "interpret": interpret}
     of: Callable[..., tuple[Array, Array, Array]] = functools.partial(_over_keys, query, **saved)
     if not gathers(mask, spec) or alibi_slopes is not None:
-        return of(kv, metadata, spec, mask=in_place(mask))
+        return of(kv, metadata, spec, mask=mask)
     columns, rest = in_parts(mask)
     gathered, places = gathered_kv(kv, metadata, columns)
     # `out` and `lse` are of all that a query sees, so either part's gradients are what they are in the whole.
