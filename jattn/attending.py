@@ -281,9 +281,7 @@ _attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
 def queries_of(query: Array, metadata: BatchMetadata, region: str) -> Array:
     """The queries of one of REGIONS."""
     tokens = metadata.bucket.max_decode_tokens
-    if region == "decode":
-        return query[:tokens]
-    return rows_from(query, tokens)
+    return query[:tokens] if region == "decode" else query[tokens:]
 
 
 def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
