@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.device_time import Rows, kernel_times, read_ceiling, wall_time
-from jattn.quantize import quantize_static, quantize_token_head
+from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.cases import DECODE, DecodeCase
 from pallas_kernels.paged_decode import KernelSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references

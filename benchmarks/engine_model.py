@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.nano_workload import nano_workload
-from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs
-from jattn.metadata.buckets import default_buckets
-from jattn.requests import exact_bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.default_buckets import default_buckets
+from jattn.batch.requests import exact_bucket
+from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduled_step import Step
 from jattn.serving.scheduler import Scheduler

@@ -12,7 +12,7 @@ import jax
 from benchmarks.engine_model import MEASURED, Costs
 from benchmarks.nano_workload import nano_workload
 from benchmarks.step_kernels import traced
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
 
 TRACED = (60, 250, 550, 800)  # steps behind which some are traced: 256 rows, then fewer and fewer

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from benchmarks.decode import TOLERANCE, random_table, some_results, worst_error
 from benchmarks.device_time import wall_time
-from jattn.context_parallel import share_of_rank
-from jattn.metadata.ranks import Ranks
+from jattn.batch.ranks import Ranks
 from jattn.parallel import TP, make_mesh
+from jattn.parallel.context_parallel import share_of_rank
 from jattn.pytree import replace
 from pallas_kernels.all_reduce import PeerMemory, all_reduce, make_peer_memory
 from pallas_kernels.cases import DecodeCase

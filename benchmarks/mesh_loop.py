@@ -23,9 +23,9 @@ from benchmarks.mesh_steps import (
     ways,
 )
 from benchmarks.random_decoder import random_decoder
-from jattn.decoding import decode_loop
 from jattn.models import use_peer_memory
 from jattn.parallel import TP
+from jattn.runtime.decode_loop import decode_loop
 
 PARTS = 10  # of a loop: a row each, so that one that hangs leaves those before it
 

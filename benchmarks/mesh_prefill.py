@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from benchmarks.decode import TOLERANCE, random_table, some_results, worst_error
-from jattn.context_parallel import attend_on_rank
-from jattn.metadata.ranks import Ranks
+from jattn.batch.ranks import Ranks
 from jattn.parallel import TP, make_mesh
+from jattn.parallel.context_parallel import attend_on_rank
 from pallas_kernels.cases import DecodeCase
 
 BLOCK_SIZE, ROUNDS = 32, 3  # of two ranks each has 16 tokens of a block

@@ -3,30 +3,26 @@
 A step flows one way: requests -> metadata -> plan; keys, values -> cache; queries, cache, plan -> out.
 """
 
-import typing
-import warnings
-
-from jattn import masks, models, parallel, pytree, requests, serving, sparsity, vllm
-from jattn.attending import attend
-from jattn.bucket import Bucket
+from jattn import batch, masks, models, parallel, pytree, serving, sparsity, vllm
+from jattn.attending import attend, cascade_attend
+from jattn.batch.bucket import Bucket
+from jattn.batch.check import check_batch
+from jattn.batch.default_buckets import default_buckets
+from jattn.batch.metadata import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
+from jattn.batch.requests import pack_tokens, row_indices
+from jattn.batch.transitions import advance, pad_to_bucket, update_block_table
 from jattn.cache import CacheSpec, PackedKV, PagedCache, blocks_of, copy_blocks, swap_blocks, write_kv
 from jattn.calibration import calibrate
-from jattn.cascade import cascade_attend
-from jattn.decoding import DecodeLoopOutput, decode_loop
-from jattn.dense_attention import attention
-from jattn.flax_attention import attention_fn
-from jattn.graphs import DecodeGraphs
+from jattn.cascade import CascadeMetadata, build_cascade_metadata
+from jattn.dense.attention import attention
+from jattn.dense.flax_attention import attention_fn
 from jattn.masks.local_strided import LocalStrided
 from jattn.merge import merge_attn_states
-from jattn.metadata.batch import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
-from jattn.metadata.buckets import default_buckets
-from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata
-from jattn.metadata.check import check_batch
-from jattn.metadata.transitions import advance, pad_to_bucket, update_block_table
 from jattn.models.scales import CalibrationWarning
-from jattn.module import PagedAttention
+from jattn.nn import PagedAttention
 from jattn.planning import KernelFallbackWarning, Plan, plan
-from jattn.requests import pack_tokens, row_indices
+from jattn.runtime.decode_graphs import DecodeGraphs
+from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop
 from jattn.spec import AttentionSpec
 
 __all__ = [  # noqa: RUF022  (the flow's order)
@@ -76,22 +72,12 @@ __all__ = [  # noqa: RUF022  (the flow's order)
     "decode_loop",
     "DecodeLoopOutput",
     # Packages.
+    "batch",
     "masks",
     "models",
     "parallel",
     "pytree",
-    "requests",
     "serving",
     "sparsity",
     "vllm",
 ]
-
-MOVED = tuple(vllm.__all__)  # stood here once
-
-if not typing.TYPE_CHECKING:  # else every misspelt name would pass the type checker
-
-    def __getattr__(name: str) -> typing.Any:
-        if name not in MOVED:
-            raise AttributeError(f"module 'jattn' has no attribute {name!r}")
-        warnings.warn(f"jattn.{name} is found at jattn.vllm.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(vllm, name)

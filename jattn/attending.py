@@ -2,30 +2,27 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jattn.batch.metadata import BatchMetadata, Part, part_of, rows_from
 from jattn.cache import PackedKV, PagedCache, require_alive
+from jattn.cascade import CascadeMetadata, check_causal_rows, why_no_cascade
 from jattn.implementations import mosaic_gpu, packed, reference, xla
-from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.choice import Asked, Choice, asked_for
 from jattn.implementations.derivatives import underivable_cache
 from jattn.implementations.layers import Layer, layer_of
 from jattn.implementations.mosaic_gpu import Work
 from jattn.masks import Mask
 from jattn.merge import merge_parts
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.cascade import CascadeMetadata, check_causal_rows
-from jattn.metadata.regions import Part, part_of
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
 from jattn.pytree import replace
-from jattn.sharded_arrays import require_uncut
-from jattn.slices import rows_from
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_bool, require_shape, require_type
+from pallas_kernels.checks import require, require_bool, require_shape, require_type, unsupported
 
 
 @overload
@@ -339,3 +336,85 @@ def _check(
     require(own == cache.block_size, "metadata.block_size", rule, own)
     shape, rule = metadata.block_table.shape, "have columns to attend over a paged cache"
     require(shape[1] > 0, "metadata.block_table", rule, shape)
+
+
+def require_uncut(choices: Iterable[tuple[str, Choice]], query: Array, cache: PagedCache | PackedKV) -> None:
+    """Explicit axes of a mesh must cut nothing that `attend` is given: what serves it is not told of them.
+
+    Args:
+        choices: What serves each region; the reference, which is plain products, takes arrays that agree.
+        query: The queries.
+        cache: Keys and values.
+
+    Raises:
+        NotImplementedError: They do.
+    """
+    if all(choice.implementation == "reference" for _, choice in choices):
+        return
+    for name, array in {"query": query, "cache.k": cache.k, "cache.v": cache.v}.items():
+        sharding = jax.typeof(array).sharding
+        if any(sharding.spec):
+            reason = "attend is not told of axes that are Explicit"
+            way_out = "Cut it by jax.shard_map, or by a mesh with AxisType.Auto"
+            raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, way_out)
+
+
+@overload
+def cascade_attend(
+    query: Array,
+    cache: PagedCache,
+    metadata: CascadeMetadata,
+    spec: AttentionSpec,
+    *,
+    sinks: Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+@overload
+def cascade_attend(
+    query: Array,
+    cache: PagedCache,
+    metadata: CascadeMetadata,
+    spec: AttentionSpec,
+    *,
+    sinks: Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
+def cascade_attend(
+    query: Float[Array, "tokens q_heads head_dim"],
+    cache: PagedCache,
+    metadata: CascadeMetadata,
+    spec: AttentionSpec,
+    *,
+    sinks: Float[Array, " q_heads"] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`attend` over a step whose requests share a prefix: the same result with the prefix read once.
+
+    Args:
+        query: As in `attend`.
+        cache: As in `attend`.
+        metadata: From build_cascade_metadata.
+        spec: As in `attend`; causal, without what depends on the distance of query and key.
+        sinks: As in `attend`; they join the suffix, once.
+        implementation: As in `attend`.
+        return_lse: As in `attend`.
+
+    Raises:
+        ValueError: Arguments disagree.
+        NotImplementedError: The spec is batch-invariant, or has a window, chunks, ALiBi or sparsity:
+            positions within the shared prefix mean something else in every request.
+
+    Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
+    """
+    require_bool(return_lse=return_lse)
+    require_type("metadata", metadata, CascadeMetadata, "build_cascade_metadata makes it")
+    require_type("spec", spec, AttentionSpec, "the layer's")
+    # Both parts would read the first keys of a PackedKV, which has no block table to tell them apart.
+    require_type("cache", cache, PagedCache, "attend takes a PackedKV")
+    if (found := why_no_cascade(spec)) is not None:
+        raise unsupported(*found, "Use attend with the step's own metadata")
+    out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
+    return (out, lse.astype(jnp.float32)) if return_lse else out

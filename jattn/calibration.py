@@ -9,12 +9,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata, build_batch_metadata
+from jattn.cache.quantization import MIN_SCALE, largest
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
-from jattn.metadata.batch import BatchMetadata, build_batch_metadata
 from jattn.models.scales import KVScales, LayerScales
 from jattn.parallel import num_ranks, on_all_parts
-from jattn.quantize import MIN_SCALE, largest
 from jattn.serving.prompts import Prompt, token_ids_of
 from pallas_kernels.checks import (
     require,

@@ -1,75 +1,198 @@
-"""Cascade attention: the shared prefix once for all tokens, then each request's own keys, merged."""
+"""Cascade attention: a prefix that all requests share is attended to once."""
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
-from jattn.attending import attend_cascade
-from jattn.cache import PagedCache
-from jattn.metadata.cascade import CascadeMetadata
-from jattn.planning.cascading import why_no_cascade
+from jattn.batch.bucket import Bucket
+from jattn.batch.check import query_lens_on_host, row_lens_on_host
+from jattn.batch.host_arrays import plain_ints
+from jattn.batch.metadata import BatchMetadata
+from jattn.batch.namespace import IntVector, with_namespace
+from jattn.batch.slots import PAD_SLOT_ID
+from jattn.pytree import pytree, replace
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require_bool, require_type, unsupported
+from pallas_kernels import support
+from pallas_kernels.checks import require, require_int, require_positive, require_type
 
 
-@overload
-def cascade_attend(
-    query: Array,
-    cache: PagedCache,
-    metadata: CascadeMetadata,
-    spec: AttentionSpec,
-    *,
-    sinks: Array | None = None,
-    implementation: str | Sequence[str] | None = None,
-    return_lse: Literal[False] = False,
-) -> Array: ...
-@overload
-def cascade_attend(
-    query: Array,
-    cache: PagedCache,
-    metadata: CascadeMetadata,
-    spec: AttentionSpec,
-    *,
-    sinks: Array | None = None,
-    implementation: str | Sequence[str] | None = None,
-    return_lse: Literal[True],
-) -> tuple[Array, Array]: ...
-def cascade_attend(
-    query: Float[Array, "tokens q_heads head_dim"],
-    cache: PagedCache,
-    metadata: CascadeMetadata,
-    spec: AttentionSpec,
-    *,
-    sinks: Float[Array, " q_heads"] | None = None,
-    implementation: str | Sequence[str] | None = None,
-    return_lse: bool = False,
-) -> Array | tuple[Array, Array]:
-    """`attend` over a step whose requests share a prefix: the same result with the prefix read once.
+@pytree
+class CascadeMetadata:
+    """A step in two parts whose attentions merge into the whole.
+
+    Attributes:
+        prefix: All tokens of the step as one request over the shared blocks; attend without causality.
+        suffix: The step's requests over the rest of their keys, of which one may have none.
+        is_live_token: Of the step's tokens; False for padding.
+    """
+
+    prefix: BatchMetadata
+    suffix: BatchMetadata
+    is_live_token: Bool[Array, " tokens"]
+
+
+def build_cascade_metadata(
+    metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]
+) -> CascadeMetadata:
+    """Splits a step at a prefix whose blocks all its requests share. Traced; jit for one executable a bucket.
 
     Args:
-        query: As in `attend`.
-        cache: As in `attend`.
-        metadata: From build_cascade_metadata.
-        spec: As in `attend`; causal, without what depends on the distance of query and key.
-        sinks: As in `attend`; they join the suffix, once.
-        implementation: As in `attend`.
-        return_lse: As in `attend`.
+        metadata: The step. Every live row's block table begins with the same `common_prefix_len / block_size`
+            blocks, and no query of it stands before the last token of these.
+        common_prefix_len: Tokens of the prefix, a multiple of block_size; one on the device is not checked,
+            and may be 0.
 
     Raises:
-        ValueError: Arguments disagree.
-        NotImplementedError: The spec is batch-invariant, or has a window, chunks, ALiBi or sparsity:
-            positions within the shared prefix mean something else in every request.
+        ValueError: It is no step's metadata, or the prefix is empty, does not end with a block, or a query is
+            seen to have fewer keys.
 
-    Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
+    Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
     """
-    require_bool(return_lse=return_lse)
-    require_type("metadata", metadata, CascadeMetadata, "build_cascade_metadata makes it")
-    require_type("spec", spec, AttentionSpec, "the layer's")
-    # Both parts would read the first keys of a PackedKV, which has no block table to tell them apart.
-    require_type("cache", cache, PagedCache, "attend takes a PackedKV")
-    if (found := why_no_cascade(spec)) is not None:
-        raise unsupported(*found, "Use attend with the step's own metadata")
-    out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
-    return (out, lse.astype(jnp.float32)) if return_lse else out
+    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
+    check_prefix(metadata, common_prefix_len)
+    prefix_len = jnp.asarray(common_prefix_len, jnp.int32)
+    tokens, max_blocks = metadata.bucket.max_tokens, metadata.block_table.shape[1]
+    is_live = metadata.seq_lens > 0
+    has_rows = metadata.bucket.max_reqs > 0
+    shared = metadata.block_table[jnp.argmax(is_live)] if has_rows else jnp.zeros(max_blocks, jnp.int32)
+    prefix = replace(
+        metadata,
+        seq_lens=jnp.where(is_live.any(), prefix_len, 0)[None],
+        query_start_loc=jnp.asarray([0, tokens], jnp.int32),
+        block_table=shared[None],
+        slot_mapping=jnp.full_like(metadata.slot_mapping, PAD_SLOT_ID),
+        num_decodes=jnp.zeros_like(metadata.num_decodes),
+        num_prefills=jnp.ones_like(metadata.num_prefills),
+        bucket=Bucket(max_prefills=1, max_prefill_tokens=tokens, max_blocks=max_blocks),
+    )
+    columns = jnp.minimum(
+        jnp.arange(max_blocks, dtype=jnp.int32) + prefix_len // metadata.block_size, max_blocks - 1
+    )
+    suffix = replace(
+        metadata,
+        seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),
+        block_table=metadata.block_table[:, columns],
+    )
+    return CascadeMetadata(prefix=prefix, suffix=suffix, is_live_token=metadata.is_live_token)
+
+
+def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]) -> None:
+    """Checks a prefix that is an int; one on the device is not read.
+
+    Raises:
+        ValueError: It is empty, does not end with a block, or a query is seen to have fewer keys.
+    """
+    if isinstance(common_prefix_len, jax.Array):
+        is_int = common_prefix_len.ndim == 0 and jnp.issubdtype(common_prefix_len.dtype, jnp.integer)
+        got = f"{common_prefix_len.dtype} of shape {common_prefix_len.shape}"
+        require(is_int, "common_prefix_len", "be an int", got)
+        return
+    require_int(common_prefix_len=common_prefix_len)
+    rule = f"be a positive multiple of block_size ({metadata.block_size})"
+    is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
+    require(is_whole, "common_prefix_len", rule, common_prefix_len)
+    if not support.is_concrete(metadata):
+        return
+    seq_lens, has_queries = np.asarray(metadata.seq_lens), query_lens_on_host(metadata) > 0
+    for r in np.flatnonzero(has_queries & (seq_lens < common_prefix_len))[:1]:
+        require(False, "common_prefix_len", f"be at most row {r}'s {seq_lens[r]} keys", common_prefix_len)
+
+
+def check_causal_rows(metadata: CascadeMetadata) -> None:
+    """Checks that no query stands before the prefix's last token, all of which it would see; not if traced.
+
+    Raises:
+        ValueError: One is seen to: causal attention would see what comes behind it.
+    """
+    if not support.is_concrete(metadata):
+        return
+    step, prefix_len = metadata.suffix, int(np.asarray(metadata.prefix.seq_lens)[0])
+    rows = np.asarray(step.token_rows)[np.asarray(metadata.is_live_token)]
+    context = np.asarray(step.seq_lens) + prefix_len - row_lens_on_host(step)
+    for r in rows[context[rows] < prefix_len - 1][:1]:
+        rule = f"be at most row {r}'s context and one more ({context[r] + 1}) where attention is causal"
+        require(False, "common_prefix_len", rule, prefix_len)
+
+
+def why_no_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
+    """What in a spec forbids to attend to a shared prefix once, and why; None = nothing does."""
+    if spec.batch_invariant:
+        reason = "whether a prefix is shared, and so how it is summed, depends on the batch"
+        return "spec.batch_invariant=True", reason
+    for name in ("window", "chunk_size", "sparsity"):
+        if getattr(spec, name) is not None:
+            return f"spec.{name}={getattr(spec, name)}", "cascade attention needs masks that ignore distance"
+    return None
+
+
+def can_cascade(spec: AttentionSpec, alibi_slopes: Any = None) -> bool:
+    """Whether a layer attends to the common prefix of a plan once; ALiBi depends on distance, too."""
+    return why_no_cascade(spec) is None and alibi_slopes is None
+
+
+# vLLM's numbers: shorter prefixes and smaller batches never gain; tiles of FlashAttention's kernels.
+MIN_PREFIX_LEN = 256
+MIN_REQS = 8
+TILE_Q = 128
+TILE_KV = 128
+
+
+def use_cascade_attention(
+    common_prefix_len: int,
+    query_lens: IntVector,
+    num_query_heads: int,
+    num_kv_heads: int,
+    use_alibi: bool,
+    use_sliding_window: bool,
+    use_local_attention: bool,
+    num_sms: int,
+    dcp_world_size: int = 1,
+) -> bool:
+    """Whether cascade attention should beat attending to the prefix in every request. Host only.
+
+    Where grouped decode could run as FlashDecoding, the waves of thread blocks of both are compared.
+
+    Args:
+        common_prefix_len: Tokens that all requests share.
+        query_lens: New tokens of each request.
+        num_query_heads: Query heads of this device.
+        num_kv_heads: Key/value heads of this device.
+        use_alibi: Cascade cannot.
+        use_sliding_window: Cascade cannot.
+        use_local_attention: Cascade cannot.
+        num_sms: Multiprocessors of the GPU.
+        dcp_world_size: Decode context parallel devices; cascade needs 1.
+
+    Raises:
+        ValueError: A number is not positive, or kv heads do not divide query heads.
+
+    Source: vLLM V1 FlashAttention `use_cascade_attention`.
+    """
+    common_prefix_len, num_query_heads, num_kv_heads, num_sms = plain_ints(
+        common_prefix_len=common_prefix_len,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        num_sms=num_sms,
+    )
+    require_positive(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, num_sms=num_sms)
+    rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
+    require(num_query_heads % num_kv_heads == 0, "num_query_heads", rule, num_query_heads)
+    lens = np.asarray(with_namespace(query_lens=query_lens)[1])
+    if common_prefix_len < MIN_PREFIX_LEN or len(lens) < MIN_REQS or dcp_world_size > 1:
+        return False
+    if use_alibi or use_sliding_window or use_local_attention:
+        return False
+    q_heads_per_kv_head = num_query_heads // num_kv_heads
+    if q_heads_per_kv_head == 1 or not (lens == 1).all():
+        return True
+    kv_tiles = _cdiv(common_prefix_len, TILE_KV)
+    cascade_waves = _cdiv(num_query_heads * _cdiv(len(lens), TILE_Q), num_sms) * kv_tiles
+    decode_waves = _cdiv(len(lens) * num_kv_heads * _cdiv(q_heads_per_kv_head, TILE_Q) * kv_tiles, num_sms)
+    return cascade_waves < decode_waves
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -12,6 +12,8 @@ from typing import Any, dataclass_transform
 
 import jax
 
+from pallas_kernels.checks import require_bool, require_int, require_number
+
 _STATIC = "jattn_static"
 
 
@@ -82,3 +84,25 @@ def replace[T](tree: T, **changes: Any) -> T:
     """`dataclasses.replace` without validation: for use on traced values."""
     fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}  # type: ignore[arg-type]
     return unchecked(type(tree), **{**fields, **changes})
+
+
+def set_ints(spec: Any, *names: str) -> None:
+    """Checks fields that are ints, and makes numpy's Python's."""
+    for name in names:
+        require_int(**{name: getattr(spec, name)})
+        object.__setattr__(spec, name, int(getattr(spec, name)))
+
+
+def set_bools(spec: Any, *names: str) -> None:
+    """Likewise bools."""
+    for name in names:
+        require_bool(**{name: getattr(spec, name)})
+        object.__setattr__(spec, name, bool(getattr(spec, name)))
+
+
+def set_floats(spec: Any, *names: str) -> None:
+    """Likewise numbers; None stays."""
+    for name in names:
+        if getattr(spec, name) is not None:
+            require_number(**{name: getattr(spec, name)})
+            object.__setattr__(spec, name, float(getattr(spec, name)))

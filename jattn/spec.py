@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn.fields import set_bools, set_floats, set_ints
 from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
+from jattn.pytree import set_bools, set_floats, set_ints
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
 from pallas_kernels.shared import MAX_CHUNK_SIZE, bounded
 

@@ -16,7 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import attending, dense_attention, masks
+from jattn import attending, masks
+from jattn.dense import attention
 from jattn.implementations import mosaic_gpu, xla
 from pallas_kernels import support
 from tests.explicit_attention import (
@@ -173,7 +174,7 @@ def check_kernels() -> None:
             assert step.as_text().count('custom_call_target="lapack_strsm_ffi"') == num_kernels
             jax.tree.map(near, step(*place(given, (BOTH,) * 3)), jax.jit(of)(*given))
         jax.clear_caches()
-        with mock.patch.object(dense_attention, "are_automatic", return_value=False):
+        with mock.patch.object(attention, "are_automatic", return_value=False):
             for of in (run, gradient):
                 assert exchanges(lower(of)) != (0, 0)
     jax.clear_caches()

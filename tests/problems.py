@@ -107,7 +107,7 @@ class AttentionProblem:
 
     def row_of_request(self):
         """The metadata's row of each request."""
-        return jattn.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
+        return jattn.batch.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
 
     def check(self, out, lse):
         """Compares with the oracle; padding must be zeros and -inf."""
@@ -157,7 +157,9 @@ class AttentionProblem:
 
     def _step_without_keys(self, q: list[np.ndarray]) -> oracle.Step:
         nothing = [np.zeros((n, self.spec.num_kv_heads, self.spec.head_dim)) for n in self.seq_lens]
-        decodes = jattn.requests.count_decodes(np.asarray(self.query_lens), self.setting.decode_query_len)
+        decodes = jattn.batch.requests.count_decodes(
+            np.asarray(self.query_lens), self.setting.decode_query_len
+        )
         in_float64 = lambda x: None if x is None else x.astype(np.float64)
         return oracle.Step(
             q=[as_seen(x, self.spec.query_quantization) for x in q],
@@ -213,7 +215,7 @@ class AttentionProblem:
         is_cross = self.setting.is_cross
         build = jattn.build_cross_attention_metadata if is_cross else jattn.build_batch_metadata
         self.metadata = build(self.query_lens, self.seq_lens, table, bucket=self.setting.bucket, **how)
-        self.starts = jattn.requests.token_starts(np.asarray(self.query_lens), self.metadata.bucket)
+        self.starts = jattn.batch.requests.token_starts(np.asarray(self.query_lens), self.metadata.bucket)
 
     @functools.cached_property
     def kv(self) -> jattn.PagedCache | jattn.PackedKV:

@@ -359,7 +359,7 @@ class TestBatchInvariance:
         metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=4, bucket=bucket)
         query = np.full((metadata.bucket.max_tokens, 4, 16), np.nan, np.float32)
         starts = np.asarray(metadata.row_starts)[
-            jattn.requests.row_indices(np.asarray(query_lens), metadata.bucket)
+            jattn.batch.requests.row_indices(np.asarray(query_lens), metadata.bucket)
         ]
         for start, n, seed in zip(starts, query_lens, seed_of, strict=True):
             query[start : start + n] = jax.random.normal(jax.random.key(seed), (n, 4, 16))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.metadata.transitions import pad_tokens
+from jattn.batch.transitions import pad_tokens
 
 BLOCK = 4
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.context_parallel import attend_on_rank
+from jattn.batch.ranks import Ranks, slots_of_rank
+from jattn.batch.requests import exact_bucket
 from jattn.masks import Causal, Chunked, Interleaved, Window
 from jattn.masks.pairs import Pairs, Tiles
-from jattn.metadata.ranks import Ranks, slots_of_rank
+from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import plan_on_rank
 from jattn.pytree import replace
-from jattn.requests import exact_bucket
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 8  # tokens of a block on each rank
 # New tokens and all tokens of each request: decode rows, then prompts, with a past and without.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.bucket import Bucket
-from jattn.decoding import DecodeLoopOutput, decode_loop
-from jattn.graphs import DecodeGraphs
+from jattn.batch.bucket import Bucket
+from jattn.runtime.decode_graphs import DecodeGraphs
+from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop
 from jattn.serving.sampler import build_sampling_metadata, make_sampler, sample
 from jattn.serving.sampling_params import SamplingParams
 from tests.tiny_step import (

@@ -16,8 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import dense_attention, masks
-from jattn.dense_checks import NAMES_OF_JAX
+from jattn import masks
+from jattn.dense import attention
+from jattn.dense.arguments import NAMES_OF_JAX
 from jattn.implementations.xla.scores import num_first_keys
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -549,7 +550,7 @@ class TestOnAMeshOfAutoAxes:
 
     @pytest.fixture(autouse=True)
     def as_on_several(self):
-        with mock.patch.object(dense_attention, "are_automatic", return_value=True):
+        with mock.patch.object(attention, "are_automatic", return_value=True):
             yield
 
     @pytest.mark.kernels

@@ -18,12 +18,12 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
-from jattn import graphs as graphs_module
-from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs
-from jattn.metadata.batch import abstract_metadata
-from jattn.metadata.buckets import default_buckets
-from jattn.requests import row_indices
+from jattn.batch.bucket import Bucket
+from jattn.batch.default_buckets import default_buckets
+from jattn.batch.metadata import abstract_metadata
+from jattn.batch.requests import row_indices
+from jattn.runtime import decode_graphs as graphs_module
+from jattn.runtime.decode_graphs import DecodeGraphs
 from tests.compilations import compilations
 from tests.tiny_step import (
     BLOCK_SIZE,
@@ -70,8 +70,8 @@ def random_batch(rng, lens):
 ENDS_EARLY = """
     import threading
     import time
-    from jattn.bucket import Bucket
-    from jattn.executables import Executables
+    from jattn.batch.bucket import Bucket
+    from jattn.runtime.executables import Executables
 
     has_begun = threading.Event()
 

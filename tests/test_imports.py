@@ -60,14 +60,14 @@ def test_ptx_and_lanes_are_in_one_room():
 
 
 def test_the_host_side_imports_no_jax():
-    for name in ("jattn/requests.py", "jattn/serving/block_manager.py", "jattn/serving/scheduler.py"):
+    for name in ("jattn/batch/requests.py", "jattn/serving/block_manager.py", "jattn/serving/scheduler.py"):
         if (ROOT / name).exists():
             assert "jax" not in {n.split(".")[0] for n in imports(ROOT / name)}
 
 
 def test_flax_is_imported_only_where_modules_are():
     users = {p.relative_to(ROOT).parts[1] for p in FILES if any(n.startswith("flax") for n in imports(p))}
-    assert users <= {"module.py", "parameters.py", "calibration.py", "models", "serving"}
+    assert users <= {"nn.py", "runtime", "calibration.py", "models", "serving"}
 
 
 def test_every_public_name_is_documented():
@@ -89,13 +89,9 @@ def test_public_functions_tell_of_each_of_their_arguments(package):
     assert {name: missing for name, missing in of.items() if missing} == {}
 
 
-def test_what_vllms_readers_use_is_found_at_its_old_place_with_a_warning():
+def test_vllm_helpers_are_found_in_jattn_vllm_only():
     assert not set(jattn.__all__) & set(jattn.vllm.__all__)
-    for name in jattn.vllm.__all__:
-        with pytest.warns(DeprecationWarning, match=rf"jattn\.{name} is found at jattn\.vllm\.{name}$"):
-            assert getattr(jattn, name) is getattr(jattn.vllm, name)
-    with pytest.raises(AttributeError, match="module 'jattn' has no attribute 'atend'"):
-        _ = jattn.atend
+    assert not any(hasattr(jattn, name) for name in jattn.vllm.__all__)
 
 
 def test_nothing_of_ours_names_the_old_place():

@@ -83,7 +83,15 @@ def test_nothing_runs_the_judge_but_who_asks_for_it_by_name():
 
 
 def test_no_module_has_the_name_of_a_public_function():
-    packages = [jattn, jattn.masks, jattn.models, jattn.requests, jattn.serving, jattn.sparsity, jattn.vllm]
+    packages = [
+        jattn,
+        jattn.masks,
+        jattn.models,
+        jattn.batch.requests,
+        jattn.serving,
+        jattn.sparsity,
+        jattn.vllm,
+    ]
     functions = {
         name
         for package in packages

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.quantize import MIN_SCALE, largest, quantize_token_head, saturate
+from jattn.cache.quantization import MIN_SCALE, largest, quantize_token_head, saturate
 
 
 @pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])

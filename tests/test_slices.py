@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.slices import rows_from
+from jattn.batch.metadata import rows_from
 from tests import aot
 from tests.pallas_kernels.mixed_aot_cases import aot_cases
 

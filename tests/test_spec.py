@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.planning.cascading import why_no_cascade
+from jattn.cascade import why_no_cascade
 
 
 def attention(**changes):

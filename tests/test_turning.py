@@ -10,7 +10,7 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn import turning
+from jattn.cache import fused_qkv
 from jattn.models.layers import AllHeadsNorm, RMSNorm
 from jattn.models.rope import Rope
 from jattn.models.specs import NormSpec
@@ -77,7 +77,7 @@ def as_on_a_gpu(monkeypatch):
     """With the kernel interpreted."""
     interpreted = functools.partial(qkv_write, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
-    monkeypatch.setattr(turning, "qkv_write", interpreted)
+    monkeypatch.setattr(fused_qkv, "qkv_write", interpreted)
 
 
 @pytest.mark.kernels
@@ -107,7 +107,7 @@ def test_caches_of_eight_bits_keep_the_parts(monkeypatch):
     layer, x, cache, _ = step(SERVED["both"], quantization="fp8_per_token_head")
     as_on_a_gpu(monkeypatch)
     norms = layer.q_norm, layer.k_norm
-    reason = turning.why_not_write_qkv(cache, x.dtype, layer.rope, norms)
+    reason = fused_qkv.why_not_write_qkv(cache, x.dtype, layer.rope, norms)
     assert (
         reason == "there is no kernel for caches of float8_e4m3fn, float8_e4m3fn (those of bfloat16 have one)"
     )

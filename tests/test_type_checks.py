@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from jattn.bucket import Bucket
-from jattn.quantize import saturate
+from jattn.batch.bucket import Bucket
+from jattn.cache.quantization import saturate
 from pallas_kernels.checks import require_positive
 from tests.type_checks import is_for_jaxtyping
 

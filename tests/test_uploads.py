@@ -7,7 +7,7 @@ import pytest
 
 import jattn
 from jattn import Bucket, DecodeGraphs
-from jattn.uploads import Layout
+from jattn.runtime.host_transfer import Layout
 
 ARGUMENTS = {
     "ids": np.arange(-3, 4, dtype=np.int32),

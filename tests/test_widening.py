@@ -87,7 +87,7 @@ PROMPTS = jattn.Bucket(max_prefills=16, max_prefill_tokens=8192, max_blocks=1310
 
 
 def metadata_of(bucket):
-    return jattn.metadata.batch.abstract_metadata(bucket, 16)
+    return jattn.batch.metadata.abstract_metadata(bucket, 16)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.fields import set_ints
+from jattn.pytree import set_ints
 from pallas_kernels.checks import require, require_int, require_number, require_one_of, require_positive
 
 LAYOUTS = ("NHD", "HND", "packed")

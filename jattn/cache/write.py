@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jattn.cache.quantization import quantize_static, quantize_token_head
 from jattn.cache.types import PagedCache, block_arrays, has_token_axis, require_own_arrays
 from jattn.pytree import replace
-from jattn.quantize import quantize_static, quantize_token_head
 from pallas_kernels import support
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.checks import require, require_int32s, require_shape

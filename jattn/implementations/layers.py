@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
 from jattn.cache.spec import as_float_dtype
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.regions import REGIONS
 from jattn.spec import AttentionSpec
 
 type AnyCache = CacheSpec | PagedCache | PackedKV

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, xla
 from jattn.implementations.choice import Choice, KernelFallbackWarning
@@ -21,7 +22,6 @@ from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles, varying_as
 from jattn.masks import Mask
 from jattn.masks.closed import with_arrays
-from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 

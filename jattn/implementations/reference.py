@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
+from jattn.cache.quantization import rounded_token_head
 from jattn.masks import Mask, Pairs
-from jattn.metadata.batch import BatchMetadata
-from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 

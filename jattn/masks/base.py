@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.batch.metadata import BatchMetadata, rows_from
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
-from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import replace
-from jattn.slices import rows_from
 from pallas_kernels import support
 from pallas_kernels.checks import require
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.masks.base import And, Mask, Not, Or, check_is_mask
 from jattn.masks.pairs import Sizes
-from jattn.metadata.batch import BatchMetadata
 from pallas_kernels import support
 from pallas_kernels.checks import require
 

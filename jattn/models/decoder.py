@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from jattn.batch.check import require_no_context
+from jattn.batch.metadata import BatchMetadata
+from jattn.batch.ranks import Ranks
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.check import require_no_context
-from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach, is_near, of_layer
 from jattn.models.config import DecoderConfig
 from jattn.models.embedding import take_rows

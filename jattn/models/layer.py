@@ -10,9 +10,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PagedCache
 from jattn.implementations.choice import asked_for
-from jattn.metadata.batch import BatchMetadata
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec
@@ -31,7 +31,7 @@ from jattn.models.residual import add_and_norm
 from jattn.models.rope import Rope
 from jattn.models.specs import NORM_PLACEMENTS, MLPSpec
 from jattn.models.sums import sum_add_and_norm, summed
-from jattn.module import PagedAttention
+from jattn.nn import PagedAttention
 from jattn.parallel import Axes
 from jattn.planning import Plan
 from pallas_kernels.all_reduce import PeerMemory

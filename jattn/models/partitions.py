@@ -18,10 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jattn.batch.ranks import Ranks
 from jattn.cache import PagedCache
-from jattn.context_parallel import check_alibi
 from jattn.masks import LocalStrided, Mask, on_mesh
-from jattn.metadata.ranks import Ranks
 from jattn.models.by_reach import ByReach
 from jattn.models.config import DecoderConfig
 from jattn.models.embedding import take_rows
@@ -29,6 +28,7 @@ from jattn.models.layers import AllHeadsNorm
 from jattn.models.specs import MLPSpec
 from jattn.models.spreading import num_copied_rows
 from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
+from jattn.parallel.context_parallel import check_alibi
 from jattn.planning import Plan
 from pallas_kernels.checks import require, unsupported
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jattn.turning import rounds_as_kernels
+from jattn.cache.fused_qkv import rounds_as_kernels
 from pallas_kernels import support
 from pallas_kernels.add_norm import add_norm
 

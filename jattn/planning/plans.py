@@ -8,18 +8,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Int32
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import REGIONS, BatchMetadata
+from jattn.cascade import CascadeMetadata, build_cascade_metadata, can_cascade
 from jattn.implementations.choice import Asked
 from jattn.implementations.layers import AnyCache, Layer, layer_of
 from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles
 from jattn.masks import Mask
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.cascade import CascadeMetadata, build_cascade_metadata
-from jattn.metadata.regions import REGIONS
-from jattn.planning.cascading import can_cascade
-from jattn.planning.choosing import choose_layers
-from jattn.planning.layer_plans import LayerPlan, table
+from jattn.planning.layer_plans import LayerPlan, choose_layers, table
 from jattn.planning.works import make_works, make_works_eagerly, numbered, shared_works
 from jattn.pytree import pytree, replace, static
 from jattn.spec import AttentionSpec

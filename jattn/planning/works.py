@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
 from jattn.implementations.choice import Choice
 from jattn.implementations.mosaic_gpu import (
     DecodeKernel,
@@ -16,8 +17,6 @@ from jattn.implementations.mosaic_gpu import (
 )
 from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.regions import REGIONS, part_of
 from jattn.planning.layer_plans import LayerPlan
 from jattn.spec import AttentionSpec
 

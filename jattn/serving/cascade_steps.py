@@ -7,12 +7,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jattn.bucket import Bucket
-from jattn.graphs import GraphStep
-from jattn.module import PagedAttention
+from jattn.batch.bucket import Bucket
+from jattn.cascade import MIN_REQS, use_cascade_attention, why_no_cascade
+from jattn.nn import PagedAttention
 from jattn.parallel import num_parts, num_ranks
-from jattn.planning.cascading import why_no_cascade
-from jattn.planning.use_cascade import MIN_REQS, use_cascade_attention
+from jattn.runtime.decode_graphs import GraphStep
 from jattn.serving.scheduled_step import Step
 from jattn.serving.served_model import ServedModel
 from jattn.serving.step import step_graphs

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import abstract_metadata
 from jattn.cache import CacheSpec
-from jattn.graphs import named
 from jattn.implementations.choice import IMPLEMENTATIONS, Choice
 from jattn.implementations.layers import layer_of
 from jattn.masks import Document, LocalStrided
-from jattn.metadata.batch import abstract_metadata
 from jattn.planning import KernelFallbackWarning, aligned, choose_layers
+from jattn.runtime.decode_graphs import named
 from jattn.spec import AttentionSpec
 
 REGIONS = {

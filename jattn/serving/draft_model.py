@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from jattn.bucket import Bucket
-from jattn.graphs import GraphStep
-from jattn.metadata.batch import BatchMetadata, build_batch_metadata
-from jattn.metadata.transitions import advance, slot_mapping_of
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata, build_batch_metadata
+from jattn.batch.requests import pack_tokens
+from jattn.batch.transitions import advance, slot_mapping_of
 from jattn.pytree import replace
-from jattn.requests import pack_tokens
+from jattn.runtime.decode_graphs import GraphStep
 from jattn.serving.block_copies import BlockCopies, free
 from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer

@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs
+from jattn.batch.bucket import Bucket
+from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.default_params import default_params
 from jattn.serving.engine_parts import CacheOptions, DraftOptions, SizeOptions, StepOptions, make_parts
 from jattn.serving.engine_stats import stats_of

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving.compilation_cache import keep_executables_in
 from jattn.serving.engine_core import EngineCore
 from jattn.serving.intake import Intake

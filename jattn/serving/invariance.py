@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.implementations.choice import asked_for
-from jattn.module import PagedAttention
+from jattn.nn import PagedAttention
 from jattn.serving.scheduled_step import Step
 from pallas_kernels.checks import require, unsupported
 

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Int32
 
+from jattn.batch.check import check_batch
+from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache import CacheSpec
-from jattn.metadata.batch import BatchMetadata, build_batch_metadata
-from jattn.metadata.check import check_batch
 from jattn.models.by_reach import ByReach
 from jattn.pytree import replace
 from jattn.serving.scheduled_step import Step

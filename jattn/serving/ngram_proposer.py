@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer
 from jattn.serving.sampler import SamplingMetadata

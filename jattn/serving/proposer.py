@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Int32
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata
 from jattn.serving.scheduled_step import Step

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jattn.module import PagedAttention
+from jattn.nn import PagedAttention
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.block_tables import NULL_BLOCK
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.bucket import Bucket
-from jattn.metadata.batch import build_batch_metadata
-from jattn.metadata.check import check_batch
+from jattn.batch.bucket import Bucket
+from jattn.batch.check import check_batch
+from jattn.batch.metadata import build_batch_metadata
 from jattn.parallel import on_all_parts
 from jattn.serving.block_copies import BlockCopies, free
 from jattn.serving.cascade_steps import cascade_steps_of

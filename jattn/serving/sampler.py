@@ -55,7 +55,7 @@ def build_sampling_metadata(
     Args:
         params: Of each request.
         num_rows: Rows to pad to, `bucket.max_reqs`; None = one a request.
-        rows: Each request's row, `jattn.requests.row_indices(query_lens, bucket)`; None = the first ones.
+        rows: Each request's row, `jattn.row_indices(query_lens, bucket)`; None = the first ones.
 
     Raises:
         ValueError: The rows do not fit, or a request that samples has no seed.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.parallel import by_vocabulary, on_all_parts
 from jattn.serving.adjustments import Adjustments
 from jattn.serving.rejection_sampler import Verified, rejection_sample

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PagedCache
-from jattn.metadata.batch import BatchMetadata
 from jattn.models.by_reach import ByReach
 from jattn.models.loading import load
 from jattn.planning import Plan

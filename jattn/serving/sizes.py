@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jattn.bucket import Bucket
-from jattn.graphs import WASTE, DecodeGraphs, GraphStep
-from jattn.metadata.buckets import default_buckets
+from jattn.batch.bucket import Bucket
+from jattn.batch.default_buckets import default_buckets
 from jattn.parallel import num_parts, num_ranks
+from jattn.runtime.decode_graphs import WASTE, DecodeGraphs, GraphStep
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.memory import require_fits

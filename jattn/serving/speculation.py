@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving.generation import Generation
 from jattn.serving.proposer import Proposer
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs, GraphStep
+from jattn.batch.bucket import Bucket
 from jattn.implementations.choice import asked_for, first_able, hashable
-from jattn.module import PagedAttention
+from jattn.nn import PagedAttention
+from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
 from jattn.serving.adjustments import Adjustments, adjusted
 from jattn.serving.logprobs import TokenLogprobs, logprobs_of
 from jattn.serving.near_blocks import NearTables

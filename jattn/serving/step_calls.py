@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jattn.bucket import Bucket
-from jattn.metadata.batch import BatchMetadata
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata
 from jattn.serving.adjustments import Adjustments
 from jattn.serving.sampler import SamplingMetadata
 from jattn.serving.step import StepTokens

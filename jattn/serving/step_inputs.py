@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jattn.bucket import Bucket
-from jattn.requests import token_starts
+from jattn.batch.bucket import Bucket
+from jattn.batch.requests import token_starts
 from jattn.serving.adjustments import Adjusted, Adjustments, build_adjustments
 from jattn.serving.generation import Generation
 from jattn.serving.sampler import SamplingMetadata, build_sampling_metadata

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs
-from jattn.metadata.batch import BatchMetadata, build_batch_metadata
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata, build_batch_metadata
+from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.near_blocks import NearTables
 from jattn.serving.step import StepTokens
 

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.models.sums import PeerVariable
-from jattn.parameters import is_same
+from jattn.runtime.parameters import is_same
 from pallas_kernels.checks import require, require_shape
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.dense_attention import attention
+from jattn.dense.attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
 from jattn.masks.arguments import require_floats, require_ints
 from jattn.masks.integers import quotient

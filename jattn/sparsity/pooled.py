@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, keys_of_row
 from jattn.masks import BlockMask
 from jattn.masks.arguments import require_ints
 from jattn.masks.blocks import blocks_of_tile
-from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import block_scores as kernels
 from pallas_kernels import support

@@ -4,11 +4,11 @@ Nothing of the flow calls them, but for what it shares: `compute_slot_mapping`, 
 `get_head_sliding_step` and `PAD_SLOT_ID` live with it and are found here, too.
 """
 
+from jattn.batch.default_buckets import default_capture_sizes
+from jattn.batch.ranks import get_dcp_local_seq_lens
+from jattn.batch.slots import PAD_SLOT_ID, compute_slot_mapping
+from jattn.cascade import use_cascade_attention
 from jattn.masks.local_strided import get_head_sliding_step
-from jattn.metadata.buckets import default_capture_sizes
-from jattn.metadata.ranks import get_dcp_local_seq_lens
-from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
-from jattn.planning.use_cascade import use_cascade_attention
 from jattn.vllm.block_patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
 from jattn.vllm.cache import reshape_and_cache
 from jattn.vllm.context_parallel import (

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from jattn.batch.host_arrays import plain_ints
+from jattn.batch.namespace import AnyArray, IntVector, with_namespace
 from jattn.masks.local_strided import LocalStrided
-from jattn.metadata.host import plain_ints
-from jattn.metadata.namespace import AnyArray, IntVector, with_namespace
 from pallas_kernels.checks import require, require_positive
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jattn.metadata.host import plain_ints
+from jattn.batch.host_arrays import plain_ints
 from jattn.vllm.graph_modes import CUDAGraphMode
 from jattn.vllm.graph_padding import padded_capture_size
 from pallas_kernels.checks import require_positive, require_type

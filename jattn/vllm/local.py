@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jattn.metadata.host import int_table, plain_ints
-from jattn.metadata.namespace import (
+from jattn.batch.host_arrays import int_table, plain_ints
+from jattn.batch.namespace import (
     AnyArray,
     IntTable,
     IntVector,

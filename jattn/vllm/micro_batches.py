@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from jattn.metadata.namespace import (
+from jattn.batch.namespace import (
     AnyArray,
     IntLike,
     IntVector,

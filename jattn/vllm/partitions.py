@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jattn.metadata.host import plain_ints
+from jattn.batch.host_arrays import plain_ints
 from pallas_kernels.checks import require_positive
 
 PARTITION_SIZE = 512

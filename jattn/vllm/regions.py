@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jattn.metadata.namespace import AnyArray, IntVector, require_one_a_request, start_locs, with_namespace
+from jattn.batch.namespace import AnyArray, IntVector, require_one_a_request, start_locs, with_namespace
 from jattn.vllm.split import split_decodes_and_prefills
 from pallas_kernels.checks import require, require_int
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jattn.metadata.namespace import IntVector, with_namespace
+from jattn.batch.namespace import IntVector, with_namespace
 from pallas_kernels.checks import require, require_one_of
 
 ORDERS = ("two_regions", "three_regions", "four_regions")

@@ -3,9 +3,9 @@
 import numpy as np
 from jaxtyping import Int32
 
-from jattn.metadata.host import int_table, plain_ints
-from jattn.metadata.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
-from jattn.metadata.slots import PAD_SLOT_ID
+from jattn.batch.host_arrays import int_table, plain_ints
+from jattn.batch.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
+from jattn.batch.slots import PAD_SLOT_ID
 from pallas_kernels.checks import require, require_positive
 
 

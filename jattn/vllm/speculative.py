@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt16
 
-from jattn.metadata.host import plain_ints
-from jattn.metadata.namespace import (
+from jattn.batch.host_arrays import plain_ints
+from jattn.batch.namespace import (
     AnyArray,
     IntLike,
     IntVector,

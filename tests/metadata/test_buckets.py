@@ -1,6 +1,6 @@
 import pytest
 
-from jattn.metadata.buckets import default_capture_sizes
+from jattn.batch.default_buckets import default_capture_sizes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.slots import compute_slot_mapping
+from jattn.batch.slots import compute_slot_mapping
 
 BLOCK_SIZE = 4
 TABLE = [[5, 2, 9], [7, -1, 1]]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.bucket import Bucket
-from jattn.metadata.batch import abstract_metadata
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import abstract_metadata
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.serving.step import StepTokens, make_step

@@ -19,10 +19,10 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
-from jattn.decoding import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
 from jattn.models.spreading import spread  # noqa: E402
+from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.serving import Engine, cli  # noqa: E402
 from tests.compilations import compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402

@@ -12,8 +12,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import jax.numpy as jnp  # noqa: E402
 
 import jattn  # noqa: E402
-from jattn import context_parallel  # noqa: E402
 from jattn.models import load, use_peer_memory  # noqa: E402
+from jattn.parallel import context_parallel  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jattn import masks
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import abstract_metadata
 from jattn.cache import CacheSpec, PagedCache
-from jattn.metadata.batch import abstract_metadata
 from jattn.spec import AttentionSpec
 from tests.regions import attend_region
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.quantize import quantize_static, quantize_token_head
+from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.cache_write import KernelSizes, cache_write, reference
 from pallas_kernels.support import why_not_write
 from tests import aot

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.implementations.layers import CacheFormat, Layer, Region
 from jattn.implementations.mosaic_gpu import choose_kernel
 from jattn.implementations.mosaic_gpu.planning import work_key

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
+from jattn.batch.metadata import abstract_metadata
 from jattn.implementations.layers import layer_of, regions_of
 from jattn.implementations.mosaic_gpu import (
     block_lists,
@@ -21,7 +22,6 @@ from jattn.implementations.mosaic_gpu import (
     sparse_sizes,
     tile_lists,
 )
-from jattn.metadata.batch import abstract_metadata
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
 from pallas_kernels.ptx import item_order
 from pallas_kernels.shared.score import Score

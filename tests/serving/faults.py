@@ -4,7 +4,7 @@ import contextlib
 
 import jax
 
-from jattn.graphs import DecodeGraphs
+from jattn.runtime.decode_graphs import DecodeGraphs
 
 
 class FailingGraphs(DecodeGraphs):

@@ -8,7 +8,7 @@ import pytest
 
 from jattn.implementations import choice
 from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, run
-from jattn.planning import choosing, works
+from jattn.planning import layer_plans, works
 from jattn.pytree import unchecked
 from jattn.serving import Engine
 from pallas_kernels.paged_decode import KernelSizes
@@ -40,7 +40,7 @@ def kernel_entry(*_, **__):
 
 def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
-    monkeypatch.setattr(choosing, "support", on_a_gpu)
+    monkeypatch.setattr(layer_plans, "support", on_a_gpu)
     monkeypatch.setattr(choice, "choose_kernel", lambda *_: DecodeKernel(sizes=KernelSizes()))
     nothing = unchecked(DecodeWork, schedule=None, block_list=None)
     monkeypatch.setattr(works, "decode_work", lambda *_, **__: nothing)

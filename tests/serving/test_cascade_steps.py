@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.cascade_steps import CascadeSteps, num_common_prefix_blocks
 from jattn.serving.scheduled_step import Step

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jattn.models
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.models.loading import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving.engine import Engine

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn.graphs import DecodeGraphs
+from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine, RequestError, SamplingParams
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.engine_core import EngineCore

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.models import Decoder, load
 from jattn.models.families import FAMILIES
 from jattn.serving import Engine, SamplingParams

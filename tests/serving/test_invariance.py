@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.models import load, use_peer_memory
 from jattn.parallel import make_mesh
 from jattn.serving import Engine, SamplingParams

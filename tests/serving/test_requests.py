@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.text import StopFilter
 from tests.serving.tiny import one_layer_model

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jattn.bucket import Bucket
-from jattn.metadata.batch import build_batch_metadata
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import build_batch_metadata
 from jattn.serving.block_manager import BlockManager
 from jattn.serving.scheduler import Scheduler
 

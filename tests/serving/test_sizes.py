@@ -6,8 +6,8 @@ import types
 import jax
 import pytest
 
-from jattn.bucket import Bucket
-from jattn.graphs import DecodeGraphs
+from jattn.batch.bucket import Bucket
+from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine
 from jattn.serving.engine_parts import SizeOptions
 from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths

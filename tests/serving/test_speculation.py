@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutputsParams
 from jattn.serving.drafting import MAX_SLEEP, Drafting
 from jattn.serving.speculation import BALANCE_TOKENS, Speculation, draft_buckets

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from tests.serving.faults import device_fails
 from tests.serving.tiny import one_layer_model

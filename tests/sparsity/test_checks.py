@@ -43,7 +43,7 @@ def of_each_request():
 
 @pytest.mark.parametrize("to_device", [True, False])
 def test_requests_are_laid_out_where_their_rows_stand(to_device):
-    assert jattn.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
+    assert jattn.batch.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
     for mask in of_each_request():
         laid = mask.of_requests(metadata(to_device=to_device))
         traced = jax.jit(lambda mask, step: mask.of_requests(step))(mask, metadata())

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.metadata.transitions import pad_tokens
+from jattn.batch.transitions import pad_tokens
 from jattn.sparsity.pooled import _query_means, largest, select_prefill_blocks
 from pallas_kernels.block_scores import MAX_SHARES
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.buckets import default_capture_sizes
+from jattn.batch.default_buckets import default_capture_sizes
 from jattn.vllm.graph_padding import (
     PadValues,
     combine_pad_values,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata.slots import compute_slot_mapping
+from jattn.batch.slots import compute_slot_mapping
 from jattn.vllm.slots import (
     compute_slot_mapping_start_idx,
     fill_slot_mapping_tail,

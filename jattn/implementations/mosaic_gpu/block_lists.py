@@ -6,9 +6,9 @@ import operator
 
 import jax.numpy as jnp
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.layers import Region
 from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, OnMesh, coverage_of_tiles
-from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, codes_of, list_tiles
 from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList

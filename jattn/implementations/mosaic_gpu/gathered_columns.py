@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, tokens_at
 from jattn.implementations.mosaic_gpu.kernels import PrefillKernel
 from jattn.implementations.mosaic_gpu.why_not import sparse_sizes
 from jattn.masks import GatheredColumns
 from jattn.masks.gathered import NOWHERE
-from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
 from jattn.implementations.mosaic_gpu.backward_lists import (
     PackedLens,
@@ -24,7 +25,6 @@ from jattn.implementations.mosaic_gpu.gathered_columns import (
 from jattn.implementations.mosaic_gpu.kernels import score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask, in_parts
-from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
+from jattn.cache.quantization import rounded_token_head
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, gathered_kv
 from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
@@ -21,8 +23,6 @@ from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
 from jattn.implementations.mosaic_gpu.widening import attend_widened
 from jattn.masks import Mask, in_parts
 from jattn.merge import merge_parts
-from jattn.metadata.batch import BatchMetadata
-from jattn.quantize import rounded_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.shared import Interpret

@@ -12,9 +12,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.mosaic_gpu.kernels import score_of
-from jattn.metadata.batch import BatchMetadata
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_prefill as prefill_kernel

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
 from jattn.implementations.xla.backward_tile import Parts, Tokens, parts_at
 from jattn.implementations.xla.keys import chunk_size, holds_nothing
 from jattn.implementations.xla.query_tiles import in_groups, prefill_tiles
 from jattn.implementations.xla.tile import Problem, Queries, chunk_range, queries_of
 from jattn.implementations.xla.varying import varying_as
-from jattn.metadata.batch import BatchMetadata
 
 QUERIES_AT_ONCE = 512  # in tiles that are worked on together, at least one
 NO_TOKEN = 0.0, 0.0, math.inf, 0.0  # Tokens' numbers that fill a tile: another request's might be NaN

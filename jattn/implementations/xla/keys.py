@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, blocks_of, has_token_axis
-from jattn.metadata.batch import BatchMetadata
 
 CHUNK = 128  # keys of a step of the loop, rounded up to whole blocks
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jattn.metadata.batch import BatchMetadata
+from jattn.batch.metadata import BatchMetadata
 from jattn.pytree import pytree, static
 
 TILE_Q = 64  # queries of a tile

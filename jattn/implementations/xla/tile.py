@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
+from jattn.cache.quantization import quantize_token_head
 from jattn.implementations.xla.keys import Chunk, chunk_size, load_chunk, static_scales
 from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
 from jattn.implementations.xla.scores import alibi_bias, key_range, num_first_keys, pairs_of, visible
 from jattn.implementations.xla.varying import varying_as
 from jattn.masks import Mask
-from jattn.metadata.batch import BatchMetadata
-from jattn.quantize import quantize_token_head
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 

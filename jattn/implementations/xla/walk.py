@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.xla.keys import holds_nothing
 from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, in_groups, prefill_tiles
 from jattn.implementations.xla.tile import Problem, attend_tile
 from jattn.masks import Mask
-from jattn.metadata.batch import BatchMetadata
 from jattn.spec import AttentionSpec
 
 # Decode rows worked on together; prefill tiles: as many as hold so many queries, at least 1.

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from jattn.serving import AsyncEngine, Engine
 from jattn.serving.server import Server, ServerOptions
 from tests.serving.tiny import one_layer_model

@@ -9,12 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn.automatic_arrays import are_automatic
-from jattn.dense_checks import Rows, asked_for_documents, knows_names_of_jax, rows_of_arrays, spec_of_arrays
-from jattn.dense_parts import Attended, How, Values, attend_part, attend_parts, partitions
+from jattn.dense.arguments import (
+    Rows,
+    asked_for_documents,
+    knows_names_of_jax,
+    rows_of_arrays,
+    spec_of_arrays,
+)
+from jattn.dense.auto_sharding import are_automatic
+from jattn.dense.per_device import Attended, How, Values, attend_part, attend_parts, partitions
+from jattn.dense.sharding import cut_of, on_each_device
 from jattn.implementations.choice import Asked, asked_for
 from jattn.masks import Mask
-from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require_bool
 

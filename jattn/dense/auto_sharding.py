@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.sharded_arrays import Axes, Cut, are_apart, first_that_divide, names_of
+from jattn.dense.sharding import Axes, Cut, are_apart, first_that_divide, names_of
 
 TEXTS, HEADS, KV_HEADS = "texts", "heads", "kv_heads"
 type Run = Callable[[Cut | None, Any], Any]

@@ -11,17 +11,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jattn.attending import checked
-from jattn.automatic_arrays import by_partitioner, labels, sum_of_parts
-from jattn.dense_checks import Rows, last_ahead
-from jattn.dense_layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
+from jattn.batch.metadata import part_of
+from jattn.dense.arguments import Rows, last_ahead
+from jattn.dense.auto_sharding import by_partitioner, labels, sum_of_parts
+from jattn.dense.layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
+from jattn.dense.sharding import Cut
 from jattn.implementations import packed
 from jattn.implementations.choice import Asked, Choice
 from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.layers import layer_of
 from jattn.masks.closed import with_arrays
-from jattn.metadata.regions import part_of
 from jattn.planning import choose_layers
-from jattn.sharded_arrays import Cut
 from jattn.spec import AttentionSpec
 
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PackedKV
-from jattn.metadata.batch import BatchMetadata
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, require_type
 

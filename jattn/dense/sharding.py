@@ -7,7 +7,7 @@ are cut, and attention runs by `jax.shard_map`. Axes that are Auto show nothing 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.choice import Choice
 from jattn.masks import Mask, on_mesh, row_array_ids
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, unsupported
@@ -130,27 +128,6 @@ def cut_of(q: Array, k: Array, v: Array) -> Cut | None:
     names = found.axis_names
     require(len(set(names)) == len(names), "q, k and v", "have texts and heads on other axes", names)
     return found
-
-
-def require_uncut(choices: Iterable[tuple[str, Choice]], query: Array, cache: PagedCache | PackedKV) -> None:
-    """Explicit axes of a mesh must cut nothing that `attend` is given: what serves it is not told of them.
-
-    Args:
-        choices: What serves each region; the reference, which is plain products, takes arrays that agree.
-        query: The queries.
-        cache: Keys and values.
-
-    Raises:
-        NotImplementedError: They do.
-    """
-    if all(choice.implementation == "reference" for _, choice in choices):
-        return
-    for name, array in {"query": query, "cache.k": cache.k, "cache.v": cache.v}.items():
-        sharding = jax.typeof(array).sharding
-        if any(sharding.spec):
-            reason = "attend is not told of axes that are Explicit"
-            way_out = "Cut it by jax.shard_map, or by a mesh with AxisType.Auto"
-            raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, way_out)
 
 
 def on_each_device(cut: Cut, run: Callable[..., Any], given: Sequence[Any], specs: Any, returns: Any) -> Any:

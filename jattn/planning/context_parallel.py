@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
+from jattn.batch.ranks import Ranks, keys_of_rank
+from jattn.cascade import can_cascade, check_prefix
 from jattn.implementations.choice import Asked
 from jattn.implementations.layers import AnyCache, Layer, layer_of, regions_of
 from jattn.masks import Interleaved, Mask
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.cascade import check_prefix
-from jattn.metadata.ranks import Ranks, keys_of_rank
-from jattn.metadata.regions import REGIONS, part_of
-from jattn.planning.cascading import can_cascade
 from jattn.planning.layer_plans import LayerPlan
 from jattn.planning.plans import Plan, RankPlan, RankRegion, plan
 from jattn.pytree import replace

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 
 type Lower = Callable[[Bucket], jax.stages.Lowered]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.metadata.host import INT32_MAX
+from jattn.batch.host_arrays import INT32_MAX
 from pallas_kernels.checks import require
 
 AnyArray = np.ndarray | jax.Array

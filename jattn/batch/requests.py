@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
 from pallas_kernels.checks import require, require_int, require_int32s, require_type
 
 REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
-from jattn.bucket import Bucket
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata
+from jattn.batch.slots import PAD_SLOT_ID
 from jattn.cache import PackedKV
 from jattn.masks import Document, Mask, Sinks
 from jattn.masks.documents import runs_of
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.slots import PAD_SLOT_ID
 
 
 class Laid(NamedTuple):

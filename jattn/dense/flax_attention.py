@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from jattn.dense_attention import attend_arrays
-from jattn.dense_checks import Rows, mask_of_array
-from jattn.flax_scores import Given, by_scores, is_positional
+from jattn.dense.arguments import Rows, mask_of_array
+from jattn.dense.attention import attend_arrays
+from jattn.dense.dense_scores import Given, by_scores, is_positional
+from jattn.dense.sharding import cut_of, on_each_device
 from jattn.implementations.choice import Asked, asked_for, first_able, hashable, reasons_against
 from jattn.masks.arguments import require_floats
-from jattn.sharded_arrays import cut_of, on_each_device
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_arrays, require_shape, require_type, unsupported
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jattn.fields import set_ints
+from jattn.pytree import set_ints
 from pallas_kernels.checks import require, require_positive
 
 

@@ -12,15 +12,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jattn.attending import attend
+from jattn.batch.check import require_no_context
+from jattn.batch.metadata import BatchMetadata
+from jattn.batch.ranks import Ranks, slots_of_rank
 from jattn.cache import PackedKV, PagedCache, write_kv
-from jattn.context_parallel import attend_on_rank
+from jattn.cache.fused_qkv import Turning, turning, why_not_write_qkv, write_qkv
 from jattn.implementations.choice import asked_for, hashable
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.check import require_no_context
-from jattn.metadata.ranks import Ranks, slots_of_rank
+from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
-from jattn.turning import Turning, turning, why_not_write_qkv, write_qkv
 from pallas_kernels.all_reduce import PeerMemory
 from pallas_kernels.checks import require, require_int, require_positive, require_shape, require_type
 

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.bucket import Bucket
-from jattn.executables import Executables, Lower, bar
-from jattn.metadata.batch import BatchMetadata, abstract_metadata
-from jattn.metadata.host import int_vector, plain_ints
-from jattn.parameters import Leaves
-from jattn.requests import count_decodes
-from jattn.uploads import Layout
+from jattn.batch.bucket import Bucket
+from jattn.batch.host_arrays import int_vector, plain_ints
+from jattn.batch.metadata import BatchMetadata, abstract_metadata
+from jattn.batch.requests import count_decodes
+from jattn.runtime.executables import Executables, Lower, bar
+from jattn.runtime.host_transfer import Layout
+from jattn.runtime.parameters import Leaves
 from pallas_kernels.checks import require
 
 WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.host import plain_ints
-from jattn.metadata.namespace import AnyArray, IntLike, IntVector, with_namespace
-from jattn.metadata.slots import PAD_SLOT_ID
+from jattn.batch.host_arrays import plain_ints
+from jattn.batch.metadata import BatchMetadata
+from jattn.batch.namespace import AnyArray, IntLike, IntVector, with_namespace
+from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import replace
 from pallas_kernels.checks import require, require_positive, require_shape
 

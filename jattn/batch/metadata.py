@@ -1,20 +1,23 @@
 """A step's metadata: built from host ints once, then arrays that travel through jit."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jattn.bucket import Bucket
-from jattn.metadata.host import block_rows, int_vector, plain_ints, require_blocks, with_columns
-from jattn.metadata.slots import PAD_SLOT_ID
+from jattn.batch.bucket import Bucket
+from jattn.batch.host_arrays import block_rows, int_vector, plain_ints, require_blocks, with_columns
+from jattn.batch.requests import decodes_in, exact_bucket, row_indices, token_starts
+from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked
-from jattn.requests import decodes_in, exact_bucket, row_indices, token_starts
-from jattn.slices import rows_from
 from pallas_kernels.checks import require, require_positive
+from pallas_kernels.shared import ALIGNED_BYTES
 
 type HostInts = Sequence[int] | np.ndarray | Array
 type HostTable = Sequence[HostInts] | np.ndarray | Array
@@ -296,3 +299,44 @@ def abstract_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
             block_size=block_size,
         )
     )
+
+
+REGIONS = ("decode", "prefill")
+
+
+class Part(NamedTuple):
+    """A region as a step of its own.
+
+    Attributes:
+        metadata: Its rows and tokens alone.
+        first_row: Where they begin among the whole step's rows.
+        first_token: Where they begin among its tokens.
+    """
+
+    metadata: BatchMetadata
+    first_row: int
+    first_token: int
+
+
+def part_of(metadata: BatchMetadata, region: str) -> Part:
+    """One of REGIONS of a step. Traced."""
+    if region == "decode":
+        return Part(metadata.decode_part, 0, 0)
+    return Part(metadata.prefill_part, metadata.bucket.max_decodes, metadata.bucket.max_decode_tokens)
+
+
+def rows_from(array: Any, first: int, end: int | None = None) -> Any:
+    """`array[first:end]`, a copy where it does not begin at a multiple of ALIGNED_BYTES.
+
+    Kernels cannot read others in place: see pallas_kernels.shared.slices.
+
+    Args:
+        array: Traced, numpy's, or JAX's; traced, it begins at such a multiple itself.
+        first: Static.
+        end: Static.
+    """
+    rows = array[first:end]
+    offset = first * math.prod(array.shape[1:]) * array.dtype.itemsize
+    if offset % ALIGNED_BYTES == 0 or not isinstance(array, jax.core.Tracer):
+        return rows
+    return lax.optimization_barrier(rows)

@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.bucket import Bucket
-from jattn.metadata.batch import BatchMetadata
-from jattn.metadata.slots import PAD_SLOT_ID, compute_slot_mapping
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import BatchMetadata
+from jattn.batch.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.pytree import replace
 from pallas_kernels.checks import require, require_int32s, require_shape, require_type
 
@@ -105,7 +105,7 @@ def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> Non
 def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
     """The same step laid out in a larger bucket. May be traced.
 
-    Arrays of tokens must be laid out in the larger bucket, too: `jattn.metadata.transitions.pad_tokens`.
+    Arrays of tokens must be laid out in the larger bucket, too: `jattn.batch.transitions.pad_tokens`.
 
     Args:
         metadata: The step's.

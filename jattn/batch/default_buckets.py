@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Iterable, Sequence
 
-from jattn.bucket import Bucket
-from jattn.metadata.host import plain_ints
+from jattn.batch.bucket import Bucket
+from jattn.batch.host_arrays import plain_ints
 from pallas_kernels.checks import require, require_positive
 
 # vLLM captures no larger graph unless asked to.
