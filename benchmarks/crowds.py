@@ -15,7 +15,7 @@ import jattn
 from benchmarks.device_time import Rows
 from benchmarks.serve import serving
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.commands.events import ServerError, events
+from jattn.serving.cli.events import ServerError, events
 
 NUM_CLIENTS = 200
 TEXT = "/v1/completions"

@@ -25,7 +25,7 @@ from benchmarks.nano_workload import RUNS, nano_workload
 from benchmarks.random_decoder import random_decoder
 from benchmarks.step_kernels import traced
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.step import with_implementation
+from jattn.serving.engine.step import with_implementation
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -16,10 +16,10 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.default_buckets import default_buckets
 from jattn.batch.requests import exact_bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.scheduled_step import Step
-from jattn.serving.scheduler import Scheduler
-from jattn.serving.sizes import prefill_sizes
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.scheduled_step import Step
+from jattn.serving.engine.scheduler import Scheduler
+from jattn.serving.engine.sizes import prefill_sizes
 
 BLOCKS, COLUMNS, ROWS, BUDGET = 24_000, 512, 256, 8192
 

@@ -28,9 +28,9 @@ from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.layers import RMSNorm
 from jattn.serving import Engine
-from jattn.serving.sampler import build_sampling_metadata
-from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.step import StepTokens, make_step, next_tokens
+from jattn.serving.engine.sampler import build_sampling_metadata
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.step import StepTokens, make_step, next_tokens
 
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
 LLAMA_8B = {

@@ -20,9 +20,9 @@ from benchmarks.processes import on_host
 from benchmarks.random_decoder import random_decoder
 from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, on_all_parts
-from jattn.serving.sampler import build_sampling_metadata
-from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.step import StepTokens, make_step, next_tokens, step_graphs
+from jattn.serving.engine.sampler import build_sampling_metadata
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.step import StepTokens, make_step, next_tokens, step_graphs
 
 BLOCK_SIZE = 16
 # In standard deviations of a request's logits. Between one device's and several's: in the mean 0.04 where

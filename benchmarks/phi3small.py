@@ -21,7 +21,7 @@ from jattn import masks
 from jattn.masks import Pairs
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.serving.step import with_implementation
+from jattn.serving.engine.step import with_implementation
 
 PHI3_SMALL = {
     "architectures": ["Phi3SmallForCausalLM"],

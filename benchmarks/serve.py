@@ -27,9 +27,9 @@ from benchmarks.device_time import Rows
 from benchmarks.engine import QWEN3_8B, TOLERANCE, logprob_error
 from benchmarks.random_decoder import random_decoder
 from jattn.serving import AsyncEngine, Engine, SamplingParams
-from jattn.serving.commands.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
-from jattn.serving.commands.events import events
-from jattn.serving.sizes import prefill_sizes
+from jattn.serving.cli.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
+from jattn.serving.cli.events import events
+from jattn.serving.engine.sizes import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests a second
 LENS = {"input_len": 1024, "output_len": 256}
@@ -42,7 +42,7 @@ SMALL_LENS = {"input_len": 128, "output_len": 32}
 PROMPT_IDS = 9999  # prompts' ids are below it
 TIMES = ("time_to_first_token_ms", "inter_token_latency_ms", "end_to_end_ms")
 type Run = tuple[float, dict[str, int]]  # requests a second; how many in all, and tokens of each
-CLIENT = "import sys; from jattn.serving.cli import main; sys.exit(main())"
+CLIENT = "import sys; from jattn.serving.cli.main import main; sys.exit(main())"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jattn
 from jattn import masks
-from jattn.serving.step import with_implementation
+from jattn.serving.engine.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
 from tests.pallas_kernels.listed_problem import ListedProblem
 from tests.sparsity.test_attend import masked

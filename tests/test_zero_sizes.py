@@ -11,9 +11,9 @@ from jattn.implementations import reference, xla
 from jattn.vllm.graph_padding import pad_batch_for_graph
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import varlen_prefill
+from tests.cache.test_cache import LAYOUTS, create, random_kv
+from tests.cache.test_cache import spec as cache_spec
 from tests.conftest import GOLDEN
-from tests.test_cache import LAYOUTS, create, random_kv
-from tests.test_cache import spec as cache_spec
 
 SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
 BUCKET = jattn.Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=4, max_blocks=2)

@@ -11,7 +11,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.serving.step import StepTokens, make_step
+from jattn.serving.engine.step import StepTokens, make_step
 
 BUCKETS = {
     "decode": Bucket(max_decodes=8, max_prefills=0, max_prefill_tokens=0, max_blocks=64),

@@ -20,8 +20,9 @@ import numpy as np  # noqa: E402
 import jattn  # noqa: E402
 from jattn.models import load, save  # noqa: E402
 from jattn.parallel import make_mesh  # noqa: E402
-from jattn.serving import Engine, SamplingParams, cli  # noqa: E402
-from jattn.serving.reach import turning_length_of  # noqa: E402
+from jattn.serving import Engine, SamplingParams  # noqa: E402
+from jattn.serving.cli.main import main as command_line  # noqa: E402
+from jattn.serving.engine.reach import turning_length_of  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.families_often import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
@@ -203,7 +204,7 @@ def main() -> None:
         for tp, cp in ((1, 2), (2, 2), (1, 4), (2, 4)):
             check_engine(folder, tp, cp, want, alone)
         sizes = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
-        assert cli.main(["doctor", "--model", str(folder), *sizes, "--num-blocks", "9"]) == 0
+        assert command_line(["doctor", "--model", str(folder), *sizes, "--num-blocks", "9"]) == 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading import read_config  # noqa: E402
 from jattn.models.spreading import spread  # noqa: E402
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop  # noqa: E402
-from jattn.serving import Engine, cli  # noqa: E402
+from jattn.serving import Engine  # noqa: E402
+from jattn.serving.cli.main import main as command_line  # noqa: E402
 from tests.compilations import compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.families_often import OFTEN  # noqa: E402
@@ -433,7 +434,7 @@ def main() -> None:
             check_engine(folder, tp, alone)
         check_drafts(folder, alone.tokens)
         command = ["doctor", "--model", str(folder), "--tensor-parallel-size", "4", "--num-blocks", "9"]
-        assert cli.main(command) == 0
+        assert command_line(command) == 0
 
 
 if __name__ == "__main__":

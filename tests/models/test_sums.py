@@ -15,7 +15,7 @@ from jattn.models import load, sums, use_peer_memory
 from jattn.models.loading import load_shapes
 from jattn.models.sums import why_no_peer_memory
 from jattn.parallel import make_mesh
-from jattn.serving.weights import Weights
+from jattn.serving.engine.weights import Weights
 from tests.conftest import GOLDEN
 
 LLAMA = GOLDEN / "hf" / "llama"

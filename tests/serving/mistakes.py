@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 import jattn
-import jattn.serving.cli  # before tests.conftest, which has the modules checked that come after it
+import jattn.serving.cli.main  # before tests.conftest, which has the modules checked that come after it
 from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
-from jattn.serving.served_model import MEMBERS
+from jattn.serving.engine.served_model import MEMBERS
 from tests.conftest import GOLDEN
 from tests.serving.tiny import one_layer_model
 

@@ -15,8 +15,8 @@ import numpy as np
 
 import jattn
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
-from jattn.serving.sampler import build_sampling_metadata, sample
+from jattn.serving.engine.adjustments import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.sampler import build_sampling_metadata, sample
 from tests.serving.test_cache_groups import TWO, gemma3
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import one_layer_model, sized_model

@@ -10,10 +10,10 @@ from flax import nnx
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.models.decoder import Decoder
-from jattn.serving.draft_model import FIRST_TOKENS, make_draft_step
-from jattn.serving.sampler import build_sampling_metadata
-from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.step import StepTokens, make_step
+from jattn.serving.engine.draft_model import FIRST_TOKENS, make_draft_step
+from jattn.serving.engine.sampler import build_sampling_metadata
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.step import StepTokens, make_step
 from tests.models.decoder_aot_cases import BLOCK_SIZE, config
 
 ROWS, NUM_DRAFTS = 8, 4

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine.adjustments import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.sampling_params import SamplingParams
 
 VOCAB = 11
 adjusted_jit = jax.jit(adjusted)

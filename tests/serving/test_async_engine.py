@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jattn.serving import AsyncEngine, RequestError, SamplingParams
-from jattn.serving.engine_thread import EngineThread
+from jattn.serving.engine.engine_thread import EngineThread
 from tests.serving.faults import device_fails, reading_fails
 from tests.serving.test_requests import MODEL, engine_of
 

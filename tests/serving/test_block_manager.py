@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from jattn.serving.block_manager import BlockManager
+from jattn.serving.engine.block_manager import BlockManager
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 

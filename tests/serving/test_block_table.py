@@ -17,13 +17,13 @@ from tests.serving.tiny import one_layer_model
 ROOT = pathlib.Path(__file__).parents[2]
 # CONTRIBUTING says what each of them is there for.
 HANDS = [
-    "serving/runner.py: start",
-    "graphs.py: __call__",
-    "graphs.py: _on_leaves",
-    "serving/step.py: step",
+    "serving/engine/runner.py: start",
+    "runtime/decode_graphs.py: __call__",
+    "runtime/decode_graphs.py: _on_leaves",
+    "serving/engine/step.py: step",
     "models/decoder.py: __call__",
     "models/layer.py: __call__",
-    "module.py: __call__",
+    "nn.py: __call__",
     "attending.py: attend",
     "attending.py: _attend",
     "implementations/mosaic_gpu/run.py: attend",

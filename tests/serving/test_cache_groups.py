@@ -12,11 +12,11 @@ from flax import nnx
 from jattn.models import Decoder, DecoderConfig
 from jattn.models.loading import read_config
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.cache_group import CacheGroup, found_in_all
-from jattn.serving.prefix_cache import BlockHashes
-from jattn.serving.reach import Reach
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.cache_group import CacheGroup, found_in_all
+from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.reach import Reach
+from jattn.serving.engine.scheduler import Scheduler
 from tests.conftest import GOLDEN
 from tests.serving.test_prefix_cache import BLOCK_SIZE, Pool
 from tests.serving.test_requests import engine_of

@@ -7,9 +7,9 @@ import pytest
 
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.cascade_steps import CascadeSteps, num_common_prefix_blocks
-from jattn.serving.scheduled_step import Step
-from jattn.serving.step import next_tokens
+from jattn.serving.engine.cascade_steps import CascadeSteps, num_common_prefix_blocks
+from jattn.serving.engine.scheduled_step import Step
+from jattn.serving.engine.step import next_tokens
 from jattn.spec import AttentionSpec
 from tests.compilations import compilations
 from tests.serving.tiny import one_layer_model

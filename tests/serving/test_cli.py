@@ -8,12 +8,11 @@ import jax
 import pytest
 
 from jattn.models import save
-from jattn.serving import doctor
-from jattn.serving.cli import main
-from jattn.serving.commands import options
-from jattn.serving.commands.generate import StreamPrinter
-from jattn.serving.engine import Engine
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.cli import options
+from jattn.serving.cli.generate import StreamPrinter
+from jattn.serving.cli.main import main
+from jattn.serving.engine.engine import Engine, doctor
+from jattn.serving.engine.sampling_params import SamplingParams
 from tests.conftest import GOLDEN
 from tests.serving.test_engine import one_bucket
 from tests.serving.tiny import one_layer_model
@@ -272,7 +271,7 @@ class TestDoctor:
         assert "mosaic_gpu: the kernels need an NVIDIA GPU" in out
 
     def test_weights_of_a_draft_model_are_not_needed_either(self, capsys, monkeypatch):
-        monkeypatch.setattr("jattn.serving.served_model.load", None)
+        monkeypatch.setattr("jattn.serving.engine.served_model.load", None)
         folder = str(GOLDEN / "hf" / "mistral")
         sizes = ["--max-num-seqs=2", "--max-num-batched-tokens=32"]
         assert main(["doctor", f"--model={folder}", f"--speculative={folder}", *sizes]) == 0
@@ -301,7 +300,7 @@ def test_a_reader_that_stops_reading_is_no_error():
     """The pipe has no reader from the start, so the first write fails."""
     reader, writer = os.pipe()
     os.close(reader)
-    code = "import sys; from jattn.serving.cli import main; sys.exit(main(['doctor']))"
+    code = "import sys; from jattn.serving.cli.main import main; sys.exit(main(['doctor']))"
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
     )

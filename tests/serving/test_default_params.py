@@ -10,7 +10,7 @@ from jattn.models import load, save
 from jattn.models.generation_config import GenerationConfig
 from jattn.models.loading import load_shapes, read_config
 from jattn.serving import AsyncEngine, Engine, SamplingParams
-from jattn.serving.cli import main
+from jattn.serving.cli.main import main
 from jattn.serving.server.sampling import default_sampling
 from tests.conftest import GOLDEN
 from tests.serving.test_engine import one_bucket

@@ -14,10 +14,10 @@ import jattn.models
 from jattn.batch.bucket import Bucket
 from jattn.models.loading import load_shapes
 from jattn.parallel import make_mesh
-from jattn.serving.engine import Engine
-from jattn.serving.memory import memory_of_device
-from jattn.serving.prompts import token_ids_of
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine.engine import Engine
+from jattn.serving.engine.memory import memory_of_device
+from jattn.serving.engine.prompts import token_ids_of
+from jattn.serving.engine.sampling_params import SamplingParams
 from tests.compilations import compilations
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model

@@ -9,10 +9,10 @@ import pytest
 
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine, RequestError, SamplingParams
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.engine_core import EngineCore
-from jattn.serving.generation import Generation
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.engine_core import EngineCore
+from jattn.serving.engine.generation import Generation
+from jattn.serving.engine.scheduler import Scheduler
 from tests.serving.faults import PoisonedTokenizer, device_fails, reading_fails
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import BYTES, one_layer_model

@@ -8,9 +8,9 @@ import pytest
 import jattn
 from jattn.cache import move
 from jattn.serving import SamplingParams
-from jattn.serving.block_copies import BlockCopies
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_copies import BlockCopies
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.scheduler import Scheduler
 from tests.compilations import compilations
 from tests.in_place import copies_of
 from tests.serving.test_prefix_cache import Pool

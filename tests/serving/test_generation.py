@@ -1,8 +1,8 @@
 import pytest
 
-from jattn.serving.generation import Generation
-from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.text import TextStream
+from jattn.serving.engine.generation import Generation
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.text import TextStream
 from tests.serving.tiny import BYTES
 
 A, B = BYTES.encode("ab").ids

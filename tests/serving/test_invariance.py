@@ -11,8 +11,8 @@ from jattn.batch.bucket import Bucket
 from jattn.models import load, use_peer_memory
 from jattn.parallel import make_mesh
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.scheduler import Scheduler
 from tests.conftest import GOLDEN
 from tests.serving.test_prefix_cache import BLOCK_SIZE, Pool
 from tests.serving.tiny import one_layer_model, sized_model

@@ -3,9 +3,9 @@
 import asyncio
 import time
 
-from jattn.serving.mailbox import PARTS, Mailbox
-from jattn.serving.outputs import RequestError, RequestOutput
-from jattn.serving.reader import Reader
+from jattn.serving.engine.mailbox import PARTS, Mailbox
+from jattn.serving.engine.outputs import RequestError, RequestOutput
+from jattn.serving.engine.reader import Reader
 
 BUSY = 0.05  # seconds of a processor
 

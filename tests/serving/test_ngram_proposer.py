@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jattn.serving.ngram_proposer import NgramProposer
-from jattn.serving.token_buffer import TokenBuffer
+from jattn.serving.engine.ngram_proposer import NgramProposer
+from jattn.serving.engine.token_buffer import TokenBuffer
 
 
 def by_loop(ids, shortest, longest, count):

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.prefix_cache import BlockHashes
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 

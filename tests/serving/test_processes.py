@@ -18,10 +18,10 @@ from jattn.models.loading import load_shapes
 from jattn.models.scales import LayerScales
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
-from jattn.serving.cli import main
-from jattn.serving.engine_parts import of_model
-from jattn.serving.processes import processes_of, require_alike
-from jattn.serving.warming import Cold, Runs
+from jattn.serving.cli.main import main
+from jattn.serving.engine.engine_parts import of_model
+from jattn.serving.engine.processes import processes_of, require_alike
+from jattn.serving.engine.warming import Cold, Runs
 from tests.serving.requests_of_processes import SIZES, asked, drafted, scales_of
 from tests.serving.tiny import one_layer_model
 from tests.two_processes import ROOT, free_port, run_both
@@ -153,7 +153,7 @@ def test_two_processes_of_a_gpu_each_sum_in_an_engine():
 
 @pytest.mark.kernels
 class TestNodesOfTheCommandLine:
-    COMMAND = ("jattn.serving.cli", "generate", "def f(", "--max-tokens", "6")
+    COMMAND = ("jattn.serving.cli.main", "generate", "def f(", "--max-tokens", "6")
     SIZES = ("--model", "examples/tiny_model", "--max-num-seqs", "1", "--num-blocks", "9")
 
     def run(self, *options):
@@ -280,7 +280,7 @@ class TestWhatProcess0FailsIn:
         monkeypatch.setattr(runner, "_processes", others)
         monkeypatch.setattr(runner, "_in_flight", collections.deque([None]))
         monkeypatch.setattr(Runs, "run", fails)
-        monkeypatch.setattr("jattn.serving.runner.new_tokens", fails)
+        monkeypatch.setattr("jattn.serving.engine.runner.new_tokens", fails)
         runs = {
             "start": lambda: runner.start(call, object()),
             "warm_up": lambda: runner.warm_up([Cold(0, runner.graphs.buckets[0])]),

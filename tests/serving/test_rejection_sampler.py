@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
-from jattn.serving.logprobs import logprobs_of
-from jattn.serving.rejection_sampler import rejection_sample
-from jattn.serving.sampler import build_sampling_metadata, sample
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine.adjustments import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.logprobs import logprobs_of
+from jattn.serving.engine.rejection_sampler import rejection_sample
+from jattn.serving.engine.sampler import build_sampling_metadata, sample
+from jattn.serving.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.kernels
 VOCAB, K = 7, 3

@@ -11,7 +11,7 @@ from flax import nnx
 import jattn
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.text import StopFilter
+from jattn.serving.engine.text import StopFilter
 from tests.serving.tiny import one_layer_model
 
 MODEL = one_layer_model()

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving import sampler
-from jattn.serving.sampler import build_sampling_metadata, make_sampler, sample
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine import sampler
+from jattn.serving.engine.sampler import build_sampling_metadata, make_sampler, sample
+from jattn.serving.engine.sampling_params import SamplingParams
 
 VOCAB, CHUNK = 7, 500
 sample_jit = jax.jit(sample)

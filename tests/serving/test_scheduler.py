@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import build_batch_metadata
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 

@@ -9,9 +9,9 @@ import pytest
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine
-from jattn.serving.engine_parts import SizeOptions
-from jattn.serving.sizes import NARROW_TABLE, StepLimits, table_widths
-from jattn.serving.step import sampler_rows, step_graphs
+from jattn.serving.engine.engine_parts import SizeOptions
+from jattn.serving.engine.sizes import NARROW_TABLE, StepLimits, table_widths
+from jattn.serving.engine.step import sampler_rows, step_graphs
 from tests.serving.tiny import one_layer_model
 
 

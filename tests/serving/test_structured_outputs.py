@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
-from jattn.serving.adjustments import Adjusted, adjusted, build_adjustments
-from jattn.serving.structured_outputs import Grammars
+from jattn.serving.engine.adjustments import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.structured_outputs import Grammars
 from tests.serving.test_requests import engine_of
 from tests.serving.tiny import BYTES, byte_tokenizer, one_layer_model
 

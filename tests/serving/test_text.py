@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jattn.serving.text import StopFilter, TextStream
+from jattn.serving.engine.text import StopFilter, TextStream
 from tests.serving.tiny import BYTES, llama_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -3,9 +3,10 @@
 import pytest
 import tokenizers
 
-from jattn.serving import SamplingParams, token_filter
-from jattn.serving.structured_outputs import Grammars, StructuredOutputsParams
-from jattn.serving.token_filter import bad_word_ids, token_masks
+from jattn.serving import SamplingParams
+from jattn.serving.engine import token_filter
+from jattn.serving.engine.structured_outputs import Grammars, StructuredOutputsParams
+from jattn.serving.engine.token_filter import bad_word_ids, token_masks
 from tests.serving.server.running import small_engine
 from tests.serving.tiny import BYTES
 

@@ -10,10 +10,10 @@ from flax import nnx
 
 import jattn
 from jattn.serving import SamplingParams
-from jattn.serving.block_manager import BlockManager
-from jattn.serving.prefix_cache import BlockHashes
-from jattn.serving.reach import Reach, found_within, reach_of
-from jattn.serving.scheduler import Scheduler
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.reach import Reach, found_within, reach_of
+from jattn.serving.engine.scheduler import Scheduler
 from tests.serving.test_prefix_cache import BLOCK_SIZE, Pool
 from tests.serving.test_requests import drained, engine_of
 from tests.serving.tiny import one_layer_model

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import jattn
-from tests.test_cache import random_kv, spec
+from tests.cache.test_cache import random_kv, spec
 
 
 def test_reshape_and_cache_is_write_kv_over_the_packed_arrays():

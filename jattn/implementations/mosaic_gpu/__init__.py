@@ -1,6 +1,6 @@
 """Attention by the Mosaic GPU kernels: which one and why not (why_not), what it is given (planning), run."""
 
-from jattn.implementations.mosaic_gpu.gradients import gradients, why_not_gradients
+from jattn.implementations.mosaic_gpu.backward import gradients, why_not_gradients
 from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.implementations.mosaic_gpu.planning import DecodeWork, Work, decode_work, prefill_work, work_key
 from jattn.implementations.mosaic_gpu.run import attend

@@ -12,8 +12,8 @@ from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from jattn.serving.outputs import RequestOutput
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine.outputs import RequestOutput
+from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.server.errors import STOPPED, ApiError, as_api_error
 from jattn.serving.server.event_stream import EventStream
 from jattn.serving.server.forms import Form

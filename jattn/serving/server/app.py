@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jattn.serving.engine.version import version_of
 from jattn.serving.server.chat import create_chat_completion
 from jattn.serving.server.completions import create_completion
 from jattn.serving.server.errors import STOPPED, ApiError, respond
@@ -23,7 +24,6 @@ from jattn.serving.server.metrics import exposition
 from jattn.serving.server.openapi import openapi
 from jattn.serving.server.service import Service
 from jattn.serving.server.tokens import detokenize, tokenize
-from jattn.serving.version import version_of
 
 type Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 

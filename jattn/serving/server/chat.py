@@ -6,8 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jattn.serving.outputs import Logprobs, RequestOutput
-from jattn.serving.sampling_params import MAX_LOGPROBS
+from jattn.serving.engine.outputs import Logprobs, RequestOutput
+from jattn.serving.engine.sampling_params import MAX_LOGPROBS
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
 from jattn.serving.server.call_reader import ToolReader, merged_calls

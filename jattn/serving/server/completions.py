@@ -6,7 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jattn.serving.outputs import Logprobs, RequestOutput
+from jattn.serving.engine.outputs import Logprobs, RequestOutput
+from jattn.serving.engine.text import encoded
 from jattn.serving.server.answers import Job
 from jattn.serving.server.bodies import read
 from jattn.serving.server.forms import wanted_form
@@ -14,7 +15,6 @@ from jattn.serving.server.protocol import CompletionBody
 from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
 from jattn.serving.server.service import Service, texts_of
 from jattn.serving.server.token_texts import TextOffsets, TokenTexts, finite
-from jattn.serving.text import encoded
 from pallas_kernels.checks import require
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from jattn.serving.engine.text import encoded
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
 from jattn.serving.server.service import Service
 from jattn.serving.server.tools import with_objects
-from jattn.serving.text import encoded
 from pallas_kernels.checks import require
 
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers has it

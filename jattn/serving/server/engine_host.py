@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jattn.serving.engine import Engine
-from jattn.serving.engine_thread import EngineThread, Piece
-from jattn.serving.outputs import RequestError, RequestOutput, in_words
-from jattn.serving.prompts import Prompt
-from jattn.serving.sampling_params import SamplingParams, StructuredOutputsParams
+from jattn.serving.engine.engine import Engine
+from jattn.serving.engine.engine_thread import EngineThread, Piece
+from jattn.serving.engine.outputs import RequestError, RequestOutput, in_words
+from jattn.serving.engine.prompts import Prompt
+from jattn.serving.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
 from jattn.serving.server.garbage import spare_old_objects
 from jattn.serving.server.turns import short_turns

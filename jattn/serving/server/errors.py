@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jattn.serving.outputs import RequestError
+from jattn.serving.engine.outputs import RequestError
 
 LOG = logging.getLogger("jattn.server")
 TYPES = {

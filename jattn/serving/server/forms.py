@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import GenerationBody, ResponseFormat
-from jattn.serving.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require
 
 GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's guided_ parameters

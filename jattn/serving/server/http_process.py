@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 
-from jattn.serving.engine import Engine
-from jattn.serving.engine_client import EngineInfo
+from jattn.serving.engine.engine import Engine
+from jattn.serving.engine.engine_client import EngineInfo
 from jattn.serving.server.channel import Channel
 from jattn.serving.server.engine_host import EngineHost
 from jattn.serving.server.options import ServerOptions

@@ -13,9 +13,9 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from jattn.serving.engine import Engine
-from jattn.serving.engine_client import EngineClient
-from jattn.serving.outputs import RequestError
+from jattn.serving.engine.engine import Engine
+from jattn.serving.engine.engine_client import EngineClient
+from jattn.serving.engine.outputs import RequestError
 from jattn.serving.server.app import OPEN_TO_ALL, build_app
 from jattn.serving.server.channel import Channel
 from jattn.serving.server.connections import Connection

@@ -12,8 +12,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jattn.serving.sampling_params import SamplingParams
-from jattn.serving.stats import REQUEST_SECONDS, EngineStats, Histogram
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.stats import REQUEST_SECONDS, EngineStats, Histogram
 
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)  # of vllm:request_params_n
 # Of vllm:request_prompt_tokens, request_generation_tokens and request_params_max_tokens.

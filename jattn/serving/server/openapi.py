@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from jattn.serving.engine.version import version_of
 from jattn.serving.server.protocol import (
     ChatCompletionBody,
     CompletionBody,
@@ -11,7 +12,6 @@ from jattn.serving.server.protocol import (
     TokenizeChatBody,
     TokenizeCompletionBody,
 )
-from jattn.serving.version import version_of
 
 BODIES: dict[str, tuple[Any, ...]] = {
     "/v1/completions": (CompletionBody,),

@@ -5,13 +5,13 @@ import itertools
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from jattn.serving.engine_client import EngineInfo
-from jattn.serving.outputs import RequestError, RequestOutput
-from jattn.serving.prompts import Prompt
-from jattn.serving.reader import Reader
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine.engine_client import EngineInfo
+from jattn.serving.engine.outputs import RequestError, RequestOutput
+from jattn.serving.engine.prompts import Prompt
+from jattn.serving.engine.reader import Reader
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.stats import EngineStats
 from jattn.serving.server.channel import Channel
-from jattn.serving.stats import EngineStats
 
 LOST = "the engine's process has ended"
 

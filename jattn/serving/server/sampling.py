@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.serving.sampling_params import NUM_SEEDS, SamplingParams
+from jattn.serving.engine.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import GenerationBody

@@ -6,9 +6,10 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from jattn.serving.engine_client import EngineClient
-from jattn.serving.outputs import RequestOutput
-from jattn.serving.sampling_params import SamplingParams
+from jattn.serving.engine.engine_client import EngineClient
+from jattn.serving.engine.outputs import RequestOutput
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.stats import EngineStats
 from jattn.serving.server.call_formats import call_format
 from jattn.serving.server.chat_template import load_chat_template
 from jattn.serving.server.errors import ApiError
@@ -17,7 +18,6 @@ from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.sampling import default_sampling
 from jattn.serving.server.token_texts import TokenTexts
-from jattn.serving.stats import EngineStats
 from pallas_kernels.checks import require
 
 

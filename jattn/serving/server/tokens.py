@@ -3,12 +3,12 @@
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jattn.serving.engine.text import encoded
 from jattn.serving.server.bodies import read
 from jattn.serving.server.conversation import chat_tokens
 from jattn.serving.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizeCompletionBody
 from jattn.serving.server.sampling import refuse_other
 from jattn.serving.server.service import Service
-from jattn.serving.text import encoded
 
 
 async def tokenize(request: Request) -> Response:

@@ -14,9 +14,8 @@ import time
 import pytest
 
 from jattn.models import save
-from jattn.serving.cli import main
-from jattn.serving.commands import chat, options
-from jattn.serving.commands.bench_serve import Sample, arriving, as_line, summary
+from jattn.serving.cli import chat, main, options
+from jattn.serving.cli.bench_serve import Sample, arriving, as_line, summary
 from tests.serving.server.running import running
 from tests.serving.tiny import BYTES, one_layer_model
 

@@ -15,8 +15,8 @@ import urllib.parse
 import pytest
 
 from jattn.models import save
-from jattn.serving.cli import build_parser, main
-from jattn.serving.commands.serve import with_config
+from jattn.serving.cli.main import build_parser, main
+from jattn.serving.cli.serve import with_config
 from jattn.serving.server import lifecycle
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
@@ -36,7 +36,7 @@ class Process:
     """`jattn serve` under way."""
 
     def __init__(self, *words):
-        command = [sys.executable, "-m", "jattn.serving.cli", "serve", *words]
+        command = [sys.executable, "-m", "jattn.serving.cli.main", "serve", *words]
         self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.first_line = self.popen.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", self.first_line)

@@ -1,0 +1,1 @@
+"""Run steps: decode graphs, their executables, host-to-device transfer and the decode loop."""

@@ -1,0 +1,1 @@
+"""The engine: scheduler, block manager, runner, sampling and speculative decoding."""

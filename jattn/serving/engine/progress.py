@@ -1,0 +1,98 @@
+"""How far a request is."""
+
+import dataclasses
+from typing import Optional
+
+from jattn.serving.engine.prefix_cache import BlockHashes
+from pallas_kernels.checks import require
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Progress:
+    """A request of the scheduler.
+
+    Its first num_published blocks others can find; none more where its keys are those of old weights.
+
+    Attributes:
+        request_id: Whose.
+        arrival: Grows with each request.
+        num_tokens: Tokens that it has, prompt and generated.
+        hashes: Of them, as far as the host knows them; None = it shares nothing.
+        num_computed: How many of them are cached.
+        room: How many its blocks hold, none of which it shares from num_computed on; 0 = to be asked.
+        num_published: Full blocks of them that others can find.
+        is_stale: Some are of old weights.
+        completions: Requests of the same prompt that wait for this one to compute it.
+        parent: The request that it waits for itself.
+        num_prompt_tokens: Those of its tokens that it came with.
+    """
+
+    request_id: int
+    arrival: int
+    num_tokens: int
+    hashes: BlockHashes | None
+    num_computed: int = 0
+    room: int = 0
+    num_published: int = 0
+    is_stale: bool = False
+    completions: list["Progress"] = dataclasses.field(default_factory=list)
+    parent: Optional["Progress"] = None
+    num_prompt_tokens: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of its prompt that completions need not compute: not the last, whose logits each needs."""
+        return self.num_prompt_tokens - 1
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether a token of its prompt comes next."""
+        return self.num_computed < self.num_prompt_tokens
+
+    @property
+    def num_alike(self) -> int:
+        """Tokens of one kind that come next: the rest of its prompt, or one that was generated."""
+        return self.num_prompt_tokens - self.num_computed if self.is_in_prompt else 1
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that are to be computed."""
+        return self.num_tokens - self.num_computed
+
+    def wait_for(self, parent: "Progress", *, is_begun: bool) -> None:
+        """Has it wait for another one's prompt, which is its own.
+
+        Args:
+            parent: The other one.
+            is_begun: Some of its prompt is computed.
+
+        Raises:
+            ValueError: It has begun, waits for a third, or is of another length. Nothing has changed then.
+        """
+        is_early = not is_begun and parent.num_computed == 0 and parent.parent is None
+        rule = "name a request whose prompt is not computed yet"
+        require(is_early, "parent_id", rule, parent.request_id)
+        is_same, rule = self.num_tokens == parent.num_tokens, f"be its parent's ({parent.num_tokens})"
+        require(is_same, "num_prompt_tokens", rule, self.num_tokens)
+        self.parent = parent
+        parent.completions.append(self)
+
+    def heir(self) -> "Progress":
+        """The first completion that waits for this one, which others wait for from now on."""
+        heir, *others = self.completions
+        heir.parent, heir.completions, self.completions = None, others, []
+        for request in others:
+            request.parent = heir
+        return heir
+
+    def forget(self) -> None:
+        """It has no blocks any more."""
+        self.num_computed, self.room, self.is_stale = 0, 0, False
+
+
+def by_arrival(request: Progress) -> int:
+    """What queues are ordered by."""
+    return request.arrival

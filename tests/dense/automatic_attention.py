@@ -1,0 +1,242 @@
+"""attention under plain jit on meshes of a CPU's devices whose axes are Auto. Run by test_dense.py."""
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import attending, masks
+from jattn.dense import attention
+from jattn.implementations import mosaic_gpu, xla
+from pallas_kernels import support
+from tests.dense.explicit_attention import (
+    BOTH,
+    IDS,
+    LENS,
+    PER_HEAD,
+    SPARSE,
+    SQUARE,
+    TEXTS,
+    arrays,
+    attend,
+    exchanges,
+)
+
+AXES = {"axis_types": (AxisType.Auto,) * 2}
+MESH = jax.make_mesh((2, 2), ("data", "heads"), **AXES)
+OF_HEADS = jax.make_mesh((1, 4), ("data", "heads"), **AXES)
+OF_EIGHT = jax.make_mesh((4, 2), ("data", "heads"), **AXES)  # more parts of texts than there are kv heads
+HEADS, WHOLE = P(None, None, "heads"), P()
+SHARED = jnp.arange(24) // 5
+BLOCKS = masks.BlockMask(
+    blocks=jax.random.bernoulli(jax.random.key(8), 0.6, (4, 4, 6, 6)), block_q=4, block_kv=4
+)
+
+
+def place(given: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH) -> list[jax.Array]:
+    return [jax.device_put(x, jax.NamedSharding(mesh, of)) for x, of in zip(given, partitions, strict=True)]
+
+
+def close(got: jax.Array, want: jax.Array) -> None:
+    """Sums over several devices round otherwise; -inf, of rows without a key, has no scale."""
+    scale = float(jnp.abs(want).max(where=jnp.isfinite(want), initial=1.0))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=4e-5 * scale, equal_nan=False)
+
+
+def near(got: jax.Array, want: jax.Array) -> None:
+    """In 16 bits, by the scale of what is wanted."""
+    got, want = (x.astype(jnp.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * float(jnp.abs(want).max()), equal_nan=False)
+
+
+def loss_of(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda *given: (run(*given) ** 2).sum()
+
+
+def check(
+    name: str,
+    run: Callable[..., jax.Array],
+    partitions: tuple[P, ...],
+    *,
+    given: Sequence[jax.Array] | None = None,
+    of_output: tuple[int, int] = (0, 0),
+    of_gradients: tuple[int, int] = (0, 0),
+    mesh: Any = MESH,
+) -> None:
+    """Outputs and gradients are one device's, by these exchanges alone; none has more than its part."""
+    given = arrays() if given is None else given
+    partitions = (
+        (partitions[0],) + (partitions[1],) * 2 + partitions[2:] if len(partitions) == 2 else partitions
+    )
+    placed = place(given, partitions, mesh)
+    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(given))))
+    for of, wanted, like in ((run, of_output, placed[:1]), (gradient, of_gradients, placed)):
+        step = jax.jit(of).lower(*placed).compile()
+        assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges, not {wanted}"
+        got = step(*placed)
+        jax.tree.map(close, got, jax.jit(of)(*given))
+        for x, one in zip(jax.tree.leaves(got), like, strict=True):
+            sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, one)]
+            assert sizes[0] <= sizes[1] or x.shape != one.shape, f"{name}: {x.sharding}"
+    print(name)
+
+
+def check_layers() -> None:
+    """Projections, whose weights alone are cut by heads, as models have them."""
+
+    def layer(x: jax.Array, w_q: jax.Array, w_k: jax.Array, w_v: jax.Array) -> jax.Array:
+        q, k, v = (jnp.einsum("btc,chd->bthd", x, w) for w in (w_q, w_k, w_v))
+        return jnp.tanh(attend(q, k, v, window=(9, 0)))
+
+    shapes = (4, 24, 8), (8, 4, 16), (8, 2, 16), (8, 2, 16)
+    given = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    partitions = TEXTS, *[P(None, "heads")] * 3
+    found = exchanged(layer, given, partitions)
+    assert set(found) == {"all-reduce"}, found  # each weight's over the texts, the inputs' over the heads
+    check("projections", layer, partitions, given=given, of_gradients=(len(found), 0))
+
+
+def exchanged(
+    run: Callable[..., jax.Array], given: Sequence[jax.Array], partitions: Sequence[P]
+) -> list[str]:
+    """What the gradients exchange."""
+    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(given))))
+    text = jax.jit(gradient).lower(*place(given, partitions)).compile().as_text()
+    return re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+
+
+def check_per_head() -> None:
+    """Gradients of sinks and slopes are summed over the texts: so many numbers as there are heads."""
+
+    def run(*given: jax.Array) -> jax.Array:
+        return attend(*given[:3], sinks=given[3], alibi_slopes=given[4])
+
+    given, cut = [*arrays(), *PER_HEAD.values()], (BOTH, BOTH, BOTH, P("heads"), P("heads"))
+    step = jax.jit(jax.grad(loss_of(run), argnums=(3, 4))).lower(*place(given, cut)).compile()
+    summed = re.findall(r"= (.*) all-reduce", step.as_text())
+    assert set(re.findall(r"\w+\[.*?\]", "".join(summed))) == {"f32[2]"}, summed
+    check("sinks and slopes", run, cut, given=given, of_gradients=(1, 0))
+
+
+def opaque(x: jax.Array) -> jax.Array:
+    """The same array, by a call that XLA knows nothing of: a triangular system of one equation."""
+    row = x.astype(jnp.float32).reshape(1, -1)
+    solve = jax.ffi.ffi_call("lapack_strsm_ffi", jax.ShapeDtypeStruct(row.shape, row.dtype))
+    how = {"side": "L", "uplo": "L", "trans_x": "N", "diag": "N"}
+    solved = solve(jnp.ones((1, 1)), row, **{name: np.uint8(ord(letter)) for name, letter in how.items()})
+    return solved.reshape(x.shape).astype(x.dtype)
+
+
+def kernel(query: Any, kv: Any, metadata: Any, spec: Any, *_: Any, return_lse: bool, **options: Any) -> Any:
+    """In the place of the forward kernel, as opaque to XLA."""
+    return xla.attend(opaque(query), kv, metadata, spec, tiles=None, **options)
+
+
+def gradients(
+    query: Any, kv: Any, metadata: Any, spec: Any, *, mask: Any, alibi_slopes: Any, **saved: Any
+) -> Any:
+    """In the place of the backward kernel, as opaque to XLA."""
+    problem = xla.Problem(kv, metadata, spec, mask, None, alibi_slopes)
+    return xla.gradients(query, problem, xla.Saved(**saved | {"grad_out": opaque(saved["grad_out"])}))[:3]
+
+
+def check_kernels() -> None:
+    """Kernels are opaque to XLA: left to itself it gathers everything for them."""
+    given = [
+        jax.random.normal(jax.random.key(i), (4, 64, heads, 64), jnp.bfloat16)
+        for i, heads in enumerate((4, 2, 2))
+    ]
+    run = lambda *given: attend(*given, implementation="mosaic_gpu").astype(jnp.float32)
+    gradient = jax.grad(loss_of(run), argnums=(0, 1, 2))
+    lower = lambda of: jax.jit(lambda *given: of(*given)).lower(*place(given, (BOTH,) * 3)).compile()
+    jax.lax.linalg.triangular_solve(
+        jnp.ones((1, 1)), jnp.ones((1, 1))
+    )  # else JAX has not loaded its code yet
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(support, "why_not_on", return_value=None))
+        stack.enter_context(mock.patch.object(mosaic_gpu, "attend", kernel))
+        stack.enter_context(mock.patch.object(mosaic_gpu, "gradients", gradients))
+        stack.enter_context(mock.patch.object(attending, "_attend_once", attending._attend))
+        for of, num_kernels in ((run, 1), (gradient, 2)):  # the backward pass attends nothing anew
+            step = lower(of)
+            assert exchanges(step) == (0, 0)
+            assert step.as_text().count('custom_call_target="lapack_strsm_ffi"') == num_kernels
+            jax.tree.map(near, step(*place(given, (BOTH,) * 3)), jax.jit(of)(*given))
+        jax.clear_caches()
+        with mock.patch.object(attention, "are_automatic", return_value=False):
+            for of in (run, gradient):
+                assert exchanges(lower(of)) != (0, 0)
+    jax.clear_caches()
+    print("kernels")
+
+
+def check_one_device() -> None:
+    """Of several devices one has nothing to do with a partitioner."""
+    assert "Partitioning" in jax.jit(attend).lower(*place(arrays(), (BOTH,) * 3)).as_text()
+    for lowered in (jax.jit(attend).lower(*arrays()), jax.jit(jax.vmap(attend)).lower(*arrays())):
+        assert "Partitioning" not in lowered.as_text()
+    print("one device")
+
+
+def check_transformations() -> None:
+    """What JAX makes of functions, of arrays that are cut."""
+    given, placed = arrays(), place(arrays(), (BOTH,) * 3)
+    of_sums = lambda of: jax.jit(jax.grad(lambda *given: (of(*given) ** 2).sum()))
+    want = of_sums(attend)(*given)
+    for of in (jax.checkpoint(attend), jax.vmap(attend)):
+        close(of_sums(of)(*placed), want)
+    with jax.set_mesh(MESH):
+        close(of_sums(attend)(*placed), want)
+    over = functools.partial(jax.shard_map, attend, mesh=MESH, check_vma=False)
+    close(of_sums(over(in_specs=BOTH, out_specs=BOTH))(*placed), want)
+    close(of_sums(over(in_specs=TEXTS, out_specs=TEXTS, axis_names={"data"}))(*placed), want)
+    with pytest.raises(NotImplementedError, match="a derivative of a derivative of attention"):
+        jax.grad(lambda q: of_sums(attend)(q, *placed[1:]).sum())(placed[0])
+    exported = jax.export.export(jax.jit(attend))(*given)
+    assert exported.nr_devices == 1
+    print("transformations")
+
+
+def main() -> None:
+    of = lambda **options: functools.partial(attend, **options)
+    check("texts", of(), (TEXTS, TEXTS))
+    check("heads", of(window=(5, 0)), (HEADS, HEADS))
+    check("both", of(window=(5, 2), causal=False, soft_cap=5.0), (BOTH, BOTH))
+    check("both, on eight devices", of(), (BOTH, BOTH), mesh=OF_EIGHT)
+    check("queries alone, each head its own keys", of(), (BOTH, TEXTS), given=arrays(4))
+    check("one kv head", of(), (BOTH, TEXTS), given=arrays(1), of_gradients=(1, 0))
+    check("two kv heads of four devices", of(), (HEADS, WHOLE), of_gradients=(1, 0), mesh=OF_HEADS)
+    check_per_head()
+    check("ids", of(segment_ids=IDS), (BOTH, BOTH))
+    check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (BOTH, BOTH))
+    check("a static mask", of(mask=masks.Sinks(3) | masks.Window(left=7)), (BOTH, BOTH))
+    check("blocks of each head", of(mask=BLOCKS), (BOTH, BOTH))
+    check("bools", of(mask=SQUARE), (BOTH, BOTH))
+    same = masks.MaskFunction(lambda head, query, key: (SHARED[query] == SHARED[key]) | (head == 1))
+    check("a function that closes over an array", of(mask=same), (BOTH, BOTH))
+    bounds = jnp.array([0, 5, 5, 20])
+    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, given=[x[0] for x in arrays()])
+    fewer = [arrays()[0][:, :9], *arrays()[1:]]
+    check("fewer queries than keys", of(sinks=PER_HEAD["sinks"]), (BOTH, BOTH), given=fewer)
+    of = lambda **options: functools.partial(jattn.attention_fn, **options)
+    check("Flax", of(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
+    check("Flax, a pattern", of(spec=SPARSE), (BOTH, BOTH))
+    check_layers()
+    check_transformations()
+    check_one_device()
+    check_kernels()
+
+
+if __name__ == "__main__":
+    main()

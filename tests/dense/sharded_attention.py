@@ -1,0 +1,68 @@
+"""attention under shard_map on four devices of a CPU, beside one device. Run by test_attention.py."""
+
+import functools
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jattn  # noqa: E402
+
+MESH = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+BY_HEAD = {"sinks": P("heads"), "alibi_slopes": P("heads")}
+
+
+def arrays(kv_heads: int) -> tuple[jax.Array, ...]:
+    shapes = (4, 24, 4, 16), (4, 24, kv_heads, 16), (4, 24, kv_heads, 16)
+    return tuple(jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+
+def attend(given: tuple, per_head: dict, ids: jax.Array | None) -> jax.Array:
+    """A loss of each text [batch]."""
+    out, lse = jattn.attention(*given, causal=True, segment_ids=ids, return_lse=True, **per_head)
+    return (out**2).sum(axis=(1, 2, 3)) + lse.sum(axis=(1, 2))
+
+
+def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums: int) -> None:
+    """Gradients must be one device's, with no more sums over devices than there must be."""
+    keys = P("data", None, "heads" if kv_heads > 1 else None)
+    specs = (P("data", None, "heads"), keys, keys)
+    per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
+    per_head, of_heads = (per_head, BY_HEAD) if has_heads else ({}, {})
+    ids = jnp.arange(4 * 24).reshape(4, 24) // 7 if has_ids else None
+    per_text = lambda *args: attend(*args)[:, None]
+    wanted = P("data") if has_ids else None
+    sharded = jax.shard_map(
+        per_text, mesh=MESH, in_specs=(specs, of_heads, wanted), out_specs=P("data", "heads")
+    )
+    loss = lambda run, given, per_head: run(given, per_head, ids).sum()
+    gradient = lambda run: jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1)))
+    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(MESH, spec))
+    placed = (
+        tuple(map(place, arrays(kv_heads), specs)),
+        {key: place(x, of_heads[key]) for key, x in per_head.items()},
+    )
+    step = gradient(sharded).lower(*placed).compile()
+    got, want = step(*placed), gradient(per_text)(arrays(kv_heads), per_head)
+    # A sum over all texts rounds in the order of its parts.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-5), got, want)
+    text = step.as_text()
+    found = sum(line.count(" all-reduce(") + line.count(" all-reduce-start(") for line in text.splitlines())
+    moved = sum(text.count(f" {what}(") for what in ("all-gather", "all-to-all", "collective-permute"))
+    assert (found, moved) == (num_sums, 0), f"{name}: {found} sums over devices, {moved} other exchanges"
+    print(f"{name}: {found} sums over devices")
+
+
+def main() -> None:
+    check("plain", kv_heads=2, has_heads=False, has_ids=False, num_sums=0)
+    check("segments", kv_heads=2, has_heads=False, has_ids=True, num_sums=0)
+    check("sinks and slopes over data", kv_heads=2, has_heads=True, has_ids=False, num_sums=1)
+    check("one kv head for all devices", kv_heads=1, has_heads=False, has_ids=False, num_sums=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,626 @@
+"""jattn.attention: jax.nn's layout and alignment, packed documents, what it refuses, and its derivative."""
+
+import functools
+import inspect
+import itertools
+import pathlib
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks
+from jattn.dense import attention
+from jattn.dense.arguments import NAMES_OF_JAX
+from jattn.implementations.xla.scores import num_first_keys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def arrays(q_tokens=24, kv_tokens=None, batch=2, heads=(4, 2), head_dim=8, dtype=jnp.float32):
+    kv_tokens = q_tokens if kv_tokens is None else kv_tokens
+    shapes = ((q_tokens, heads[0]), (kv_tokens, heads[1]), (kv_tokens, heads[1]))
+    lead = () if batch is None else (batch,)
+    return tuple(
+        jax.random.normal(jax.random.key(i), (*lead, *shape, head_dim), dtype)
+        for i, shape in enumerate(shapes)
+    )
+
+
+def close(got, want, atol=3e-6):
+    np.testing.assert_allclose(got, want, rtol=3e-6, atol=atol)
+
+
+def visible(q_tokens, kv_tokens, causal, window):
+    i, j = np.arange(q_tokens)[:, None], np.arange(kv_tokens)[None, :]
+    sees = np.ones((q_tokens, kv_tokens), bool) if not causal else j <= i
+    left, right = window or (None, None)
+    sees = sees if left is None else sees & (i - j <= left)
+    return sees if right is None else sees & (j - i <= right)
+
+
+class TestAsJaxNNHasIt:
+    @pytest.mark.parametrize(
+        ("lens", "causal", "window"),
+        [
+            ((20, 9), True, (4, 0)),
+            pytest.param((24, 24), True, None, marks=pytest.mark.kernels),
+            pytest.param((9, 20), True, None, marks=pytest.mark.kernels),
+            pytest.param((9, 20), False, (3, 2), marks=pytest.mark.kernels),
+            pytest.param((20, 9), False, (3, None), marks=pytest.mark.kernels),
+            pytest.param((9, 20), False, (None, 2), marks=pytest.mark.kernels),
+            pytest.param((9, 20), False, None, marks=pytest.mark.kernels),
+            pytest.param((20, 9), True, None, marks=pytest.mark.kernels),
+            pytest.param((1, 7), True, (2, 0), marks=pytest.mark.kernels),
+        ],
+    )
+    def test_outputs_and_gradients_are_jax_nn_s(self, lens, causal, window):
+        """Where queries and keys differ in number, too; rows without keys, where jax.nn has means, are 0."""
+        given = arrays(*lens)
+        sees = visible(*lens, causal, window)
+
+        def ours(given):
+            return jattn.attention(*given, causal=causal, window=window)
+
+        def theirs(given):
+            out = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
+            return jnp.where(sees.any(axis=1)[:, None, None], out, 0.0)
+
+        close(ours(given), theirs(given))
+        of = lambda run: jax.jit(jax.grad(lambda given: (run(given) ** 2).sum()))(given)
+        for got, want in zip(of(ours), of(theirs), strict=True):
+            close(got, want, 1e-5)
+
+    def test_defaults_and_one_text_are_too(self):
+        given = arrays(batch=None, heads=(4, 1))
+        close(jattn.attention(*given), jax.nn.dot_product_attention(*given))
+
+    @pytest.mark.kernels
+    def test_a_mask_of_bools_is_jax_nn_s(self):
+        given = arrays(7, 10)
+        mask = jax.random.bernoulli(jax.random.key(9), 0.6, (2, 1, 7, 10)).at[..., 0].set(True)
+        want = jax.nn.dot_product_attention(*given, mask=mask)
+        close(jattn.attention(*given, mask=mask), want)
+        close(jattn.attention(*given, mask=mask[:1]), jax.nn.dot_product_attention(*given, mask=mask[:1]))
+
+    @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
+    def test_a_mask_that_says_the_same_of_all_is_one_of_each(self, shape):
+        given, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
+        wide = jnp.broadcast_to(mask, (2, 4, 7, 10))
+        loss = lambda mask: (
+            lambda k: (jattn.attention(*given[:1], k, given[2], causal=True, mask=mask) ** 2).sum()
+        )
+        of = lambda mask: jax.value_and_grad(loss(mask))(given[1])
+        for got, want in zip(of(mask), of(wide), strict=True):
+            close(got, want)
+
+    @pytest.mark.parametrize("axis", [2, 3])
+    def test_a_mask_of_padding_is_not_written_down_for_each_pair(self, axis):
+        tokens = 4096
+        x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32)
+        of_padding = jax.ShapeDtypeStruct(
+            [1 if n == axis else (1, 1, tokens, tokens)[n] for n in range(4)], bool
+        )
+        for run in (
+            lambda x, mask: jattn.attention(x, x, x, mask=mask),
+            lambda x, mask: jattn.attention_fn(x, x, x, mask=mask),
+        ):
+            used = jax.jit(run).lower(x, of_padding).compile().memory_analysis().temp_size_in_bytes
+            assert used < tokens**2 / 4
+
+    def test_gradients_of_float64_are_as_exact(self):
+        has_float64_s_gradients()
+
+    def test_the_log_sum_exp_is_that_of_the_scores(self):
+        q, k, v = arrays(6)
+        scores = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, axis=2)) * 8**-0.5
+        out, lse = jattn.attention(q, k, v, return_lse=True)
+        close(lse, jax.nn.logsumexp(scores, axis=-1))
+        close(out, jattn.attention(q, k, v))
+        lse_of_one = jattn.attention(q[0], k[0], v[0], return_lse=True)[1]
+        np.testing.assert_array_equal(lse_of_one, lse[0])
+
+
+def has_float64_s_gradients():
+    """Where the log-sum-exp was kept in f32 they had its accuracy."""
+    with jax.enable_x64(True):
+        given = [x.astype(jnp.float64) for x in arrays(12)]
+
+        def loss(given, implementation):
+            out, lse = jattn.attention(*given, causal=True, return_lse=True, implementation=implementation)
+            assert lse.dtype == jnp.float32
+            return (out**2).sum()
+
+        got, want = (jax.grad(loss)(given, by) for by in ("xla", "reference"))
+        jax.tree.map(functools.partial(close, atol=1e-13), got, want)
+
+
+class TestDocuments:
+    LENS = (5, 0, 12, 3)
+
+    def packed(self, dtype=jnp.float32, spare=4):
+        """Four documents, one of them empty, and padding that is NaN."""
+        bounds = jnp.asarray(np.cumsum([0, *self.LENS]), jnp.int32)
+        given = arrays(sum(self.LENS) + spare, batch=None, dtype=dtype)
+        is_padding = jnp.arange(sum(self.LENS) + spare) >= sum(self.LENS)
+        poisoned = tuple(jnp.where(is_padding[:, None, None], jnp.nan, x).astype(dtype) for x in given)
+        return bounds, given, poisoned
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("options", [{"causal": True}, {"window": (2, 1), "soft_cap": 3.0}])
+    def test_packed_ones_are_as_each_by_itself_and_padding_reaches_nothing(self, options):
+        bounds, given, poisoned = self.packed()
+        sinks, slopes = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.1, 0.4, 4)
+        options |= {"sinks": sinks, "alibi_slopes": slopes}
+
+        def together(given):
+            out, lse = jattn.attention(*given, cu_seqlens=bounds, return_lse=True, **options)
+            return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
+
+        def apart(given):
+            loss = 0.0
+            ends = np.cumsum(self.LENS).tolist()
+            for start, end in zip([0, *ends], ends, strict=False):
+                if end > start:
+                    run = functools.partial(jattn.attention, implementation="reference", return_lse=True)
+                    out, lse = run(*(x[start:end] for x in given), **options)
+                    loss += (out**2).sum() + lse.sum()
+            return loss
+
+        got, (out, lse) = jax.jit(jax.grad(together, has_aux=True))(poisoned)
+        assert (out[bounds[-1] :] == 0).all()
+        assert jnp.isneginf(lse[:, bounds[-1] :]).all()
+        for one, want in zip(got, jax.jit(jax.grad(apart))(given), strict=True):
+            close(one, want, 1e-5)
+            assert (one[bounds[-1] :] == 0).all()
+
+    @pytest.mark.kernels
+    def test_segment_ids_are_documents_side_by_side(self):
+        bounds, given, _ = self.packed(spare=0)
+        ids = jnp.repeat(jnp.asarray([7, 1, 3]), np.asarray([5, 12, 3]), total_repeat_length=20)
+        want = jattn.attention(*given, cu_seqlens=bounds, causal=True)
+        close(jattn.attention(*given, segment_ids=ids, causal=True), want)
+        batch = tuple(x[None] for x in given)
+        close(jattn.attention(*batch, segment_ids=ids[None], causal=True)[0], want)
+
+    def test_ids_in_any_order_attend_to_their_own(self):
+        ids = jnp.asarray([[0, 1, 0, 2, 1, 1, 0, 2], [5, 5, 5, 1, 1, 1, 1, 5]])
+        given = arrays(8)
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        want = jax.nn.dot_product_attention(*given, mask=mask, is_causal=True)
+        close(jattn.attention(*given, segment_ids=ids, causal=True), want)
+
+    @pytest.mark.usefixtures("types_unchecked")
+    def test_ids_of_64_bits_are_told_apart(self):
+        """Equal in their last 32 bits, as JAX would cut them."""
+        given, small = arrays(12), np.arange(24).reshape(2, 12) // 5
+        large = (7 - small) * 2**32 + 1
+        want = jattn.attention(*given, segment_ids=small)
+        close(jattn.attention(*given, segment_ids=large), want)
+        close(jattn.attention(*(x[0] for x in given), segment_ids=large[0]), want[0])
+        close(jattn.attention(*given, mask=masks.Document(ids=large)), want)
+        with jax.enable_x64(True):
+            close(jattn.attention(*given, segment_ids=jnp.asarray(large), implementation="xla"), want)
+
+    @pytest.mark.parametrize("implementation", ["xla", "reference"])
+    @pytest.mark.parametrize("is_packed", [False, True])
+    def test_nan_of_one_reaches_no_gradient_of_its_neighbours(self, implementation, is_packed):
+        given = (*arrays(9, batch=3), arrays(9, batch=3)[0])
+        flat = lambda x: x.reshape(27, *x.shape[2:])
+
+        def attend(*given):
+            how = {"causal": True, "implementation": implementation}
+            if not is_packed:
+                return jattn.attention(*given, **how)
+            out = jattn.attention(*map(flat, given), cu_seqlens=jnp.arange(4) * 9, **how)
+            return out.reshape(given[0].shape)
+
+        gradients = jax.jit(lambda given, grad: jax.vjp(attend, *given)[1](grad))
+        want = gradients(given[:3], given[3])
+        for nth, bad in itertools.product(range(4), (0, 2)):
+            spoilt = [x.at[bad].set(jnp.nan) if i == nth else x for i, x in enumerate(given)]
+            others = np.delete(np.arange(3), bad)
+            for got, right in zip(gradients(tuple(spoilt[:3]), spoilt[3]), want, strict=True):
+                close(got[others], right[others])
+
+    def test_kernels_are_given_runs_and_others_the_ids(self, monkeypatch):
+        """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
+        monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
+        seen = []
+
+        def attend(query, kv, metadata, spec, kernel, work, *, mask, **_):
+            seen.append(mask)
+            return query, jnp.zeros(query.shape[1::-1])
+
+        monkeypatch.setattr("jattn.implementations.mosaic_gpu.attend", attend)
+        given = arrays(8, batch=1, head_dim=64, dtype=jnp.bfloat16)
+        in_runs, mixed = jnp.asarray([[4, 4, 1, 1, 1, 9, 9, 9]]), jnp.asarray([[4, 1, 4, 1, 1, 9, 9, 9]])
+        jattn.attention(*given, segment_ids=in_runs)
+        assert len(seen) == 1
+        jattn.attention(*given, segment_ids=mixed)
+        assert len(seen) == 1
+        message = r"segment_ids: mosaic_gpu: an id comes again behind another one\. Leave"
+        with pytest.raises(NotImplementedError, match=message):
+            jattn.attention(*given, segment_ids=mixed, implementation="mosaic_gpu")
+        document = lambda ids: jattn.masks.Window(left=5) & jattn.masks.Document(ids=ids)
+        jattn.attention(*given, mask=document(in_runs))
+        assert len(seen) == 2
+        jattn.attention(*given, mask=document(mixed))
+        assert len(seen) == 2
+        with pytest.raises(NotImplementedError, match=r"^mask: mosaic_gpu: an id comes again behind another"):
+            jattn.attention(*given, mask=document(mixed), implementation="mosaic_gpu")
+
+    def test_one_trace_serves_all_bounds(self, traced_once):
+        _, given, _ = self.packed()
+        run = lambda bounds: jattn.attention(*given, cu_seqlens=bounds, causal=True)
+        traced_once(run, (jnp.asarray([0, 4, 9, 20]),), (jnp.asarray([0, 0, 24, 24]),))
+
+
+class TestMasks:
+    @pytest.mark.kernels
+    def test_rows_are_texts_and_positions_are_tokens(self):
+        given = arrays(16)
+        lengths = np.asarray([3, 9], np.int32)
+        mask = masks.Prefix(length=lengths) | masks.Causal()
+        i, j = np.arange(16)[:, None], np.arange(16)[None, :]
+        sees = np.stack([(j <= i) | (np.maximum(i, j) < n) for n in lengths])[:, None]
+        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees))
+        close(jattn.attention(*given, mask=mask), want)
+
+    def test_they_are_those_of_fewer_queries_than_keys(self):
+        given = arrays(6, 16)
+        mask = masks.Sinks(2) | masks.Window(left=1, right=3)
+        i, j = np.arange(6)[:, None], np.arange(16)[None, :]
+        sees = (j < 2) | ((i - j <= 1) & (j - i <= 3))
+        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
+        close(jattn.attention(*given, mask=mask), want)
+
+    def test_functions_that_close_over_traced_arrays_have_gradients(self):
+        derives_as_a_mask_of_bools(arrays(9, head_dim=24))
+
+
+def derives_as_a_mask_of_bools(given):
+    """Of a function over a table that is traced, alone and under & and ~."""
+    table = jax.random.bernoulli(jax.random.key(8), 0.5, (4, 9, 9))
+
+    def loss(given, table, by_function):
+        mine = masks.MaskFunction(lambda head, query, key: table[head, query, key])
+        mask = masks.Causal() & ~mine if by_function else jnp.tri(9, dtype=bool)[None, None] & ~table[None]
+        return (jattn.attention(*given, mask=mask) ** 2).sum()
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    jax.tree.map(functools.partial(close, atol=1e-5), step(given, table, True), step(given, table, False))
+
+
+class TestTransformations:
+    def test_vmap_is_a_batch(self):
+        given = arrays(10, batch=3)
+        run = functools.partial(jattn.attention, causal=True)
+        close(jax.vmap(run)(*given), run(*given))
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_a_checkpoint_changes_nothing(self, dtype):
+        given = arrays(10, dtype=dtype)
+        loss = lambda given: (jattn.attention(*given, causal=True).astype(jnp.float32) ** 2).sum()
+        one, other = (jax.jit(jax.grad(f))(given) for f in (loss, jax.checkpoint(loss)))
+        for got, want in zip(one, other, strict=True):
+            close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 19), ("automatic", 22)])
+    def test_arrays_on_a_mesh_stay_cut_and_nothing_is_exchanged(self, axes, lines):
+        """Under shard_map over texts and heads, on Explicit axes, and on Auto ones under plain jit."""
+        command = [sys.executable, "-m", f"tests.{axes}_attention"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == lines
+
+    @pytest.mark.parametrize(
+        "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
+    )
+    def test_implementations_may_be_a_list(self, more):
+        given, names = arrays(12), ["xla", "reference"]
+        wanted = jattn.attention(*given, causal=True, implementation=tuple(names), **more)
+        close(jattn.attention(*given, causal=True, implementation=names, **more), wanted)
+
+    def test_calls_outside_jit_are_compiled_once(self, caplog):
+        given = arrays(11, head_dim=24)
+        jattn.attention(*given, causal=True)
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            jattn.attention(*(x + 1 for x in given), causal=True)
+        assert not [r for r in caplog.records if "Compiling jit(attend_arrays)" in r.getMessage()]
+
+    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+    def test_nothing_at_all_is_fine(self, shape):
+        given = arrays(*shape)
+        out, lse = jattn.attention(*given, causal=True, return_lse=True)
+        assert out.shape == given[0].shape
+        assert lse.shape == (2, 4, shape[0])
+        assert (out == 0).all()
+        assert jnp.isneginf(lse).all()
+        assert jattn.attention(*(x[:0] for x in given)).shape == (0, *given[0].shape[1:])
+        masked = jattn.attention(*given, mask=jnp.ones((1, shape[1]), bool))
+        assert masked.shape == given[0].shape
+        assert (masked == 0).all()
+
+
+@pytest.mark.usefixtures("types_unchecked")
+class TestRefusals:
+    Q = np.zeros((2, 8, 4, 16), np.float32)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"q": [1.0]}, r"q must be an array, got list"),
+            ({"q": np.zeros((8, 16), np.float32)}, r"q must have shape \[batch, tokens, .*, got \(8, 16\)"),
+            ({"k": Q.astype(np.int32)}, r"k must be of a floating-point type .*, got int32"),
+            ({"k": Q[:1]}, r"k must have shape \(2, 8, 4, 16\) .*, got \(1, 8, 4, 16\)"),
+            ({"v": Q[:, :5]}, r"v must have shape \(2, 8, 4, 16\) \(as k\), got \(2, 5, 4, 16\)"),
+            (
+                {"k": Q[:, :, :3], "v": Q[:, :, :3]},
+                r"num_q_heads must be a multiple of num_kv_heads \(3\), got 4",
+            ),
+            ({"window": 3}, r"window must be \(left, right\) .*, got 3"),
+            ({"segment_ids": np.zeros((2, 8))}, r"segment_ids must be an array of ints, got float64"),
+            ({"segment_ids": np.zeros((8,), int)}, r"segment_ids must have shape \(2, 8\) .*, got \(8,\)"),
+            (
+                {"segment_ids": np.zeros((2, 8), int), "k": Q[:, :5], "v": Q[:, :5]},
+                r"k with segment_ids must have shape \(2, 8\) .*, got \(2, 5\)",
+            ),
+            ({"cu_seqlens": np.asarray([0, 8])}, r"q must have shape \[tokens, .*, got \(2, 8, 4, 16\)"),
+            (
+                {"cu_seqlens": np.asarray([0, 8]), "segment_ids": np.zeros((2, 8), int)},
+                r"segment_ids must be None with cu_seqlens, got both",
+            ),
+            ({"sinks": np.zeros(3, np.float32)}, r"sinks must have shape \(4,\) \(q_heads\), got \(3,\)"),
+            ({"mask": np.zeros((2, 1, 8, 8))}, r"mask must be of bool, got float64"),
+            (
+                {"mask": np.zeros((3, 1, 8, 8), bool)},
+                r"mask must broadcast to \(2, 4, 8, 8\) .*, got \(3, 1, 8, 8\)",
+            ),
+            ({"mask": masks.Prefix(length=2), "causal": True}, r"mask must let no query .*, got Prefix"),
+            (
+                {"mask": masks.BlockMask(blocks=np.ones((1, 1, 1), bool), block_q=4, block_kv=4)},
+                r"BlockMask's kv_blocks of 4 must be at least 2, .*, got 1",
+            ),
+            ({"mask": "causal"}, r"mask must be a mask of jattn.masks .*, got a str"),
+            ({"implementation": "cudnn"}, r"implementation must be one of .*, got 'cudnn'"),
+        ],
+    )  # fmt: skip
+    def test_names_the_value(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.attention(**{"q": self.Q, "k": self.Q, "v": self.Q} | change)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"q_tokens": 8}, r"kv_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2"),
+            (
+                {"q_tokens": 8, "window": (3, 1)},
+                r"kv_blocks of 4 must be at least 3, to reach over the 9 positions .*, got 2",
+            ),
+            ({"kv_tokens": 8}, r"q_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2"),
+            (
+                {"cu_seqlens": [0, 12]},
+                r"kv_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2",
+            ),
+            (
+                {"cu_seqlens": [0, 1, 10, 12]},
+                r"kv_blocks of 4 must be at least 3, to reach over the 9 positions .*, got 2",
+            ),
+        ],
+    )
+    def test_blocks_that_do_not_reach_over_all_that_is_seen_are_named(self, change, message):
+        change = {"q_tokens": 12, "kv_tokens": 12} | change
+        lens = change.pop("q_tokens"), change.pop("kv_tokens")
+        given = arrays(*lens, batch=None if "cu_seqlens" in change else 2)
+        mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
+        change = {name: np.asarray(x) if name == "cu_seqlens" else x for name, x in change.items()}
+        with pytest.raises(ValueError, match=message):
+            jattn.attention(*given, mask=mask, **change)
+
+    @pytest.mark.parametrize(
+        ("lens", "options"),
+        [
+            ((8, 12), {"causal": True}),
+            ((8, 5), {}),
+            ((5, 8), {"window": (None, 4)}),
+            ((12, 12), {"cu_seqlens": [0, 4, 12]}),
+        ],
+    )
+    def test_blocks_that_reach_over_all_that_is_seen_are_enough(self, lens, options):
+        given = arrays(*lens, batch=None if "cu_seqlens" in options else 2)
+        mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
+        if "cu_seqlens" in options:
+            options = {"cu_seqlens": np.asarray(options["cu_seqlens"])}
+        close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
+
+    @pytest.mark.parametrize(("num", "options"), [(3, {}), (2, {"cu_seqlens": np.asarray([0, 5, 12])})])
+    def test_blocks_from_a_row_s_first_on_need_not_reach_over_all_rows(self, num, options):
+        given, first = arrays(12, batch=None if options else 2), np.zeros(2, np.int32)
+        blocks = np.ones((4, num, num), bool)
+        mask = masks.BlockMask(blocks=blocks, first_q_block=first, block_q=4, block_kv=4)
+        close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
+
+    @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+    @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
+    def test_bounds_that_are_none_are_named(self, bounds, dtype):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens must ascend from 0 to at most the 8 tokens, got \["
+        ):
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray(bounds, dtype))
+
+    def test_bounds_are_of_one_document_or_more(self):
+        with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[documents \+ 1\].*, got \(1,\)"):
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0]))
+
+    def test_an_array_is_no_mask_of_packed_documents(self):
+        with pytest.raises(
+            ValueError, match=r"mask must be a mask of jattn.masks with cu_seqlens, got shape"
+        ):
+            jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0, 8]), mask=np.ones((8, 8), bool))
+
+    def test_a_keyword_that_nobody_knows_is_pythons_error(self):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'is_casual'$"):
+            jattn.attention(self.Q, self.Q, self.Q, is_casual=True)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"is_causal": True}, r"unexpected keyword argument 'is_causal': here it is causal=\."),
+            ({"local_window_size": (3, 0)}, r"argument 'local_window_size': here it is window=\."),
+            ({"causal": True, "bias": Q}, r"'bias': here it is jattn.attention_fn\(q, k, v, bias\)\."),
+            ({"dropout_rng": None}, "'dropout_rng': here it is an argument of jattn.attention_fn, "),
+        ],
+    )
+    def test_a_keyword_of_jax_nn_or_flax_is_told_its_name_here(self, options, message):
+        with pytest.raises(TypeError, match=message):
+            jattn.attention(self.Q, self.Q, self.Q, **options)
+
+    def test_every_other_name_of_jax_nn_is_told(self):
+        theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
+        ours = set(inspect.signature(jattn.attention).parameters)
+        assert theirs - ours <= set(NAMES_OF_JAX)
+        assert not ours & set(NAMES_OF_JAX)
+        page = (ROOT / "docs" / "training.md").read_text()
+        told = set(re.findall(r"(\w+)=", page.split("| jax.nn | here |")[1].split("\n\n")[0]))
+        assert theirs - ours <= told | {"query", "key", "value"}
+
+
+class TestOnAMeshOfExplicitAxes:
+    MESH = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def run(self, *partitions, q_heads=4, kv_heads=2):
+        """Traced: there is one device here."""
+        shapes = [(4, 8, heads, 16) for heads in (q_heads, kv_heads, kv_heads)]
+        place = lambda spec: jax.NamedSharding(self.MESH, P(*spec))
+        of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
+        return jax.eval_shape(jattn.attention, *map(of, shapes, partitions)).sharding.spec
+
+    def test_the_output_is_cut_as_what_is_cut(self):
+        whole = (None,) * 4
+        cases = {
+            ("x", None, "y", None): (("x", None, "y"), ("x", None, "y"), ("x", None, "y")),
+            (("x", "y"), None, None, None): ((), (("x", "y"),), ()),
+            whole: ((), (), ()),
+        }
+        assert {want: tuple(self.run(*given)) for want, given in cases.items()} == {
+            want: want for want in cases
+        }
+
+    def test_cut_tokens_and_heads_in_parts_are_refused(self):
+        message = r"{} on a mesh as .*: attention is cut by texts and heads alone\. .*jax\.sharding\.reshard"
+        with pytest.raises(NotImplementedError, match=message.format("q")):
+            self.run((None, "x"), (), ())
+        with pytest.raises(NotImplementedError, match=message.format("v")):
+            self.run((), (), (None, None, None, "y"))
+
+    def test_arrays_that_are_cut_differently_are_named(self):
+        message = r"q, k and v must be cut by the same axes of a mesh, or whole, got \{'q': 'x', 'k': 'y'\}"
+        with pytest.raises(ValueError, match=message):
+            self.run(("x",), ("y",), ())
+        message = r"q, k and v must have texts and heads on other axes, got \('x', 'x'\)"
+        with pytest.raises(ValueError, match=message):
+            self.run(("x",), (), (None, None, "x"))
+
+    def test_devices_that_would_need_parts_of_several_kv_heads_are_refused(self):
+        by_device = (None, None, ("x", "y"))
+        with pytest.raises(NotImplementedError, match=r"q_heads on 4 devices: 3 kv heads are no multiple or"):
+            self.run(by_device, (), (), q_heads=12, kv_heads=3)
+        for kv_heads in (1, 2, 4):
+            assert self.run(by_device, (), (), kv_heads=kv_heads)[2] == ("x", "y")
+
+    def test_kv_heads_may_be_cut_by_the_first_axes_that_cut_query_heads(self):
+        by_device, coarser = (None, None, ("x", "y")), (None, None, "x")
+        assert self.run(by_device, coarser, coarser)[2] == ("x", "y")
+        with pytest.raises(ValueError, match=r"q, k and v must be cut by the same axes of a mesh"):
+            self.run(by_device, coarser, (None, None, "y"))
+
+
+class TestOnAMeshOfAutoAxes:
+    """One device here, by the way of several; tests/dense/automatic_attention.py has four."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_several(self):
+        with mock.patch.object(attention, "are_automatic", return_value=True):
+            yield
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize(
+        ("lens", "options"),
+        [
+            ((24, 24), {"causal": True, "window": (7, 0), "soft_cap": 4.0}),
+            ((20, 9), {"causal": True, "segment_ids": None}),
+            ((9, 20), {"window": (3, 2)}),
+            ((24, 24), {"segment_ids": jnp.arange(48).reshape(2, 24) // 7}),
+            ((24, 24), {"cu_seqlens": jnp.array([0, 5, 5, 20])}),
+        ],
+    )
+    def test_outputs_and_gradients_are_the_reference_s(self, lens, options):
+        q, k, v = arrays(*lens, batch=None if "cu_seqlens" in options else 2, head_dim=24)
+        per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
+
+        def loss(given, per_head, implementation):
+            how = {"return_lse": True, "implementation": implementation}
+            out, lse = jattn.attention(*given, **per_head, **options, **how)
+            return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
+
+        for of in ((0, 1), 0, 1):
+            step = jax.jit(jax.grad(loss, of, has_aux=True), static_argnums=2)
+            got, want = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
+            jax.tree.map(functools.partial(close, atol=2e-5), got, want)
+
+    def test_gradients_of_float64_are_as_exact(self):
+        has_float64_s_gradients()
+
+    def test_only_the_wanted_is_derived(self):
+        q, k, v = arrays(7, head_dim=24)
+        slopes = jnp.linspace(0.1, 0.4, 4)
+        of_out = jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes).sum())(k)
+        of_lse = jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True)[1].sum())(q)
+        by = {"implementation": "reference"}
+        close(of_out, jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes, **by).sum())(k), 2e-5)
+        close(of_lse, jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True, **by)[1].sum())(q), 2e-5)
+
+    def test_a_second_derivative_is_refused_and_the_reference_has_it(self):
+        q, k, v = arrays(7, head_dim=24)
+        first = lambda q, by: jax.grad(lambda q: (jattn.attention(q, k, v, implementation=by) ** 2).sum())(q)
+        with pytest.raises(NotImplementedError, match="a derivative of a derivative of attention"):
+            jax.grad(lambda q: first(q, None).sum())(q)
+        assert bool(jnp.isfinite(jax.grad(lambda q: first(q, "reference").sum())(q)).all())
+
+    def test_vmap_and_functions_that_close_over_arrays(self):
+        given, ids = arrays(8, batch=3, head_dim=24), jnp.arange(8) // 3
+
+        def run(*given):
+            by_ids = masks.MaskFunction(lambda head, query, key: ids[query] == ids[key])
+            return jattn.attention(*given, mask=by_ids)
+
+        want = jattn.attention(*given, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
+        close(run(*given), want)
+        close(jax.vmap(run)(*given), want)
+        derives_as_a_mask_of_bools(arrays(9, head_dim=24))
+
+
+def test_the_signature_is_what_its_users_were_promised():
+    names = list(inspect.signature(jattn.attention).parameters)
+    assert names == [
+        "q", "k", "v", "causal", "window", "soft_cap", "scale", "segment_ids", "cu_seqlens", "alibi_slopes",
+        "sinks", "mask", "return_lse", "implementation", "deterministic",
+    ]  # fmt: skip
+
+
+def test_xla_walks_no_further_than_a_mask_of_first_keys():
+    """Else compressed keys would be walked through as if they were as many as queries."""
+    first, near = masks.Sinks(9), masks.Window(left=3)
+    cases = {first: 9, first & near: 9, near & first & masks.Sinks(4): 4, first | masks.Sinks(30): 30}
+    assert {mask: num_first_keys(mask) for mask in cases} == cases
+    assert [num_first_keys(mask) for mask in (None, near, first | near, ~first)] == [None] * 4
