@@ -11,7 +11,8 @@ from jattn.models import save
 from jattn.serving.cli import options
 from jattn.serving.cli.generate import StreamPrinter
 from jattn.serving.cli.main import main
-from jattn.serving.engine.engine import Engine, doctor
+from jattn.serving.engine import doctor
+from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.sampling_params import SamplingParams
 from tests.conftest import GOLDEN
 from tests.serving.test_engine import one_bucket
