@@ -328,7 +328,7 @@ def part_of(metadata: BatchMetadata, region: str) -> Part:
 def rows_from(array: Any, first: int, end: int | None = None) -> Any:
     """`array[first:end]`, a copy where it does not begin at a multiple of ALIGNED_BYTES.
 
-    Kernels cannot read others in place: see pallas_kernels.shared.slices.
+    Kernels cannot read others in place: see pallas_kernels.shared.memory.
 
     Args:
         array: Traced, numpy's, or JAX's; traced, it begins at such a multiple itself.

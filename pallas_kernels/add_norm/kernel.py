@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.ptx.assumptions import THREADS
-from pallas_kernels.shared.norm import weighted
-from pallas_kernels.shared.store import store_unoptimized
+from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
 BYTES_AT_ONCE = 16  # that a thread loads
@@ -90,3 +90,17 @@ def _normed(x: Tile, weight: Tile, norm: Norm) -> Tile:
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(wide * wide) / x.shape[0] + norm.eps)
     return weighted(wide * factor, weight, x.dtype, is_offset=norm.is_offset)
+
+
+def weighted(normed: Tile, weight: Tile, dtype: DTypeLike, *, is_offset: bool) -> Tile:
+    """What was divided by its root mean square, times a weight; rounded before, too, or once.
+
+    Args:
+        normed: f32.
+        weight: f32.
+        dtype: Of the result.
+        is_offset: Gemma's: the factor is 1 + weight, and the product is rounded once. Else Llama's.
+    """
+    if is_offset:
+        return (normed * (1.0 + weight)).astype(dtype)
+    return (normed.astype(dtype).astype(jnp.float32) * weight).astype(dtype)

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
-from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
 

@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import swizzled_smem, widened
+from pallas_kernels.shared.dequant import widened
+from pallas_kernels.shared.memory import BULK, padded_slice, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
-from pallas_kernels.shared.tma import BULK, padded_slice
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
 
 TILE = 64  # keys of a thread block

@@ -23,9 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.memory import BULK, store_unoptimized
 from pallas_kernels.shared.paged_kv import place_of_slot
-from pallas_kernels.shared.store import store_unoptimized
-from pallas_kernels.shared.tma import BULK
 from pallas_kernels.shared.types import Barriers, Interpret, Layout, Memory, Ref, Rows, Scalar, Tile
 
 MIN_SCALE = 1e-6

@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_kernels.checks import require_positive
-from pallas_kernels.shared.gpu import NUM_SMS
+from pallas_kernels.support import NUM_SMS
 
 SHARED_MEMORY = 96 * 1024  # bytes a thread block may take, so that two fit an SM
 

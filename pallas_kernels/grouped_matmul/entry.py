@@ -5,8 +5,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.checks import require, require_axes, require_shape, unsupported
 from pallas_kernels.derivatives import given_to_kernel
-from pallas_kernels.grouped_matmul.kernel import Shape, multiply_tiles
-from pallas_kernels.grouped_matmul.sizes import TILE_ROWS
+from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, Shape, multiply_tiles
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_grouped_matmul
 

@@ -17,10 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.sizes import TILE_INPUTS, TILE_ROWS, num_stages, tile_outputs
-from pallas_kernels.shared.dequant import swizzle_transforms, swizzled_smem
+from pallas_kernels.shared.memory import swizzle_transforms, swizzled_smem
 from pallas_kernels.shared.types import Interpret, Ref
 
+TILE_ROWS = 128  # rows of a thread block, half of them each of its two warpgroups that multiply
+TILE_INPUTS = 64  # of both operands, a stage: a row of the swizzle
+TILES_OUTPUTS = (256, 192, 128, 64)  # columns of a thread block, the widest that divides the outputs
+SHARED_MEMORY = 225 * 1024  # bytes a thread block may have
 ROWS = TILE_ROWS // 2  # of a warpgroup
 f32 = jnp.float32
 
@@ -118,3 +121,14 @@ def multiply_body(x: Ref, weights: Ref, group_of_tile: Ref, out: Ref, results: R
         matrix = weights.at[group]
         matrix = matrix.at[columns] if shape.outputs_first else matrix.at[:, columns]
         pipeline(x.at[pl.ds(first_row, TILE_ROWS)], matrix)
+
+
+def tile_outputs(outputs: int) -> int:
+    """Columns of a thread block."""
+    return next(tile for tile in TILES_OUTPUTS if outputs % tile == 0)
+
+
+def num_stages(tile: int, inputs: int) -> int:
+    """Stages of both operands beside the tile of results, no more than there is to load."""
+    stage, results = 2 * (TILE_ROWS + tile) * TILE_INPUTS, 2 * TILE_ROWS * tile
+    return min((SHARED_MEMORY - results) // stage, inputs // TILE_INPUTS)

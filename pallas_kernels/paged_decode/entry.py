@@ -4,10 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.derivatives import given_to_kernel
-from pallas_kernels.paged_decode.call import Call
+from pallas_kernels.paged_decode.call import Call, from_rows
+from pallas_kernels.paged_decode.combine import merge_partials
 from pallas_kernels.paged_decode.kernel import decode_partials
-from pallas_kernels.paged_decode.merge import merge_partials
-from pallas_kernels.paged_decode.query_rows import from_rows
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule
 from pallas_kernels.paged_decode.sizes import KernelSizes, default_sizes
 from pallas_kernels.paged_decode.spec import DecodeSpec

@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_scales
-from pallas_kernels.paged_decode.segments import Segment, Span
+from pallas_kernels.paged_decode.span import Segment, Span
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
+from pallas_kernels.shared.memory import BULK, padded_slice
 from pallas_kernels.shared.paged_kv import BlockTable
-from pallas_kernels.shared.tma import BULK, padded_slice
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 
 type Copies = list[tuple[Scalar, Scalar]]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.segments import Segment
+from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.shared import paged_kv

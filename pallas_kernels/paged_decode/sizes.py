@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
-from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.support import why_not_head
+from pallas_kernels.support import NUM_SMS, why_not_head
 
 MAX_ROWS = 64
 

@@ -1,12 +1,14 @@
 """The online softmax over a request's tiles of keys, in powers of 2."""
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.products import Products
-from pallas_kernels.shared.types import Columns, Tile
+from pallas_kernels.paged_decode.mma import Products
+from pallas_kernels.paged_decode.refs import has_token_scales
+from pallas_kernels.paged_decode.span import Segment
+from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
-# f16 probabilities go up to 2 ** 14, not 1: small ones, and small scales, would lose bits as subnormals.
-HEADROOM = 14
 SMALLEST_SCALE = 2.0**-60
 
 
@@ -35,3 +37,29 @@ def online_softmax(
     p = jnp.exp2(s - products.spread(base))
     total = total * products.spread(shrink) + p  # summed over the keys at the end, once
     return p if weight is None else p * weight, shrink, new_top, total
+
+
+W = plgpu.Layout.WGMMA
+
+
+def of_head(scale_g: Ref, segment: Segment) -> Scalar | None:
+    """The number that multiplies a segment's keys or values; None where there is none, or more than one."""
+    if scale_g is None or scale_g.ndim != 1:
+        return None
+    return scale_g[segment.kv_head if scale_g.shape[0] > 1 else 0]
+
+
+def of_keys(scale_s: Ref, stage: Scalar, tile: tuple[int, int]) -> Tile:
+    """A stage's scales per token, each over its row of a tile."""
+    scale = plgpu.load(scale_s.at[stage], layout=W.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(scale, tile, [0])
+
+
+def scaled_output(acc: Tile, chunk: int, segment: Segment, v_scale_g: Ref, factor: Scalar | None) -> Tile:
+    """A chunk of O^T times the values' static scale; `factor` is of_head's, asked for in good time."""
+    if v_scale_g is None or has_token_scales(v_scale_g):
+        return acc
+    if factor is not None:
+        return acc * factor
+    channels = plgpu.load(v_scale_g.at[segment.kv_head, chunk], layout=W.reduce(1), optimized=False)
+    return acc * lax.broadcast_in_dim(channels, acc.shape, [0])

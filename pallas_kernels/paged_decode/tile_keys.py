@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
-from pallas_kernels.paged_decode.segments import Segment
+from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 

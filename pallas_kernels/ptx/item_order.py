@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ptx.programs import THREADS, WARPS, run_program, sum_before, wait_for_all
 from pallas_kernels.ptx.twins import with_twin
-from pallas_kernels.shared.sorted_places import sorted_places
+from pallas_kernels.shared.arithmetic import sorted_places
 
 MAX_ITEMS = 2**16 - 1  # of a set: counts have 16 bits
 MAX_LEN = 2800  # of a list: the counts of all lengths fit shared memory

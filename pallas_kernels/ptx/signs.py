@@ -9,7 +9,7 @@ from pallas_kernels.ptx import lanes
 from pallas_kernels.ptx.assumptions import is_contiguous
 from pallas_kernels.ptx.tensor_core import ELEMENTS_16
 from pallas_kernels.ptx.twins import with_twin
-from pallas_kernels.shared.dequant import swizzle_transforms
+from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Ref
 
 

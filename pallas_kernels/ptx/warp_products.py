@@ -28,7 +28,7 @@ from pallas_kernels.ptx.tensor_core import (
 )
 from pallas_kernels.ptx.twins import rounded_to, with_twin
 from pallas_kernels.ptx.warp_queries import KEYS, WARPS, Operand, WarpTile, ref_type, right_layout
-from pallas_kernels.shared.dequant import swizzle_of
+from pallas_kernels.shared.memory import swizzle_of
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 
 f32 = jnp.float32

@@ -17,8 +17,8 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.assumptions import RIGHT_LAYOUT, TILE, require_layout, require_tiles
 from pallas_kernels.ptx.tensor_core import rounded
 from pallas_kernels.ptx.twins import rounded_to, with_twin
-from pallas_kernels.shared.dequant import swizzle_transforms
 from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Layout, Ref, Tile
 
 KEYS = 16  # of a warp

@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.add_norm.kernel import weighted
 from pallas_kernels.cache_write.kernel import row_layout
-from pallas_kernels.shared.norm import weighted
+from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import place_of_slot
-from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
 type Halves = tuple[Tile, Tile]  # of the last axis

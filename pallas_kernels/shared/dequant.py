@@ -1,13 +1,12 @@
 """8-bit tiles in registers, and the shared memory that tiles stand in."""
 
-import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.shared.types import Memory, Ref, Tile
+from pallas_kernels.shared.types import Ref, Tile
 
 NARROW = plgpu.Layout.WGMMA_UPCAST_2X
 
@@ -31,22 +30,3 @@ def converted(x: Tile, dtype: DTypeLike, scaled: Callable[[Tile], Tile] | None =
         x = x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x
         x = x.astype(jnp.float32)
     return (x if scaled is None else scaled(x)).astype(dtype)
-
-
-def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 64) -> Memory:
-    """Shared memory that TMA fills and the tensor core reads; for `width`, see swizzle_of."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(jnp.dtype(dtype).itemsize, width))
-
-
-def swizzle_transforms(
-    itemsize: int, width: int = 64
-) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How swizzled_smem lies in memory."""
-    swizzle = swizzle_of(itemsize, width)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
-    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
-
-
-def swizzle_of(itemsize: int, width: int = 64) -> int:
-    """Bytes of a row of the swizzle; `width` columns stay together, up to 128 bytes of them."""
-    return math.gcd(itemsize * width, 128)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.checks import require
-from pallas_kernels.shared.tma import padded_slice
+from pallas_kernels.shared.memory import padded_slice
 from pallas_kernels.shared.types import Index, Scalar
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)

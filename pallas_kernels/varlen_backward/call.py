@@ -16,8 +16,8 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.head_dims import UNIT, head_cut
+from pallas_kernels.shared.memory import unsliced
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.slices import unsliced
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.lists import PairMask, TileLists

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec, f32

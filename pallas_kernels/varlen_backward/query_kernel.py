@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.query_gradients import QueryGradients
 from pallas_kernels.varlen_backward.query_refs import QueryInputs, QuerySmem

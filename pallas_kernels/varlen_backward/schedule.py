@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
 from pallas_kernels.checks import require
+from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
 from pallas_kernels.varlen_prefill import Schedule as PrefillSchedule
 from pallas_kernels.varlen_prefill import make_schedule as prefill_schedule

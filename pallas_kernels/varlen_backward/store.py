@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
-from pallas_kernels.shared.store import store_unoptimized
+from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_backward.items import Item, aligned
 from pallas_kernels.varlen_backward.spec import BackwardSpec

@@ -19,9 +19,9 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.memory import unsliced
 from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.slices import unsliced
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_prefill, why_not_widening
 from pallas_kernels.varlen_prefill.lists import TileLists, items_of, num_query_blocks

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.memory import BULK
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
-from pallas_kernels.shared.tma import BULK
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned, heads_of
 from pallas_kernels.varlen_prefill.pipeline import Queries, Ring, Stream

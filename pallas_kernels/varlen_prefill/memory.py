@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Memory
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
 from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE

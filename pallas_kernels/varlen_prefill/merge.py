@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import swizzled_smem
+from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.items import Item, columns_of
 from pallas_kernels.varlen_prefill.query_rows import QueryRows

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.checks import require
+from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.splits import Merges, cut_tiles, merges_of, most_partials, num_splits
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
+from pallas_kernels.support import NUM_SMS
 
 WARPGROUP_ROWS = 64  # the tensor core's M
 HEADS_PER_TILE = (1, 2, 4, 8)  # a warpgroup's rows of a head are a multiple of 8, what TMA fills at once

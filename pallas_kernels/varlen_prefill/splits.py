@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.shared.sorted_places import is_before
+from pallas_kernels.shared.arithmetic import is_before
 from pallas_kernels.varlen_prefill.sizes import KernelSizes
 
 # What a kernel reads of a split, after the columns of its tile of queries:

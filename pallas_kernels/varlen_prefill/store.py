@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_tokens
+from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.softmax import normalized
-from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.items import aligned, heads_of
 from pallas_kernels.varlen_prefill.query_rows import QueryRows

@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import NARROW, converted
+from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE
-from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.items import Item, Worklist
 from pallas_kernels.varlen_prefill.pipeline import Ring, Stream

@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.implementations.mosaic_gpu import backward_lists as backward_lists_of
 from jattn.implementations.mosaic_gpu import tile_lists
-from pallas_kernels.paged_decode import merge
-from pallas_kernels.paged_decode.segments import Span
+from pallas_kernels.paged_decode import combine
+from pallas_kernels.paged_decode.span import Span
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTable
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import items as backward_items
@@ -69,23 +69,23 @@ def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def fewer_partials(patch: pytest.MonkeyPatch) -> None:
-    right = merge.partials_of
+    right = combine.partials_of
 
     def wrong(*args):
         first, count, first_span = right(*args)
         return first, jnp.where(count > 1, jnp.maximum(count - 1, 2), count), first_span
 
-    patch.setattr(merge, "partials_of", wrong)
+    patch.setattr(combine, "partials_of", wrong)
 
 
 def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
-    right = merge.partials_of
+    right = combine.partials_of
 
     def wrong(*args):
         first, count, first_span = right(*args)
         return jnp.where(count > 2, first + 1, first), count, first_span
 
-    patch.setattr(merge, "partials_of", wrong)
+    patch.setattr(combine, "partials_of", wrong)
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill

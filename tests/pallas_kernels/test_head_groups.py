@@ -11,7 +11,8 @@ from jattn.implementations.mosaic_gpu import why_not
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from tests import contract
 from tests.contract import Problem
-from tests.pallas_kernels import test_paged_decode, test_varlen_prefill
+from tests.pallas_kernels import test_varlen_prefill
+from tests.pallas_kernels.paged_decode import test_entry as decode_tests
 from tests.regions import attend_region
 
 GROUPS = [*range(1, 17), 64]
@@ -49,7 +50,7 @@ def solved(case, monkeypatch, interpret=None):
     region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
     query = jnp.asarray(problem.query)
     if interpret is not None:
-        few = test_paged_decode.sizes_of(case), test_varlen_prefill.sizes_of(case)
+        few = decode_tests.sizes_of(case), test_varlen_prefill.sizes_of(case)
         for kernel, sizes in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
             make = lambda *_, sizes=sizes, **__: sizes
             monkeypatch.setattr(getattr(why_not, kernel), "default_sizes", make)

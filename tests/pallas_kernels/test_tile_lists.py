@@ -24,8 +24,8 @@ from jattn.implementations.mosaic_gpu import (
 )
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
 from pallas_kernels.ptx import item_order
+from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.sorted_places import sorted_places
 from pallas_kernels.varlen_prefill import KernelSizes, PairTile, Schedule, make_lists, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists

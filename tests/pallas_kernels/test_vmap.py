@@ -13,7 +13,10 @@ from pallas_kernels import paged_decode as decode
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.shared.score import Score
 from tests import aot
-from tests.pallas_kernels import decode_aot_cases, prefill_aot_cases, test_cache_read, test_cache_write
+from tests.pallas_kernels import prefill_aot_cases
+from tests.pallas_kernels.cache_read import test_entry as cache_read_tests
+from tests.pallas_kernels.cache_write import test_entry as cache_write_tests
+from tests.pallas_kernels.paged_decode import decode_aot_cases
 
 SIZE, HEADS, DIM, BLOCKS = 16, 2, 64, 12
 KEY, VALUE = 1, 2
@@ -96,7 +99,7 @@ def test_each_gets_the_bits_that_it_gets_alone_on_a_gpu(problem):
 def aot_cases():
     """A kernel of each kind, all of its arguments mapped."""
     cases = {}
-    for module in (decode_aot_cases, prefill_aot_cases, test_cache_write, test_cache_read):
+    for module in (decode_aot_cases, prefill_aot_cases, cache_read_tests, cache_write_tests):
         name, (run, arguments, *_) = next(iter(module.aot_cases().items()))
         twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), arguments)
         cases[f"{module.__name__}-{name}"] = (jax.vmap(run), twice)

@@ -15,9 +15,8 @@ from pallas_kernels.ptx.assumptions import BY_THREAD, ROW, THREADS, TILE
 from pallas_kernels.ptx.warp_products import key_products, value_products, warp_largest
 from pallas_kernels.ptx.warp_queries import WARPS, WarpTile, query_fragments
 from pallas_kernels.ptx.warp_results import store_results
-from pallas_kernels.shared.dequant import swizzled_smem
 from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.shared.store import store_unoptimized
+from pallas_kernels.shared.memory import store_unoptimized, swizzled_smem
 
 f32 = jnp.float32
 

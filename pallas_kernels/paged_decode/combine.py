@@ -16,9 +16,9 @@ from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.assumptions import BY_THREAD, THREADS
 from pallas_kernels.ptx.partial_results import Share, groups_of, of_queries, partials, store
 from pallas_kernels.ptx.span_start import span_start, span_units
-from pallas_kernels.shared.gpu import NUM_SMS
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.types import Ref, Rows, Scalar
+from pallas_kernels.support import NUM_SMS
 
 f32 = jnp.float32
 MOST_THREAD_BLOCKS = 2 * NUM_SMS  # more of them take longer to start than they save

@@ -13,9 +13,7 @@ import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import why_not
 from pallas_kernels.paged_decode import BlockList, KernelSizes, paged_decode, reference, schedule_for
-from pallas_kernels.paged_decode.mma_products import MmaProducts
-from pallas_kernels.paged_decode.products import Products
-from pallas_kernels.paged_decode.wgmma_products import WgmmaProducts
+from pallas_kernels.paged_decode.mma import MmaProducts, Products, WgmmaProducts
 from pallas_kernels.ptx.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
@@ -23,7 +21,7 @@ from pallas_kernels.support import why_not_decode, why_not_on
 from tests import aot, races
 from tests.contract import Problem, case_id, every_other
 from tests.covering import covering_array
-from tests.pallas_kernels.decode_aot_cases import aot_cases
+from tests.pallas_kernels.paged_decode.decode_aot_cases import aot_cases
 from tests.regions import attend_region
 
 FACTORS = {
@@ -501,7 +499,7 @@ class TestAheadOfTime:
 
     def check(self, names):
         aot.require_plugin()
-        reports = aot.compile_all("tests.pallas_kernels.decode_aot_cases", names)
+        reports = aot.compile_all("tests.pallas_kernels.paged_decode.decode_aot_cases", names)
         assert list(reports) == names
         for name, kernels in reports.items():
             assert {k.name.partition("_mosaic")[0] for k in kernels} == {

@@ -100,7 +100,7 @@ def _norm(x, weight):
 @pytest.mark.kernels
 def test_the_kernels_that_ship_compile_without_spills():
     aot.require_plugin()
-    kernels = aot.compile_all("tests.pallas_kernels.test_add_norm", list(aot_cases()))
+    kernels = aot.compile_all("tests.pallas_kernels.add_norm.test_entry", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
     for name, (kernel,) in kernels.items():
         assert kernel.spilled_bytes == 0, name

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul, grouped_matmul_reference
 from tests import aot, races
-from tests.pallas_kernels import grouped_aot_cases
+from tests.pallas_kernels.grouped_matmul import grouped_aot_cases
 
 GROUPS = (2, 0, -1, 2, -1)  # of the tiles; nobody has group 1 or 3
 

@@ -75,6 +75,6 @@ def aot_cases():
 
 def test_what_ships_compiles_and_does_not_spill():
     aot.require_plugin()
-    reports = aot.compile_all("tests.pallas_kernels.test_list_tiles", list(aot_cases()))
+    reports = aot.compile_all("tests.pallas_kernels.list_tiles.test_entry", list(aot_cases()))
     for name, kernels in reports.items():
         assert [each.spilled_bytes for each in kernels] == [0], name

@@ -132,7 +132,7 @@ def _write_with_scales(key, value, k, v, slots, k_scale, v_scale, *, layout):
 
 def test_the_writes_that_ship_compile_without_spills_or_copies():
     aot.require_plugin()
-    kernels = aot.compile_all("tests.pallas_kernels.test_cache_write", list(aot_cases()))
+    kernels = aot.compile_all("tests.pallas_kernels.cache_write.test_entry", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
     for name, (kernel,) in kernels.items():
         assert kernel.spilled_bytes == 0, name

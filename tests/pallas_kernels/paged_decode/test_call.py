@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_decode.query_rows import from_rows, heads_to_rows, to_rows
+from pallas_kernels.paged_decode.call import from_rows, heads_to_rows, to_rows
 from pallas_kernels.paged_decode.spec import Shape
 from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.shared.head_dims import head_cut

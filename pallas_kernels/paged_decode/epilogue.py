@@ -8,11 +8,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.refs import Outputs
-from pallas_kernels.paged_decode.segments import Segment
+from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
+from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.softmax import normalized
-from pallas_kernels.shared.store import store_unoptimized
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
 W = plgpu.Layout.WGMMA

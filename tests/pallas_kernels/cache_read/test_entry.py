@@ -155,7 +155,7 @@ def aot_cases():
 class TestAheadOfTime:
     def check(self, names):
         aot.require_plugin()
-        reports = aot.compile_all("tests.pallas_kernels.test_cache_read", names)
+        reports = aot.compile_all("tests.pallas_kernels.cache_read.test_entry", names)
         assert list(reports) == names
         for name, kernels in reports.items():
             assert [k.name.partition("_mosaic")[0] for k in kernels] == ["cache_read"], name

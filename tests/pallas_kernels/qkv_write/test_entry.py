@@ -170,7 +170,7 @@ def _write(qkv, k_cache, v_cache, slots, cos, sin, q_weight, k_weight, *, layout
 @pytest.mark.kernels
 def test_the_kernels_that_ship_compile_without_spills_or_copies():
     aot.require_plugin()
-    kernels = aot.compile_all("tests.pallas_kernels.test_qkv_write", list(aot_cases()))
+    kernels = aot.compile_all("tests.pallas_kernels.qkv_write.test_entry", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
     for name, (kernel,) in kernels.items():
         assert kernel.spilled_bytes == 0, name
