@@ -13,8 +13,8 @@ import jattn
 from jattn import masks
 from jattn.serving.engine.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
+from tests.masks.test_attend_with_masks import masked
 from tests.pallas_kernels.listed_problem import ListedProblem
-from tests.sparsity.test_attend import masked
 
 pytestmark = pytest.mark.gpu
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jattn
 from jattn.implementations import reference, xla
-from jattn.vllm.graph_padding import pad_batch_for_graph
+from jattn.vllm.cuda_graphs import pad_batch_for_graph
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import varlen_prefill
 from tests.cache.test_cache import LAYOUTS, create, random_kv

@@ -17,7 +17,7 @@ from jattn.dense.arguments import (
     spec_of_arrays,
 )
 from jattn.dense.auto_sharding import are_automatic
-from jattn.dense.per_device import Attended, How, Values, attend_part, attend_parts, partitions
+from jattn.dense.per_shard import Attended, How, Values, attend_part, attend_parts, partitions
 from jattn.dense.sharding import cut_of, on_each_device
 from jattn.implementations.choice import Asked, asked_for
 from jattn.masks import Mask

@@ -21,7 +21,7 @@ from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.xla import QueryTiles, varying_as
 from jattn.masks import Mask
-from jattn.masks.closed import with_arrays
+from jattn.masks.functions import with_arrays
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 

@@ -10,16 +10,15 @@ from jattn.masks.base import And, Mask, Not, Or
 from jattn.masks.blocks import BigBird, BlockMask, ListedBlocks
 from jattn.masks.checks import check_ahead, check_mask, check_mask_of_step
 from jattn.masks.coverage import coverage_of_tiles
+from jattn.masks.dense_mask import dense, density, heads_of
 from jattn.masks.documents import Document
-from jattn.masks.drawing import dense, density, heads_of
-from jattn.masks.gathered import GatheredColumns, InParts, Ungathered, in_parts
+from jattn.masks.functions import MaskFunction
 from jattn.masks.heads import OnlyHeads, streaming_heads
-from jattn.masks.interleaved import Interleaved
 from jattn.masks.local_strided import LocalStrided
-from jattn.masks.mesh_heads import OnMesh, on_mesh, row_array_ids
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
-from jattn.masks.positions import Causal, Chunked, Dilated, MaskFunction, Sinks, Window
-from jattn.masks.traced import Prefix, VerticalSlash
+from jattn.masks.positions import Causal, Chunked, Dilated, Prefix, Sinks, Window
+from jattn.masks.sharded import Interleaved, OnMesh, on_mesh, row_array_ids
+from jattn.masks.vertical_slash import GatheredColumns, InParts, Ungathered, VerticalSlash, in_parts
 
 __all__ = [
     "And",

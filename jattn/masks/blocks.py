@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.masks.arguments import require_array, set_ints
 from jattn.masks.base import Mask
-from jattn.masks.integers import block_of, quotient, remainder
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
+from jattn.masks.checks import require_array, set_ints
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles, block_of, quotient, remainder
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int

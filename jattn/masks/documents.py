@@ -8,10 +8,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jattn.masks.arguments import require_array
 from jattn.masks.base import And, Mask, Not, Or, leaves
-from jattn.masks.integers import quotient
-from jattn.masks.pairs import Coverage, Pairs, Tiles
+from jattn.masks.checks import require_array
+from jattn.masks.pairs import Coverage, Pairs, Tiles, quotient
 from jattn.pytree import pytree
 from pallas_kernels import support
 from pallas_kernels.checks import require

@@ -6,8 +6,8 @@ from typing import Any, override
 
 import jax
 
-from jattn.masks.arguments import require_ints
 from jattn.masks.base import Mask
+from jattn.masks.checks import require_ints
 from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
 from jattn.masks.positions import Sinks, Window
 from pallas_kernels.checks import require

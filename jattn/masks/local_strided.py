@@ -6,10 +6,9 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
-from jattn.masks.arguments import set_ints
 from jattn.masks.base import Mask
-from jattn.masks.integers import block_of, quotient, remainder
-from jattn.masks.pairs import Coverage, Pairs, Tiles
+from jattn.masks.checks import set_ints
+from jattn.masks.pairs import Coverage, Pairs, Tiles, block_of, quotient, remainder
 from jattn.pytree import set_bools
 from pallas_kernels.checks import require, require_positive
 

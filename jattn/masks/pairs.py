@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.shared import block_of as block_of
 
 
 class Pairs(NamedTuple):
@@ -84,3 +88,13 @@ class Sizes(NamedTuple):
     max_seq_len: int | None = None
     max_query_end: int | None = None
     query_ends: Callable[[], np.ndarray] | None = None
+
+
+def quotient(x: Any, size: int) -> Any:
+    """`x // size` for x >= 0."""
+    return jax.lax.div(x, jnp.full_like(x, size))
+
+
+def remainder(x: Any, size: int) -> Any:
+    """`x % size` for x >= 0."""
+    return jax.lax.rem(x, jnp.full_like(x, size))

@@ -1,19 +1,18 @@
 """Masks of positions: what a query sees depends on where it and the key stand in the request."""
 
-import contextlib
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, override
+import numbers
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
-from jattn.masks.arguments import MAX_INT, set_ints
 from jattn.masks.base import Mask
-from jattn.masks.integers import block_of, quotient, remainder
-from jattn.masks.pairs import Coverage, Pairs, Tiles
+from jattn.masks.checks import MAX_INT, require_array, set_ints
+from jattn.masks.pairs import Coverage, Pairs, Tiles, block_of, quotient, remainder
+from jattn.pytree import pytree
 from pallas_kernels.checks import require
 
 
@@ -171,73 +170,44 @@ class Dilated(Mask):
         return Coverage(num_seen > 0, num_seen == farthest - nearest + 1)
 
 
-@contextlib.contextmanager
-def elementwise() -> Iterator[None]:
-    """Where a mask's function is traced: ValueError where it asks an array whether it is true."""
-    try:
-        yield
-    except jax.errors.TracerBoolConversionError as error:
-        rule = "be elementwise: & for and, | for or, ~ for not, jnp.where for if"
-        raise ValueError(f"function must {rule}, got one that asks an array whether it is true.") from error
+@pytree
+class Prefix(Mask):
+    """The first `length` tokens of a request see each other, later ones too: no mask for causal attention.
 
+    A prefix LM is `Causal() | Prefix(length=n)` with `AttentionSpec(causal=False)`. Where a prompt is
+    computed in chunks, the first should have the whole prefix: what is not in the cache yet is not seen.
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class MaskFunction(Mask):
-    """`function(head, query, key) -> bool`, elementwise, of int32 arrays that broadcast; hashed by identity.
-
-    Its schedule takes a look at every pair. `query` and `key` are positions; arrays that the function closes
-    over are constants of what is compiled, and with some there is no kernel. What it returns is an array of
-    bool, or True or False of all.
+    Attributes:
+        length: Of every request, an int or [], or of each [reqs].
     """
 
-    function: Callable[[Any, Any, Any], Any]
+    length: Int[Array, "*reqs"] | Int[np.ndarray, "*reqs"] | int | np.integer
+    row_axes: ClassVar[dict[str, int]] = {"length": 1}
 
     def __post_init__(self) -> None:
-        is_function = callable(self.function)
-        require(is_function, "function", "be a function of head, query and key", repr(self.function))
-        try:
-            taken = inspect.signature(self.function)
-        except ValueError:  # of some that are not written in Python nobody knows
-            return
-        try:
-            taken.bind(None, None, None)
-        except TypeError:
-            rule = "take three arguments: head, query and key"
-            raise ValueError(f"function must {rule}, got one of {taken}.") from None
+        if isinstance(self.length, numbers.Integral) and not isinstance(self.length, bool):
+            object.__setattr__(self, "length", np.asarray(self.length))
+        require_array("length", self.length, "integer", {0: "[]", 1: "[reqs]"})
+        if isinstance(self.length, np.ndarray):  # JAX would take the low 32 bits of more
+            length = self.length.ravel()
+            require(all(abs(int(one)) <= MAX_INT for one in length), "length", "hold int32s", self.length)
+            object.__setattr__(self, "length", self.length.astype(np.int32))
 
     @property
     @override
-    def num_heads(self) -> tuple[int | None, int | None]:
-        return None, 1
+    def sees_ahead(self) -> bool:
+        return True
 
-    def _says(self, head: Any, query: Any, key: Any) -> Any:
-        """What the function returns: of other numbers than bool & and ~ would take the bits."""
-        with elementwise():
-            said = self.function(head, query, key)
-        said = np.bool_(said) if isinstance(said, bool) else said  # Python's ~True is -2
-        dtype = getattr(said, "dtype", type(said).__name__)
-        require(dtype == jnp.bool_, "function", "return bool, as comparisons do", dtype)
-        return said
+    def _length(self, row: Any) -> Any:
+        lengths = jnp.asarray(self.length)
+        return lengths if lengths.ndim == 0 else lengths[jnp.minimum(row, lengths.shape[0] - 1)]
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        return self._says(pairs.head, pairs.query, pairs.key)
+        return jnp.maximum(pairs.query, pairs.key) < self._length(pairs.row)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        def every_pair(of: Callable[[Any, Any], Any]) -> Any:
-            """`of(sees, is_in_tile)` over each tile's pairs, which get two more axes."""
-            wide = lambda x: jnp.asarray(x)[..., None, None]
-            query = wide(tiles.first_query) + jnp.arange(tiles.size[0], dtype=jnp.int32)[:, None].reshape(
-                *[1] * jnp.ndim(tiles.first_query), -1, 1
-            )
-            key = wide(tiles.first_key) + jnp.arange(tiles.size[1], dtype=jnp.int32).reshape(
-                *[1] * jnp.ndim(tiles.first_key), 1, -1
-            )
-            is_in = (query <= wide(tiles.last_query)) & (key <= wide(tiles.last_key))
-            return of(self._says(wide(tiles.head), query, key), is_in)
-
-        some = every_pair(lambda sees, is_in: sees & is_in).any(axis=(-2, -1))
-        every = every_pair(lambda sees, is_in: sees | ~is_in).all(axis=(-2, -1))
-        return Coverage(some, every)
+        length = self._length(tiles.row)
+        some = jnp.maximum(tiles.first_query, tiles.first_key) < length
+        return Coverage(some, jnp.maximum(tiles.last_query, tiles.last_key) < length)

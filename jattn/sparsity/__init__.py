@@ -2,13 +2,13 @@
 
 from jattn import masks
 from jattn.masks import *  # noqa: F403  (a mask is named in its own package, and nowhere else)
-from jattn.sparsity.native import nsa, selected_blocks
-from jattn.sparsity.own_scores import block_means, top_k_blocks
-from jattn.sparsity.pictures import plot
-from jattn.sparsity.pooled import select_prefill_blocks
+from jattn.sparsity.decode_selection import KeyBounds, select_blocks, write_key_bounds
+from jattn.sparsity.native_sparse_attention import nsa, selected_blocks
+from jattn.sparsity.plotting import plot
+from jattn.sparsity.prefill_selection import select_prefill_blocks
 from jattn.sparsity.recipes import moba, streaming_llm, vertical_slash, x_attention
+from jattn.sparsity.scores import block_means, top_k_blocks
 from jattn.sparsity.tile_schedule import TileSchedule, schedule, tile_classes
-from jattn.sparsity.topk import KeyBounds, select_blocks, write_key_bounds
 
 __all__ = [
     "KeyBounds",

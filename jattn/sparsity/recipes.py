@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
-from jattn.masks.arguments import require_floats, require_ints
-from jattn.sparsity.own_scores import block_means, choosable, in_blocks, top_k_blocks
-from jattn.sparsity.pooled import largest
-from jattn.sparsity.texts import as_texts
+from jattn.masks.checks import require_floats, require_ints
+from jattn.sparsity.prefill_selection import largest
+from jattn.sparsity.scores import as_texts, block_means, choosable, in_blocks, top_k_blocks
 from pallas_kernels.checks import require, require_number
 
 

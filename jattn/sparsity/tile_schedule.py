@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks import Coverage, Mask, Sizes, check_mask, coverage_of_tiles
-from jattn.masks.arguments import require_array, require_heads, require_ints
+from jattn.masks.checks import require_array, require_heads, require_ints
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape

@@ -9,37 +9,54 @@ from jattn.batch.ranks import get_dcp_local_seq_lens
 from jattn.batch.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.cascade import use_cascade_attention
 from jattn.masks.local_strided import get_head_sliding_step
-from jattn.vllm.block_patterns import decode_block_pattern, dense_to_crow_col, prefill_block_pattern
-from jattn.vllm.cache import reshape_and_cache
+from jattn.vllm.backends import (
+    PerLayerParameters,
+    choose_kv_cache_layout,
+    choose_paged_attention_version,
+    infer_global_hyperparameters,
+)
+from jattn.vllm.batches import (
+    make_metadata_with_slice,
+    reorder_batch_to_split_decodes_and_prefills,
+    slice_query_start_locs,
+    split_at_token,
+    split_decodes_and_prefills,
+    split_decodes_prefills_and_extends,
+    split_prefill_and_decode,
+    split_prefill_chunks,
+)
 from jattn.vllm.context_parallel import (
     compute_dcp_slot_mapping,
     cp_lse_combine,
     mask_empty_context_lse,
     max_dcp_local_seq_len,
 )
-from jattn.vllm.graph_dispatch import BatchDescriptor, dispatch_cudagraph, make_graph_keys
-from jattn.vllm.graph_modes import AttentionCGSupport, CUDAGraphMode, resolve_cudagraph_mode
-from jattn.vllm.graph_padding import (
+from jattn.vllm.cuda_graphs import (
+    AttentionCGSupport,
+    BatchDescriptor,
+    CUDAGraphMode,
     PadValues,
     combine_pad_values,
+    dispatch_cudagraph,
+    make_graph_keys,
     pad_batch_for_graph,
     padded_capture_size,
+    resolve_cudagraph_mode,
     round_capture_sizes,
 )
-from jattn.vllm.layers import PerLayerParameters, choose_kv_cache_layout, infer_global_hyperparameters
-from jattn.vllm.local import (
-    make_local_attention_virtual_batches,
-    make_padded_local_attention_virtual_batches,
-    max_local_attention_virtual_batches,
-)
-from jattn.vllm.micro_batches import make_metadata_with_slice, slice_query_start_locs, split_at_token
-from jattn.vllm.partitions import choose_paged_attention_version
-from jattn.vllm.regions import split_prefill_and_decode
-from jattn.vllm.reorder import reorder_batch_to_split_decodes_and_prefills
-from jattn.vllm.slots import (
+from jattn.vllm.kv_cache import (
     compute_slot_mapping_start_idx,
     fill_slot_mapping_tail,
     physical_to_logical_mapping,
+    reshape_and_cache,
+)
+from jattn.vllm.sparse_attention import (
+    decode_block_pattern,
+    dense_to_crow_col,
+    make_local_attention_virtual_batches,
+    make_padded_local_attention_virtual_batches,
+    max_local_attention_virtual_batches,
+    prefill_block_pattern,
 )
 from jattn.vllm.speculative import (
     make_kv_sharing_fast_prefill_metadata,
@@ -47,11 +64,6 @@ from jattn.vllm.speculative import (
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,
     spec_decode_reorder_threshold,
-)
-from jattn.vllm.split import (
-    split_decodes_and_prefills,
-    split_decodes_prefills_and_extends,
-    split_prefill_chunks,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ from jattn.pytree import replace
 from tests import oracle_gradients
 from tests.contract import FACTORS, REGIONS, Problem, case_id
 from tests.covering import covering_array
-from tests.sparsity.test_attend import MASKS
+from tests.masks.test_attend_with_masks import MASKS
 
 CHOICES = {
     "mask": [None, *MASKS],

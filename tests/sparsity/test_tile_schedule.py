@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from jattn import masks
 from jattn.sparsity.tile_schedule import schedule, tile_classes
-from tests.sparsity import rules
+from tests.masks import mask_rules
 
 BLOCKS = masks.BlockMask(blocks=np.ones((1, 1, 4), bool), block_q=None, block_kv=20)
-HEADS = {"num_q_heads": rules.Q_HEADS, "num_kv_heads": rules.KV_HEADS}
+HEADS = {"num_q_heads": mask_rules.Q_HEADS, "num_kv_heads": mask_rules.KV_HEADS}
 
 
 def classes_of(seen, tile_q, tile_kv):
@@ -29,7 +29,7 @@ def classes_of(seen, tile_q, tile_kv):
 
 def compared(ruled, lens, tile_q, tile_kv):
     """For each request: what the schedule says (partial, full) and what the rule says (some, every)."""
-    max_q = max_kv = rules.MAX_LEN
+    max_q = max_kv = mask_rules.MAX_LEN
     made = schedule(
         ruled.mask, jnp.asarray([k for _, k in lens]), query_lens=jnp.asarray([q for q, _ in lens]),
         max_query_len=max_q, max_seq_len=max_kv, tile_q=tile_q, tile_kv=tile_kv, **HEADS,
@@ -46,7 +46,7 @@ def compared(ruled, lens, tile_q, tile_kv):
 
 
 lengths = st.lists(
-    st.integers(1, rules.MAX_LEN).flatmap(lambda k: st.tuples(st.integers(1, k), st.just(k))),
+    st.integers(1, mask_rules.MAX_LEN).flatmap(lambda k: st.tuples(st.integers(1, k), st.just(k))),
     min_size=2, max_size=2,
 )  # fmt: skip
 sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
@@ -54,7 +54,7 @@ sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
 
 @pytest.mark.kernels
 @settings(max_examples=15)
-@given(rules.WHOLE, lengths, sizes)
+@given(mask_rules.WHOLE, lengths, sizes)
 def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
     for partial, full, some, every in compared(ruled, lens, *size):
         np.testing.assert_array_equal(full, every)
@@ -63,7 +63,7 @@ def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
 
 @pytest.mark.kernels
 @settings(max_examples=15)
-@given(rules.compositions(rules.WHOLE | rules.vertical_slash()), lengths, sizes)
+@given(mask_rules.compositions(mask_rules.WHOLE | mask_rules.vertical_slash()), lengths, sizes)
 def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(ruled, lens, size):
     for partial, full, some, every in compared(ruled, lens, *size):
         assert not (full & ~every).any()
@@ -71,7 +71,7 @@ def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(rul
 
 
 @settings(max_examples=25)
-@given(rules.documents_in_any_order(), lengths, sizes)
+@given(mask_rules.documents_in_any_order(), lengths, sizes)
 def test_documents_in_any_order_miss_no_tile_and_show_none_that_is_hidden(ruled, lens, size):
     for partial, full, some, every in compared(ruled, lens, *size):
         assert not (full & ~every).any()
@@ -79,7 +79,7 @@ def test_documents_in_any_order_miss_no_tile_and_show_none_that_is_hidden(ruled,
 
 
 @settings(max_examples=15)
-@given(rules.documents(), lengths, sizes)
+@given(mask_rules.documents(), lengths, sizes)
 def test_documents_that_ascend_are_listed_as_they_are(ruled, lens, size):
     for partial, full, some, every in compared(ruled, lens, *size):
         np.testing.assert_array_equal(full, every)
@@ -105,11 +105,11 @@ def test_padding_behind_the_documents_costs_the_tile_where_it_begins():
 
 @pytest.mark.kernels
 @settings(max_examples=15)
-@given(rules.block_masks(rules.MAX_LEN + 15) | rules.local_strided(), lengths)
+@given(mask_rules.block_masks(mask_rules.MAX_LEN + 15) | mask_rules.local_strided(), lengths)
 def test_causal_blocks_are_exact_too(ruled, lens):
     """Of a causal block pattern the lists are exact where tiles are blocks."""
     blocks = getattr(ruled.mask, "block_size", None) or ruled.mask.block_kv
-    both = rules.Ruled(
+    both = mask_rules.Ruled(
         lambda: masks.Causal() & ruled.mask, lambda r, h, i, j: j <= i and ruled.sees(r, h, i, j)
     )
     lens = [(k, k) for _, k in lens]

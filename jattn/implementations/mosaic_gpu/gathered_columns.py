@@ -16,7 +16,7 @@ from jattn.cache import PackedKV, PagedCache, tokens_at
 from jattn.implementations.mosaic_gpu.kernels import PrefillKernel
 from jattn.implementations.mosaic_gpu.why_not import sparse_sizes
 from jattn.masks import GatheredColumns
-from jattn.masks.gathered import NOWHERE
+from jattn.masks.vertical_slash import NOWHERE
 from jattn.spec import AttentionSpec
 
 

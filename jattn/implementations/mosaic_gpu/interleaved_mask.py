@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jattn.masks import And, Causal, Chunked, Interleaved, Mask, Window
-from jattn.masks.integers import quotient
+from jattn.masks.pairs import quotient
 from pallas_kernels.shared import bounded
 from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 

@@ -36,9 +36,9 @@ from jattn.masks import (
 )
 from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
-from jattn.masks.closed import closed_over
 from jattn.masks.documents import come_in_runs
-from jattn.masks.integers import block_of, quotient, remainder
+from jattn.masks.functions import closed_over
+from jattn.masks.pairs import block_of, quotient, remainder
 from pallas_kernels.shared import bounded
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 

@@ -7,8 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jattn.masks import GatheredColumns, Mask, Ungathered, VerticalSlash
-from jattn.masks.gathered import NOWHERE
-from jattn.masks.traced import line_of, lines_of
+from jattn.masks.vertical_slash import NOWHERE, line_of, lines_of
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.varlen_prefill import WORD, KernelMask, PairTile, Words

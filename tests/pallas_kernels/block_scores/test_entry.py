@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.sparsity.topk import KeyBounds, select_blocks
-from jattn.sparsity.topk import block_scores as by_xla
+from jattn.sparsity.decode_selection import KeyBounds, select_blocks
+from jattn.sparsity.decode_selection import block_scores as by_xla
 from pallas_kernels.block_scores import (
     MAX_LEN,
     MAX_SHARES,

@@ -1,0 +1,433 @@
+"""Where the decode rows of a batch end and its prefill rows begin."""
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from jattn.batch.host_arrays import plain_ints
+from jattn.batch.namespace import (
+    AnyArray,
+    IntLike,
+    IntVector,
+    host_int,
+    require_one_a_request,
+    start_locs,
+    with_namespace,
+)
+from pallas_kernels.checks import require, require_int, require_one_of
+
+BoolVector = Sequence[bool] | AnyArray
+
+
+class DecodePrefillSplit(NamedTuple):
+    """Rows and tokens of the decode region, which comes first, and of the prefill region."""
+
+    num_decodes: IntLike
+    num_prefills: IntLike
+    num_decode_tokens: IntLike
+    num_prefill_tokens: IntLike
+
+
+class DecodeExtendPrefillSplit(NamedTuple):
+    """Rows and tokens of the decode, extend and prefill regions, in this order."""
+
+    num_decodes: IntLike
+    num_extends: IntLike
+    num_prefills: IntLike
+    num_decode_tokens: IntLike
+    num_extend_tokens: IntLike
+    num_prefill_tokens: IntLike
+
+
+def split_decodes_and_prefills(
+    query_lens: IntVector,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+    *,
+    is_prefilling: BoolVector | None = None,
+    padded_num_actual_tokens: int | None = None,
+) -> DecodePrefillSplit:
+    """Finds the boundary between decode and prefill rows of a reordered batch.
+
+    From the first prefill row on, every row counts as prefill, shorter ones too.
+
+    Args:
+        query_lens: New tokens of each request; 0 marks a padding row. Host or traced.
+        decode_threshold: Longest query of a decode.
+        require_uniform: Decodes are the leading rows with as many tokens as row 0, if those are few enough. A
+            batch of such rows and padding rows alone is all decodes.
+        treat_short_extends_as_decodes: False: a row that `is_prefilling` is a prefill however short. As in
+            vLLM this does not reach a batch that `require_uniform` finds to be uniform.
+        is_prefilling: Which rows are still reading their prompt.
+        padded_num_actual_tokens: Tokens of the batch with graph padding; None = the sum of query_lens.
+
+    Returns:
+        Python ints for host inputs, int32 arrays for traced ones.
+
+    Raises:
+        ValueError: query_lens has several axes; is_prefilling is missing or has another length.
+
+    Source: vLLM `split_decodes_and_prefills`, newest version.
+    """
+    xp, prefilling, lens = with_namespace(is_prefilling, query_lens=query_lens)
+    require_one_a_request(query_lens=lens)
+    num_reqs = lens.shape[0]
+    num_tokens = xp.sum(lens) if padded_num_actual_tokens is None else padded_num_actual_tokens
+    is_prefill = lens != lens[:1] if require_uniform else lens > decode_threshold
+    all_decodes: Any = num_reqs == 0
+    if treat_short_extends_as_decodes and (not require_uniform or decode_threshold <= 1):
+        all_decodes = all_decodes | xp.all(lens <= decode_threshold)
+    if require_uniform:
+        is_short = xp.all(lens[:1] <= decode_threshold)
+        all_decodes = all_decodes | (is_short & xp.all((lens == lens[:1]) | (lens == 0)))
+        is_prefill = is_prefill | ~is_short
+    if not treat_short_extends_as_decodes:
+        require(
+            is_prefilling is not None, "is_prefilling", "be given to tell short extends from decodes", None
+        )
+        require(
+            prefilling.shape == (num_reqs,),
+            "is_prefilling",
+            f"have one entry per request ({num_reqs})",
+            prefilling.shape,
+        )
+        is_prefill = is_prefill | prefilling.astype(bool)
+    first = xp.where(all_decodes, num_reqs, _first_true(xp, is_prefill))
+    decode_tokens = xp.where(first == num_reqs, num_tokens, start_locs(xp, lens)[first])
+    counts = (first, num_reqs - first, decode_tokens, num_tokens - decode_tokens)
+    return DecodePrefillSplit(*map(host_int, counts))
+
+
+def split_decodes_prefills_and_extends(
+    query_lens: IntVector, seq_lens: IntVector, decode_threshold: int = 1
+) -> DecodeExtendPrefillSplit:
+    """Finds the boundaries between decodes, extends (long, with context) and prefills (long, without).
+
+    Args:
+        query_lens: New tokens of each request. Host or traced.
+        seq_lens: All tokens of each request, the new ones included.
+        decode_threshold: Longest query of a decode.
+
+    Returns:
+        Python ints for host inputs, int32 arrays for traced ones.
+
+    Raises:
+        ValueError: query_lens and seq_lens are of several lengths.
+
+    Source: vLLM `split_decodes_prefills_and_extends`.
+    """
+    xp, lens, totals = with_namespace(query_lens=query_lens, seq_lens=seq_lens)
+    require_one_a_request(query_lens=lens, seq_lens=totals)
+    num_reqs, starts = lens.shape[0], start_locs(xp, lens)
+    is_long = lens > decode_threshold
+    first_long = _first_true(xp, is_long)
+    first_prefill = _first_true(xp, is_long & (lens == totals))
+    rows = (first_long, first_prefill - first_long, num_reqs - first_prefill)
+    tokens = (
+        starts[first_long],
+        starts[first_prefill] - starts[first_long],
+        starts[-1] - starts[first_prefill],
+    )
+    return DecodeExtendPrefillSplit(*map(host_int, (*rows, *tokens)))
+
+
+def split_prefill_chunks(
+    seq_lens_cpu: IntVector, workspace_size: int, request_offset: int = 0
+) -> list[tuple[int, int]]:
+    """Packs requests greedily, in order, into chunks of at most `workspace_size` tokens.
+
+    Args:
+        seq_lens_cpu: Tokens of each request. Host.
+        workspace_size: Most tokens of a chunk.
+        request_offset: Added to every row index.
+
+    Returns:
+        First row, and one past the last, of each chunk.
+
+    Raises:
+        ValueError: A request is longer than the workspace.
+
+    Source: vLLM `split_prefill_chunks`.
+    """
+    workspace_size, request_offset = plain_ints(workspace_size=workspace_size, request_offset=request_offset)
+    bounds: list[tuple[int, int]] = []
+    start = used = 0
+    lens = np.asarray(with_namespace(seq_lens_cpu=seq_lens_cpu)[1]).tolist()
+    for row, length in enumerate(lens):
+        require(
+            length <= workspace_size, f"seq_lens_cpu[{row}]", f"fit workspace_size ({workspace_size})", length
+        )
+        if used + length > workspace_size:
+            bounds.append((start + request_offset, row + request_offset))
+            start, used = row, 0
+        used += length
+    if lens:
+        bounds.append((start + request_offset, len(lens) + request_offset))
+    return bounds
+
+
+def _first_true(xp: Any, flags: Any) -> Any:
+    """Index of the first true flag; their number when none is."""
+    if flags.shape[0] == 0:
+        return xp.asarray(0, np.int32)
+    return xp.where(xp.any(flags), xp.argmax(flags), flags.shape[0]).astype(np.int32)
+
+
+class Region(NamedTuple):
+    """The prefill or the decode rows of a batch. None: vLLM leaves the field empty."""
+
+    query_start_loc: AnyArray | None
+    seq_lens: AnyArray
+    slot_mapping: AnyArray
+    max_query_len: int | None
+    max_seq_len: int
+
+
+class PrefillDecode(NamedTuple):
+    """Both regions of a batch; None where a region has no rows."""
+
+    prefill: Region | None
+    decode: Region | None
+
+
+def split_prefill_and_decode(
+    query_lens: IntVector,
+    seq_lens: IntVector,
+    slot_mapping: IntVector,
+    *,
+    num_prefills: int | None = None,
+    decode_threshold: int = 1,
+) -> PrefillDecode:
+    """The two halves that vLLM's back ends computed apart. Host only.
+
+    Args:
+        query_lens: New tokens of each request.
+        seq_lens: All tokens of each request, the new ones included.
+        slot_mapping: Slot of each token.
+        num_prefills: Rows of a V0 batch that are prefills; they come first, and its decode half carries no
+            query_start_loc. None: a V1 batch, whose decodes come first.
+        decode_threshold: V1: longest query of a decode.
+
+    Raises:
+        ValueError: query_lens and seq_lens are of several lengths, there are fewer slots than tokens, or
+            num_prefills is not from 0 to the number of requests.
+
+    Source: vLLM V0 `BlocksparseFlashAttentionMetadata` and V1 `XFormersAttentionMetadata`:
+    `prefill_metadata`, `decode_metadata`.
+    """
+    _, *arrays = with_namespace(query_lens=query_lens, seq_lens=seq_lens, slot_mapping=slot_mapping)
+    lens, totals, slots = map(np.asarray, arrays)
+    require_one_a_request(query_lens=lens, seq_lens=totals)
+    is_v0 = num_prefills is not None
+    boundary = (
+        num_prefills
+        if num_prefills is not None
+        else int(split_decodes_and_prefills(lens, decode_threshold).num_decodes)
+    )
+    starts, num_reqs = start_locs(np, lens), len(lens)
+    has_slots = len(slots) >= int(starts[-1])  # behind them may stand padding
+    require(has_slots, "slot_mapping", f"have a slot for each of {starts[-1]} tokens", len(slots))
+    require_int(num_prefills=boundary)
+    require(0 <= boundary <= num_reqs, "num_prefills", f"lie in [0, {num_reqs}]", boundary)
+
+    def region(first: int, stop: int, *, has_queries: bool) -> Region | None:
+        if first == stop:
+            return None
+        return Region(
+            query_start_loc=starts[first : stop + 1] - starts[first] if has_queries else None,
+            seq_lens=totals[first:stop],
+            slot_mapping=slots[starts[first] : starts[stop]],
+            max_query_len=int(lens[first:stop].max()) if has_queries else None,
+            max_seq_len=int(totals[first:stop].max()),
+        )
+
+    if is_v0:
+        return PrefillDecode(
+            region(0, boundary, has_queries=True), region(boundary, num_reqs, has_queries=False)
+        )
+    return PrefillDecode(region(boundary, num_reqs, has_queries=True), region(0, boundary, has_queries=True))
+
+
+ORDERS = ("two_regions", "three_regions", "four_regions")
+
+
+class Reordering(NamedTuple):
+    """`rows[order]` are the rows in their new order; `modified` tells whether any moves."""
+
+    order: np.ndarray
+    modified: bool
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    num_scheduled_tokens: IntVector,
+    num_computed_tokens: IntVector | None = None,
+    num_prompt_tokens: IntVector | None = None,
+    decode_threshold: int = 1,
+    *,
+    order: str = "three_regions",
+) -> Reordering:
+    """Moves as few rows as possible so that decodes come first. Host only; nothing is changed in place.
+
+    Args:
+        num_scheduled_tokens: New tokens of each request.
+        num_computed_tokens: Tokens of each request that are in the cache. "two_regions" ignores it.
+        num_prompt_tokens: Tokens of each prompt. Only "four_regions" reads it.
+        decode_threshold: Most new tokens of a decode.
+        order: Which of vLLM's versions. "two_regions" (V1's first): short, long; swaps pairs from the ends.
+            "three_regions": decode (short, has context), extend (long, has context), prefill (no context).
+            "four_regions" (newest): decode, short extend (short, has context, prompt not finished), long
+            extend, prefill.
+
+    Returns:
+        The order as int32 row indices, and whether it differs from the present one.
+
+    Raises:
+        ValueError: `order` is unknown, or an input it needs is missing or of another length.
+
+    Source: vLLM `reorder_batch_to_split_decodes_and_prefills`.
+    """
+    require_one_of("order", order, ORDERS)
+    scheduled = np.asarray(with_namespace(num_scheduled_tokens=num_scheduled_tokens)[1]).reshape(-1)
+    is_long = scheduled > decode_threshold
+    if order == "two_regions":
+        permutation = _pairwise_swaps(is_long)
+    else:
+        computed = _column("num_computed_tokens", num_computed_tokens, len(scheduled), order)
+        region = np.where(is_long, 2, 0)
+        if order == "four_regions":
+            prompt = _column("num_prompt_tokens", num_prompt_tokens, len(scheduled), order)
+            region = np.where(~is_long & (computed < prompt), 1, region)
+        permutation = _minimal_moves(np.where(computed == 0, 3, region))
+    return Reordering(permutation, bool((permutation != np.arange(len(scheduled))).any()))
+
+
+def _column(name: str, values: IntVector | None, num_reqs: int, order: str) -> np.ndarray:
+    require(values is not None, name, f"be given for {order}", None)
+    column = np.asarray(with_namespace(**{name: values})[1]).reshape(-1)
+    require(len(column) == num_reqs, name, f"have one entry per request ({num_reqs})", len(column))
+    return column
+
+
+def _pairwise_swaps(is_long: np.ndarray) -> np.ndarray:
+    """Swaps the first long row with the last short one, and so on until the short rows are in front."""
+    order = np.arange(len(is_long), dtype=np.int32)
+    long_rows, short_rows = np.flatnonzero(is_long), np.flatnonzero(~is_long)
+    for front, back in zip(long_rows, short_rows[::-1], strict=False):
+        if back < len(short_rows):
+            break
+        order[[front, back]] = order[[back, front]]
+    return order
+
+
+def _minimal_moves(region: np.ndarray) -> np.ndarray:
+    """Sorts by region; a row that is already inside its region's place stays where it is."""
+    order = np.arange(len(region), dtype=np.int32)
+    misplaced = np.flatnonzero(region != np.sort(region))
+    order[misplaced] = misplaced[np.argsort(region[misplaced], kind="stable")]
+    return order
+
+
+Span = slice | Sequence[int]
+
+
+class MicroBatch(NamedTuple):
+    """Some rows and some tokens of a batch, as a batch of its own."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: IntLike
+    query_start_loc: Int32[AnyArray, " reqs+1"]
+    seq_lens: Int32[AnyArray, " reqs"]
+
+
+def slice_query_start_locs(query_start_loc: IntVector, request_slice: Span) -> AnyArray:
+    """The query_start_loc of some rows, counted from the first of them.
+
+    Args:
+        query_start_loc: First token of each row, and one past the last. Host or traced.
+        request_slice: First row and one past the last, as a slice or a pair. Static.
+
+    Source: vLLM `slice_query_start_locs`.
+    """
+    _, starts = with_namespace(query_start_loc=query_start_loc)
+    first, stop = _bounds("request_slice", request_slice, starts.shape[0] - 1)
+    return starts[first : stop + 1] - starts[first]
+
+
+def make_metadata_with_slice(
+    seq_lens: IntVector, query_lens: IntVector, req_slice: Span, token_slice: Span
+) -> MicroBatch:
+    """Cuts rows and tokens out of a batch. A request cut in two ends, in the earlier part, at the cut.
+
+    Args:
+        seq_lens: All tokens of each request, the new ones included. Host or traced.
+        query_lens: New tokens of each request.
+        req_slice: First row and one past the last, as a slice or a pair. Static.
+        token_slice: First token and one past the last. Static; may reach past the last row (graph padding).
+
+    Raises:
+        ValueError: A slice is empty or outside the batch, (on the host) a token is outside the rows, or
+            query_lens and seq_lens are of several lengths.
+
+    Source: vLLM `_make_metadata_with_slice`.
+    """
+    xp, totals, lens = with_namespace(seq_lens=seq_lens, query_lens=query_lens)
+    require_one_a_request(query_lens=lens, seq_lens=totals)
+    starts = start_locs(xp, lens)
+    first, stop = _bounds("req_slice", req_slice, lens.shape[0])
+    first_token, stop_token = _bounds("token_slice", token_slice, None)
+    if xp is np:
+        behind = max(starts[first + 1], starts[first] + 1)  # the first row may have no token
+        inside = starts[first] <= first_token < behind
+        require(
+            bool(inside),
+            "token_slice",
+            f"start in row {first} ({starts[first]}..{starts[first + 1] - 1})",
+            first_token,
+        )
+    query_start_loc = xp.clip(starts[first : stop + 1], first_token, stop_token) - first_token
+    cut_off = xp.clip(starts[1:] - stop_token, 0, lens)[first:stop]  # of a row behind the cut all of its own
+    return MicroBatch(
+        num_reqs=stop - first,
+        num_actual_tokens=stop_token - first_token,
+        max_query_len=host_int(xp.max(xp.diff(query_start_loc))),
+        query_start_loc=query_start_loc,
+        seq_lens=totals[first:stop] - cut_off,
+    )
+
+
+def split_at_token(
+    seq_lens: IntVector, query_lens: IntVector, split_point: int
+) -> tuple[MicroBatch, MicroBatch]:
+    """Cuts a host batch into the tokens before `split_point` and the rest.
+
+    Raises:
+        ValueError: One of the parts would be empty, or query_lens and seq_lens are of several lengths.
+
+    Source: vLLM `create_ubatch_slices`, `split_attn_metadata`.
+    """
+    starts = start_locs(np, np.asarray(with_namespace(query_lens=query_lens)[1]))
+    num_tokens = int(starts[-1])
+    require(0 < split_point < num_tokens, "split_point", f"lie inside the {num_tokens} tokens", split_point)
+    ends_before = int(np.searchsorted(starts, split_point, side="left"))
+    begins_after = int(np.searchsorted(starts, split_point, side="right")) - 1
+    before = make_metadata_with_slice(seq_lens, query_lens, (0, ends_before), (0, split_point))
+    rest = make_metadata_with_slice(
+        seq_lens, query_lens, (begins_after, len(starts) - 1), (split_point, num_tokens)
+    )
+    return before, rest
+
+
+def _bounds(name: str, span: Span, limit: int | None) -> tuple[int, int]:
+    first, stop = (span.start, span.stop) if isinstance(span, slice) else span
+    bounds: tuple[Any, Any] = (0 if first is None else first, limit if stop is None else stop)
+    are_ints = all(isinstance(bound, numbers.Integral) for bound in bounds)
+    require(are_ints, name, "be a first and one past the last", repr(span))
+    first, stop = map(int, bounds)
+    require(0 <= first < stop, name, "hold at least one", (first, stop))
+    require(limit is None or stop <= limit, name, f"end at or before {limit}", stop)
+    return first, stop

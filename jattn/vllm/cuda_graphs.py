@@ -1,0 +1,316 @@
+"""How much of a step vLLM puts into a graph: its CUDA graph modes, read as kinds of compiled executables."""
+
+import bisect
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from jattn.batch.host_arrays import int_table, plain_ints
+from jattn.batch.namespace import AnyArray, IntTable, IntVector, with_namespace
+from jattn.batch.slots import PAD_SLOT_ID
+from pallas_kernels.checks import require, require_positive, require_type
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """Which batches a back end can run inside a graph; a model can what the least of its back ends can.
+
+    Source: vLLM `AttentionCGSupport`.
+    """
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+class CUDAGraphMode(enum.Enum):
+    """What is captured: nothing, all but attention, or all; apart for uniform decodes and mixed batches.
+
+    Source: vLLM `CUDAGraphMode`.
+    """
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (2, 0)
+    FULL_AND_PIECEWISE = (2, 1)
+
+    @property
+    def has_separate_routine(self) -> bool:
+        """Decodes and mixed batches are captured in different ways."""
+        return isinstance(self.value, tuple)
+
+    @property
+    def decode_mode(self) -> "CUDAGraphMode":
+        """How batches of uniform decodes run."""
+        return CUDAGraphMode(self.value[0]) if self.has_separate_routine else self
+
+    @property
+    def mixed_mode(self) -> "CUDAGraphMode":
+        """How all other batches run."""
+        return CUDAGraphMode(self.value[1]) if self.has_separate_routine else self
+
+
+def resolve_cudagraph_mode(
+    mode: CUDAGraphMode,
+    min_cg_support: AttentionCGSupport,
+    *,
+    uniform_decode_query_len: int = 1,
+    attention_is_split_op: bool = True,
+) -> CUDAGraphMode:
+    """The mode that a model's back ends allow, nearest to the one asked for.
+
+    Args:
+        mode: Asked for.
+        min_cg_support: The least support among the model's back ends.
+        uniform_decode_query_len: Tokens of a decode row.
+        attention_is_split_op: Graphs without attention are possible.
+
+    Raises:
+        ValueError: Mixed batches shall be captured whole, and no batch can be.
+
+    Source: vLLM `resolve_cudagraph_mode_and_sizes`.
+    """
+    require_type("mode", mode, CUDAGraphMode, "a member, not its name")
+    without_full = CUDAGraphMode.PIECEWISE if attention_is_split_op else CUDAGraphMode.NONE
+    if mode.mixed_mode is CUDAGraphMode.FULL and min_cg_support is not AttentionCGSupport.ALWAYS:
+        supported = min_cg_support is not AttentionCGSupport.NEVER
+        require(
+            supported,
+            "cudagraph mode",
+            "not be FULL where a back end supports no graph (use PIECEWISE)",
+            mode.name,
+        )
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE if attention_is_split_op else CUDAGraphMode.FULL_DECODE_ONLY
+    needed = (
+        AttentionCGSupport.UNIFORM_BATCH
+        if uniform_decode_query_len > 1
+        else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+    return without_full if mode.decode_mode is CUDAGraphMode.FULL and min_cg_support < needed else mode
+
+
+class PadValues(NamedTuple):
+    """What padding rows hold: vLLM's defaults (jattn's own batches pad the block table with 0).
+
+    Source: vLLM, per-back-end padding values of full graphs.
+    """
+
+    seq_lens: int = 0
+    block_table: int = -1
+
+
+class PaddedBatch(NamedTuple):
+    """A batch with the row and token counts of a graph."""
+
+    query_start_loc: Int32[AnyArray, " reqs+1"]
+    seq_lens: Int32[AnyArray, " reqs"]
+    block_table: Int[AnyArray, "reqs max_blocks"]
+    slot_mapping: Int[AnyArray, " tokens"]
+
+
+def round_capture_sizes(capture_sizes: Sequence[int], uniform_decode_query_len: int) -> tuple[int, ...]:
+    """Sizes that hold whole decode rows of `uniform_decode_query_len` tokens; none above the largest given.
+
+    Raises:
+        ValueError: Not one row fits the largest size.
+
+    Source: vLLM `CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`.
+    """
+    (step,) = plain_ints(uniform_decode_query_len=uniform_decode_query_len)
+    require_positive(uniform_decode_query_len=step)
+    require(len(capture_sizes) > 0, "capture_sizes", "have at least one size", capture_sizes)
+    sizes = [plain_ints(capture_sizes=size)[0] for size in capture_sizes]
+    largest = max(sizes)
+    require(
+        step <= largest, "uniform_decode_query_len", f"be at most the largest capture size ({largest})", step
+    )
+    rounded = {-(-size // step) * step for size in sizes}
+    return tuple(sorted(size for size in rounded if size <= largest)) or (step,)
+
+
+def padded_capture_size(num_tokens: int, capture_sizes: Sequence[int]) -> int | None:
+    """The smallest size that holds `num_tokens`; None when none does.
+
+    Source: vLLM `bs_to_padded_graph_size`, `pad_for_cudagraph`.
+    """
+    sizes = sorted(capture_sizes)
+    place = bisect.bisect_left(sizes, num_tokens)
+    return sizes[place] if place < len(sizes) else None
+
+
+def combine_pad_values(pad_values: Sequence[PadValues]) -> PadValues:
+    """What to pad with when several back ends share a batch: the largest of each.
+
+    Source: vLLM, per-back-end padding values of full graphs.
+    """
+    require(len(pad_values) > 0, "pad_values", "have at least one entry", list(pad_values))
+    return PadValues(*map(max, zip(*pad_values, strict=True)))
+
+
+def pad_batch_for_graph(
+    query_start_loc: IntVector,
+    seq_lens: IntVector,
+    block_table: IntTable,
+    slot_mapping: IntVector,
+    *,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    pad_values: PadValues | None = None,
+) -> PaddedBatch:
+    """Adds rows without tokens and tokens without a slot.
+
+    Args:
+        query_start_loc: First token of each request, and one past the last; padding repeats its last value.
+        seq_lens: All tokens of each request.
+        block_table: Blocks of each request.
+        slot_mapping: Slot of each token; padding is -1.
+        max_num_reqs: Rows of the result.
+        max_num_tokens: Tokens of the result.
+        pad_values: What new rows hold; None = vLLM's defaults.
+
+    Raises:
+        ValueError: The batch is larger than that, or its arrays are of several numbers of requests.
+
+    Source: vLLM V1 `GPUModelRunner._prepare_inputs`, `_build_attention_metadata`.
+    """
+    pad_values = pad_values or PadValues()
+    xp, starts, lens, table, slots = with_namespace(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=int_table("block_table", block_table),
+        slot_mapping=slot_mapping,
+    )
+    num_reqs = lens.shape[0]
+    require(starts.shape == (num_reqs + 1,), "query_start_loc", f"have {num_reqs + 1} entries", starts.shape)
+    require(table.shape[0] == num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")
+    new_rows, new_tokens = max_num_reqs - lens.shape[0], max_num_tokens - slots.shape[0]
+    require(new_rows >= 0, "number of requests", f"be at most max_num_reqs ({max_num_reqs})", lens.shape[0])
+    require(
+        new_tokens >= 0, "number of tokens", f"be at most max_num_tokens ({max_num_tokens})", slots.shape[0]
+    )
+
+    def pad(values: Any, count: int, fill: int) -> Any:
+        return xp.concatenate([values, xp.full((count, *values.shape[1:]), fill, dtype=np.int32)])
+
+    tail = xp.broadcast_to(starts[-1:], (new_rows,))
+    return PaddedBatch(
+        query_start_loc=xp.concatenate([starts, tail]),
+        seq_lens=pad(lens, new_rows, pad_values.seq_lens),
+        block_table=pad(table, new_rows, pad_values.block_table),
+        slot_mapping=pad(slots, new_tokens, PAD_SLOT_ID),
+    )
+
+
+class BatchDescriptor(NamedTuple):
+    """What a graph was made for. `num_reqs` is None where any number of requests will do.
+
+    Source: vLLM `BatchDescriptor`.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphKeys:
+    """The graphs that exist.
+
+    Attributes:
+        full: Keys of graphs with attention inside.
+        piecewise: Keys of graphs with attention outside.
+        capture_sizes: Token counts that batches are padded to.
+        uniform_decode_query_len: Tokens of a row of a uniform batch.
+    """
+
+    full: frozenset[BatchDescriptor]
+    piecewise: frozenset[BatchDescriptor]
+    capture_sizes: tuple[int, ...]
+    uniform_decode_query_len: int = 1
+
+
+def make_graph_keys(
+    mode: CUDAGraphMode,
+    capture_sizes: Sequence[int],
+    max_num_seqs: int,
+    *,
+    uniform_decode_query_len: int = 1,
+    lora_cases: Sequence[bool] = (False,),
+) -> GraphKeys:
+    """Lists the graphs of a mode.
+
+    Args:
+        mode: A resolved mode.
+        capture_sizes: Token counts.
+        max_num_seqs: Most requests of a step.
+        uniform_decode_query_len: Tokens of a decode row.
+        lora_cases: Whether to make graphs without LoRA, with it, or both.
+
+    Source: vLLM `CudagraphDispatcher.initialize_cudagraph_keys`.
+    """
+    require_type("mode", mode, CUDAGraphMode, "a member, not its name")
+    max_num_seqs, query_len = plain_ints(
+        max_num_seqs=max_num_seqs, uniform_decode_query_len=uniform_decode_query_len
+    )
+    require_positive(max_num_seqs=max_num_seqs, uniform_decode_query_len=query_len)
+    sizes = tuple(sorted({plain_ints(capture_sizes=size)[0] for size in capture_sizes}))
+    mixed = frozenset(BatchDescriptor(size, has_lora=lora) for size in sizes for lora in lora_cases)
+    decode = frozenset(
+        BatchDescriptor(size, size // query_len, uniform=True, has_lora=lora)
+        for size in sizes
+        for lora in lora_cases
+        if query_len <= size <= query_len * max_num_seqs
+    )
+    has_decode = mode.has_separate_routine and mode.decode_mode is CUDAGraphMode.FULL
+    return GraphKeys(
+        full=(mixed if mode.mixed_mode is CUDAGraphMode.FULL else frozenset())
+        | (decode if has_decode else frozenset()),
+        piecewise=mixed if mode.mixed_mode is CUDAGraphMode.PIECEWISE else frozenset(),
+        capture_sizes=sizes,
+        uniform_decode_query_len=query_len,
+    )
+
+
+def dispatch_cudagraph(
+    keys: GraphKeys,
+    num_tokens: int,
+    *,
+    uniform_decode: bool = False,
+    has_lora: bool = False,
+    use_cascade_attn: bool = False,
+) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
+    """Picks the graph for a batch: full and made for it, full and general, piecewise, none.
+
+    Args:
+        keys: The graphs that exist.
+        num_tokens: Tokens of the batch; padded to the next capture size.
+        uniform_decode: Every row has `uniform_decode_query_len` tokens; the size then holds whole rows.
+        has_lora: The batch needs LoRA.
+        use_cascade_attn: Cascade attention never runs inside a graph.
+
+    Returns:
+        The mode and the key; `(NONE, None)` when no graph fits.
+
+    Source: vLLM `CudagraphDispatcher.dispatch`.
+    """
+    require_type("keys", keys, GraphKeys, "make_graph_keys makes them")
+    query_len = keys.uniform_decode_query_len
+    candidates: list[tuple[CUDAGraphMode, BatchDescriptor]] = []
+    if uniform_decode and not use_cascade_attn:
+        size = padded_capture_size(num_tokens, [s for s in keys.capture_sizes if s % query_len == 0])
+        if size is not None:
+            key = BatchDescriptor(size, size // query_len, uniform=True, has_lora=has_lora)
+            candidates.append((CUDAGraphMode.FULL, key))
+    size = padded_capture_size(num_tokens, keys.capture_sizes)
+    if size is not None:
+        general = BatchDescriptor(size, has_lora=has_lora)
+        candidates += [] if use_cascade_attn else [(CUDAGraphMode.FULL, general)]
+        candidates.append((CUDAGraphMode.PIECEWISE, general))
+    exists = {CUDAGraphMode.FULL: keys.full, CUDAGraphMode.PIECEWISE: keys.piecewise}
+    return next(((mode, key) for mode, key in candidates if key in exists[mode]), (CUDAGraphMode.NONE, None))

@@ -1,0 +1,266 @@
+"""Local-strided patterns as arrays of blocks: who sees whom."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+from jattn.batch.host_arrays import int_table, plain_ints
+from jattn.batch.namespace import (
+    AnyArray,
+    IntTable,
+    IntVector,
+    require_one_a_request,
+    start_locs,
+    with_namespace,
+)
+from jattn.masks.local_strided import LocalStrided
+from pallas_kernels.checks import require, require_positive
+
+
+class CrowCol(NamedTuple):
+    """Rows compressed: row r of a matrix has its nonzeros in columns `col[crow[r]:crow[r + 1]]`."""
+
+    crow: Int32[np.ndarray, "*heads rows+1"]
+    col: Int32[np.ndarray, "*heads nonzeros"]
+
+
+def prefill_block_pattern(
+    sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, num_blocks: int
+) -> Bool[np.ndarray, "q_heads q_blocks k_blocks"]:
+    """Which blocks of keys the queries of each block see; inside the diagonal block causality still holds.
+
+    Args:
+        sparsity: The pattern. Blocks are counted from position 0 of the request.
+        num_q_heads: Query heads of this device.
+        num_kv_heads: Key/value heads of this device.
+        num_blocks: Sparse blocks of the request.
+
+    Returns:
+        A row is empty where no block qualifies, which only `local_blocks == 0` permits.
+
+    Source: vLLM `get_sparse_attn_mask`.
+    """
+    (num_blocks,) = plain_ints(num_blocks=num_blocks)
+    require_positive(num_blocks=num_blocks)
+    shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=True)[:, None, None]
+    q_block, k_block = np.arange(num_blocks)[None, :, None], np.arange(num_blocks)[None, None, :]
+    is_local = q_block - k_block < sparsity.local_blocks
+    is_stripe = (k_block + shifts + 1) % sparsity.vert_stride == 0
+    return (k_block <= q_block) & (is_local | is_stripe)
+
+
+def decode_block_pattern(
+    sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, seq_lens: IntVector, num_blocks: int
+) -> Bool[AnyArray, "reqs q_heads k_blocks"]:
+    """Which blocks of keys the last token of each request sees.
+
+    Args:
+        sparsity: The pattern.
+        num_q_heads: Query heads of this device.
+        num_kv_heads: Key/value heads of this device.
+        seq_lens: Tokens of each request; 0 sees nothing. Host or traced.
+        num_blocks: Static. Sparse blocks of the longest request.
+
+    Source: vLLM `paged_attention_v1`, `paged_attention_v2` with block sparsity.
+    """
+    (num_blocks,) = plain_ints(num_blocks=num_blocks)
+    require_positive(num_blocks=num_blocks)
+    xp, lens = with_namespace(seq_lens)
+    shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=False)[:, None]
+    is_stripe = xp.asarray((np.arange(num_blocks)[None, :] + shifts + 1) % sparsity.vert_stride == 0)
+    # Floor division: a request of length 0 stands in block -1.
+    distance = ((lens - 1) // sparsity.block_size)[:, None] - xp.arange(num_blocks, dtype=np.int32)[None, :]
+    is_local = (distance < sparsity.local_blocks)[:, None, :]
+    return (distance >= 0)[:, None, :] & (is_local | is_stripe[None])
+
+
+def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
+    """A matrix, or one per head, in compressed rows.
+
+    Args:
+        x: [rows, columns] or [heads, rows, columns]; anything but 0 counts. Host.
+
+    Returns:
+        int32. With heads, `col` is padded on the right with -1 to the longest head.
+
+    Raises:
+        ValueError: x has neither 2 nor 3 axes.
+
+    Source: vLLM `dense_to_crow_col`.
+    """
+    dense = np.asarray(x) != 0
+    require(dense.ndim in (2, 3), "x", "have 2 or 3 axes", dense.shape)
+    heads = dense if dense.ndim == 3 else dense[None]
+    counts = heads.sum(axis=-1)
+    crow = np.zeros((len(heads), heads.shape[1] + 1), np.int32)
+    crow[:, 1:] = np.cumsum(counts, axis=-1)
+    col = np.full((len(heads), max(crow[:, -1], default=0)), -1, np.int32)
+    for head, matrix in enumerate(heads):
+        col[head, : crow[head, -1]] = np.nonzero(matrix)[1]
+    return CrowCol(crow[0], col[0]) if dense.ndim == 2 else CrowCol(crow, col)
+
+
+def _head_shifts(
+    sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool
+) -> np.ndarray:
+    num_q_heads, num_kv_heads = plain_ints(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    require_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
+    require(num_q_heads % num_kv_heads == 0, "num_q_heads", rule, num_q_heads)
+    shift = lambda head: sparsity.head_shifts(head, num_q_heads, num_kv_heads, is_prefill=is_prefill)
+    return np.asarray([shift(head) for head in range(num_q_heads)])
+
+
+class LocalVirtualBatches(NamedTuple):
+    """Requests such that causal attention within each is chunked-local attention of the batch.
+
+    Attributes:
+        q_lens: New tokens of each virtual request; together the batch's, in their order.
+        cu_seqlens_q: Its first token, and one past the last.
+        k_lens: Keys of each: from the start of its chunk to its last new token.
+        block_table_local: Blocks of its chunk. Entries past `ceil(k_lens / block_size)` are arbitrary.
+    """
+
+    q_lens: Int32[AnyArray, " virtual"]
+    cu_seqlens_q: Int32[AnyArray, " virtual+1"]
+    k_lens: Int32[AnyArray, " virtual"]
+    block_table_local: Int[AnyArray, "virtual chunk_blocks"]
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int,
+    query_start_loc_np: IntVector,
+    seq_lens_np: IntVector,
+    block_table: IntTable,
+    block_size: int,
+) -> LocalVirtualBatches:
+    """Splits each request where its positions cross a multiple of `attn_chunk_size`. Host only.
+
+    A request without new tokens makes no virtual request (vLLM assumes that there is none).
+
+    Args:
+        attn_chunk_size: Positions of a chunk; a multiple of block_size.
+        query_start_loc_np: First token of each request, and one past the last.
+        seq_lens_np: All tokens of each request, the new ones included.
+        block_table: Blocks of each request. Columns past the last are read as the last.
+        block_size: Tokens of a block.
+
+    Raises:
+        ValueError: attn_chunk_size is no multiple of block_size, or arrays are not of the same requests.
+
+    Source: vLLM `make_local_attention_virtual_batches`.
+    """
+    _, starts, totals, table = with_namespace(
+        query_start_loc_np=query_start_loc_np,
+        seq_lens_np=seq_lens_np,
+        block_table=int_table("block_table", block_table),
+    )
+    attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
+    _check_rows(starts, totals, table, "query_start_loc_np", "seq_lens_np")
+    num_virtual = int(_chunks_touched(np.diff(starts), totals, attn_chunk_size).sum())
+    return _virtual_batches(np, attn_chunk_size, starts, totals, table, block_size, num_virtual)
+
+
+def make_padded_local_attention_virtual_batches(
+    attn_chunk_size: int,
+    query_start_loc: IntVector,
+    seq_lens: IntVector,
+    block_table: IntTable,
+    block_size: int,
+    *,
+    max_virtual_batches: int,
+) -> LocalVirtualBatches:
+    """`make_local_attention_virtual_batches` with a static number of rows, so that it can be traced.
+
+    Args:
+        attn_chunk_size: Static.
+        query_start_loc: First token of each request, and one past the last. Host or traced.
+        seq_lens: All tokens of each request; padding rows have no new tokens.
+        block_table: Blocks of each request.
+        block_size: Static.
+        max_virtual_batches: Static. Rows of the result; `max_local_attention_virtual_batches` is always
+            enough. Virtual requests past it are lost.
+
+    Returns:
+        Rows past the last virtual request have q_len 0 and k_len 0; cu_seqlens_q repeats its last value.
+
+    Raises:
+        ValueError: attn_chunk_size is no multiple of block_size, or arrays are not of the same requests.
+
+    Source: vLLM `make_local_attention_virtual_batches`, under graphs.
+    """
+    xp, starts, totals, table = with_namespace(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=int_table("block_table", block_table),
+    )
+    attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
+    (max_virtual_batches,) = plain_ints(max_virtual_batches=max_virtual_batches)
+    _check_rows(starts, totals, table, "query_start_loc", "seq_lens")
+    return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
+
+
+def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int, num_tokens: int) -> int:
+    """Most virtual requests that `num_tokens` new tokens of at most `max_num_seqs` requests can make.
+
+    Two tokens of a request can lie in two chunks; after those, every `attn_chunk_size` tokens make one more.
+
+    Source: vLLM `max_local_attention_virtual_batches`; this bound is the least one.
+    """
+    attn_chunk_size, max_num_seqs, num_tokens = plain_ints(
+        attn_chunk_size=attn_chunk_size, max_num_seqs=max_num_seqs, num_tokens=num_tokens
+    )
+    require_positive(attn_chunk_size=attn_chunk_size)
+    in_pairs = min(num_tokens, 2 * max_num_seqs)
+    return in_pairs + (num_tokens - in_pairs) // attn_chunk_size
+
+
+def _checked_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
+    chunk, block_size = plain_ints(attn_chunk_size=chunk, block_size=block_size)
+    require_positive(attn_chunk_size=chunk, block_size=block_size)
+    require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
+    return chunk, block_size
+
+
+def _check_rows(starts: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:
+    """All must be of the same requests; rows of a table that nobody has may stand behind."""
+    require_one_a_request(**{lens_name: seq_lens})
+    num_reqs = seq_lens.shape[0]
+    require(starts.shape == (num_reqs + 1,), starts_name, f"have {num_reqs + 1} entries", starts.shape)
+    require(table.shape[0] >= num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")
+    if isinstance(starts, np.ndarray) and isinstance(seq_lens, np.ndarray):
+        short = np.diff(starts) > seq_lens
+        rule = f"count the new tokens {np.diff(starts).tolist()}"
+        require(not short.any(), lens_name, rule, seq_lens.tolist())
+
+
+def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:
+    num_chunks = (seq_lens + chunk - 1) // chunk - (seq_lens - query_lens) // chunk
+    return num_chunks * (query_lens > 0).astype(np.int32)
+
+
+def _virtual_batches(
+    xp: Any, chunk: int, starts: Any, seq_lens: Any, table: Any, block_size: int, num_virtual: int
+) -> LocalVirtualBatches:
+    query_lens = starts[1:] - starts[:-1]
+    num_chunks = _chunks_touched(query_lens, seq_lens, chunk)
+    if seq_lens.shape[0] == 0 or num_virtual == 0:
+        none = xp.zeros(num_virtual, np.int32)
+        return LocalVirtualBatches(
+            none, start_locs(xp, none), none, xp.zeros((num_virtual, chunk // block_size), np.int32)
+        )
+    require(table.shape[1] > 0, "block_table", "have at least one column", f"shape {table.shape}")
+    ends = xp.cumsum(num_chunks)
+    virtual = xp.arange(num_virtual, dtype=np.int32)
+    rows = xp.minimum(xp.searchsorted(ends, virtual, side="right"), seq_lens.shape[0] - 1)
+    is_live = virtual < ends[-1]
+
+    context = (seq_lens - query_lens)[rows]
+    chunk_start = (context // chunk + virtual - (ends - num_chunks)[rows]) * chunk
+    last = xp.minimum(chunk_start + chunk, seq_lens[rows])
+    q_lens = xp.where(is_live, last - xp.maximum(chunk_start, context), 0).astype(np.int32)
+    k_lens = xp.where(is_live, last - chunk_start, 0).astype(np.int32)
+    columns = (chunk_start // block_size)[:, None] + xp.arange(chunk // block_size, dtype=np.int32)[None, :]
+    block_table_local = table[rows[:, None], xp.clip(columns, 0, table.shape[1] - 1)]
+    return LocalVirtualBatches(q_lens, start_locs(xp, q_lens), k_lens, block_table_local)

@@ -1,0 +1,230 @@
+"""What a kernel computes of a mask for a tile is the mask, whatever is stored and wherever tiles begin."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
+from jattn.implementations.mosaic_gpu.slash_masks import words_of
+from jattn.implementations.mosaic_gpu.tile_lists import taken_apart
+from pallas_kernels.varlen_backward.key_rows import KeyRows
+from pallas_kernels.varlen_prefill import KernelSizes, PairTile
+from tests.masks import mask_rules
+
+pytestmark = pytest.mark.kernels  # minutes, together
+
+HEADS = (mask_rules.Q_HEADS, mask_rules.KV_HEADS)
+
+
+class OfArrays:
+    """A tile over arrays, not refs in a kernel."""
+
+    @property
+    def rows(self):
+        return jnp.arange(self.shape[0], dtype=jnp.int32) + self.first_row
+
+    def of_rows(self, x):
+        return jnp.full(self.shape[:1], x)
+
+    def rows_from(self, ref, index, first):
+        assert 0 <= int(first) <= ref.shape[-1] - self.shape[0]
+        return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
+
+
+class Queries(OfArrays, PairTile):
+    """64 queries and some keys."""
+
+
+class Keys(OfArrays, KeyRows):
+    """64 keys and some queries."""
+
+    @property
+    def queries(self):
+        return jnp.arange(self.shape[1], dtype=jnp.int32) + self.first_query
+
+    def of_queries(self, x):
+        return jnp.full(self.shape[1:], x)
+
+
+def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=Queries, least_query=0):
+    """What the kernel makes of the request's pairs among 64 rows and so many columns; their positions."""
+    of_keys = tile_of.has_key_rows
+    (num_queries, num_keys) = (num_columns, 64) if of_keys else (64, num_columns)
+    is_packed = of_keys or first_key % num_columns != 0
+    made = kernel_mask(mask, Call(HEADS, True, is_packed, seq_len, num_keys, of_keys))
+    columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
+    place = {"head": head, "first_query": first_query, "first_key": first_key}
+    tile = tile_of(
+        **{name: jnp.int32(value) for name, value in place.items()},
+        columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
+    sees = made.sees(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
+    queries = [i for i in range(first_query, first_query + num_queries) if least_query <= i < seq_len]
+    keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
+    sees = np.broadcast_to(tile.has_bits(sees) if made.is_words else sees, tile.shape)
+    sees = sees.T if of_keys else sees
+    return sees[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
+
+
+tiles = st.fixed_dictionaries(
+    {
+        "row": st.integers(0, 1),
+        "head": st.integers(0, mask_rules.Q_HEADS - 1),
+        "first_query": st.integers(-15, 40),
+        "first_key": st.just(0) | st.integers(-7, 40),
+        "num_columns": st.sampled_from([64, 128]),
+        "tile_of": st.sampled_from([Queries, Keys]),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(mask_rules.SINGLE | mask_rules.compositions(), tiles, st.booleans())
+def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
+    of_keys = tile["tile_of"] is Keys
+    if why_not_kernel_mask(ruled.mask, 128, rows=128 if of_keys else 64) is not None:
+        return
+    mask = ruled.mask
+    if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
+        mask, tile = mask.of_rows_from(1), tile | {"row": 0}
+    got, queries, keys = seen(mask, mask_rules.MAX_LEN, **tile)
+    wanted = [
+        [ruled.sees(1 if is_second_row else tile["row"], tile["head"], i, j) for j in keys] for i in queries
+    ]
+    np.testing.assert_array_equal(got, np.array(wanted, bool).reshape(got.shape))
+
+
+@pytest.mark.parametrize(("first_query", "first_key"), [(70, -3), (300, 128), (515, 256), (700, 64)])
+@pytest.mark.parametrize("block", [16, 24, 32, 128])
+@pytest.mark.parametrize("tile_of", [Queries, Keys])
+def test_positions_far_on_have_their_own_bits(first_query, first_key, block, tile_of):
+    rng = np.random.default_rng(0)
+    marks = rng.random((2, mask_rules.Q_HEADS, 600)) < 0.3
+    slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1])
+    blocks = rng.random((2, 2, 48, 48)) < 0.4
+    blocked = masks.BlockMask(blocks=blocks, block_q=block, block_kv=block)
+    ids = np.cumsum(rng.random((1, 650)) < 0.02, axis=1).astype(np.int32)
+    for mask in (slashed, blocked, masks.Document(ids=ids)):
+        place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
+        got, queries, keys = seen(mask, 764, num_columns=128, tile_of=tile_of, **place)
+        i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
+        wanted = mask.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        np.testing.assert_array_equal(got, wanted)
+        assert got.size > 3000
+
+
+@pytest.mark.parametrize("first_query", [-300, -90, -17])
+@pytest.mark.parametrize("tile_of", [Queries, Keys])
+def test_queries_before_position_0_see_in_a_kernel_what_they_see(first_query, tile_of):
+    """There are some where there are more queries than keys."""
+    rng = np.random.default_rng(2)
+    marks, blocks = rng.random((2, mask_rules.Q_HEADS, 150)) < 0.3, rng.random((4, 10, 10)) < 0.6
+    slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1], num_gathered=40)
+    by_blocks = [masks.BlockMask(blocks=blocks, block_q=size, block_kv=16) for size in (16, 24)]
+    documents = masks.Document(ids=np.arange(150)[None] // 20)
+    place = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
+    for mask in (slashed, *masks.in_parts(slashed), *by_blocks, ~by_blocks[0], documents):
+        got, queries, keys = seen(mask, 150, tile_of=tile_of, least_query=first_query, **place)
+        i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
+        wanted = mask.sees(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
+        np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
+
+
+@pytest.mark.parametrize("first_key", [-7, -1, 0])
+def test_the_last_document_has_keys_in_a_tile_that_begins_before_the_request(first_key):
+    """As packed keys have it, whose rows begin anywhere."""
+    place = {"row": 0, "head": 0, "first_query": 0, "num_columns": 64}
+    got, queries, keys = seen(masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **place)
+    assert (len(queries), len(keys)) == (50, 50)
+    assert got.all()
+
+
+def test_words_hold_32_marks_from_any_place_on():
+    marks = np.random.default_rng(1).random((2, 50)) < 0.5
+    words = np.asarray(words_of(jnp.asarray(marks))).view(np.uint32)
+    padded = np.pad(marks, ((0, 0), (31, 31)))
+    assert words.shape == (2, 81)
+    for nth in (0, 5, 31, 80):
+        bits = (words[:, nth, None] >> np.arange(32, dtype=np.uint32)) & 1
+        np.testing.assert_array_equal(bits, padded[:, nth : nth + 32])
+
+
+def test_other_arrays_are_traced_once(traced_once):
+    def stored(mask):
+        return kernel_mask(mask, Call(HEADS, True, False, 64, 64)).arrays
+
+    of = lambda n: (
+        (masks.Causal() | masks.Prefix(length=jnp.asarray(n))) & masks.Document(ids=jnp.arange(9) // n)
+    )
+    (_, a, _), (_, b, _) = traced_once(stored, (of(2),), (of(3),))
+    assert not np.array_equal(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strange(masks.Mask):
+    """A mask that somebody else wrote."""
+
+    table: jax.Array
+    row_axes: ClassVar = {}
+
+    def sees(self, pairs):
+        return self.table[pairs.key]
+
+    def coverage(self, tiles):
+        raise NotImplementedError
+
+
+jax.tree_util.register_dataclass(Strange)
+BLOCKS = np.ones((4, 6, 6), bool)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masks.Sinks(1) | Strange(jnp.zeros(3)).of_rows_from(2), "no kernel for the arrays of a Strange"),
+        (
+            masks.BlockMask(blocks=BLOCKS, block_q=4, block_kv=64) | masks.Sinks(1),
+            "blocks of 4 queries .64 touch more than 10",
+        ),
+        (masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=4), "blocks of 4 keys .128 touch more than 17"),
+    ],
+)
+def test_masks_without_a_kernel_are_named(mask, message):
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(why_not_kernel_mask(mask, 128))
+
+
+def test_a_mask_is_taken_apart():
+    block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
+    fine, wide = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
+    sizes, strided = KernelSizes(tile_kv=64), jattn.LocalStrided()
+    parts = taken_apart(strided & block & fine & wide & masks.Sinks(9), sizes, is_packed=False)
+    assert parts.pairs == strided & fine & wide & masks.Sinks(9)
+    assert parts.blocks == (block,)
+    assert parts.block_q == 64
+    assert taken_apart(block, sizes, is_packed=True).pairs == block
+    assert taken_apart(block, KernelSizes(tile_kv=128), is_packed=False).pairs == block
+
+
+@pytest.mark.parametrize("of_key", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])
+def test_kernels_decline_functions_that_close_over_arrays(of_key):
+    """Pallas would refuse them, in words that name no mask; numbers they may close over."""
+
+    def reason(of_key):
+        sees = lambda head, query, key: (of_key if of_key.ndim == 0 else of_key[key]) + query > key
+        return why_not_kernel_mask(masks.Causal() & masks.MaskFunction(sees), 64)
+
+    closes = "there is no kernel for a mask function that closes over arrays" if of_key.ndim else None
+    assert reason(of_key) == closes
+    seen = []
+    jax.eval_shape(lambda of_key: seen.append(reason(of_key)), of_key)
+    assert seen == [closes]

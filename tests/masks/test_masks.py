@@ -1,0 +1,321 @@
+"""Masks mean what their rules say, are values, and refuse nonsense."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks, sparsity
+from jattn.masks import blocks as block_masks
+from tests.masks import mask_rules
+
+ZEROS = np.zeros((1, 2, 2), bool)
+
+
+def drawn(mask, query_len, seq_len, **options):
+    return np.asarray(masks.dense(mask, query_len, seq_len, **options)).astype(int).tolist()
+
+
+def test_masks_written_out():
+    assert drawn(masks.Causal(), 2, 4) == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
+    assert drawn(masks.Window(1, 0) | masks.Sinks(1), 3, 4) == [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]]
+    assert drawn(masks.Causal() & masks.Dilated(2, 2), 1, 6) == [[[0, 1, 0, 1, 0, 1]]]
+    assert drawn(masks.Causal() | masks.Prefix(length=jnp.int32(2)), 3, 3) == [
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    ]
+    slash = masks.VerticalSlash.of(jnp.asarray([[0, -1]]), jnp.asarray([[0, 2]]), 4)
+    assert drawn(slash, 4, 4) == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]
+    document = masks.Document(ids=jnp.asarray([0, 0, 1, 1]))
+    assert drawn(masks.Causal() & document, 3, 4) == [[[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]
+    streaming = masks.Causal() & masks.streaming_heads([1], num_first=1, num_recent=2)
+    assert drawn(streaming, 1, 5, num_q_heads=2) == [[[1, 0, 0, 1, 1]], [[1, 1, 1, 1, 1]]]
+    blocks = jnp.asarray([[[True, False], [False, True]]])
+    mask = masks.BlockMask(blocks=blocks, block_q=1, block_kv=2, first_q_block=jnp.asarray([1]))
+    assert drawn(mask, 4, 4) == [[[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]]
+
+
+def test_big_bird_has_neighbours_first_blocks_and_as_many_draws_as_it_says():
+    mask = masks.BigBird(block_size=1, local_blocks=2, global_blocks=1, random_blocks=3, seed=5)
+    sees = np.asarray(masks.dense(mask, 64, 64, num_q_heads=4))
+    a, b = np.arange(64)[:, None], np.arange(64)[None, :]
+    certain = (abs(a - b) < 2) | (np.minimum(a, b) == 0)
+    assert sees[:, certain].all()
+    drawn = (sees & ~certain).sum(axis=2)
+    assert drawn.max() == 3
+    assert drawn[:, 32:].mean() > 2.5
+    assert not (sees & ~certain)[:, b > a].any()
+    assert len({head.tobytes() for head in sees}) == 4
+
+
+@pytest.mark.parametrize("seed", [271_182, 2**40 + 1])
+def test_big_bird_draws_by_any_seed(seed):
+    mixed = lambda x: ((y := x % 32749 * 31337 + 12345) ^ (y // 4096)) % 32749
+    of = lambda head, a: mixed(mixed(a * 64 + seed * 7919) + head * 977) % (a + 1)
+    none = {"local_blocks": 0, "global_blocks": 0}
+    sees = masks.dense(masks.BigBird(block_size=1, random_blocks=1, seed=seed, **none), 9, 9, num_q_heads=2)
+    want = [[of(head, a) for a in range(9)] for head in range(2)]
+    np.testing.assert_array_equal(np.asarray(sees).argmax(axis=-1), want)
+    assert np.asarray(sees).sum() == 18
+
+
+def test_a_function_returns_bool():
+    """Of other numbers & and ~ would take bits: the last of 2 is not set."""
+    apart = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
+    for mask in (apart, ~apart, masks.Causal() & apart):
+        for look in (
+            functools.partial(masks.dense, mask, 4, 4, num_q_heads=1),
+            functools.partial(
+                sparsity.schedule, mask, jnp.asarray([4]), max_query_len=4, max_seq_len=4, num_q_heads=1
+            ),
+        ):
+            with pytest.raises(ValueError, match="function must return bool, as comparisons do, got int32"):
+                look()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_function_may_say_one_thing_of_all_pairs(answer):
+    mask = masks.MaskFunction(lambda head, query, key: answer)
+    lens = {"seq_lens": jnp.asarray([4]), "max_query_len": 4, "max_seq_len": 4, "num_q_heads": 1}
+    for asked, want in ((mask, answer), (~mask, not answer)):
+        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).all() == want
+        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).any() == want
+        made = sparsity.schedule(asked, **lens, tile_q=4, tile_kv=4)
+        assert (made.num_partial.item(), made.num_full.item()) == (0, int(want))
+
+
+@pytest.mark.parametrize("mask", [masks.Dilated(2**31 - 1, 1), masks.Dilated(2**30 - 1, 2)])
+def test_a_dilated_window_may_reach_over_all_positions(mask):
+    made = sparsity.schedule(
+        mask, jnp.asarray([8]), max_query_len=8, max_seq_len=8, num_q_heads=1, tile_q=4, tile_kv=4
+    )
+    seen = np.asarray(masks.dense(mask, 8, 8))
+    assert seen.mean() == 1 / mask.step
+    np.testing.assert_array_equal((made.num_full + made.num_partial)[:, 0], [2, 2])
+    np.testing.assert_array_equal(made.num_full[:, 0], [2 * (mask.step == 1)] * 2)
+
+
+@settings(max_examples=15)
+@given(mask_rules.SINGLE | mask_rules.compositions(), st.integers(1, 40), st.integers(0, 1), st.data())
+def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data):
+    query_len = data.draw(st.integers(1, seq_len))
+    heads = {"num_q_heads": mask_rules.Q_HEADS, "num_kv_heads": mask_rules.KV_HEADS}
+    got = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
+    np.testing.assert_array_equal(got, ruled.dense(query_len, seq_len, row))
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_an_array_whose_places_one_number_cannot_tell_apart_is_read_alike(per_row, monkeypatch):
+    drawn_blocks = np.random.default_rng(1).random((3, 2, 4, 5)) < 0.5
+    mask = masks.BlockMask(blocks=drawn_blocks if per_row else drawn_blocks[0], block_q=8, block_kv=8)
+    see = lambda: [masks.dense(mask, 24, 32, num_q_heads=4, row=row) for row in range(3)]
+    want = see()
+    monkeypatch.setattr(block_masks, "MAX_PLACES", 7)
+    np.testing.assert_array_equal(see(), want)
+    for row, seen in enumerate(want):
+        of = drawn_blocks[row if per_row else 0].repeat(2, 0).repeat(8, 1).repeat(8, 2)
+        np.testing.assert_array_equal(seen, of[:, 8:, :32])  # the last query stands at the last key
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_rows_of_a_region_see_what_they_saw(first):
+    """A block mask stays one: the kernels take no other with arrays."""
+    blocks = np.random.default_rng(0).random((3, 2, 4, 5)) < 0.5
+    firsts = np.array([0, 1, 2], np.int32)
+    many = masks.BlockMask(blocks=blocks, first_q_block=firsts, block_q=8, block_kv=8)
+    whole = many & masks.Window(left=20)
+    part = whole.of_rows_from(first)
+    assert [type(mask) for mask in part.masks] == [masks.BlockMask, masks.Window]
+    for row in range(3 - first):
+        of = [
+            masks.dense(mask, 40, 40, num_q_heads=4, row=r) for mask, r in ((part, row), (whole, row + first))
+        ]
+        np.testing.assert_array_equal(*of)
+
+
+def test_density_is_counted_against_causality():
+    assert masks.density(masks.Causal(), 8, 8) == 1
+    assert masks.density(masks.Window(0, 0), 4, 4) == pytest.approx(0.4)
+    assert masks.density(masks.OnlyHeads((0,)), 3, 9, num_q_heads=4) == 0.25
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.LocalStrided(block_size=16, local_blocks=2, vert_stride=4),
+        masks.BlockMask(blocks=np.random.default_rng(0).random((4, 64, 64)) < 0.3, block_q=32, block_kv=32),
+        masks.Document(ids=np.arange(2048) // 300),
+    ],
+)
+def test_density_of_some_queries_is_nearly_that_of_all(mask):
+    heads = {"num_q_heads": 4, "num_kv_heads": 2}
+    exact = masks.density(mask, 2048, 2048, max_queries=2048, **heads)
+    seen = np.asarray(masks.dense(mask, 2048, 2048, **heads)) & np.tri(2048, dtype=bool)
+    assert exact == pytest.approx(seen.sum() / (4 * 2048 * 2049 / 2))
+    assert masks.density(mask, 2048, 2048, max_queries=128, **heads) == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ((5, 4), {}, "query_len must be at least 1 and at most seq_len .4., got 5"),
+        ((0, 4), {}, "query_len must be .* got 0"),
+        ((2, 4), {"max_queries": 0}, "max_queries must be at least 1, got 0"),
+    ],
+)
+def test_density_of_nothing_is_refused(sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        masks.density(masks.Causal(), *sizes, **options)
+
+
+def test_masks_without_arrays_are_values():
+    one = masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
+    assert one == masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
+    assert len({one, masks.Causal() & (masks.Sinks(5) | masks.Window(left=8))}) == 2
+    assert one.is_static
+    assert jax.tree.leaves(one) == []
+    assert (masks.Causal() & masks.Sinks(1)) & masks.Sinks(2) == masks.And(
+        (masks.Causal(), masks.Sinks(1), masks.Sinks(2))
+    )
+    assert masks.OnlyHeads((3, 1, 3)) == masks.OnlyHeads((1, 3))
+
+
+def test_masks_with_arrays_change_without_a_recompile():
+    traces = []
+
+    @jax.jit
+    def run(query, cache, metadata, mask):
+        traces.append(1)
+        return jattn.attend(query, cache, metadata, spec, mask=mask)
+
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
+    metadata = jattn.build_batch_metadata([1, 6], [3, 6], [[1], [2]], block_size=8)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    cache = jattn.PagedCache(k=draw(0, 3, 8, 1, 8), v=draw(1, 3, 8, 1, 8))
+    block = lambda blocks: masks.Window(left=9) & masks.BlockMask(blocks=blocks, block_q=2, block_kv=2)
+    lower, everything = jnp.tri(4, dtype=bool)[None, :, :], jnp.ones((1, 4, 4), bool)
+    a, b, c = (run(draw(2, 7, 2, 8), cache, metadata, block(x)) for x in (lower, everything, ~everything))
+    assert len(traces) == 1
+    np.testing.assert_allclose(a, b, atol=1e-6)
+    assert not np.asarray(c).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.Window(left=-1), "left must be at least 0, got -1"),
+        (lambda: masks.Sinks(0), "num must be positive, got 0"),
+        (lambda: masks.Chunked(0), "size must be positive, got 0"),
+        (lambda: masks.Dilated(-1, 2), "num must be at least 0, got -1"),
+        (lambda: masks.Dilated(1, 0), "step must be positive, got 0"),
+        (lambda: masks.BigBird(block_size=0), "block_size must be positive, got 0"),
+        (lambda: masks.BigBird(local_blocks=-1), "local_blocks must be at least 0, got -1"),
+        (lambda: masks.BlockMask(blocks=ZEROS, block_q=2, block_kv=0), "block_kv must be positive, got 0"),
+        (lambda: masks.BlockMask(blocks=ZEROS, block_q=0, block_kv=1), "block_q must be positive, got 0"),
+        (
+            lambda: masks.BlockMask(blocks=ZEROS, block_q=None, block_kv=1),
+            r"blocks must have one block of queries where block_q is None, got \(1, 2, 2\)",
+        ),
+        (
+            lambda: masks.dense(
+                masks.BlockMask(blocks=ZEROS.repeat(2, 0), block_q=1, block_kv=1), 1, 1, num_q_heads=3
+            ),
+            r"blocks' heads must divide the query heads \(3\), got 2",
+        ),
+        (
+            lambda: masks.dense(masks.VerticalSlash(columns=ZEROS[0], slashes=ZEROS[0]), 1, 1, num_q_heads=4),
+            r"columns' and slashes' heads must be one for each query head \(4\), got \(2, 2\)",
+        ),
+        (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be .* at most seq_len \(2\), got 3"),
+    ],
+)
+def test_nonsense_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda a, b: a and b,
+        lambda a, b: a or b,
+        lambda a, b: not a,
+        lambda a, b: (a & b) and b,
+    ],
+)
+def test_masks_are_not_joined_by_words(join):
+    causal, window = masks.Causal(), masks.Window(left=5)
+    with pytest.raises(TypeError, match=r"masks must be joined by &, \| and ~, got .* of a (Causal|And),"):
+        join(causal, window)
+
+
+def test_a_spec_takes_no_arrays():
+    mask = masks.Causal() & masks.BlockMask(blocks=ZEROS, block_q=1, block_kv=1)
+    with pytest.raises(ValueError, match=r"sparsity must hold no arrays \(attend\(mask=\) .*, got And"):
+        jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, sparsity=mask)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
+def test_numpys_ints_of_any_width_are_the_ints_they_are(types_unchecked, kind):
+    """In 8 bits -5 is 251, 100 x 3 is 44 and 8 x 64 is 0."""
+    rings = {"block_size": 4, "local_blocks": 1}
+    made = lambda of: (
+        masks.Window(of(5), of(3)),
+        masks.Dilated(of(100), of(3)),
+        masks.Sinks(of(5)) & masks.Chunked(of(7)),
+        masks.LocalStrided(
+            **{name: of(n) for name, n in rings.items()}, vert_stride=of(100), tp_rank=of(3), tp_size=of(8)
+        ),
+        masks.BigBird(**{name: of(n) for name, n in rings.items()}, random_blocks=of(2), seed=of(9)),
+        masks.BlockMask(blocks=np.eye(100, dtype=bool)[None], block_q=of(4), block_kv=of(4)),
+    )
+    for numpys, plain in zip(made(kind), made(int), strict=True):
+        seen = [masks.dense(mask, 9, 333, num_q_heads=64, num_kv_heads=8) for mask in (numpys, plain)]
+        np.testing.assert_array_equal(*seen)
+
+
+BLOCKS = np.arange(12).reshape(1, 3, 4) % 5 > 1
+BEFORE_0 = {
+    "Chunked": (masks.Chunked, lambda a, b: a == b),
+    "LocalStrided": (
+        lambda size: masks.LocalStrided(block_size=size, local_blocks=2, vert_stride=3, homo_head=True),
+        lambda a, b: (b <= a) & ((a - b < 2) | ((b + 1) % 3 == 0)),
+    ),
+    "BigBird": (
+        lambda size: masks.BigBird(block_size=size, local_blocks=3, random_blocks=0),
+        lambda a, b: (np.abs(a - b) < 3) | (a == 0) | (b == 0),
+    ),
+    "BlockMask": (
+        lambda size: masks.BlockMask(blocks=BLOCKS, block_q=size, block_kv=size),
+        lambda a, b: (a >= 0) & (a < 3) & (b < 4) & BLOCKS[0, np.clip(a, 0, 2), np.minimum(b, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("name", BEFORE_0)
+def test_queries_before_position_0_stand_in_blocks_before_block_0(name, size):
+    """With more queries than keys, as cross attention may have; rounded towards 0 they stood in block 0."""
+    make, rule = BEFORE_0[name]
+    first = -2 * size - 1
+    query, key = np.arange(first, 3 * size, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
+    at = {"head": np.int32(0), "row": np.int32(0), "num_heads": (1, 1)}
+    seen = np.broadcast_to(make(size).sees(masks.Pairs(query=query, key=key, **at)), (len(query), 12))
+    np.testing.assert_array_equal(seen, rule(query // size, key // size))
+    for begin in range(first, size, 3):
+        tile = {"first_query": np.int32(begin), "last_query": np.int32(begin + 2)}
+        keys = {"first_key": np.int32(2), "last_key": np.int32(4)}
+        some, every = make(size).coverage(masks.Tiles(**tile, **keys, size=(3, 3), **at))
+        inside = seen[begin - first : begin - first + 3, 2:5]
+        assert (bool(some), bool(every)) == (inside.any(), inside.all())
+
+
+def test_no_block_is_drawn_for_queries_before_position_0():
+    pairs = {"head": np.int32(1), "row": np.int32(0), "num_heads": (2, 1)}
+    query, key = np.arange(-9, 0, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
+    mask = masks.BigBird(block_size=2, local_blocks=0, global_blocks=0, random_blocks=4)
+    assert not np.any(mask.sees(masks.Pairs(query=query, key=key, **pairs)))

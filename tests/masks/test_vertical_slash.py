@@ -1,0 +1,225 @@
+"""Columns and slashes in two parts, gathered columns and the rest: each right, and together the mask."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+from jattn.cache import blocks_of, tokens_at
+from jattn.implementations.mosaic_gpu import run
+from jattn.implementations.mosaic_gpu.gathered_columns import added_at_places, gathered_kv
+from jattn.masks.vertical_slash import NOWHERE
+from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, Keys, Queries
+from tests.implementations.mosaic_gpu.test_kernel_masks import seen as seen_in_kernel
+from tests.pallas_kernels.test_training import as_on_a_gpu
+from tests.problems import in_layout
+
+RNG = np.random.default_rng(7)
+TOKENS = 150
+MARKS = RNG.random((2, 2, HEADS[0], TOKENS))  # of columns and slashes
+
+
+def slashed(num_gathered, *, rows=2, tokens=TOKENS, share=0.15):
+    """Marks of each row's heads."""
+    columns, slashes = MARKS[:, :rows, :, :tokens] < share
+    return masks.VerticalSlash(columns=columns, slashes=slashes, num_gathered=num_gathered)
+
+
+def pairs_of(keys):
+    row, head, query, key = np.ogrid[:2, : HEADS[0], :TOKENS, :keys]
+    return masks.Pairs(head, row, query, key, HEADS)
+
+
+@pytest.mark.parametrize("num_gathered", [1, 7, TOKENS, 10 * TOKENS])
+def test_each_pair_that_is_seen_is_in_one_part(num_gathered):
+    mask = slashed(num_gathered)
+    columns, rest = masks.in_parts(mask)
+    causal = np.tri(TOKENS, dtype=bool)
+    in_rest = np.asarray(rest.sees(pairs_of(TOKENS))) & causal
+    places = np.asarray(columns.places)
+    assert places.shape[-1] % 128 == 0
+    by_number = np.asarray(columns.sees(pairs_of(places.shape[-1])))
+    in_columns = np.zeros_like(in_rest)
+    for row, head, nth in zip(*np.nonzero(places < NOWHERE), strict=True):
+        in_columns[row, head, :, places[row, head, nth]] |= by_number[row, head, :, nth]
+    assert by_number.sum() == in_columns.sum()  # no key is gathered twice, none that there is not is seen
+    assert not (in_columns & in_rest).any()
+    np.testing.assert_array_equal(in_columns | in_rest, np.asarray(mask.sees(pairs_of(TOKENS))) & causal)
+    counts = np.minimum(np.cumsum(mask.columns, axis=-1), num_gathered)
+    np.testing.assert_array_equal(columns.counts, counts)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (48, 20)])
+@pytest.mark.parametrize("part", ["columns", "rest"])
+def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
+    mask = slashed(40, share=0.3)
+    every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
+    mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
+    of_part = getattr(masks.in_parts(mask), part)
+    num = of_part.places.shape[-1] if part == "columns" else TOKENS
+    first = np.arange(0, TOKENS, size[0], dtype=np.int32)
+    some, every = (
+        np.asarray(x)
+        for x in masks.coverage_of_tiles(
+            of_part,
+            rows=jnp.ones(len(first), jnp.int32),
+            first_query=jnp.asarray(first),
+            num_queries=jnp.minimum(size[0], TOKENS - first),
+            seq_lens=jnp.full(len(first), num, jnp.int32),
+            num_heads=HEADS,
+            size=size,
+            max_kv_tiles=-(-num // size[1]),
+        )
+    )
+    sees = np.asarray(of_part.sees(pairs_of(num)))[1]
+    for (i, head, j), has_some in np.ndenumerate(some):
+        tile = sees[head, first[i] : first[i] + size[0], j * size[1] : (j + 1) * size[1]]
+        assert has_some >= tile.any()
+        assert every[i, head, j] <= tile.all()
+    assert every.any()
+    assert not every.all()
+    assert not some.all()
+
+
+def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
+    """There stand the next row's: where one is NaN, the product with it would be."""
+    columns, _ = masks.in_parts(slashed(128, share=0.95))
+    assert (np.asarray(columns.places) < NOWHERE).all()
+    some, every = masks.coverage_of_tiles(
+        columns,
+        rows=jnp.zeros(1, jnp.int32),
+        first_query=jnp.full(1, TOKENS - 1),
+        num_queries=jnp.ones(1, jnp.int32),
+        seq_lens=jnp.full(1, 1000),
+        num_heads=HEADS,
+        size=(64, 64),
+        max_kv_tiles=3,
+    )
+    np.testing.assert_array_equal(some, np.broadcast_to([True, True, False], some.shape))
+    assert not every[..., 2].any()
+
+
+@pytest.mark.parametrize("tile_of", [Queries, Keys])
+@pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
+def test_a_kernel_sees_of_either_part_what_the_part_sees(tile_of, first_query, first_key):
+    for part in masks.in_parts(slashed(25)):
+        place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
+        got, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **place)
+        i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
+        wanted = part.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        np.testing.assert_array_equal(got, wanted)
+        assert got.size > 500
+
+
+def cache_of(k, v, layout):
+    """Of blocks as NHD has them."""
+    of = lambda x, is_key: in_layout(np.asarray(x).reshape(-1, *x.shape[2:]), 16, layout, is_key=is_key)
+    return jattn.PagedCache(k=of(k, True), v=of(v, False), layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_tokens_are_those_of_their_blocks(layout):
+    k, v = RNG.standard_normal((2, 6, 16, 2, 8)).astype(np.float32)
+    cache = cache_of(k, v, layout)
+    np.testing.assert_array_equal(blocks_of(cache, np.arange(6))[0], k)
+    table = np.array([[4, 1], [2, 5]], np.int32)
+    positions = RNG.integers(0, 32, (2, 9, 4), dtype=np.int32)
+    is_real = RNG.random((2, 9, 4)) < 0.7
+    got = tokens_at(cache, jnp.asarray(table), jnp.asarray(positions), jnp.asarray(is_real))
+    for one, stored in zip(got, (k, v), strict=True):
+        wanted = stored[table].reshape(2, 32, 2, 8)
+        for (row, nth, head), real in np.ndenumerate(is_real):
+            mine = wanted[row, positions[row, nth, head], head // 2] if real else np.zeros(8)
+            np.testing.assert_array_equal(one[row, nth, head], mine)
+
+
+def test_either_region_of_a_step_gathers_its_own_rows_columns():
+    bucket = jattn.Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=16, max_blocks=3)
+    table = [[1, 2], [3, 4, 5], [6, 7]]
+    metadata = jattn.build_batch_metadata([1, 1, 9], [20, 45, 30], table, block_size=16, bucket=bucket)
+    marks = RNG.random((2, 3, HEADS[0], 48)) < 0.2
+    mask = masks.VerticalSlash(columns=marks[0], slashes=marks[1], num_gathered=20)
+    k = jnp.broadcast_to(jnp.arange(8 * 16.0).reshape(8, 16, 1, 1), (8, 16, HEADS[1], 8))  # a key is its slot
+    cache, rows = jattn.PagedCache(k=k, v=k), iter(zip((20, 45, 30), table, marks[0], strict=True))
+    for part, first in ((metadata.decode_part, 0), (metadata.prefill_part, 2)):
+        columns, _ = masks.in_parts(mask.of_rows_from(first))
+        gathered, _ = gathered_kv(cache, part, columns)
+        for mine in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
+            seq_len, blocks, its = next(rows)
+            for head in range(HEADS[0]):
+                places = np.flatnonzero(its[head])
+                places = places[places < seq_len]
+                slots = np.asarray(blocks)[places // 16] * 16 + places % 16
+                np.testing.assert_array_equal(mine[: len(places), head, 0], slots)
+                assert not mine[len(places) :, head].any()
+
+
+def test_gradients_of_gathered_keys_go_where_the_keys_are():
+    of_rest = jnp.asarray(RNG.standard_normal((20, 2, 8)), jnp.bfloat16)
+    of_gathered = jnp.asarray(RNG.standard_normal((2 * 3, 4, 8)), jnp.bfloat16)
+    places = np.array([[0, 1, 2, 3], [5, 5, 5, NOWHERE], [7, NOWHERE, 9, NOWHERE]])[None].repeat(2, axis=0)
+    wanted, starts = np.asarray(of_rest, np.float64), np.array([0, 10])
+    for (row, nth, head), place in np.ndenumerate(places):
+        if place < NOWHERE:
+            wanted[starts[row] + place, head // 2] += np.asarray(of_gathered, np.float64)[3 * row + nth, head]
+    got = added_at_places(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=1e-6)
+
+
+CACHE = jattn.PagedCache(k=jnp.zeros((4, 16, 2, 64), jnp.bfloat16), v=jnp.zeros((4, 16, 2, 64), jnp.bfloat16))
+SLOPES = jnp.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "slopes", "calls"),
+    [
+        ({}, None, [2, 4]),  # kv heads: each query head has gathered keys of its own
+        ({"causal": False}, None, [2]),
+        ({"window": (20, 0)}, None, [2]),
+        ({"chunk_size": 16}, None, [2]),
+        ({"batch_invariant": True}, None, [2]),
+        ({}, SLOPES, [2]),
+    ],
+)
+def test_columns_stay_in_place_where_more_than_positions_counts(monkeypatch, changes, slopes, calls):
+    monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
+    kernel = mock.Mock(side_effect=lambda query, *_, **__: (query, jnp.zeros(query.shape[1::-1])))
+    monkeypatch.setattr(run, "varlen_prefill", kernel)
+    heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    spec, mask = jattn.AttentionSpec(**heads, **changes), slashed(5, rows=1, tokens=40)
+    metadata = jattn.build_batch_metadata([33], [33], [[1, 2, 3]], block_size=16)
+    options = {"mask": mask, "alibi_slopes": slopes, "implementation": "mosaic_gpu"}
+    jattn.attend(jnp.zeros((33, 4, 64), jnp.bfloat16), CACHE, metadata, spec, **options)
+    assert [call.args[1].shape[-2] for call in kernel.call_args_list] == calls
+
+
+def test_gathering_is_said_by_a_mask_s_own_words(types_unchecked):
+    of = functools.partial(masks.VerticalSlash.of, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16)
+    assert (of().num_gathered, of(gather=True).num_gathered) == (0, 3)
+    assert isinstance(slashed(np.uint8(200)).num_gathered, int)
+
+
+@pytest.mark.kernels
+def test_attention_over_gathered_columns_is_xla_s():
+    """A chunk of a prompt and a whole one; some heads have more columns than are gathered."""
+    mask = slashed(12, tokens=100)
+    mask = dataclasses.replace(mask, columns=mask.columns[:, :2], slashes=mask.slashes[:, :2])
+    k, v = jax.random.normal(jax.random.key(1), (2, 12, 16, 1, 64), jnp.bfloat16)
+    table = [[3, 5, 1, 7, 9, 11], [2, 4, 6, 8, 10]]
+    metadata = jattn.build_batch_metadata([40, 70], [90, 70], table, block_size=16).prefill_part
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+    given = jax.random.normal(jax.random.key(0), (110, 2, 64), jnp.bfloat16), cache_of(k, v, "HND")
+    options = {"mask": mask, "sinks": jnp.linspace(-1.0, 1.0, 2)}
+    attend = functools.partial(jattn.attend, *given, metadata, spec, return_lse=True, **options)
+    want = attend(implementation="xla")
+    with as_on_a_gpu() as called:
+        got = attend(implementation="mosaic_gpu")
+    assert called == ["attend"]
+    for one, other, far in zip(got, want, (0.02, 1e-4), strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=far)

@@ -1,0 +1,237 @@
+"""Quest-type decode: bounds hold, the best blocks are chosen, the whole step is one trace."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.implementations.mosaic_gpu.block_lists import block_list
+from jattn.sparsity.decode_selection import (
+    KeyBounds,
+    ListedBlocks,
+    block_scores,
+    select_blocks,
+    write_key_bounds,
+)
+from pallas_kernels import support
+
+SPEC = jattn.CacheSpec(num_blocks=9, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def test_bounds_are_those_of_the_keys_written_since_the_block_began():
+    bounds = KeyBounds.create(SPEC)
+    steps = [([0, 1, 2, 3, 8], 0), ([9, -1, 10], 1), ([4, 11, 5], 2), ([0, 1], 3)]  # block 0 is used again
+    kept = {}
+    for slots, seed in steps:
+        keys = normal(seed, len(slots) + 2, 2, 8)  # longer than the slots
+        bounds = write_key_bounds(bounds, keys, jnp.asarray(slots), block_size=4)
+        for slot, key in zip(slots, np.asarray(keys), strict=False):
+            if slot >= 0:
+                kept[slot // 4] = ([] if slot % 4 == 0 else kept[slot // 4]) + [key]
+    for block, keys in kept.items():
+        np.testing.assert_array_equal(bounds.low[block], np.min(keys, axis=0))
+        np.testing.assert_array_equal(bounds.high[block], np.max(keys, axis=0))
+
+
+def filled(reqs=3, blocks=3):
+    """Keys of whole blocks, their bounds, a block table, queries of 4 heads."""
+    keys = normal(0, 9, 4, 2, 8)
+    bounds = KeyBounds(low=keys.min(axis=1), high=keys.max(axis=1))
+    table = jnp.asarray([[1, 2, 3], [4, 5, 6], [7, 8, 0]], jnp.int32)[:reqs, :blocks]
+    return keys, bounds, table, normal(1, reqs, 4, 8)
+
+
+def test_no_key_of_a_block_scores_higher_than_the_block():
+    keys, bounds, table, query = filled()
+    scores = block_scores(query, bounds, table)
+    products = jnp.einsum("rgkd,rbtgd->rgbtk", query.reshape(3, 2, 2, 8), keys[table])
+    assert (scores >= products.max(axis=(3, 4)) - 1e-5).all()
+    assert (scores <= products.max(axis=(3, 4)) + 20).all()
+
+
+def test_the_best_blocks_and_the_recent_ones_are_chosen():
+    _, bounds, table, query = filled()
+    seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
+    mask = select_blocks(query, bounds, table, seq_lens, num_selected=2, block_size=4)
+    scores = np.asarray(block_scores(query, bounds, table))
+    chosen = np.asarray(mask.blocks)[:, :, 0]
+    for head in range(2):
+        best = int(scores[0, head, :2].argmax())
+        assert np.flatnonzero(chosen[0, head]).tolist() == [best, 2]
+        assert np.flatnonzero(chosen[1, head]).tolist() == [0, 1]
+    assert not chosen[2].any()
+
+
+def test_a_step_writes_selects_and_attends_in_one_trace():
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    traces = []
+
+    @jax.jit
+    def step(cache, bounds, query, key, metadata):
+        traces.append(1)
+        slots = metadata.slot_mapping
+        cache = jattn.write_kv(cache, key, key, slots)
+        bounds = write_key_bounds(bounds, key, slots, block_size=4)
+        mask = select_blocks(
+            query, bounds, metadata.block_table, metadata.seq_lens, num_selected=2, block_size=4
+        )
+        out = jattn.attend(query, cache, metadata, spec, mask=mask)
+        return cache, bounds, out, mask
+
+    keys, bounds, table, query = filled(reqs=2)
+    cache = jattn.PagedCache(k=keys, v=jnp.array(keys))
+    for lens in ([9, 12], [10, 8]):
+        metadata = jattn.build_batch_metadata([1, 1], lens, table, block_size=4)
+        cache, bounds, out, mask = step(cache, bounds, query, normal(sum(lens), 2, 2, 8), metadata)
+        want = jattn.attend(query, cache, metadata, spec, mask=mask, implementation="reference")
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        assert int(mask.blocks.sum()) == 2 * 2 * 2
+    assert len(traces) == 1
+
+
+def test_lists_that_a_selection_made_are_taken_as_they_are_by_the_requests_that_they_were_made_for():
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    metadata = jattn.build_batch_metadata([1, 1], [40, 33], np.arange(6).reshape(2, 3), block_size=16)
+    blocks = jnp.asarray([[[1, 0, 1], [0, 0, 1]], [[1, 1, 0], [0, 1, 1]], [[1, 1, 1], [1, 0, 0]]], bool)
+    ids, counts = jnp.argsort(~blocks, axis=-1).astype(jnp.int32), blocks.sum(axis=-1, dtype=jnp.int32)
+    sizes = {"block_q": None, "block_kv": 16}
+    mask = ListedBlocks(blocks=blocks[:, :, None], ids=ids, counts=counts, **sizes)
+    listed = block_list(mask.of_rows_from(1), spec, metadata, 16)
+    np.testing.assert_array_equal(listed.ids, ids[1:])
+    np.testing.assert_array_equal(listed.counts, counts[1:])
+    made = block_list(mask, spec, metadata, 16)  # of three requests, not two
+    np.testing.assert_array_equal(made.counts, counts[:2])
+    assert made.ids[0, 0, :2].tolist() == [0, 2]
+
+
+def test_what_no_request_owns_may_be_anything():
+    """Bounds of blocks behind the ends and in nobody's table, queries of padding rows, ids past the ends."""
+    _, bounds, table, query = filled()
+    seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
+    options = {"num_selected": 2, "block_size": 4}
+    want = select_blocks(query, bounds, table, seq_lens, **options).blocks
+    of_nobody = jnp.asarray([0, 6, 7, 8])
+    poisoned = jax.tree.map(lambda x: x.at[of_nobody].set(jnp.nan), bounds)
+    table = table.at[1, 2].set(2**30).at[2].set(jnp.asarray([-7, 8, 2**31 - 1]))
+    got = select_blocks(query.at[2].set(jnp.nan), poisoned, table, seq_lens, **options).blocks
+    np.testing.assert_array_equal(got, want)
+    assert int(want.sum()) == 2 * 2 * 2
+
+
+def test_what_scores_nan_is_taken_beside_the_recent_blocks():
+    _, bounds, table, query = filled()
+    spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), bounds)  # the first request's first block
+    lens = jnp.asarray([12, 12, 8], jnp.int32)
+    options = {"num_selected": 2, "block_size": 4, "implementation": "xla"}
+    chosen = select_blocks(query, spoiled, table, lens, **options).blocks[:, :, 0]
+    np.testing.assert_array_equal(chosen[0], [[True, False, True]] * 2)
+    want = select_blocks(query, bounds, table, lens, **options).blocks[:, :, 0]
+    np.testing.assert_array_equal(chosen[1:], want[1:])
+    of_nan = select_blocks(query.at[0].set(jnp.nan), bounds, table, lens, **options).blocks
+    assert of_nan[0].all()
+
+
+def test_nothing_is_written_and_chosen_of_nothing():
+    _, bounds, table, query = filled()
+    kept = jax.tree.map(np.asarray, bounds)
+    written = write_key_bounds(bounds, jnp.ones((0, 2, 8)), jnp.zeros(0, jnp.int32), block_size=4)
+    np.testing.assert_array_equal(written.low, kept.low)
+    for implementation in ("xla", None):
+        options = {"num_selected": 1, "block_size": 4, "implementation": implementation}
+        mask = select_blocks(query[:0], written, table[:0], jnp.zeros(0, jnp.int32), **options)
+        assert mask.blocks.shape == (0, 2, 1, 3)
+
+
+@pytest.mark.usefixtures("types_unchecked")  # the annotation has signed ints alone
+def test_bounds_take_slots_of_few_bits():
+    spec = dataclasses.replace(SPEC, num_blocks=300)
+    slots = jnp.asarray([4, 5, 8])
+    write = lambda slots: write_key_bounds(KeyBounds.create(spec), normal(0, 3, 2, 8), slots, block_size=4)
+    wide, narrow = write(slots), write(slots.astype(jnp.uint8))
+    np.testing.assert_array_equal(narrow.low, wide.low)
+    np.testing.assert_array_equal(narrow.high, wide.high)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_selection_takes_lengths_and_tables_of_few_bits():
+    bounds = KeyBounds(low=-jnp.abs(normal(0, 300, 2, 8)), high=jnp.abs(normal(1, 300, 2, 8)))
+    choose = lambda dtype: select_blocks(
+        normal(2, 1, 4, 8), bounds, jnp.arange(16, dtype=dtype)[None], jnp.full(1, 250, dtype),
+        num_selected=3, block_size=16,
+    ).blocks  # fmt: skip
+    np.testing.assert_array_equal(choose(jnp.uint8), choose(jnp.int32))
+
+
+def test_keys_that_are_fewer_than_slots_are_named():
+    with pytest.raises(
+        ValueError, match=r"key must have at least as many tokens as slot_mapping \(3\), got 2"
+    ):
+        write_key_bounds(KeyBounds.create(SPEC), jnp.ones((2, 2, 8)), jnp.zeros(3, jnp.int32), block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "platform"), [("the kernels need an NVIDIA GPU", "cpu"), ("compute capability", "gpu")]
+)
+def test_where_the_arrays_are_says_which_implementation_chooses(reason, platform, monkeypatch):
+    of_arrays = support.why_not_on
+    traced = lambda *trees: any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))
+    elsewhere = lambda *trees: "compute capability" if traced(trees) else of_arrays(*trees)
+    monkeypatch.setattr(support, "why_not_on", elsewhere)  # as if jax's default device were a GPU
+    _, bounds, table, query = filled()
+    run = functools.partial(
+        select_blocks,
+        num_selected=1,
+        block_size=4,
+        implementation="mosaic_gpu",
+        seq_lens=jnp.asarray([3, 3, 3]),
+    )
+    # Traced, they do not say where they will be.
+    run = run if platform == "cpu" else functools.partial(jax.eval_shape, run)
+    with pytest.raises(NotImplementedError, match=reason):
+        run(query, bounds, table)
+
+
+@pytest.mark.parametrize("num", [0, 4])
+def test_a_number_of_blocks_that_there_are_not_is_named(num):
+    _, bounds, table, query = filled()
+    with pytest.raises(ValueError, match=rf"num_selected must lie in \[1, max_blocks \(3\)\], got {num}"):
+        select_blocks(query, bounds, table, jnp.asarray([3, 3, 3]), num_selected=num, block_size=4)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": jnp.asarray([3])}, r"seq_lens must have shape \(3,\) \(one per request\), got \(1,\)"),
+        ({"num_recent": -1}, "num_recent must be at least 0, got -1"),
+        ({"num_selected": 1.0}, "num_selected must be an int, got 1.0"),
+        ({"block_size": 4.0}, "block_size must be an int, got 4.0"),
+    ],
+)
+def test_nonsense_is_named(change, message):
+    _, bounds, table, query = filled()
+    given = {"seq_lens": jnp.asarray([3, 3, 3]), "num_selected": 1, "block_size": 4}
+    with pytest.raises(ValueError, match=message):
+        select_blocks(query, bounds, table, **given | change)
+
+
+def test_a_table_without_blocks_is_named():
+    _, bounds, table, query = filled()
+    with pytest.raises(ValueError, match=r"block_table must have columns, got \(3, 0\)"):
+        select_blocks(query, bounds, table[:, :0], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
+    with pytest.raises(ValueError, match=r"query's heads must be a multiple of the bounds' \(2\), got 3"):
+        select_blocks(query[:, :3], bounds, table, jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
+
+
+def test_a_table_of_another_batch_is_named():
+    _, bounds, table, query = filled()
+    with pytest.raises(Exception, match=r"block_table must have shape \(3, 3\)|Type-check error"):
+        select_blocks(query, bounds, table[:2], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)

@@ -1,0 +1,43 @@
+"""Pictures show what masks and schedules say."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import masks
+from jattn.sparsity.plotting import classes, plot
+from jattn.sparsity.tile_schedule import schedule
+
+MASK = masks.Causal() & (masks.OnlyHeads((1,)) | masks.Sinks(16))
+
+
+def made():
+    sizes = {"max_query_len": 48, "max_seq_len": 48, "tile_q": 16, "tile_kv": 16, "num_q_heads": 2}
+    return schedule(MASK, jnp.asarray([48]), **sizes)
+
+
+def test_a_schedule_is_drawn_tile_by_tile():
+    np.testing.assert_array_equal(classes(made())[0], [[1, 0, 0], [2, 0, 0], [2, 0, 0]])
+    np.testing.assert_array_equal(classes(made())[1], [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
+
+
+def test_a_mask_is_drawn_pair_by_pair():
+    picture = classes(MASK, 20, num_q_heads=2)
+    np.testing.assert_array_equal(picture[1], 2 * np.tri(20))
+    assert picture[0, 19].tolist() == [2] * 16 + [0] * 4
+
+
+def test_a_picture_has_a_square_for_each_head():
+    pytest.importorskip("matplotlib")
+    for figure in (plot(MASK, 20, num_q_heads=2), plot(made())):
+        assert [axis.get_title() for axis in figure.axes] == ["head 0", "head 1"]
+        assert figure.axes[0].images[0].get_array().max() == 2
+
+
+def test_a_mask_needs_a_length_and_a_schedule_has_one():
+    with pytest.raises(ValueError, match="seq_len must be given for a mask, and for a mask only, got None"):
+        classes(MASK)
+    with pytest.raises(ValueError, match="seq_len must be given for a mask, and for a mask only, got 3"):
+        classes(made(), 3)
+    with pytest.raises(ValueError, match="options must be given for a mask only, got num_q_heads"):
+        classes(made(), num_q_heads=7)
