@@ -1,72 +1,52 @@
-"""`python -m benchmarks SUITE [CASE ...]`: rows to the terminal and to benchmarks/results."""
+"""Run a benchmark suite: `python -m benchmarks SUITE [CASE ...]` prints and records rows."""
 
 import argparse
-
-from benchmarks import (
-    backward,
-    backward_peers,
-    cascades,
-    crowds,
-    decode,
-    drafts,
-    engine,
-    engine_model,
-    experts,
-    gpu_tests,
-    graphs,
-    host,
-    load,
-    mesh,
-    phi3small,
-    prefill,
-    quantization,
-    scaling_model,
-    serve,
-    sparse,
-    starts,
-    table,
-    training,
-    tune,
-    write,
-)
+import importlib
+import types
 
 SUITES = {
-    "decode": decode,
-    "prefill": prefill,
-    "backward": backward,
-    "backward-peers": backward_peers,
-    "training": training,
-    "sparse": sparse,
-    "tune": tune,
-    "graphs": graphs,
-    "host": host,
-    "engine": engine,
-    "engine-model": engine_model,
-    "starts": starts,
-    "serve": serve,
-    "drafts": drafts,
-    "crowds": crowds,
-    "cascades": cascades,
-    "quantization": quantization,
-    "experts": experts,
-    "load": load,
-    "phi3small": phi3small,
-    "mesh": mesh,
-    "scaling-model": scaling_model,
-    "gpu-tests": gpu_tests,
-    "table": table,
-    "write": write,
+    "decode": "kernels.decode",
+    "prefill": "kernels.prefill",
+    "backward": "kernels.backward",
+    "backward-peers": "kernels.flex_attention",
+    "training": "kernels.training",
+    "sparse": "kernels.sparse",
+    "write": "kernels.write",
+    "experts": "kernels.experts",
+    "tune": "kernels.tune",
+    "graphs": "models.graphs",
+    "phi3small": "models.phi3small",
+    "quantization": "models.quantization",
+    "load": "models.load",
+    "engine": "serving.engine",
+    "engine-model": "serving.engine_model",
+    "starts": "serving.starts",
+    "serve": "serving.serve",
+    "drafts": "serving.drafts",
+    "crowds": "serving.crowds",
+    "cascades": "serving.cascades",
+    "host": "serving.host",
+    "mesh": "mesh.mesh",
+    "scaling-model": "mesh.scaling_model",
+    "gpu-tests": "gpu_tests.gpu_tests",
+    "table": "tables.pages",
 }
 
 
+def suite(name: str) -> types.ModuleType:
+    """Return the module of a suite, which has `add_arguments(parser)` and `main(arguments)`."""
+    return importlib.import_module(f"benchmarks.{SUITES[name]}")
+
+
 def main() -> None:
-    """Runs a suite."""
+    """Run the suite that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    suites = parser.add_subparsers(dest="suite", required=True)
-    for name, suite in SUITES.items():
-        suite.add_arguments(suites.add_parser(name, help=suite.__doc__))
+    commands = parser.add_subparsers(dest="suite", required=True)
+    for name in SUITES:
+        module = suite(name)
+        module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").splitlines()[0]))
     arguments = parser.parse_args()
-    SUITES[arguments.suite].main(arguments)
+    suite(arguments.suite).main(arguments)
 
 
 if __name__ == "__main__":

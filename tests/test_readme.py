@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
-from benchmarks import bars
 from benchmarks.__main__ import SUITES
-from benchmarks.table import PAGES, PICTURES, filled, pictures
+from benchmarks.tables import bars
+from benchmarks.tables.pages import PAGES, PICTURES, filled, pictures
 from jattn.cache import write as cache_write
 from jattn.cache.spec import QUANTIZATIONS
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask

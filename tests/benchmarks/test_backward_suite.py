@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks import backward, backward_cases, backward_peers, flex_modifiers
+from benchmarks.kernels import backward, backward_cases, flex_attention
 from jattn import masks
 from pallas_kernels import varlen_backward, varlen_prefill
 from pallas_kernels.cases import PrefillCase
@@ -114,7 +114,7 @@ def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, 
     """Of texts of different lengths, one behind the other, none sees another's."""
     case = dataclasses.replace(CASE, query_lens=lens, context_lens=(0,) * len(lens))
     mask = backward_cases.mask_of(case, modifier)
-    sees = flex_modifiers.sees_of_case(case, modifier, mask, np.asarray)
+    sees = flex_attention.mask_mod_of_case(case, modifier, mask, np.asarray)
     place = np.arange(160)
     found = sees(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
     want = np.zeros((2, 160, 160), bool)
@@ -127,17 +127,17 @@ def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, 
 
 
 def test_flex_attention_is_told_what_becomes_of_scores():
-    capped = flex_modifiers.score_mod_of(CASE, "soft_cap", np.asarray)
+    capped = flex_attention.score_mod_of(CASE, "soft_cap", np.asarray)
     # torch's tensors have tanh as a method.
     assert capped(Tensor(60.0), 0, 0, 0, 0) == pytest.approx(30 * np.tanh(2.0))
-    sloped = flex_modifiers.score_mod_of(CASE, "alibi", np.asarray)
+    sloped = flex_attention.score_mod_of(CASE, "alibi", np.asarray)
     assert float(sloped(1.0, 0, 1, 7, 3)) == pytest.approx(1 - 4 * 2.0**-8)
-    assert flex_modifiers.score_mod_of(CASE, "plain", np.asarray) is None
+    assert flex_attention.score_mod_of(CASE, "plain", np.asarray) is None
 
 
 def test_sinks_have_no_peer():
     with pytest.raises(NotImplementedError, match="FlexAttention has no sinks"):
-        backward_peers.measure(CASE, "sinks")
+        flex_attention.measure(CASE, "sinks")
 
 
 class Tensor(float):

@@ -13,19 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import (
-    engine_model,
-    engine_steps,
-    graphs,
-    load,
-    prefill,
-    processes,
-    scaling_model,
-    serve,
-    step_kernels,
-)
-from benchmarks.__main__ import SUITES, main
-from benchmarks.mesh_steps import agreement
+from benchmarks.__main__ import SUITES, main, suite
+from benchmarks.kernels import prefill
+from benchmarks.mesh import processes, scaling_model
+from benchmarks.mesh.steps import agreement
+from benchmarks.models import graphs, load, step_profile
+from benchmarks.serving import engine_model, engine_steps, serve
 from pallas_kernels.cases import PrefillCase
 from pallas_kernels.varlen_prefill import reference
 from tests.serving.server.running import small_engine
@@ -142,7 +135,7 @@ def test_a_start_is_measured_in_two_processes_that_keep_executables_in_one_folde
     assert (first, True) == second
     assert first[1:6] == ["-m", "benchmarks", "engine", case, "--cache-dir"]
     assert first[7:] == ["--out", "rows"]
-    SUITES["engine"].add_arguments(parser := argparse.ArgumentParser())
+    suite("engine").add_arguments(parser := argparse.ArgumentParser())
     assert parser.parse_args(first[4:]).cases == [case]
 
 
@@ -214,22 +207,22 @@ def test_steps_are_measured_with_a_process_a_device(cp, tmp_path):
     ],
 )
 def test_processes_that_cannot_measure_end(options, message):
-    SUITES["mesh"].add_arguments(parser := argparse.ArgumentParser())
+    suite("mesh").add_arguments(parser := argparse.ArgumentParser())
     with pytest.raises(SystemExit, match=message):
-        SUITES["mesh"].main(parser.parse_args(options))
+        suite("mesh").main(parser.parse_args(options))
 
 
 def test_a_process_that_fails_ends_the_others(monkeypatch):
     """Which would wait for it."""
     one = "import sys, time; time.sleep(99 * (sys.argv[-1] != '1')); sys.exit(3)"
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", one))
-    SUITES["mesh"].add_arguments(parser := argparse.ArgumentParser())
+    suite("mesh").add_arguments(parser := argparse.ArgumentParser())
     with pytest.raises(SystemExit, match=r"processes ended with \[None, 3\]: no more rows"):
-        SUITES["mesh"].main(parser.parse_args(["--processes", "2"]))
+        suite("mesh").main(parser.parse_args(["--processes", "2"]))
 
 
 def test_idle_time_is_told_by_what_ran_before_and_behind():
-    row = step_kernels.by_name([(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2)
+    row = step_profile.by_name([(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2)
     assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
     assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
     assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}

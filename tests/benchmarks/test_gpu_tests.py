@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from benchmarks import gpu_tests, recorded, table
+from benchmarks import runner
+from benchmarks.gpu_tests import gpu_tests
+from benchmarks.tables import pages
 
 TESTS = """
 import pytest
@@ -72,7 +74,7 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text(CONFIG)
     monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_tests, "RESULTS", tmp_path)
-    monkeypatch.setattr(recorded, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_tests, "NAME_DEVICES", "print('NVIDIA H200')")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis takes a second in each process
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))  # where the plugin is
@@ -93,7 +95,7 @@ def test_a_row_counts_the_tests_of_all_workers(tree, capsys):
     assert (row["gpu"], row["commit"]) == ("NVIDIA H200", "abc")
     assert (row["passed"], row["failed"], row["skipped"]) == (5, 2, 1)
     assert json.dumps(row) in capsys.readouterr().out
-    line = table.gpu_tests_line("gpu-tests.jsonl")
+    line = pages.gpu_tests_line("gpu-tests.jsonl")
     assert f"last run {row['date']} at commit abc on an NVIDIA H200 (jax {row['jax']}, " in line
     assert "\n5 passed, 2 failed, 1 skipped, in " in line
 
@@ -113,7 +115,7 @@ def test_workers_share_the_gpus_and_tests_of_several_see_all(tree, monkeypatch):
     assert run(jobs=3) == 0
     (row,) = map(json.loads, (tree / "gpu-tests.jsonl").read_text().splitlines())
     assert (row["gpus"], row["passed"], row["failed"], row["skipped"]) == (2, 41, 0, 0)
-    assert " on 2 NVIDIA H200 (" in table.gpu_tests_line("gpu-tests.jsonl")
+    assert " on 2 NVIDIA H200 (" in pages.gpu_tests_line("gpu-tests.jsonl")
 
 
 @pytest.mark.kernels
@@ -130,7 +132,7 @@ def test_calls_go_on_where_others_ended(tree, capfd):
     out = capfd.readouterr().out
     assert "test_passes[2]" in out
     assert "test_passes[4]" not in out
-    assert "\n4 passed, 3 failed, 1 skipped, in " in table.gpu_tests_line("gpu-tests.jsonl")
+    assert "\n4 passed, 3 failed, 1 skipped, in " in pages.gpu_tests_line("gpu-tests.jsonl")
     assert run(commit="abc", jobs=1, outcomes=outcomes) == 1  # nothing is left: the same row again
     assert len(row.read_text().splitlines()) == 2
     assert "outcomes of {'commit': 'abc'" in run(commit="other", outcomes=outcomes)
@@ -189,4 +191,4 @@ def test_what_no_command_can_say_is_none():
 
 def test_no_run_yet_is_said(tree):
     (tree / "gpu-tests.jsonl").touch()
-    assert table.gpu_tests_line("gpu-tests.jsonl") == "No run of the GPU tests is recorded yet.\n"
+    assert pages.gpu_tests_line("gpu-tests.jsonl") == "No run of the GPU tests is recorded yet.\n"

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import training, training_tables
+from benchmarks.kernels import training
+from benchmarks.tables import training_table
 
 CASE = training.Case(name="tiny", lens=(33,), heads=(2, 1, 16), per_head="sinks")
 
@@ -102,7 +103,7 @@ class TestTables:
     """What pages say of rows."""
 
     def table(self, monkeypatch, maker, *rows):
-        monkeypatch.setattr(training_tables, "rows_of", lambda file: rows)
+        monkeypatch.setattr(training_table, "rows_of", lambda file: rows)
         return [line.strip("| ").split(" | ") for line in maker("rows").splitlines()[4:]]
 
     def test_a_layer_stands_beside_cudnn_and_the_plain_case(self, monkeypatch):
@@ -116,7 +117,7 @@ class TestTables:
         }
         plain = row | {"name": "plain", "cudnn_us": 440.0, "cudnn_attention_us": 250.0}
         half = row | {"name": "half", "attention_us": 110.0, "plain_attention_us": 200.0}
-        assert self.table(monkeypatch, training_tables.training_table, plain, half) == [
+        assert self.table(monkeypatch, training_table.training_table, plain, half) == [
             ["plain", "400", "440", "1.10", "200", "250", "1.25", "-", "0.006", "0.005"],
             ["half", "400", "-", "-", "110", "-", "-", "0.55", "0.006", "0.005"],
         ]

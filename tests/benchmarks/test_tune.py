@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import tune
-from benchmarks.prefill import default_work, name_of
+from benchmarks.kernels import tune
+from benchmarks.kernels.prefill import default_work, name_of
 from pallas_kernels.cases import PREFILL
 from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 

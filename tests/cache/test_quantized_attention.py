@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jattn
-from benchmarks import quantization
-from benchmarks.quantization import Setting, bits_and_choices, bytes_per_token
+from benchmarks.models import quantization
+from benchmarks.models.quantization import Setting, bits_and_choices, bytes_per_token
 from jattn.cache.spec import QUANTIZATIONS
 from tests.models.test_tiny_model import SNIPPET
 

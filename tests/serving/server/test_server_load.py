@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.crowds import Crowd, loaded
+from benchmarks.serving.crowds import Crowd, loaded
 from tests.serving.server.running import running, small_engine
 
 

@@ -1,0 +1,150 @@
+"""Attention of a long prompt on several devices against one: by heads and by keys, in an engine's chunks."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
+from jattn.batch.ranks import Ranks
+from jattn.parallel import TP, make_mesh
+from jattn.parallel.context_parallel import attend_on_rank
+from pallas_kernels.cases import DecodeCase
+
+BLOCK_SIZE, ROUNDS = 32, 3  # of two ranks each has 16 tokens of a block
+
+
+class PromptCase(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        name: Of the row.
+        tokens: Of the prompt, a multiple of chunk.
+        chunk: Tokens of a step.
+        q_heads: Of all devices.
+        kv_heads: Of all devices.
+        head_dim: Of a head.
+    """
+
+    name: str
+    tokens: int
+    chunk: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Cut(NamedTuple):
+    """What lies where.
+
+    Attributes:
+        queries: [chunk, q_heads, head_dim]; the results lie there, too.
+        cache: Keys and values, [blocks, block_size, kv_heads, head_dim].
+    """
+
+    queries: P
+    cache: P
+
+    def on_each_device(self, run: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+        """`run(query, k, v, metadata)` of what a device has."""
+        given = self.queries, self.cache, self.cache, P()
+        how: dict[str, Any] = {"in_specs": given, "out_specs": self.queries, "check_vma": False}
+        return jax.jit(jax.shard_map(run, mesh=mesh, **how))
+
+
+def measure_prompt(case: PromptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """A row for one device, heads spread and keys spread: milliseconds of all chunks of a layer's attention.
+
+    With keys spread every device has the results of all heads, the sums of what each device's count for.
+    Two queries of the last chunk are held to the reference's results first.
+    """
+    table, num_blocks = random_table([case.tokens], BLOCK_SIZE)
+    cache = num_blocks, BLOCK_SIZE, case.kv_heads, case.head_dim
+    draw = jax.jit(_normal, static_argnums=1)
+    arrays = draw(0, (case.chunk, case.q_heads, case.head_dim)), draw(1, cache), draw(2, cache)
+    wanted, checked = _wanted(case, arrays, table)
+    of_one = None
+    query, k, v = arrays
+    for split, on in (("none", make_mesh()), ("heads", mesh), ("keys", mesh)):
+        cut = Cut(P(), P(None, TP)) if split == "keys" else Cut(P(None, TP), P(None, None, TP))
+        place = [NamedSharding(on, spec) for spec in (cut.queries, cut.cache, cut.cache)]
+        shared = [_by_ranks(x, on.shape[TP]) for x in (k, v)] if split == "keys" else [k, v]
+        given = jax.device_put((query, *shared), tuple(place))
+        ends = range(case.chunk, case.tokens + 1, case.chunk)
+        steps = [jax.device_put(_metadata(case, end, table), NamedSharding(on, P())) for end in ends]
+        attends = _attends_by_keys(case, on, cut) if split == "keys" else _attends(case, on, cut)
+        error = worst_error(jnp.asarray(jax.device_get(attends(*given, steps[-1])[checked])), wanted)
+        if error > TOLERANCE:
+            raise SystemExit(f"a prompt split by {split} is {error} off: no rows")
+        ms = 1e3 * min(_seconds(attends, given, steps) for _ in range(ROUNDS))
+        of_one = ms if of_one is None else of_one
+        tflops = 2 * case.tokens**2 * case.q_heads * case.head_dim / ms / 1e9
+        row = {"ms": ms, "tflop_per_s": tflops, "speedup": of_one / ms, "max_error": error}
+        yield {"name": f"prompt_{case.name}", "split": split, "chunks": len(steps), **row}
+
+
+def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def _wanted(
+    case: PromptCase, arrays: tuple[jax.Array, ...], table: np.ndarray
+) -> tuple[dict[int, jax.Array], np.ndarray]:
+    """The reference's results for two queries of the last chunk, and which they are."""
+    query, k, v = arrays
+    rows: Any = np.asarray([case.chunk // 2, case.chunk - 1])
+    lens: Any = (case.tokens - case.chunk + 1 + rows).astype(np.int32)
+    sizes: dict[str, Any] = {"head_dim": case.head_dim, "kv_lens": tuple(map(int, lens))}
+    queries = DecodeCase(name=case.name, q_heads=case.q_heads, kv_heads=case.kv_heads, **sizes)
+    problem = query[rows], k, v, jnp.asarray(np.repeat(table, 2, axis=0)), jnp.asarray(lens)
+    return some_results(queries, (problem, {}), "NHD"), rows
+
+
+def _metadata(case: PromptCase, end: int, table: np.ndarray) -> jattn.BatchMetadata:
+    """The step of the chunk that ends there."""
+    bucket = jattn.Bucket(max_prefills=1, max_prefill_tokens=case.chunk, max_blocks=table.shape[1])
+    how: dict[str, Any] = {"block_size": BLOCK_SIZE, "bucket": bucket, "to_device": False}
+    return jattn.build_batch_metadata([case.chunk], [end], table, **how)
+
+
+def _by_ranks(cache: jax.Array, ranks: int) -> jax.Array:
+    """A cache whose blocks are cut into equal parts, one a rank: every so many-th token each."""
+    blocks, block_size, *rest = cache.shape
+    parts = cache.reshape(blocks, block_size // ranks, ranks, *rest)
+    return parts.swapaxes(1, 2).reshape(cache.shape)
+
+
+def _attends(case: PromptCase, mesh: Mesh, cut: Cut) -> Callable[..., jax.Array]:
+    count = mesh.shape[TP]
+    heads = {"num_q_heads": case.q_heads // count, "num_kv_heads": case.kv_heads // count}
+    spec = jattn.AttentionSpec(head_dim=case.head_dim, **heads)
+
+    def run(query: Any, k: Any, v: Any, metadata: Any) -> jax.Array:
+        cache = jattn.PagedCache(k=k, v=v)
+        out: jax.Array = jattn.attend(query, cache, metadata, spec, jattn.plan(metadata, spec, cache))
+        return out
+
+    return cut.on_each_device(run, mesh)
+
+
+def _attends_by_keys(case: PromptCase, mesh: Mesh, cut: Cut) -> Callable[..., jax.Array]:
+    spec = jattn.AttentionSpec(num_q_heads=case.q_heads, num_kv_heads=case.kv_heads, head_dim=case.head_dim)
+    ranks = Ranks(axis_name=TP, size=mesh.shape[TP])
+
+    def run(query: Any, k: Any, v: Any, metadata: Any) -> jax.Array:
+        return jax.lax.psum(attend_on_rank(query, jattn.PagedCache(k=k, v=v), metadata, spec, ranks), TP)
+
+    return cut.on_each_device(run, mesh)
+
+
+def _seconds(attends: Callable[..., jax.Array], given: Any, steps: list[Any]) -> float:
+    start = time.perf_counter()
+    outs = [attends(*given, step) for step in steps[:-1]]
+    jax.block_until_ready([*outs[-1:], attends(*given, steps[-1])])
+    return time.perf_counter() - start

@@ -1,0 +1,341 @@
+"""Decode steps of whole models: wall time, waited for and in flight, against the sum of their kernels.
+
+XLA_FLAGS decides about command buffers; the rows say what it was: run twice, once with
+XLA_FLAGS=--xla_gpu_enable_command_buffer= to have none.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import functools
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental.mosaic.gpu import profiler
+
+import jattn
+from benchmarks.models.random_decoder import random_decoder
+from benchmarks.runner import Rows
+from jattn.models.config import DecoderConfig
+from jattn.models.decoder import Decoder
+from jattn.models.layers import RMSNorm
+from jattn.serving import Engine
+from jattn.serving.engine.sampler import build_sampling_metadata
+from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.step import StepTokens, make_step, next_tokens
+
+TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny_model"
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+CONTEXT, BLOCK_SIZE, LOOP_STEPS, ROUNDS = 1024, 16, 64, 20
+PROMPT, ENGINE_STEPS = 64, 128
+MODELS = {
+    "tiny": lambda: jattn.models.load(TINY, progress=False),
+    "llama8b": lambda: random_decoder(LLAMA_8B),
+}
+MEASURES = ("graphs", "loop", "engine")
+SUITES = ("nothing", "chain", *(f"{measure}_{model}" for model in MODELS for measure in MEASURES))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `python -m benchmarks graphs` takes."""
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(SUITES)}; default all")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--out", help="folder of the rows")
+    parser.add_argument("--trace", help="folder for a profile of three synchronous calls of the chain")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Every case at every batch size."""
+    rows = Rows("graphs", arguments.out)
+    for name in arguments.cases or SUITES:
+        if name == "nothing":
+            measure_nothing(rows)
+        elif name == "chain":
+            measure_chain(rows, arguments.batch, arguments.trace)
+        else:
+            measure, _, model = name.partition("_")
+            {"graphs": measure_graphs, "loop": measure_loop, "engine": measure_engine}[measure](
+                rows, model, MODELS[model](), arguments.batch
+            )
+
+
+class Chain(nnx.Module):
+    """The attention half of Llama 3 8B: norm, projections, rope, write, decode, output projection."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        """Makes random parameters."""
+        config = DecoderConfig.from_hf(LLAMA_8B)
+        norm = lambda: RMSNorm(config.hidden_size, eps=1e-5, is_offset=False, dtype=jnp.bfloat16)
+        self.spec = config.attention_spec(0)
+        self.norms = nnx.List(norm() for _ in range(config.num_hidden_layers))
+        self.layers = nnx.List(
+            jattn.PagedAttention(
+                config.hidden_size,
+                self.spec,
+                rngs=rngs,
+                rope=rope,
+                param_dtype=jnp.bfloat16,
+            )
+            for rope in config.ropes
+        )
+
+    def __call__(self, x: jax.Array, caches: Any, metadata: jattn.BatchMetadata) -> tuple[jax.Array, Any]:
+        """A step's hidden states, and the caches."""
+        plan = jattn.plan(metadata, self.spec, caches[0])
+        positions, written = metadata.positions, []
+        for norm, layer, cache in zip(self.norms, self.layers, caches, strict=True):
+            out, cache = layer(norm(x), cache, metadata, positions, plan)
+            x = x + out
+            written.append(cache)
+        return x, tuple(written)
+
+
+class Call(jax.stages.Wrapped):
+    """A step whose caches are donated and come back, as a function without arguments, for the profiler."""
+
+    def __init__(self, step: Callable[[Any], tuple[Any, Any]], caches: Any) -> None:
+        """Takes the caches over: they are donated by the first call."""
+        self.step, self.caches = step, caches
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts a step; what it returns is not waited for."""
+        out, self.caches = self.step(self.caches)
+        return out
+
+
+def batch_metadata(batch: int, room: int = 0) -> jattn.BatchMetadata:
+    """A decode step of `batch` requests at the context, with blocks for `room` tokens more."""
+    columns = -(-(CONTEXT + room) // BLOCK_SIZE)
+    table = np.random.default_rng(0).permutation(batch * columns).reshape(batch, columns) + 1
+    bucket = jattn.Bucket(max_decodes=batch, max_blocks=columns)
+    return jattn.build_batch_metadata(
+        [1] * batch, [CONTEXT] * batch, table, block_size=BLOCK_SIZE, bucket=bucket
+    )
+
+
+def measure_nothing(rows: Rows) -> None:
+    """What a call costs that does nothing, by its number of donated arrays."""
+    for count in (1, 64, 256):
+        arrays = tuple(jnp.zeros(8) for _ in range(count))
+        add = jax.jit(lambda xs: (xs[0], tuple(x + 1 for x in xs)), donate_argnums=0)
+        rows.add(name=f"nothing_{count}_arrays", **flags(), **walls(Call(add, arrays)))
+
+
+def measure_chain(rows: Rows, batches: list[int], trace: str | None) -> None:
+    """A row a batch size, with the parameters as DecodeGraphs passes them."""
+    graphdef, params = nnx.split(Chain(nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(params)
+    layers = LLAMA_8B["num_hidden_layers"]
+
+    def step(leaves: Any, caches: Any, metadata: Any, x: Any) -> tuple[Any, Any]:
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))(x, caches, metadata)
+
+    metadata = {batch: batch_metadata(batch) for batch in batches}
+    spec = jattn.CacheSpec(
+        num_blocks=max(one.block_table.size for one in metadata.values()) + 1,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    caches = tuple(jattn.PagedCache.create(spec) for _ in range(layers))
+    inputs = {batch: jax.random.normal(jax.random.key(0), (batch, 4096), jnp.bfloat16) for batch in batches}
+    jitted = jax.jit(step, donate_argnums=1)
+    lowered = [jitted.lower(leaves, caches, metadata[batch], inputs[batch]) for batch in batches]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        executables = list(pool.map(lambda one: one.compile(), lowered))
+    for batch, executable in zip(batches, executables, strict=True):
+        run = functools.partial(_call_chain, executable, leaves, metadata[batch], inputs[batch])
+        call = Call(run, caches)
+        rows.add(name=f"chain_{batch}x{CONTEXT}", **flags(), **walls(call), **kernels(call, layers=layers))
+        if trace:
+            with jax.profiler.trace(trace, create_perfetto_trace=False):
+                for _ in range(3):
+                    jax.block_until_ready(call())
+        caches = call.caches
+
+
+def _call_chain(executable: Any, leaves: Any, metadata: Any, x: Any, caches: Any) -> tuple[Any, Any]:
+    return executable(leaves, caches, metadata, x)
+
+
+def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
+    """A row a batch size: a step of decode graphs and its greedy tokens, as the engine calls them."""
+    graphdef, params = nnx.split(model)
+    metadata = {batch: batch_metadata(batch) for batch in batches}
+    num_blocks = max(one.block_table.size for one in metadata.values()) + 1
+    caches = model.create_caches(num_blocks, block_size=BLOCK_SIZE)
+    graphs = jattn.DecodeGraphs(make_step(graphdef), [one.bucket for one in metadata.values()])
+    most = max(batches)
+
+    def inputs(batch: int) -> StepTokens:
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return StepTokens(ids=zeros(batch), rows=zeros(batch), last=zeros(most), ends=jnp.arange(batch))
+
+    abstract = lambda bucket: [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
+    start = time.perf_counter()
+    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=abstract, progress=False)
+    precompiled = {"num_compiles": graphs.num_compiles, "compile_s": time.perf_counter() - start}
+    for batch in batches:
+        sampling = build_sampling_metadata([SamplingParams()] * batch)
+        counts, tokens = jnp.zeros(batch, jnp.int32), inputs(batch)
+
+        def step(caches: Any, batch=batch, sampling=sampling, counts=counts, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
+            outputs, caches = graphs(params, caches, metadata[batch], tokens)
+            return next_tokens(outputs.logits, sampling, counts, max_rows=most).tokens, caches
+
+        call = Call(step, caches)
+        row = walls(call) | kernels(call, layers=model.config.num_hidden_layers) | precompiled
+        row["compiles_after"] = graphs.num_compiles - precompiled["num_compiles"]
+        rows.add(name=f"graphs_{name}_{batch}x{CONTEXT}", **flags(), **row)
+        caches = call.caches
+
+
+def measure_loop(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
+    """A row a batch size: a step of decode_loop."""
+    graphdef, params = nnx.split(model)
+
+    def step(params: Any, caches: Any, metadata: Any, tokens: Any) -> tuple[Any, Any]:
+        module = nnx.merge(graphdef, params)
+        hidden, caches = module(tokens, caches, metadata, plan=module.plan(metadata, caches))
+        return module.logits(hidden), caches
+
+    sample = lambda logits, index: jnp.argmax(logits, axis=-1)
+    loop = functools.partial(
+        jattn.decode_loop,
+        jax.tree_util.Partial(step),
+        params,
+        num_steps=LOOP_STEPS,
+        sample=jax.tree_util.Partial(sample),
+    )
+    for batch in batches:
+        metadata = batch_metadata(batch, LOOP_STEPS)
+        caches = model.create_caches(metadata.block_table.size + 1, block_size=BLOCK_SIZE)
+
+        def run(caches: Any, metadata=metadata, batch=batch) -> tuple[Any, Any]:  # type: ignore[no-untyped-def]
+            done = loop(caches=caches, metadata=metadata, tokens=jnp.ones(batch, jnp.int32))
+            return done.tokens, done.caches
+
+        call = Call(run, caches)
+        row = walls(call, rounds=3) | kernels(call, layers=LOOP_STEPS * model.config.num_hidden_layers)
+        per_step = {key: x / LOOP_STEPS if key.endswith("_us") else x for key, x in row.items()}
+        rows.add(name=f"loop_{name}_{batch}x{CONTEXT}", **flags(), **per_step)
+
+
+def measure_engine(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
+    """A row a batch size: an engine's decode step, its host's work included."""
+    for batch in batches:
+        num_blocks = max(batch, 2) * -(-(PROMPT + ENGINE_STEPS + 8) // BLOCK_SIZE) + 1
+        columns = min(model.config.max_position_embeddings // BLOCK_SIZE, num_blocks - 1)
+        bucket = functools.partial(jattn.Bucket, max_decodes=max(batch, 2), max_blocks=columns)
+        engine = Engine(
+            model,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=batch,
+            max_num_batched_tokens=batch * PROMPT,
+            buckets=[bucket(), bucket(max_prefills=batch, max_prefill_tokens=batch * PROMPT)],
+        )
+        engine.precompile(progress=False)
+        prompts = np.random.default_rng(0).integers(1, 200, (batch, PROMPT)).tolist()
+
+        def seconds(max_tokens: int, engine=engine, prompts=prompts) -> float:  # type: ignore[no-untyped-def]
+            start = time.perf_counter()
+            engine.generate(prompts, max_tokens=max_tokens, ignore_eos=True)
+            return time.perf_counter() - start
+
+        seconds(8)
+        runs = [seconds(8 + ENGINE_STEPS) - seconds(8) for _ in range(5)]
+        step_us = [1e6 * run / ENGINE_STEPS for run in runs]
+        row = {"step_us": statistics.median(step_us), "spread_us": [min(step_us), max(step_us)]}
+        rows.add(name=f"engine_{name}_{batch}x{PROMPT}", **flags(), **row)
+
+
+def walls(call: Call, rounds: int = ROUNDS) -> dict[str, float]:
+    """Microseconds of a call: waited for, in flight, and until the host has its hands free again.
+
+    In flight is the slope between `rounds` calls and three times as many: what a first call waits for, the
+    host, is in both.
+    """
+    jax.block_until_ready(call())
+    waited, host = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        out = call()
+        host.append(time.perf_counter() - start)
+        jax.block_until_ready(out)
+        waited.append(time.perf_counter() - start)
+    flights = [
+        (seconds_in_flight(call, 3 * rounds) - seconds_in_flight(call, rounds)) / (2 * rounds)
+        for _ in range(3)
+    ]
+    medians = {"sync_us": waited, "polled_us": polled(call, rounds), "in_flight_us": flights, "host_us": host}
+    return {name: 1e6 * statistics.median(times) for name, times in medians.items()}
+
+
+def polled(call: Call, rounds: int) -> list[float]:
+    """Seconds of calls that are asked again and again whether they are done."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        leaf = jax.tree.leaves(call())[0]
+        while not leaf.is_ready():
+            pass
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def seconds_in_flight(call: Call, count: int) -> float:
+    """Of so many calls, of which only the last is waited for."""
+    start = time.perf_counter()
+    for _ in range(count):
+        out = call()
+    jax.block_until_ready(out)
+    return time.perf_counter() - start
+
+
+def kernels(call: Call, layers: int) -> dict[str, Any]:
+    """The sum of a call's kernels in microseconds, how many a layer has, and those that it has most."""
+    iterations = 5
+    _, runs = profiler.measure(call, aggregate=False, iterations=iterations)()
+    totals = [1e3 * sum(ms for _, ms in run) for run in runs]
+    times: dict[str, float] = collections.defaultdict(float)
+    counts: dict[str, int] = collections.Counter(kind(name) for name, _ in runs[0])
+    for kernel, ms in runs[0]:
+        times[kind(kernel)] += 1e3 * ms / layers
+    listed = {name: [count, round(times[name], 2)] for name, count in counts.items() if count >= layers}
+    return {
+        "kernel_sum_us": statistics.median(totals),
+        "kernels_a_layer": len(runs[0]) / layers,
+        "kernels": listed,
+    }
+
+
+def kind(kernel: str) -> str:
+    """A kernel's name without the number that XLA gives each."""
+    return kernel.rstrip("0123456789").rstrip("_")[:60]
+
+
+def flags() -> dict[str, str]:
+    """What the row was measured under."""
+    return {"xla_flags": os.environ.get("XLA_FLAGS", "")}
