@@ -18,8 +18,7 @@ from benchmarks.tables.pages import PAGES, PICTURES, filled, pictures
 from jattn.cache import write as cache_write
 from jattn.cache.spec import QUANTIZATIONS
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
-from jattn.serving.cli.main import build_parser
-from jattn.serving.cli.vllm_options import ELSEWHERE
+from jattn.serving.cli.main import ELSEWHERE, build_parser
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
 from pallas_kernels.ptx import tensor_core

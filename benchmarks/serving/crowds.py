@@ -15,7 +15,7 @@ import jattn
 from benchmarks.runner import Rows
 from benchmarks.serving.serve import serving
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.cli.events import ServerError, events
+from jattn.serving.cli.openai_client import ServerError, events
 
 NUM_CLIENTS = 200
 TEXT = "/v1/completions"

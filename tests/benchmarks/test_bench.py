@@ -21,7 +21,7 @@ from benchmarks.models import graphs, load, step_profile
 from benchmarks.serving import engine_model, engine_steps, serve
 from pallas_kernels.cases import PrefillCase
 from pallas_kernels.varlen_prefill import reference
-from tests.serving.server.running import small_engine
+from tests.serving.server.live_server import small_engine
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What needs torch, a search for sizes, models of machines, ten minutes of clients, tests on a GPU, the pages.

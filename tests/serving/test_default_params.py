@@ -11,7 +11,7 @@ from jattn.models.generation_config import GenerationConfig
 from jattn.models.loading import load_shapes, read_config
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.cli.main import main
-from jattn.serving.server.sampling import default_sampling
+from jattn.serving.server.sampling_params import default_sampling
 from tests.conftest import GOLDEN
 from tests.serving.test_engine import one_bucket
 from tests.serving.tiny import BYTES

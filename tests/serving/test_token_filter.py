@@ -7,7 +7,7 @@ from jattn.serving import SamplingParams
 from jattn.serving.engine import token_filter
 from jattn.serving.engine.structured_outputs import Grammars, StructuredOutputsParams
 from jattn.serving.engine.token_filter import bad_word_ids, token_masks
-from tests.serving.server.running import small_engine
+from tests.serving.server.live_server import small_engine
 from tests.serving.tiny import BYTES
 
 GRAMMARS = Grammars(BYTES, 320, ())

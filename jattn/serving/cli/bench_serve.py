@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.serving.cli.events import ServerError, address, events
+from jattn.serving.cli.openai_client import ServerError, address, events
 from pallas_kernels.checks import require, require_positive
 
 TIMES = ("time_to_first_token", "inter_token_latency", "end_to_end")

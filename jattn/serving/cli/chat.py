@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jattn.models import load
-from jattn.serving.cli.events import address, events
 from jattn.serving.cli.nodes import add_node_options
+from jattn.serving.cli.openai_client import address, events
 from jattn.serving.cli.options import (
     add_engine_options,
     add_sampling_options,

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jattn.serving.cli.bench_serve import add_bench_serve
 from jattn.serving.cli.chat import add_chat
@@ -12,7 +12,6 @@ from jattn.serving.cli.generate import add_generate
 from jattn.serving.cli.nodes import follow, join_nodes
 from jattn.serving.cli.options import OneLineParser
 from jattn.serving.cli.serve import add_serve, with_config
-from jattn.serving.cli.vllm_options import told_of
 from jattn.serving.engine.processes import ProcessError
 from jattn.serving.engine.version import version_of
 
@@ -66,3 +65,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+ELSEWHERE = {
+    "--gpu-memory-utilization": "--num-blocks says how large the caches are",
+    "--kv-cache-dtype": "it is --quantization",
+    "--attention-backend": "it is --implementation",
+    "--speculative-config": "it is --speculative and --num-speculative-tokens",
+    "--enforce-eager": "every step is compiled",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--enable-auto-tool-choice": "tools are always served",
+    "--generation-config": "generation_config.json is always read",
+    "--trust-remote-code": "no code of a checkpoint is run",
+    "--download-dir": "nothing is downloaded",
+    "--tokenizer": "it is the folder's tokenizer.json",
+    "--data-parallel-size": "start a server for each",
+    "--pipeline-parallel-size": "--tensor-parallel-size spreads a model over devices",
+}
+
+
+def told_of(unknown: Iterable[str]) -> str:
+    """What an error says in brackets of vLLM's options among words that are none here; of others nothing."""
+    names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in unknown)
+    told = [f"{name} is vLLM's: here {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
+    return f" ({'; '.join(told)})" if told else ""

@@ -2,7 +2,7 @@
 
 from jattn.serving.server.app import build_app
 from jattn.serving.server.http_process import HttpProcess
-from jattn.serving.server.lifecycle import Server, listening, serve
+from jattn.serving.server.launcher import Server, listening, serve
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.service import Service
 

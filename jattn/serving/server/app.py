@@ -16,14 +16,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jattn.serving.engine.text import encoded
 from jattn.serving.engine.version import version_of
-from jattn.serving.server.chat import create_chat_completion
+from jattn.serving.server.chat_completions import create_chat_completion
+from jattn.serving.server.chat_prompts import chat_tokens
 from jattn.serving.server.completions import create_completion
 from jattn.serving.server.errors import STOPPED, ApiError, respond
 from jattn.serving.server.metrics import exposition
 from jattn.serving.server.openapi import openapi
+from jattn.serving.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizeCompletionBody, read
+from jattn.serving.server.sampling_params import refuse_other
 from jattn.serving.server.service import Service
-from jattn.serving.server.tokens import detokenize, tokenize
 
 type Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -166,6 +169,33 @@ async def metrics(request: Request) -> Response:
     cache = {"block_size": service.info.block_size, "num_gpu_blocks": stats.num_blocks}
     page = exposition(service.model_name, stats, service.counts, service.num_waiting(stats), cache)
     return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text or of a conversation."""
+    service: Service = request.app.state.service
+    body: TokenizeCompletionBody | TokenizeChatBody = await read(
+        request, TokenizeCompletionBody | TokenizeChatBody
+    )
+    service.check_model(body.model)
+    if isinstance(body, TokenizeChatBody):
+        refuse_other("chat_template", body.chat_template, ())
+        ids = await chat_tokens(service, body)
+    else:
+        special = body.add_special_tokens
+        (ids,) = await encoded(service.tokenizer, [body.prompt], add_special_tokens=special)
+    texts = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+    longest = service.info.max_model_len
+    told = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
+    return JSONResponse(told)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    service: Service = request.app.state.service
+    body: DetokenizeBody = await read(request, DetokenizeBody)
+    service.check_model(body.model)
+    return JSONResponse({"prompt": service.text_of("tokens", body.tokens)})
 
 
 def _post(path: str, handler: Handler) -> Route:

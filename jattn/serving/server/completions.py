@@ -8,13 +8,17 @@ from starlette.responses import Response
 
 from jattn.serving.engine.outputs import Logprobs, RequestOutput
 from jattn.serving.engine.text import encoded
-from jattn.serving.server.answers import Job
-from jattn.serving.server.bodies import read
-from jattn.serving.server.forms import wanted_form
-from jattn.serving.server.protocol import CompletionBody
-from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
+from jattn.serving.server.logprobs import TextOffsets, TokenTexts, finite
+from jattn.serving.server.protocol import CompletionBody, read
+from jattn.serving.server.responses import Job
+from jattn.serving.server.sampling_params import (
+    refuse,
+    require_place,
+    sampling_params,
+    truncated,
+    wanted_form,
+)
 from jattn.serving.server.service import Service, texts_of
-from jattn.serving.server.token_texts import TextOffsets, TokenTexts, finite
 from pallas_kernels.checks import require
 
 

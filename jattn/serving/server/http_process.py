@@ -26,7 +26,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import jax
 jax.config.update("jax_platforms", "cpu")
-from jattn.serving.server.lifecycle import run_child
+from jattn.serving.server.launcher import run_child
 run_child(*map(int, sys.argv[2:]))
 """
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from jattn.serving.server.call_formats import call_format
+from jattn.serving.server.tool_call_formats import call_format
 from pallas_kernels.checks import require, require_positive
 
 

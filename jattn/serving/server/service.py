@@ -10,14 +10,14 @@ from jattn.serving.engine.engine_client import EngineClient
 from jattn.serving.engine.outputs import RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
-from jattn.serving.server.call_formats import call_format
 from jattn.serving.server.chat_template import load_chat_template
 from jattn.serving.server.errors import ApiError
+from jattn.serving.server.logprobs import TokenTexts
 from jattn.serving.server.metrics import Counts
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import GenerationBody
-from jattn.serving.server.sampling import default_sampling
-from jattn.serving.server.token_texts import TokenTexts
+from jattn.serving.server.sampling_params import default_sampling
+from jattn.serving.server.tool_call_formats import call_format
 from pallas_kernels.checks import require
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
-from jattn.serving.server.call_formats import LLAMA3_JSON, CallFormat
-from jattn.serving.server.call_grammar import required_calls, strict_calls
-from jattn.serving.server.call_reader import CallReader, NamedReader, ToolReader
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice, Tool
+from jattn.serving.server.tool_call_formats import LLAMA3_JSON, CallFormat
+from jattn.serving.server.tool_call_grammar import required_calls, strict_calls
+from jattn.serving.server.tool_call_parser import CallReader, NamedReader, ToolReader
 from pallas_kernels.checks import require
 
 

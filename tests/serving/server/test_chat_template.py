@@ -8,7 +8,7 @@ import jinja2
 import pytest
 import tokenizers
 
-from jattn.serving.server.chat import chat_tokens
+from jattn.serving.server.chat_completions import chat_tokens
 from jattn.serving.server.chat_template import ChatTemplate, load_chat_template
 from jattn.serving.server.protocol import ChatTemplateBody
 from tests.conftest import GOLDEN

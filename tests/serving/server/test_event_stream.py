@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from jattn.serving.server.connections import WRITE
-from jattn.serving.server.event_stream import EventStream
+from jattn.serving.server.event_stream import WRITE, EventStream
 
 SECONDS = 0.1
 

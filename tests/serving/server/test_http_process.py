@@ -14,7 +14,7 @@ import time
 import pytest
 
 from jattn.serving.server import HttpProcess, ServerOptions
-from tests.serving.server.running import Running, running, slow_steps, small_engine
+from tests.serving.server.live_server import Running, running, slow_steps, small_engine
 
 PROMPT = [5, 6, 7, 8]
 pytestmark = pytest.mark.kernels  # each process takes some seconds to import jax

@@ -5,7 +5,7 @@ import asyncio
 import pydantic
 import pytest
 
-from tests.serving.server.running import running
+from tests.serving.server.live_server import running
 
 langchain_openai = pytest.importorskip("langchain_openai")
 TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}{{ messages[-1].content }}"

@@ -10,7 +10,7 @@ import pytest
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.serving.server.running import parsed, running
+from tests.serving.server.live_server import parsed, running
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

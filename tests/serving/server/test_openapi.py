@@ -6,7 +6,7 @@ import pytest
 
 from jattn.serving.server.app import ROUTES
 from jattn.serving.server.openapi import openapi
-from tests.serving.server.running import running
+from tests.serving.server.live_server import running
 
 
 def test_every_path_is_described():

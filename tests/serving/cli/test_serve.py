@@ -17,7 +17,7 @@ import pytest
 from jattn.models import save
 from jattn.serving.cli.main import build_parser, main
 from jattn.serving.cli.serve import with_config
-from jattn.serving.server import lifecycle
+from jattn.serving.server import launcher
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
 
@@ -99,10 +99,10 @@ class TestSignals:
         http = type("Http", (), {"has_ended": False, "signal": lambda self, number: done.append(number)})()
         monkeypatch.setattr(signal, "signal", lambda number, handler: done.append((number, handler)))
         monkeypatch.setattr(signal, "raise_signal", lambda number: done.append("raised"))
-        lifecycle.stop(http, signal.SIGINT)
+        launcher.stop(http, signal.SIGINT)
         assert done == [signal.SIGINT]
         http.has_ended = True
-        lifecycle.stop(http, signal.SIGINT)
+        launcher.stop(http, signal.SIGINT)
         assert done[1:3] == [(signal.SIGINT, signal.SIG_DFL), "raised"]
 
     def test_one_at_the_very_end_of_the_process_is_no_exception(self, folder, monkeypatch):
@@ -121,7 +121,7 @@ class TestSignals:
 )
 def test_its_url_is_one_that_clients_take(types_unchecked, address, url):
     sock = type("Listening", (), {"getsockname": lambda self: address})()
-    assert lifecycle.url_of(sock) == url
+    assert launcher.url_of(sock) == url
     assert urllib.parse.urlsplit(url).port == 80
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.serving.server.running import running
+from tests.serving.server.live_server import running
 
 TEXT = "/v1/completions"
 SCHEMA = {

@@ -8,15 +8,19 @@ from starlette.responses import Response
 
 from jattn.serving.engine.outputs import Logprobs, RequestOutput
 from jattn.serving.engine.sampling_params import MAX_LOGPROBS
-from jattn.serving.server.answers import Job
-from jattn.serving.server.bodies import read
-from jattn.serving.server.call_reader import ToolReader, merged_calls
-from jattn.serving.server.conversation import chat_tokens
-from jattn.serving.server.forms import wanted_form
-from jattn.serving.server.protocol import ChatCompletionBody
-from jattn.serving.server.sampling import refuse, require_place, sampling_params, truncated
+from jattn.serving.server.chat_prompts import chat_tokens
+from jattn.serving.server.logprobs import TokenTexts
+from jattn.serving.server.protocol import ChatCompletionBody, read
+from jattn.serving.server.responses import Job
+from jattn.serving.server.sampling_params import (
+    refuse,
+    require_place,
+    sampling_params,
+    truncated,
+    wanted_form,
+)
 from jattn.serving.server.service import Service, texts_of
-from jattn.serving.server.token_texts import TokenTexts
+from jattn.serving.server.tool_call_parser import ToolReader, merged_calls
 from jattn.serving.server.tools import calling
 from pallas_kernels.checks import require, require_positive
 

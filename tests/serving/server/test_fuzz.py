@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jattn.serving.server.chat import OFF as CHAT_OFF
+from jattn.serving.server.chat_completions import OFF as CHAT_OFF
 from jattn.serving.server.openapi import openapi
-from jattn.serving.server.sampling import OFF
-from tests.serving.server.from_schema import JUNK, objects
-from tests.serving.server.running import parsed, running
+from jattn.serving.server.sampling_params import OFF
+from tests.serving.server.live_server import parsed, running
+from tests.serving.server.schema_strategies import JUNK, objects
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {TEXT: "CompletionBody", CHAT: "ChatCompletionBody", "/detokenize": "DetokenizeBody"}

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from jattn.serving.server.answers import EventStream
+from jattn.serving.server.responses import EventStream
 from tests.serving.faults import device_fails, reading_fails
-from tests.serving.server.running import parsed, running, slow_steps
+from tests.serving.server.live_server import parsed, running, slow_steps
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

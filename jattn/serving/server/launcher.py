@@ -18,13 +18,12 @@ from jattn.serving.engine.engine_client import EngineClient
 from jattn.serving.engine.outputs import RequestError
 from jattn.serving.server.app import OPEN_TO_ALL, build_app
 from jattn.serving.server.channel import Channel
-from jattn.serving.server.connections import Connection
-from jattn.serving.server.garbage import spare_old_objects
+from jattn.serving.server.engine_host import short_turns, spare_old_objects
+from jattn.serving.server.event_stream import Connection
 from jattn.serving.server.http_process import FORCED, HttpProcess
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.remote_engine import LOST, RemoteEngine
 from jattn.serving.server.service import Service
-from jattn.serving.server.turns import short_turns
 
 LOG = logging.getLogger("jattn.server")
 

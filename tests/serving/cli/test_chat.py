@@ -16,7 +16,7 @@ import pytest
 from jattn.models import save
 from jattn.serving.cli import chat, main, options
 from jattn.serving.cli.bench_serve import Sample, arriving, as_line, summary
-from tests.serving.server.running import running
+from tests.serving.server.live_server import running
 from tests.serving.tiny import BYTES, one_layer_model
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

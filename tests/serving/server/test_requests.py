@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
-from tests.serving.server.running import running
+from tests.serving.server.live_server import running
 from tests.serving.tiny import BYTES
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

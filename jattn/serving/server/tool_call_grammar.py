@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection, Sequence
 
 from jattn.serving.engine.structured_outputs import JSON_OPTIONS
-from jattn.serving.server.call_formats import CallFormat
 from jattn.serving.server.protocol import Tool
+from jattn.serving.server.tool_call_formats import CallFormat
 
 ANY_TEXT, NO_CALL = r"/(.|\n)*/", r"/[^{](.|\n)*/"
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from benchmarks.serving.crowds import Crowd, loaded
-from tests.serving.server.running import running, small_engine
+from tests.serving.server.live_server import running, small_engine
 
 
 @pytest.mark.kernels

@@ -16,8 +16,8 @@ from jattn.serving.engine.outputs import RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.server.errors import STOPPED, ApiError, as_api_error
 from jattn.serving.server.event_stream import EventStream
-from jattn.serving.server.forms import Form
 from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
+from jattn.serving.server.sampling_params import Form
 from jattn.serving.server.service import Service
 
 DONE = b"data: [DONE]\n\n"  # the last event of a stream

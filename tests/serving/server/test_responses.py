@@ -9,8 +9,8 @@ import socket
 import pytest
 import tokenizers
 
-from jattn.serving.server.token_texts import TokenTexts
-from tests.serving.server.running import parsed, running, small_engine
+from jattn.serving.server.logprobs import TokenTexts
+from tests.serving.server.live_server import parsed, running, small_engine
 from tests.serving.tiny import BYTES, byte_tokenizer, llama_tokenizer, one_layer_model
 
 CHATML = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serving.server.running import small_engine
+from tests.serving.server.live_server import small_engine
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jattn.serving.server.call_formats import CallFormat
+from jattn.serving.server.tool_call_formats import CallFormat
 
 # A call whose arguments can be told as they come: the name before them.
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')

@@ -8,13 +8,13 @@ import pytest
 import tokenizers
 
 from jattn.serving.engine.structured_outputs import Grammars, StructuredOutputsParams
-from jattn.serving.server.call_formats import HERMES, LLAMA3_JSON, call_format
-from jattn.serving.server.call_grammar import required_calls, strict_calls
-from jattn.serving.server.call_reader import CallReader, NamedReader, merged_calls
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import Tool
+from jattn.serving.server.tool_call_formats import HERMES, LLAMA3_JSON, call_format
+from jattn.serving.server.tool_call_grammar import required_calls, strict_calls
+from jattn.serving.server.tool_call_parser import CallReader, NamedReader, merged_calls
 from jattn.serving.server.tools import with_objects
-from tests.serving.server.running import running
+from tests.serving.server.live_server import running
 from tests.serving.tiny import BYTES, byte_tokenizer
 
 CHAT = "/v1/chat/completions"
