@@ -5,9 +5,8 @@ A step flows one way: requests -> metadata -> plan; keys, values -> cache; queri
 
 from jattn import batch, masks, models, parallel, pytree, serving, sparsity, vllm
 from jattn.attending import attend, cascade_attend
-from jattn.batch.bucket import Bucket
+from jattn.batch.bucket import Bucket, default_buckets
 from jattn.batch.check import check_batch
-from jattn.batch.default_buckets import default_buckets
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
 from jattn.batch.requests import pack_tokens, row_indices
 from jattn.batch.transitions import advance, pad_to_bucket, update_block_table

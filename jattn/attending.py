@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 from jattn.batch.metadata import BatchMetadata, Part, part_of, rows_from
 from jattn.cache import PackedKV, PagedCache, require_alive
 from jattn.cascade import CascadeMetadata, check_causal_rows, why_no_cascade
-from jattn.implementations import mosaic_gpu, packed, reference, xla
-from jattn.implementations.choice import Asked, Choice, asked_for
-from jattn.implementations.derivatives import underivable_cache
-from jattn.implementations.layers import Layer, layer_of
+from jattn.implementations import differentiable_attention, mosaic_gpu, reference, xla
+from jattn.implementations.differentiable_attention import underivable_cache
+from jattn.implementations.layer_config import Layer, layer_of
 from jattn.implementations.mosaic_gpu import Work
+from jattn.implementations.selection import Asked, Choice, asked_for
 from jattn.masks import Mask
 from jattn.merge import merge_parts
 from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
@@ -234,7 +234,7 @@ def _attend(
     for region, choice in layer.choices:
         part = part_of(metadata, region)
         q, kv = queries_of(query, metadata, region), _keys_of(cache, part)
-        how = packed.how_of(spec, choice, kv, part.first_row, return_lse=return_lse)
+        how = differentiable_attention.how_of(spec, choice, kv, part.first_row, return_lse=return_lse)
         out, lse = _way_of(how, q, kv, part, plan, plan.work_of(layer, region), per_head)()
         outs.append(out)
         lses.append(lse)
@@ -246,7 +246,7 @@ def _attend(
 
 
 def _way_of(
-    how: packed.How,
+    how: differentiable_attention.How,
     query: Array,
     kv: PagedCache | PackedKV,
     part: Part,
@@ -260,8 +260,15 @@ def _way_of(
     if choice.implementation == "reference":
         return functools.partial(reference.attend, query, kv, part.metadata, spec, **options)
     if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
-        context = packed.Context(kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work)
-        return functools.partial(packed.attend, how, packed.Values(query, kv.k, kv.v, *per_head), context)
+        context = differentiable_attention.Context(
+            kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work
+        )
+        return functools.partial(
+            differentiable_attention.attend,
+            how,
+            differentiable_attention.Values(query, kv.k, kv.v, *per_head),
+            context,
+        )
     query, kv, per_head = underivable_cache((query, kv, per_head), choice.implementation)
     given, options = (query, kv, part.metadata, spec), {"mask": mask, **per_head._asdict()}
     if choice.kernel is None:

@@ -9,9 +9,8 @@ from jaxtyping import Array, Bool, Int
 
 from jattn.batch.bucket import Bucket
 from jattn.batch.check import query_lens_on_host, row_lens_on_host
-from jattn.batch.host_arrays import plain_ints
+from jattn.batch.int_arrays import IntVector, plain_ints, with_namespace
 from jattn.batch.metadata import BatchMetadata
-from jattn.batch.namespace import IntVector, with_namespace
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from jattn.spec import AttentionSpec

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.attending import attend
 from jattn.batch.check import require_no_context
+from jattn.batch.context_parallel import Ranks, slots_of_rank
 from jattn.batch.metadata import BatchMetadata
-from jattn.batch.ranks import Ranks, slots_of_rank
 from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.cache.fused_qkv import Turning, turning, why_not_write_qkv, write_qkv
-from jattn.implementations.choice import asked_for, hashable
+from jattn.implementations.selection import asked_for, hashable
 from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec

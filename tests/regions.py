@@ -1,7 +1,7 @@
 """A region of a step by the kernel that a plan chooses for it on a GPU; interpreted where there is none."""
 
 from jattn.implementations import mosaic_gpu
-from jattn.implementations.layers import layer_of, regions_of
+from jattn.implementations.layer_config import layer_of, regions_of
 from jattn.implementations.mosaic_gpu import choose_kernel
 
 

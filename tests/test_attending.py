@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
-from jattn.implementations.choice import asked_for, first_able
-from jattn.implementations.mosaic_gpu import block_lists, run, tile_lists, why_not
+from jattn.implementations.mosaic_gpu import attention, block_lists, kernel_selection, tile_lists
+from jattn.implementations.selection import asked_for, first_able
 from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
@@ -198,12 +198,12 @@ class TestExplicitAxes:
     @pytest.mark.parametrize("is_packed", [True, False])
     def test_are_taken_in_a_shard_map(self, is_packed):
         query, cache, metadata = self.given(is_packed)
-        run = lambda query, cache: jattn.attend(query, cache, metadata, self.SPEC)
+        attention = lambda query, cache: jattn.attend(query, cache, metadata, self.SPEC)
         of_cache = jax.tree.map(lambda x: self.BY_HEADS if x.ndim > 2 else P(), cache)
         specs, out = (self.BY_HEADS, of_cache), self.BY_HEADS
-        mapped = jax.jit(jax.shard_map(run, mesh=self.MESH, in_specs=specs, out_specs=out))
+        mapped = jax.jit(jax.shard_map(attention, mesh=self.MESH, in_specs=specs, out_specs=out))
         cut = jax.tree.map(lambda x: self.cut(x) if x.ndim > 2 else x, (query, cache))
-        np.testing.assert_array_equal(mapped(*cut), run(query, cache))
+        np.testing.assert_array_equal(mapped(*cut), attention(query, cache))
 
 
 @pytest.mark.kernels
@@ -212,7 +212,7 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
-        kernels = why_not.decode_kernel, why_not.prefill_kernel
+        kernels = kernel_selection.decode_kernel, kernel_selection.prefill_kernel
         decode, prefill = (kernel.KernelSizes(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
         monkeypatch.setattr(kernels[0], "default_sizes", lambda *args, **kwargs: decode)
         monkeypatch.setattr(kernels[1], "default_sizes", lambda *args, **kwargs: prefill)
@@ -272,13 +272,13 @@ class TestKernels:
         sparsity = dataclasses.replace(STRIDED, homo_head=homo_head)
         problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
-        listed, decode = [], run.paged_decode
+        listed, decode = [], attention.paged_decode
 
         def spy(*args, **kwargs):
             listed.append(kwargs.get("list_block_size"))
             return decode(*args, **kwargs)
 
-        monkeypatch.setattr(run, "paged_decode", spy)
+        monkeypatch.setattr(attention, "paged_decode", spy)
         problem.check(*self.run(problem))
         assert listed == [16]
 
@@ -303,7 +303,7 @@ class TestKernels:
             return tuple(given)
 
         for name in ("paged_decode", "varlen_prefill"):
-            monkeypatch.setattr(run, name, kernel)
+            monkeypatch.setattr(attention, name, kernel)
         without = jax.jit(taken)(None, mask)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
         for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
@@ -363,8 +363,8 @@ class TestBatchInvariance:
         ]
         for start, n, seed in zip(starts, query_lens, seed_of, strict=True):
             query[start : start + n] = jax.random.normal(jax.random.key(seed), (n, 4, 16))
-        run = functools.partial(jattn.attend, spec=self.spec, implementation="xla")
-        out = jax.jit(run)(jnp.asarray(query), jattn.PagedCache(k=k, v=v), metadata)
+        attention = functools.partial(jattn.attend, spec=self.spec, implementation="xla")
+        out = jax.jit(attention)(jnp.asarray(query), jattn.PagedCache(k=k, v=v), metadata)
         return [np.asarray(out[start : start + n]) for start, n in zip(starts, query_lens, strict=True)]
 
     def test_a_request_has_the_same_bits_alone_and_in_any_batch_and_bucket(self):
@@ -401,8 +401,14 @@ class TestMemory:
                 jattn.PagedCache(k=jnp.zeros((1, 1, 1, 1)), v=jnp.zeros((1, 1, 1, 1))), k=blocks, v=blocks
             )
             query = jax.ShapeDtypeStruct((reqs, 32, 128), jnp.bfloat16)
-            run = lambda q, c, m: jattn.attend(q, c, m, spec, implementation="xla")
-            return jax.jit(run).lower(query, cache, metadata).compile().memory_analysis().temp_size_in_bytes
+            attention = lambda q, c, m: jattn.attend(q, c, m, spec, implementation="xla")
+            return (
+                jax.jit(attention)
+                .lower(query, cache, metadata)
+                .compile()
+                .memory_analysis()
+                .temp_size_in_bytes
+            )
 
         small, long, wide = temporary_bytes(64, 1024), temporary_bytes(64, 32768), temporary_bytes(256, 1024)
         gathered = 64 * 32768 * 8 * 128 * 2 * 2  # what a dense gather of 64 x 32k would take

@@ -81,7 +81,7 @@ def test_no_module_imports_one_that_imports_it():
 
 def test_nothing_runs_the_judge_but_who_asks_for_it_by_name():
     judge = "jattn.implementations.reference"
-    assert importers_of(judge) == {"jattn.attending", "jattn.implementations.choice"}
+    assert importers_of(judge) == {"jattn.attending", "jattn.implementations.selection"}
 
 
 def test_no_package_exports_a_function_under_the_name_of_its_own_module():

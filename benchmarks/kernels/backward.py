@@ -17,7 +17,7 @@ from benchmarks.kernels.backward_cases import CASES, CHOICES, mask_of, per_head,
 from benchmarks.kernels.backward_checks import GRADIENTS, worst_errors
 from benchmarks.runner import Rows, kernel_times
 from jattn.implementations.mosaic_gpu import tile_lists
-from jattn.implementations.mosaic_gpu.backward_lists import (
+from jattn.implementations.mosaic_gpu.backward_tile_lists import (
     PackedLens,
     backward_lists,
     backward_mask,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
 from benchmarks.runner import wall_time
-from jattn.batch.ranks import Ranks
+from jattn.batch.context_parallel import Ranks
 from jattn.parallel import TP, make_mesh
 from jattn.parallel.context_parallel import share_of_rank
 from jattn.pytree import replace

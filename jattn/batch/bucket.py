@@ -1,7 +1,10 @@
 """The static sizes of a step: a change of them recompiles."""
 
 import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
 
+from jattn.batch.int_arrays import plain_ints
 from jattn.pytree import set_ints
 from pallas_kernels.checks import require, require_positive
 
@@ -56,3 +59,71 @@ class Bucket:
     def max_tokens(self) -> int:
         """Tokens of both regions."""
         return self.max_decode_tokens + self.max_prefill_tokens
+
+
+# vLLM captures no larger graph unless asked to.
+DEFAULT_MAX_CAPTURE_SIZE = 512
+
+
+def default_capture_sizes(
+    max_num_seqs: int | None = None, max_capture_size: int | None = None
+) -> tuple[int, ...]:
+    """1, 2, 4, then every 8 up to 248, then every 16.
+
+    Args:
+        max_num_seqs: Most requests of a step; the largest size is then twice that, 512 at most.
+        max_capture_size: The largest size; wins over max_num_seqs.
+
+    Source: vLLM `VllmConfig._set_cudagraph_sizes`.
+    """
+    if max_capture_size is None:
+        (most,) = plain_ints(max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs)
+        max_capture_size = min(2 * most, DEFAULT_MAX_CAPTURE_SIZE)
+    (largest,) = plain_ints(max_capture_size=max_capture_size)
+    require_positive(max_capture_size=largest)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    return tuple(size for size in sizes if size <= largest)
+
+
+def default_buckets(
+    max_num_seqs: int,
+    *,
+    max_blocks: int,
+    decode_query_len: int = 1,
+    prefill_tokens: Sequence[int] = (),
+) -> tuple[Bucket, ...]:
+    """Buckets at vLLM's capture sizes, so that every batch of a scheduler with these limits fits one.
+
+    Decode-only buckets hold 1, 2, 4, 8, 16, 24, ... tokens (rounded up to whole rows), the last one
+    max_num_seqs rows. Each size in `prefill_tokens` adds a bucket without decode rows and one with
+    max_num_seqs of them.
+
+    Args:
+        max_num_seqs: Most requests of a step.
+        max_blocks: Block-table columns: blocks of the longest request.
+        decode_query_len: Tokens of a decode row.
+        prefill_tokens: Sizes of the prefill region; the largest is the step's token budget for prompts.
+
+    Raises:
+        ValueError: A size is no int, or not positive.
+
+    Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
+    """
+    sizes_of = {"max_num_seqs": max_num_seqs, "max_blocks": max_blocks, "decode_query_len": decode_query_len}
+    max_num_seqs, max_blocks, decode_query_len = plain_ints(**sizes_of)
+    require_positive(**sizes_of)
+    is_list = isinstance(prefill_tokens, Iterable)
+    require(is_list, "prefill_tokens", "be a list of sizes", repr(prefill_tokens))
+    for tokens in prefill_tokens:
+        plain_ints(prefill_tokens=tokens)
+        require_positive(prefill_tokens=tokens)
+    sizes = default_capture_sizes(max_num_seqs)
+    decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}
+    bucket = functools.partial(Bucket, decode_query_len=decode_query_len, max_blocks=max_blocks)
+    mixed = [
+        bucket(max_decodes=rows, max_prefills=min(max_num_seqs, tokens), max_prefill_tokens=tokens)
+        for tokens in prefill_tokens
+        for rows in (0, max_num_seqs)
+    ]
+    made = {bucket(max_decodes=rows) for rows in decodes}.union(mixed)
+    return tuple(sorted(made, key=lambda one: (one.max_tokens, one.max_reqs)))

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.batch.host_arrays import block_rows, int_vector, plain_ints, require_blocks, with_columns
+from jattn.batch.int_arrays import block_rows, int_vector, plain_ints, require_blocks, with_columns
 from jattn.batch.requests import decodes_in, exact_bucket, row_indices, token_starts
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked

@@ -5,8 +5,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from jattn.batch.host_arrays import int_table, last_block
-from jattn.batch.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
+from jattn.batch.int_arrays import (
+    AnyArray,
+    IntLike,
+    IntTable,
+    IntVector,
+    int_table,
+    last_block,
+    with_namespace,
+)
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 PAD_SLOT_ID = -1

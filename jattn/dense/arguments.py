@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.implementations.choice import Asked, asked_for, hashable
+from jattn.implementations.selection import Asked, asked_for, hashable
 from jattn.masks import BlockMask, Document, Mask, Sizes, check_mask
 from jattn.masks.base import leaves, row_counts
 from jattn.masks.documents import as_int32, come_in_runs

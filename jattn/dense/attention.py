@@ -19,7 +19,7 @@ from jattn.dense.arguments import (
 from jattn.dense.auto_sharding import are_automatic
 from jattn.dense.per_shard import Attended, How, Values, attend_part, attend_parts, partitions
 from jattn.dense.sharding import cut_of, on_each_device
-from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.selection import Asked, asked_for
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require_bool

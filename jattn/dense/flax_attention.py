@@ -25,7 +25,7 @@ from jattn.dense.arguments import Rows, mask_of_array
 from jattn.dense.attention import attend_arrays
 from jattn.dense.sharding import cut_of, on_each_device
 from jattn.dense.unfused_attention import Given, by_scores, is_positional
-from jattn.implementations.choice import Asked, asked_for, first_able, hashable, reasons_against
+from jattn.implementations.selection import Asked, asked_for, first_able, hashable, reasons_against
 from jattn.masks.checks import require_floats
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_arrays, require_shape, require_type, unsupported

@@ -16,10 +16,10 @@ from jattn.dense.arguments import Rows, last_ahead
 from jattn.dense.auto_sharding import by_partitioner, labels, sum_of_parts
 from jattn.dense.layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
 from jattn.dense.sharding import Cut
-from jattn.implementations import packed
-from jattn.implementations.choice import Asked, Choice
-from jattn.implementations.derivatives import once_derivable
-from jattn.implementations.layers import layer_of
+from jattn.implementations import differentiable_attention
+from jattn.implementations.differentiable_attention import once_derivable
+from jattn.implementations.layer_config import layer_of
+from jattn.implementations.selection import Asked, Choice
 from jattn.masks.functions import with_arrays
 from jattn.planning import choose_layers
 from jattn.spec import AttentionSpec
@@ -135,10 +135,10 @@ def _recalled(laid: Laid, how: How, per_head: dict[str, Array | None], attended:
     if chosen is None:  # there is no token
         return attended
     part, mask = part_of(laid.metadata, "prefill"), spec.mask_with(laid.mask)
-    served = packed.how_of(spec, chosen, laid.kv, part.first_row, return_lse=True)
-    context = packed.Context(laid.kv.kv_start_loc, part.metadata, mask, None, None)
-    values = packed.Values(laid.query, laid.kv.k, laid.kv.v, **per_head)
-    return Attended(*packed.recall(served, values, context, tuple(attended)))
+    served = differentiable_attention.how_of(spec, chosen, laid.kv, part.first_row, return_lse=True)
+    context = differentiable_attention.Context(laid.kv.kv_start_loc, part.metadata, mask, None, None)
+    values = differentiable_attention.Values(laid.query, laid.kv.k, laid.kv.v, **per_head)
+    return Attended(*differentiable_attention.recall(served, values, context, tuple(attended)))
 
 
 def attend_parts(how: How, values: Values, rows: Rows) -> Attended:

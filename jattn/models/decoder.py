@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jattn.batch.check import require_no_context
+from jattn.batch.context_parallel import Ranks
 from jattn.batch.metadata import BatchMetadata
-from jattn.batch.ranks import Ranks
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
 from jattn.models.by_reach import ByReach, is_near, of_layer

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jattn.implementations.choice import Asked, asked_for
+from jattn.implementations.selection import Asked, asked_for
 from jattn.models.expert_parts import Choices, How, Weights
 from jattn.models.expert_products import run_experts
 from jattn.models.layers import ACTIVATIONS, matmul_precision

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PagedCache
-from jattn.implementations.choice import asked_for
+from jattn.implementations.selection import asked_for
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
 from jattn.models.layer_spec import ExpertsSpec, LayerSpec

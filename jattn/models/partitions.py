@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jattn.batch.ranks import Ranks
+from jattn.batch.context_parallel import Ranks
 from jattn.cache import PagedCache
 from jattn.masks import LocalStrided, Mask, on_mesh
 from jattn.models.by_reach import ByReach

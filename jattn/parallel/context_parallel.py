@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jattn.attending import checked, queries_of
+from jattn.batch.context_parallel import Ranks
 from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
-from jattn.batch.ranks import Ranks
 from jattn.cache import PagedCache
-from jattn.implementations.choice import Asked
-from jattn.implementations.layers import Layer, layer_of
+from jattn.implementations.layer_config import Layer, layer_of
+from jattn.implementations.selection import Asked
 from jattn.planning import Plan, RankRegion, plan_on_rank
 from jattn.spec import AttentionSpec
 from pallas_kernels.all_reduce import PeerMemory, all_gather, why_not_gather

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from jattn.batch.context_parallel import Ranks, keys_of_rank
 from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
-from jattn.batch.ranks import Ranks, keys_of_rank
 from jattn.cascade import can_cascade, check_prefix
-from jattn.implementations.choice import Asked
-from jattn.implementations.layers import AnyCache, Layer, layer_of, regions_of
+from jattn.implementations.layer_config import AnyCache, Layer, layer_of, regions_of
+from jattn.implementations.selection import Asked
 from jattn.masks import Interleaved, Mask
 from jattn.planning.layer_plans import LayerPlan
 from jattn.planning.plans import Plan, RankPlan, RankRegion, plan

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jattn.batch.metadata import REGIONS, BatchMetadata
-from jattn.implementations.choice import Asked, Choice, KernelFallbackWarning, asked_for, choose
-from jattn.implementations.layers import Layer, regions_of
+from jattn.implementations.layer_config import Layer, regions_of
+from jattn.implementations.selection import Asked, Choice, KernelFallbackWarning, asked_for, choose
 from jattn.masks import Mask, check_mask_of_step
 from pallas_kernels import support
 

@@ -11,13 +11,13 @@ from jaxtyping import Array, Int, Int32
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cascade import CascadeMetadata, build_cascade_metadata, can_cascade
-from jattn.implementations.choice import Asked
-from jattn.implementations.layers import AnyCache, Layer, layer_of
+from jattn.implementations.layer_config import AnyCache, Layer, layer_of
 from jattn.implementations.mosaic_gpu import Work
+from jattn.implementations.selection import Asked
 from jattn.implementations.xla import QueryTiles
 from jattn.masks import Mask
+from jattn.planning.kernel_plans import make_works, make_works_eagerly, numbered, shared_works
 from jattn.planning.layer_plans import LayerPlan, choose_layers, table
-from jattn.planning.works import make_works, make_works_eagerly, numbered, shared_works
 from jattn.pytree import pytree, replace, static
 from jattn.spec import AttentionSpec
 from pallas_kernels import support

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jattn.batch.bucket import Bucket
-from jattn.batch.host_arrays import int_vector, plain_ints
+from jattn.batch.int_arrays import int_vector, plain_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
 from jattn.batch.requests import count_decodes
 from jattn.runtime.executables import Executables, Lower, bar

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
+from jattn.batch.int_arrays import with_namespace
 from jattn.batch.metadata import BatchMetadata
-from jattn.batch.namespace import with_namespace
 from jattn.batch.transitions import advance
 from jattn.pytree import pytree, replace
 from pallas_kernels.checks import require, require_int, require_positive, require_shape, require_type

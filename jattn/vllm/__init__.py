@@ -4,8 +4,8 @@ Nothing of the flow calls them, but for what it shares: `compute_slot_mapping`, 
 `get_head_sliding_step` and `PAD_SLOT_ID` live with it and are found here, too.
 """
 
-from jattn.batch.default_buckets import default_capture_sizes
-from jattn.batch.ranks import get_dcp_local_seq_lens
+from jattn.batch.bucket import default_capture_sizes
+from jattn.batch.context_parallel import get_dcp_local_seq_lens
 from jattn.batch.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.cascade import use_cascade_attention
 from jattn.masks.local_strided import get_head_sliding_step

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jattn.batch.host_arrays import plain_ints
+from jattn.batch.int_arrays import plain_ints
 from pallas_kernels.checks import require, require_one_of, require_positive, require_type
 
 KV_CACHE_LAYOUTS = ("NHD", "HND")

@@ -10,9 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jattn.batch.host_arrays import int_table, plain_ints
-from jattn.batch.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
-from jattn.batch.ranks import checked_ranks, require_rank
+from jattn.batch.context_parallel import checked_ranks, require_rank
+from jattn.batch.int_arrays import (
+    AnyArray,
+    IntLike,
+    IntTable,
+    IntVector,
+    int_table,
+    plain_ints,
+    with_namespace,
+)
 from jattn.batch.slots import gather_blocks, slots_in
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jattn.batch.host_arrays import int_table, plain_ints
-from jattn.batch.namespace import AnyArray, IntTable, IntVector, with_namespace
+from jattn.batch.int_arrays import AnyArray, IntTable, IntVector, int_table, plain_ints, with_namespace
 from jattn.batch.slots import PAD_SLOT_ID
 from pallas_kernels.checks import require, require_positive, require_type
 

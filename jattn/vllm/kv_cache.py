@@ -4,8 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
-from jattn.batch.host_arrays import int_table, plain_ints
-from jattn.batch.namespace import AnyArray, IntLike, IntTable, IntVector, with_namespace
+from jattn.batch.int_arrays import (
+    AnyArray,
+    IntLike,
+    IntTable,
+    IntVector,
+    int_table,
+    plain_ints,
+    with_namespace,
+)
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.cache import PagedCache, write_kv
 from pallas_kernels.checks import require, require_positive

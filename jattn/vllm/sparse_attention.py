@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
-from jattn.batch.host_arrays import int_table, plain_ints
-from jattn.batch.namespace import (
+from jattn.batch.int_arrays import (
     AnyArray,
     IntTable,
     IntVector,
+    int_table,
+    plain_ints,
     require_one_a_request,
     start_locs,
     with_namespace,

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt16
 
-from jattn.batch.host_arrays import plain_ints
-from jattn.batch.namespace import (
+from jattn.batch.int_arrays import (
     AnyArray,
     IntLike,
     IntVector,
     host_int,
+    plain_ints,
     require_one_a_request,
     start_locs,
     with_namespace,

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn import masks
-from jattn.implementations.mosaic_gpu import why_not
+from jattn.implementations.mosaic_gpu import kernel_selection
 from tests import contract, oracle
 from tests.contract import FACTORS, AttentionContract, Problem
 from tests.regions import attend_region
@@ -127,8 +127,8 @@ def read_in_tiles(size):
     ids=str,
 )
 def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, monkeypatch):
-    sizes = why_not.decode_kernel.KernelSizes(stages=2, ctas=4)
-    monkeypatch.setattr(why_not.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
+    sizes = kernel_selection.decode_kernel.KernelSizes(stages=2, ctas=4)
+    monkeypatch.setattr(kernel_selection.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
     monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))
     problem, mask = problem_of(name, *options, region=region)
     assert share_of_poison(problem) > 0.2

@@ -12,7 +12,7 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.cache import blocks_of, tokens_at
-from jattn.implementations.mosaic_gpu import run
+from jattn.implementations.mosaic_gpu import attention
 from jattn.implementations.mosaic_gpu.gathered_columns import added_at_places, gathered_kv
 from jattn.masks.vertical_slash import NOWHERE
 from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, Keys, Queries
@@ -190,7 +190,7 @@ SLOPES = jnp.ones(4)
 def test_columns_stay_in_place_where_more_than_positions_counts(monkeypatch, changes, slopes, calls):
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
     kernel = mock.Mock(side_effect=lambda query, *_, **__: (query, jnp.zeros(query.shape[1::-1])))
-    monkeypatch.setattr(run, "varlen_prefill", kernel)
+    monkeypatch.setattr(attention, "varlen_prefill", kernel)
     heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     spec, mask = jattn.AttentionSpec(**heads, **changes), slashed(5, rows=1, tokens=40)
     metadata = jattn.build_batch_metadata([33], [33], [[1, 2, 3]], block_size=16)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.implementations.mosaic_gpu import backward_lists as backward_lists_of
+from jattn.implementations.mosaic_gpu import backward_tile_lists as backward_lists_of
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.span import Span

@@ -9,7 +9,7 @@ import numpy as np
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.backward_lists import PackedLens, backward_lists, backward_mask
+from jattn.implementations.mosaic_gpu.backward_tile_lists import PackedLens, backward_lists, backward_mask
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import BACKWARD_HEAD_DIMS
 from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.backward_lists import (
+from jattn.implementations.mosaic_gpu.backward_tile_lists import (
     PackedLens,
     backward_lists,
     backward_mask,

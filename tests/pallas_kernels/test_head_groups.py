@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.implementations.mosaic_gpu import why_not
+from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from tests import contract
 from tests.contract import Problem
@@ -53,7 +53,7 @@ def solved(case, monkeypatch, interpret=None):
         few = decode_tests.sizes_of(case), test_varlen_prefill.sizes_of(case)
         for kernel, sizes in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
             make = lambda *_, sizes=sizes, **__: sizes
-            monkeypatch.setattr(getattr(why_not, kernel), "default_sizes", make)
+            monkeypatch.setattr(getattr(kernel_selection, kernel), "default_sizes", make)
 
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     problem.check(*jax.jit(run)(query, problem.kv, region))

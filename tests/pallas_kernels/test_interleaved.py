@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.batch.ranks import get_dcp_local_seq_lens
+from jattn.batch.context_parallel import get_dcp_local_seq_lens
 from jattn.implementations.mosaic_gpu import interleaved_mask
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.pytree import replace

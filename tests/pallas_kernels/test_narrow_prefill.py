@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.batch.bucket import Bucket
-from jattn.implementations.layers import CacheFormat, Layer, Region
+from jattn.implementations.layer_config import CacheFormat, Layer, Region
 from jattn.implementations.mosaic_gpu import choose_kernel
-from jattn.implementations.mosaic_gpu.planning import work_key
+from jattn.implementations.mosaic_gpu.kernel_plans import work_key
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import WIDENED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, varlen_prefill

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.batch.metadata import abstract_metadata
-from jattn.implementations.layers import layer_of, regions_of
+from jattn.implementations.layer_config import layer_of, regions_of
 from jattn.implementations.mosaic_gpu import (
     block_lists,
     choose_kernel,

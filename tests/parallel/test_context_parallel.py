@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.batch.ranks import Ranks, slots_of_rank
+from jattn.batch.context_parallel import Ranks, slots_of_rank
 from jattn.batch.requests import exact_bucket
 from jattn.masks import Causal, Chunked, Interleaved, Window
 from jattn.masks.pairs import Pairs, Tiles

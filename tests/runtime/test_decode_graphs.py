@@ -18,8 +18,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
-from jattn.batch.bucket import Bucket
-from jattn.batch.default_buckets import default_buckets
+from jattn.batch.bucket import Bucket, default_buckets
 from jattn.batch.metadata import abstract_metadata
 from jattn.batch.requests import row_indices
 from jattn.runtime import decode_graphs as graphs_module

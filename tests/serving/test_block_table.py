@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from jattn.implementations import choice
-from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, run
-from jattn.planning import layer_plans, works
+from jattn.implementations import selection
+from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, attention
+from jattn.planning import kernel_plans, layer_plans
 from jattn.pytree import unchecked
 from jattn.serving import Engine
 from pallas_kernels.paged_decode import KernelSizes
@@ -26,7 +26,7 @@ HANDS = [
     "nn.py: __call__",
     "attending.py: attend",
     "attending.py: _attend",
-    "implementations/mosaic_gpu/run.py: attend",
+    "implementations/mosaic_gpu/attention.py: attend",
 ]
 
 
@@ -41,10 +41,10 @@ def kernel_entry(*_, **__):
 def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
-    monkeypatch.setattr(choice, "choose_kernel", lambda *_: DecodeKernel(sizes=KernelSizes()))
+    monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernel(sizes=KernelSizes()))
     nothing = unchecked(DecodeWork, schedule=None, block_list=None)
-    monkeypatch.setattr(works, "decode_work", lambda *_, **__: nothing)
-    monkeypatch.setattr(run, "paged_decode", kernel_entry)
+    monkeypatch.setattr(kernel_plans, "decode_work", lambda *_, **__: nothing)
+    monkeypatch.setattr(attention, "paged_decode", kernel_entry)
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
     with pytest.raises(ReachedError) as reached:
         engine.generate([[1]], max_tokens=2)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
-from jattn.cache import move
+from jattn.cache import block_copy
 from jattn.serving import SamplingParams
 from jattn.serving.engine.block_copies import BlockCopies
 from jattn.serving.engine.block_manager import BlockManager
@@ -259,8 +259,8 @@ class TestEngine:
         engine.step()
         assert all(layer.k.is_deleted() and layer.v.is_deleted() for layer in before)
         assert [layer.k.unsafe_buffer_pointer() for layer in engine._runner._caches] == pointers
-        arrays = [move.block_arrays(layer) for layer in engine._runner._caches]
-        program = move._copy_blocks.lower(arrays, move.padded_pairs([(1, 2)])).compile()
+        arrays = [block_copy.block_arrays(layer) for layer in engine._runner._caches]
+        program = block_copy._copy_blocks.lower(arrays, block_copy.padded_pairs([(1, 2)])).compile()
         assert copies_of(program, arrays[0]["k"]) == []
         drained(engine)
 

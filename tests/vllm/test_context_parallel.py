@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.batch.ranks import get_dcp_local_seq_lens
+from jattn.batch.context_parallel import get_dcp_local_seq_lens
 from jattn.vllm.context_parallel import (
     compute_dcp_slot_mapping,
     cp_lse_combine,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.batch.default_buckets import default_capture_sizes
+from jattn.batch.bucket import default_capture_sizes
 from jattn.vllm.cuda_graphs import AttentionCGSupport as Support
 from jattn.vllm.cuda_graphs import (
     BatchDescriptor,

@@ -5,7 +5,7 @@ import pytest
 
 import jattn
 from jattn import vllm
-from jattn.batch.default_buckets import default_buckets
+from jattn.batch.bucket import default_buckets
 
 TABLE = np.arange(27).reshape(3, 9) + 90
 PATTERN = jattn.LocalStrided(block_size=4, local_blocks=1, vert_stride=5)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
-from jattn.implementations.mosaic_gpu.backward_lists import (
+from jattn.implementations.mosaic_gpu.backward_tile_lists import (
     PackedLens,
     backward_lists,
     backward_mask,
@@ -22,7 +22,7 @@ from jattn.implementations.mosaic_gpu.gathered_columns import (
     columns_layer,
     gathered_kv,
 )
-from jattn.implementations.mosaic_gpu.kernels import score_of
+from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask, in_parts
 from jattn.spec import AttentionSpec

@@ -7,7 +7,7 @@ import operator
 import jax.numpy as jnp
 
 from jattn.batch.metadata import BatchMetadata
-from jattn.implementations.layers import Region
+from jattn.implementations.layer_config import Region
 from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, OnMesh, coverage_of_tiles
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, codes_of, list_tiles

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, tokens_at
-from jattn.implementations.mosaic_gpu.kernels import PrefillKernel
-from jattn.implementations.mosaic_gpu.why_not import sparse_sizes
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernel
+from jattn.implementations.mosaic_gpu.kernel_selection import sparse_sizes
 from jattn.masks import GatheredColumns
 from jattn.masks.vertical_slash import NOWHERE
 from jattn.spec import AttentionSpec

@@ -1,11 +1,10 @@
 """Attention in plain XLA, on any machine."""
 
+from jattn.implementations.xla.attention import attend
 from jattn.implementations.xla.backward import Gradients, Saved, gradient_of_sinks, gradients
 from jattn.implementations.xla.query_tiles import QueryTiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias, pairs_of, visible
-from jattn.implementations.xla.tile import Problem
-from jattn.implementations.xla.varying import varying_as
-from jattn.implementations.xla.walk import attend
+from jattn.implementations.xla.tile_attention import Problem, varying_as
 
 __all__ = [
     "Gradients",

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jattn.implementations.xla.keys import Chunk
+from jattn.implementations.xla.kv_chunks import Chunk
 
 
 class Softmax(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
-from jattn.implementations.choice import IMPLEMENTATIONS
+from jattn.implementations.selection import IMPLEMENTATIONS
 from jattn.models.scales import CalibrationWarning
 from jattn.models.sums import use_peer_memory, why_no_peer_memory
 from jattn.parallel import make_mesh

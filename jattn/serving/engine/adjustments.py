@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, UInt32
 
-from jattn.batch.host_arrays import INT32_MAX
+from jattn.batch.int_arrays import INT32_MAX
 from jattn.serving.engine.sampler import in_rows
 from jattn.serving.engine.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.cache.move import copy_blocks
+from jattn.cache.block_copy import copy_blocks
 
 FACTOR = 4  # from one size to the next: few to compile, and what a copy is padded with costs no step
 

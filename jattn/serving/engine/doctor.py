@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.cache import CacheSpec
-from jattn.implementations.choice import IMPLEMENTATIONS, Choice
-from jattn.implementations.layers import layer_of
+from jattn.implementations.layer_config import layer_of
+from jattn.implementations.selection import IMPLEMENTATIONS, Choice
 from jattn.masks import Document, LocalStrided
 from jattn.planning import KernelFallbackWarning, aligned, choose_layers
 from jattn.runtime.decode_graphs import named

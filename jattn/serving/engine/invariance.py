@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jattn.batch.bucket import Bucket
-from jattn.implementations.choice import asked_for
+from jattn.implementations.selection import asked_for
 from jattn.nn import PagedAttention
 from jattn.serving.engine.scheduled_step import Step
 from pallas_kernels.checks import require, unsupported

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jattn.batch.bucket import Bucket
-from jattn.batch.default_buckets import default_buckets
+from jattn.batch.bucket import Bucket, default_buckets
 from jattn.parallel import num_parts, num_ranks
 from jattn.runtime.decode_graphs import WASTE, DecodeGraphs, GraphStep
 from jattn.serving.engine.block_manager import BlockManager

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.implementations.choice import asked_for, first_able, hashable
+from jattn.implementations.selection import asked_for, first_able, hashable
 from jattn.nn import PagedAttention
 from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
 from jattn.serving.engine.adjustments import Adjustments, adjusted

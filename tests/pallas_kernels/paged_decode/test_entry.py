@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.implementations import xla
-from jattn.implementations.mosaic_gpu import why_not
+from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.paged_decode import BlockList, KernelSizes, paged_decode, reference, schedule_for
 from pallas_kernels.paged_decode.mma import MmaProducts, Products, WgmmaProducts
 from pallas_kernels.ptx.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
@@ -93,7 +93,7 @@ def attend(problem: Problem, interpret=None, sizes=None):
     per_head = {name: None if x is None else jnp.asarray(x) for name, x in per_head.items()}
     with pytest.MonkeyPatch.context() as patched:
         if sizes is not None:
-            patched.setattr(why_not.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
+            patched.setattr(kernel_selection.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
         return jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, per_head)
 
 

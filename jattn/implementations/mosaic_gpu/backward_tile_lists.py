@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import jax
 
+from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
-from jattn.implementations.mosaic_gpu.kernels import score_of
 from jattn.implementations.mosaic_gpu.tile_lists import ListsCall, packed_codes, tile_lists
 from jattn.masks import (
     And,

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from jattn.implementations.layers import Layer, Region
+from jattn.implementations.layer_config import Layer, Region
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
-from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec

@@ -1,6 +1,6 @@
 import pytest
 
-from jattn.batch.default_buckets import default_capture_sizes
+from jattn.batch.bucket import default_capture_sizes
 
 
 @pytest.mark.parametrize(

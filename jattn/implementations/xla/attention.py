@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.xla.keys import holds_nothing
+from jattn.implementations.xla.kv_chunks import holds_nothing
 from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, in_groups, prefill_tiles
-from jattn.implementations.xla.tile import Problem, attend_tile
+from jattn.implementations.xla.tile_attention import Problem, attend_tile
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 

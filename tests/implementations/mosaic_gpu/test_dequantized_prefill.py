@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.cache.spec import QUANTIZATIONS
-from jattn.implementations.mosaic_gpu import widening
+from jattn.implementations.mosaic_gpu import dequantized_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import contract
 from tests.contract import Problem
@@ -37,7 +37,7 @@ def attended(monkeypatch):
         monkeypatch.setattr(sizes_module, name, few)
 
     def run(problem, mask, max_bytes):
-        monkeypatch.setattr(widening, "MAX_BYTES", max_bytes)
+        monkeypatch.setattr(dequantized_prefill, "MAX_BYTES", max_bytes)
         attend = functools.partial(
             attend_region, spec=problem.spec, mask=mask, interpret=plgpu.InterpretGPUParams()
         )
@@ -73,10 +73,14 @@ def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, na
     problem = Problem(case) if mask is None else ListedProblem(case, mask=sees_dilated)
     metadata = problem.metadata.prefill_part
     at_once = attended(problem, mask, 2**31)
-    assert widening.buffer_len(metadata, problem.spec) == widening.worst_buffer_len(metadata, problem.spec)
+    assert dequantized_prefill.buffer_len(metadata, problem.spec) == dequantized_prefill.worst_buffer_len(
+        metadata, problem.spec
+    )
     problem.check(*at_once)
     in_passes = attended(problem, mask, 0)
-    assert widening.buffer_len(metadata, problem.spec) < widening.worst_buffer_len(metadata, problem.spec)
+    assert dequantized_prefill.buffer_len(metadata, problem.spec) < dequantized_prefill.worst_buffer_len(
+        metadata, problem.spec
+    )
     for a, b in zip(at_once, in_passes, strict=True):
         np.testing.assert_array_equal(a, b)
     assert len(cuts) == 2 * (name == "splits")
@@ -101,13 +105,13 @@ def metadata_of(bucket):
 )
 def test_memory_does_not_grow_with_requests_times_their_longest_length(changes, worst, rows):
     spec = dataclasses.replace(LLAMA, **changes)
-    assert widening.worst_buffer_len(metadata_of(PROMPTS), spec) == worst
-    assert widening.buffer_len(metadata_of(PROMPTS), spec) == rows
+    assert dequantized_prefill.worst_buffer_len(metadata_of(PROMPTS), spec) == worst
+    assert dequantized_prefill.buffer_len(metadata_of(PROMPTS), spec) == rows
 
 
 def test_the_longest_request_always_fits():
     bucket = dataclasses.replace(PROMPTS, max_blocks=2**20 // 16)
-    assert widening.buffer_len(metadata_of(bucket), LLAMA) == 2**20
+    assert dequantized_prefill.buffer_len(metadata_of(bucket), LLAMA) == 2**20
 
 
 WITHOUT_WINDOW = [(name, None) for name in QUANTIZATIONS if name is not None]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from jattn.implementations import reference
-from jattn.implementations.layers import Layer, Region
+from jattn.implementations.layer_config import Layer, Region
 from jattn.implementations.mosaic_gpu import Kernel, choose_kernel
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec

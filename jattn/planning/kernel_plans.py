@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
-from jattn.implementations.choice import Choice
 from jattn.implementations.mosaic_gpu import (
     DecodeKernel,
     DecodeWork,
@@ -15,6 +14,7 @@ from jattn.implementations.mosaic_gpu import (
     prefill_work,
     work_key,
 )
+from jattn.implementations.selection import Choice
 from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask
 from jattn.planning.layer_plans import LayerPlan

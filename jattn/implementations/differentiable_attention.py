@@ -16,14 +16,14 @@ from jaxtyping import Array, Float, Int
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, xla
-from jattn.implementations.choice import Choice, KernelFallbackWarning
-from jattn.implementations.derivatives import once_derivable
 from jattn.implementations.mosaic_gpu import Work
+from jattn.implementations.selection import Choice, KernelFallbackWarning
 from jattn.implementations.xla import QueryTiles, varying_as
 from jattn.masks import Mask
 from jattn.masks.functions import with_arrays
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
+from pallas_kernels.derivatives import underivable
 
 type OutAndLse = tuple[Array, Array | None]
 
@@ -220,3 +220,24 @@ def _recall_forward(
 recall.defvjp(
     _recall_forward, lambda how, kept, grads: (*_backward(how, kept, grads), None), symbolic_zeros=True
 )
+
+
+def underivable_cache[Tree](arrays: Tree, implementation: str) -> Tree:
+    """The same arrays, for an implementation that has no derivative over a paged cache."""
+    return underivable(
+        arrays,
+        "a derivative of attend",
+        f"{implementation} has none over a paged cache or 8-bit keys",
+        "Attend to the step's own keys (PackedKV, or cache=None in a layer), or ask for "
+        "implementation='reference', whose memory grows with tokens x the longest request",
+    )
+
+
+def once_derivable[Tree](arrays: Tree) -> Tree:
+    """The same arrays, in what a derivative is made of."""
+    return underivable(
+        arrays,
+        "a derivative of a derivative of attention",
+        "the backward pass has none",
+        "Ask for implementation='reference', which has all of them",
+    )

@@ -10,10 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import quantize_token_head
-from jattn.implementations.xla.keys import Chunk, chunk_size, load_chunk, static_scales
+from jattn.implementations.xla.kv_chunks import Chunk, chunk_size, load_chunk, static_scales
 from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
 from jattn.implementations.xla.scores import alibi_bias, key_range, num_first_keys, pairs_of, visible
-from jattn.implementations.xla.varying import varying_as
 from jattn.masks import Mask
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
@@ -173,3 +172,13 @@ def biased(s: Array, queries: Queries, keys: Int[Array, " keys"], problem: Probl
         return s
     slopes = problem.alibi_slopes.astype(s.dtype).reshape(problem.spec.num_kv_heads, -1)
     return s + alibi_bias(problem.spec, slopes, queries.positions, keys)
+
+
+def varying_as[Tree](like: Float[Array, "..."], tree: Tree) -> Tree:
+    """`tree` of floats, each of which varies over the axes of devices that `like` varies over, too.
+
+    A sum over nothing is added: 0, whatever `like` holds, and XLA takes it away again. That `like` has a
+    gradient gives `tree` none.
+    """
+    nothing = jax.lax.stop_gradient(like).reshape(-1)[:0].sum()
+    return jax.tree.map(lambda array: array + nothing.astype(array.dtype), tree)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jattn.batch.host_arrays import plain_ints
+from jattn.batch.int_arrays import AnyArray, IntLike, IntVector, plain_ints, with_namespace
 from jattn.batch.metadata import BatchMetadata
-from jattn.batch.namespace import AnyArray, IntLike, IntVector, with_namespace
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import replace
 from pallas_kernels.checks import require, require_positive, require_shape

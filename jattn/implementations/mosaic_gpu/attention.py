@@ -9,9 +9,10 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import rounded_token_head
 from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.dequantized_prefill import attend_widened
 from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, gathered_kv
-from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
-from jattn.implementations.mosaic_gpu.planning import (
+from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.kernel_plans import (
     DecodeWork,
     PrefillWork,
     Work,
@@ -20,7 +21,6 @@ from jattn.implementations.mosaic_gpu.planning import (
     prefill_work,
 )
 from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
-from jattn.implementations.mosaic_gpu.widening import attend_widened
 from jattn.masks import Mask, in_parts
 from jattn.merge import merge_parts
 from jattn.spec import QUERY_DTYPES, AttentionSpec

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.mosaic_gpu.kernels import score_of
+from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_prefill as prefill_kernel

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
 from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, where_gathered
-from jattn.implementations.mosaic_gpu.kernels import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask, in_parts
 from jattn.pytree import pytree
