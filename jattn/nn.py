@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ from jattn.implementations.selection import asked_for, hashable
 from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
-from pallas_kernels.all_reduce import PeerMemory
 from pallas_kernels.checks import require, require_int, require_positive, require_shape, require_type
+
+if TYPE_CHECKING:
+    from pallas_kernels.collectives import PeerMemory
 
 Rope = Callable[..., Array]
 QueryScale = Callable[[Array], Array]
@@ -51,7 +53,7 @@ class PagedAttention(nnx.Module):
     """
 
     ranks: Ranks | None
-    peers: PeerMemory | None
+    peers: "PeerMemory | None"
 
     def __init__(
         self,

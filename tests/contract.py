@@ -1,7 +1,7 @@
 """What every implementation of `attend` must do. Subclass, set `implementation`, collect.
 
 Each case starts from a cache full of poison: only slots that some query may read hold numbers. Block tables
-end in garbage, padding queries are NaN (tests/problems.py).
+end in garbage, padding queries are NaN (tests/attention_problems.py).
 """
 
 import functools
@@ -13,8 +13,8 @@ import pytest
 
 import jattn
 from tests import oracle
-from tests.covering import covering_array
-from tests.problems import AttentionProblem, Setting
+from tests.attention_problems import AttentionProblem, Setting
+from tests.covering_array import covering_array
 
 NONE = None
 FACTORS = {

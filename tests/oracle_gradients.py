@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from tests import oracle
-from tests.problems import AttentionProblem
+from tests.attention_problems import AttentionProblem
 
 F32_TOLERANCE = 1e-4  # of an array's largest gradient, or of 1 where that is less
 NAMES = ("query", "k", "v", "sinks", "alibi_slopes")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests import contract, oracle
+from tests.attention_problems import NEEDLE_EVERY
 from tests.contract import CASES, Problem, case_id
-from tests.problems import NEEDLE_EVERY
 
 # As long as the prefill kernel's: several tiles of every width.
 LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}

@@ -20,7 +20,7 @@ from examples import (
     serve_with_loop,
     sparsity_study,
 )
-from tests.in_place import check_in_place
+from tests.assertions import check_in_place
 from tests.serving.tiny import one_layer_model
 
 pytestmark = pytest.mark.kernels

@@ -21,8 +21,8 @@ from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.serving.cli.main import ELSEWHERE, build_parser
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
-from pallas_kernels.ptx import tensor_core
-from tests.in_place import check_in_place
+from pallas_kernels.ptx import mma
+from tests.assertions import check_in_place
 from tests.readme import Block, blocks, examples, run, run_all
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -267,7 +267,7 @@ def test_a_walk_goes_through_files_and_functions_that_exist(title):
 
 
 def test_the_walk_to_a_cache_format_goes_by_every_list_of_formats():
-    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, tensor_core.EIGHT_BIT
+    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, mma.EIGHT_BIT
     stored = {one.dtype for both in QUANTIZATIONS.values() for one in both if one.dtype is not None}
     for formats in lists:
         assert {jnp.dtype(x) for x in formats} == {jnp.dtype(x) for x in stored}

@@ -14,7 +14,7 @@ from benchmarks.runner import wall_time
 from jattn.models.layers import RMSNorm
 from jattn.models.residual import add_and_norm
 from jattn.parallel import TP
-from pallas_kernels.all_reduce import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory
+from pallas_kernels.collectives import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory
 
 CHAIN = 32
 EPS = 1e-6

@@ -17,8 +17,8 @@ from jattn.batch.context_parallel import Ranks
 from jattn.parallel import TP, make_mesh
 from jattn.parallel.context_parallel import share_of_rank
 from jattn.pytree import replace
-from pallas_kernels.all_reduce import PeerMemory, all_reduce, make_peer_memory
 from pallas_kernels.cases import DecodeCase
+from pallas_kernels.collectives import PeerMemory, all_reduce, make_peer_memory
 
 BLOCK_SIZE, CHAIN = 16, 8
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.runner import RESULTS
-from pallas_kernels.all_reduce import LINK_BYTES_A_US, WAIT_US, bytes_sent, default_shots
+from pallas_kernels.collectives import LINK_BYTES_A_US, WAIT_US, bytes_sent, default_shots
 
 MEASURED = "mesh-later-nvidia-h200-2026-11-24.jsonl"
 BY, BEST = ("all_reduce_norm_", "sum_norm_"), {(1, "psum"), (2, "all_reduce")}  # rows of it that count

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,9 @@ from jattn.models.sums import sum_add_and_norm, summed
 from jattn.nn import PagedAttention
 from jattn.parallel import Axes
 from jattn.planning import Plan
-from pallas_kernels.all_reduce import PeerMemory
+
+if TYPE_CHECKING:
+    from pallas_kernels.collectives import PeerMemory
 
 
 class DecoderLayer(nnx.Module):

@@ -4,7 +4,7 @@ Inside `jax.shard_map`, where all ranks have the same queries. One exchange join
 with them each rank knows what its own output counts for, and the sum over the ranks is the whole.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from jattn.implementations.layer_config import Layer, layer_of
 from jattn.implementations.selection import Asked
 from jattn.planning import Plan, RankRegion, plan_on_rank
 from jattn.spec import AttentionSpec
-from pallas_kernels.all_reduce import PeerMemory, all_gather, why_not_gather
 from pallas_kernels.checks import require, unsupported
+
+if TYPE_CHECKING:
+    from pallas_kernels.collectives import PeerMemory
 
 
 def attend_on_rank(
@@ -33,7 +35,7 @@ def attend_on_rank(
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     *,
     implementation: Asked = None,
-    peers: PeerMemory | None = None,
+    peers: "PeerMemory | None" = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """What this rank's keys bring each token of a step: the sum over the ranks is what `attend` gives.
 
@@ -85,7 +87,7 @@ def share_of_rank(
     ranks: Ranks,
     *,
     sinks: Float[Array, " q_heads"] | None = None,
-    peers: PeerMemory | None = None,
+    peers: "PeerMemory | None" = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """A rank's output times what it counts for among all ranks': 0 where it has no key.
 
@@ -105,12 +107,16 @@ def share_of_rank(
 
 
 def _of_all_ranks(
-    mine: Float[Array, "tokens q_heads"], ranks: Ranks, peers: PeerMemory | None
+    mine: Float[Array, "tokens q_heads"], ranks: Ranks, peers: "PeerMemory | None"
 ) -> Float[Array, "ranks tokens q_heads"]:
     """What each rank has: by the kernel where it serves, whose latency is a fraction of NCCL's."""
     _, q_heads = mine.shape
     even = jnp.pad(mine, ((0, 0), (0, q_heads % 2)))  # what the kernel sends at once is two
-    if peers is None or why_not_gather(even, peers) is not None:
+    if peers is None:
+        return jax.lax.all_gather(mine, ranks.axis_name)
+    from pallas_kernels.collectives import all_gather, why_not_gather
+
+    if why_not_gather(even, peers) is not None:
         return jax.lax.all_gather(mine, ranks.axis_name)
     return all_gather(even, peers, axis_name=ranks.axis_name)[:, :, :q_heads]
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.ptx.assumptions import THREADS
+from pallas_kernels.ptx.layouts import THREADS
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 

@@ -7,4 +7,4 @@ from pallas_kernels.block_scores.selection import best_blocks as best_blocks
 from pallas_kernels.block_scores.top_p import MAX_SHARES as MAX_SHARES
 from pallas_kernels.block_scores.top_p import MAX_SHORT as MAX_SHORT
 from pallas_kernels.block_scores.top_p import least_of_mass as least_of_mass
-from pallas_kernels.ptx.best_blocks import MAX_LEN as MAX_LEN
+from pallas_kernels.ptx.top_k_blocks import MAX_LEN as MAX_LEN

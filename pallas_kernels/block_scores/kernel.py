@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.signs import split_signs
+from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTable

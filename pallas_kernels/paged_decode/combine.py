@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.refs import Outputs, Partials
 from pallas_kernels.paged_decode.sizes import KernelSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.ptx.assumptions import BY_THREAD, THREADS
-from pallas_kernels.ptx.partial_results import Share, groups_of, of_queries, partials, store
-from pallas_kernels.ptx.span_start import span_start, span_units
+from pallas_kernels.ptx.layouts import BY_THREAD, THREADS
+from pallas_kernels.ptx.span_search import span_start, span_units
+from pallas_kernels.ptx.split_outputs import Share, groups_of, of_queries, partials, store
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.types import Ref, Rows, Scalar
 from pallas_kernels.support import NUM_SMS

@@ -19,9 +19,9 @@ from pallas_kernels.paged_decode.refs import Pipeline, Smem
 from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tile_keys import TileKeys
-from pallas_kernels.ptx.warp_products import key_products, value_products, warp_largest
-from pallas_kernels.ptx.warp_queries import WARPS, WarpTile, query_fragments
-from pallas_kernels.ptx.warp_results import store_results
+from pallas_kernels.ptx.warp_mma import key_products, value_products, warp_largest
+from pallas_kernels.ptx.warp_outputs import store_results
+from pallas_kernels.ptx.warp_query import WARPS, WarpTile, query_fragments
 from pallas_kernels.shared.dequant import widened
 from pallas_kernels.shared.memory import swizzle_of
 from pallas_kernels.shared.paged_kv import clear_unseen

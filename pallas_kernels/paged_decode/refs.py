@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.schedule import num_partials
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.ptx.warp_queries import WARPS
+from pallas_kernels.ptx.warp_query import WARPS
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Barriers, Ref
 

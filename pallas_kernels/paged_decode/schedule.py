@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.sizes import KernelSizes
-from pallas_kernels.ptx.unit_ends import unit_ends
+from pallas_kernels.ptx.cumulative_units import unit_ends
 from pallas_kernels.shared.score import Score
 
 

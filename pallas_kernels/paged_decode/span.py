@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.ptx.span_start import SpanStart, span_start
+from pallas_kernels.ptx.span_search import SpanStart, span_start
 from pallas_kernels.shared.types import Ref, Scalar
 
 

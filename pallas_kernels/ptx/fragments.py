@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_kernels.ptx import lanes
-from pallas_kernels.ptx.assumptions import (
+from pallas_kernels.ptx.layouts import (
     BY_THREAD_LAYOUT,
     SCALAR_LAYOUT,
     THREADS,

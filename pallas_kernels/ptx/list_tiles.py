@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
-from pallas_kernels.ptx.programs import run_program
-from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.launch import run_program
 from pallas_kernels.shared.tile_codes import FIRST_QUERY_BLOCK, QUERY_BLOCK_SHIFT, SEEN, WHOLE, Lists
 
 LANES, WARPS = 32, 4

@@ -13,9 +13,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.assumptions import ROW, ROW_LAYOUT, SCALAR, TILE, require_layout
-from pallas_kernels.ptx.tensor_core import rounded, transposed
-from pallas_kernels.ptx.twins import with_twin
+from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, require_layout
+from pallas_kernels.ptx.mma import rounded, transposed
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
-from pallas_kernels.ptx import item_order
+from pallas_kernels.ptx import tile_order
 from pallas_kernels.varlen_prefill.refs import ScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, MadeFor, Schedule
 
@@ -71,8 +71,8 @@ def make_lists(
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))
     arrays = schedule.table, schedule.num_live, *listed
-    sort: Callable[..., Any] = item_order.sorted_items.by_platform
-    if not item_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
-        sort = item_order.sorted_items.twin
+    sort: Callable[..., Any] = tile_order.sorted_items.by_platform
+    if not tile_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
+        sort = tile_order.sorted_items.twin
     table, num_live = sort(*arrays, columns=len(COLUMNS), sets=sets)
     return TileLists(table, num_live, listed.entries, schedule.made_for)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import votes
+from pallas_kernels.ptx import warp_votes
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.bias import factor_of
@@ -155,7 +155,7 @@ class KeptTops(LargestScore):
         """See TopPolicy."""
         base = above_infinity(top) if row_term is None else above_infinity(top) - row_term
         y = mask(s * self.factor - wide(base, s))
-        is_due = votes.is_due(y, top, is_interpreted=self.is_interpreted)
+        is_due = warp_votes.is_due(y, top, is_interpreted=self.is_interpreted)
         y, top, shrink = lax.cond(is_due, self.with_new, lambda y, top: (y, top, top), y, top)
         return Exponents(y, top, shrink, is_due)
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from pallas_kernels.cache_write import cache_write
-from tests.in_place import copies_of
+from tests.assertions import copies_of
 
 LAYOUTS = ["NHD", "HND", "packed"]
 QUANTIZATIONS = list(jattn.cache.spec.QUANTIZATIONS)

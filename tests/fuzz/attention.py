@@ -15,11 +15,11 @@ from jattn.implementations import mosaic_gpu
 from pallas_kernels import paged_decode, support, varlen_prefill
 from pallas_kernels.paged_decode import entry as decode_entry
 from pallas_kernels.varlen_prefill import call as prefill_call
+from tests.attention_problems import AttentionProblem, Setting
 from tests.fuzz import masks
 from tests.fuzz.draw import seen_of, sizes_of
 from tests.pallas_kernels.cut_everywhere import cut_everywhere
 from tests.pallas_kernels.listed_problem import Listed
-from tests.problems import AttentionProblem, Setting
 
 QUANTIZATIONS = {
     "fp8_scalar": "fp8_e4m3", "fp8_head": "fp8_e4m3", "fp8_token_head": "fp8_e4m3_token_head",

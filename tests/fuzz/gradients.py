@@ -11,9 +11,9 @@ import numpy as np
 
 import jattn
 from tests import oracle_gradients
+from tests.attention_problems import AttentionProblem, in_layout
 from tests.fuzz import attention
 from tests.fuzz import draw as drawing
-from tests.problems import AttentionProblem, in_layout
 
 TOLERANCE = 2e-4  # of the largest of an array
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import jattn
-from tests.problems import AttentionProblem, Setting
+from tests.attention_problems import AttentionProblem, Setting
 
 
 def merge(case: dict, rng: np.random.Generator) -> None:

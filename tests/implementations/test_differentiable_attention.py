@@ -11,7 +11,7 @@ import jattn
 from jattn.pytree import replace
 from tests import oracle_gradients
 from tests.contract import FACTORS, REGIONS, Problem, case_id
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.masks.test_attend_with_masks import MASKS
 
 CHOICES = {

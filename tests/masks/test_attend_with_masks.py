@@ -10,7 +10,7 @@ import pytest
 import jattn
 from jattn import masks
 from tests.contract import FACTORS, AttentionContract, Problem
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.test_training import as_on_a_gpu
 
 RNG = np.random.default_rng(0)

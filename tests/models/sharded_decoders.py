@@ -25,7 +25,7 @@ from jattn.models.spreading import spread  # noqa: E402
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
-from tests.compilations import compilations  # noqa: E402
+from tests.assertions import compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.families_often import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402

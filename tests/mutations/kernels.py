@@ -13,9 +13,9 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
+from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels import backward_problem, test_backward_lists
 from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
-from tests.problems import AttentionProblem, Setting
 
 WINDOW = (100, 0)
 # Each block of queries sees its own block of keys.

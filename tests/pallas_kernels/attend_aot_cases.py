@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jattn
 from tests import contract
 from tests.contract import Problem
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.test_tile_lists import MASKS
 
 FACTORS = contract.FACTORS | {

@@ -15,7 +15,7 @@ from jattn.masks import Mask, Pairs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import reference
 from pallas_kernels.varlen_prefill import key_range
-from tests.problems import NEEDLE_SCORE, UNSEEN_SCORE, UNSEEN_VALUE, along, needle_places
+from tests.attention_problems import NEEDLE_SCORE, UNSEEN_SCORE, UNSEEN_VALUE, along, needle_places
 
 NEEDLE_EVERY = 32  # queries, and keys, of a request: tiles of 64 begin anywhere
 NEEDLE_SIZE = 4.0  # of values and of outputs' gradients, by others'

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from tests import oracle
+from tests.attention_problems import AttentionProblem
 from tests.contract import Problem
-from tests.problems import AttentionProblem
 
 
 class Listed(AttentionProblem):

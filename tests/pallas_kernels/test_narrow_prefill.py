@@ -17,9 +17,9 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.support import WIDENED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
-from tests import contract, races
+from tests import assertions, contract
 from tests.contract import Problem, case_id, every_other
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
 from tests.pallas_kernels.test_shared_tiles import HEADS, shared
 from tests.pallas_kernels.test_varlen_prefill import FACTORS, FAST, LONG, attend
@@ -80,7 +80,7 @@ class TestContract:
             sizes=KernelSizes(tile_kv=64, stages=2, ctas=2, heads_per_tile=4),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )  # fmt: skip
-        with races.none_in(kernels=1):
+        with assertions.none_in(kernels=1):
             jax.block_until_ready(run())
 
     @pytest.mark.parametrize("stored", ["fp8_head", "int8_token_head"])

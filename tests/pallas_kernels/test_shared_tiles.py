@@ -16,7 +16,7 @@ from pallas_kernels.varlen_prefill import (
     make_schedule,
     varlen_prefill,
 )
-from tests import contract, races
+from tests import assertions, contract
 from tests.contract import Problem, case_id, every_other
 from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
 from tests.pallas_kernels.test_varlen_prefill import FACTORS, FAST, LONG, attend, cases, packed, sizes_of
@@ -66,7 +66,7 @@ class TestContract:
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         sizes = KernelSizes(tile_kv=64, ctas=2, heads_per_tile=4, max_splits=splits)
         args = draw(0, 64, 4, 64), draw(1, 200, 1, 64), draw(2, 200, 1, 64)
-        with races.none_in(kernels=1 if splits == 1 else 2):
+        with assertions.none_in(kernels=1 if splits == 1 else 2):
             run = packed([64], [200], *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
             jax.block_until_ready(run)
 

@@ -28,7 +28,7 @@ from pallas_kernels.varlen_prefill import (
 )
 from pallas_kernels.varlen_prefill import splits as splits_module
 from pallas_kernels.varlen_prefill.splits import CANDIDATES, ITEM_KEYS, SPLIT_COLUMNS, most_partials
-from tests import contract, races
+from tests import assertions, contract
 from tests.contract import Problem, case_id
 from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
 from tests.pallas_kernels.test_varlen_prefill import FACTORS, FAST, LONG, attend, cases, packed, sizes_of
@@ -69,7 +69,7 @@ class TestContract:
     def test_none_of_them_races(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
         args, sizes = (draw(0, 128), draw(1, 320), draw(2, 320)), KernelSizes(tile_kv=64, ctas=2)
-        with races.none_in(kernels=2):
+        with assertions.none_in(kernels=2):
             run = packed([128], [320], *args, score=Score(scale=0.1), sizes=cut(sizes), detect_races=True)
             jax.block_until_ready(run)
 

@@ -23,16 +23,16 @@ from jattn.implementations.mosaic_gpu import (
     tile_lists,
 )
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
-from pallas_kernels.ptx import item_order
+from pallas_kernels.ptx import tile_order
 from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import KernelSizes, PairTile, Schedule, make_lists, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.lists import ITEM_COLUMNS, TileLists
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, MadeFor, make_schedule
-from tests import aot, contract, races
+from tests import aot, assertions, contract
 from tests.contract import FACTORS
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.listed_problem import ListedProblem
 from tests.pallas_kernels.sparse_aot_cases import aot_cases
 from tests.regions import attend_region
@@ -319,10 +319,10 @@ def lists_of_any_lengths(tiles, heads, max_len, num_live):
 )
 def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_live, sets):
     arrays = lists_of_any_lengths(tiles, heads, max_len, num_live)
-    assert item_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
+    assert tile_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
     static = {"columns": len(COLUMNS), "sets": sets}
-    table, count = jax.jit(functools.partial(item_order.sorted_items.on_gpu, **static))(*arrays)
-    want, want_count = jax.jit(functools.partial(item_order.sorted_items.twin, **static))(*arrays)
+    table, count = jax.jit(functools.partial(tile_order.sorted_items.on_gpu, **static))(*arrays)
+    want, want_count = jax.jit(functools.partial(tile_order.sorted_items.twin, **static))(*arrays)
     np.testing.assert_array_equal(count, want_count)
     live = slice(0, num_live * heads), slice(0, len(COLUMNS) + len(ITEM_COLUMNS))
     np.testing.assert_array_equal(table[live], want[live])
@@ -448,5 +448,5 @@ def test_warpgroups_do_not_race_over_lists():
     cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
     mask = masks.BlockMask(blocks=SMALL[:2, :4, :4] | np.eye(4, dtype=bool), block_q=64, block_kv=64)
     run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    with races.none_in(kernels=1):
+    with assertions.none_in(kernels=1):
         jax.block_until_ready(jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask))

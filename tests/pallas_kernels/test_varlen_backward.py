@@ -22,9 +22,9 @@ from pallas_kernels.varlen_backward import (
 from pallas_kernels.varlen_backward.call import Call
 from pallas_kernels.varlen_backward.schedule import COLUMNS, item_order, max_tiles
 from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
-from tests import aot, races
+from tests import aot, assertions
 from tests.contract import every_other
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.backward_aot_cases import aot_cases
 from tests.pallas_kernels.backward_problem import BackwardProblem, Setting, sees_of
 
@@ -165,7 +165,7 @@ class TestRaces:
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
         sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
-        with races.none_in(kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
+        with assertions.none_in(kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
             problem.check(grads_of(problem, interpret, sizes))
 
 

@@ -17,9 +17,9 @@ from pallas_kernels.support import WIDENED_HEAD_DIMS, why_not_prefill
 from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, make_schedule, reference, varlen_prefill
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
-from tests import aot, contract, races
+from tests import aot, assertions, contract
 from tests.contract import Problem, case_id, every_other
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.prefill_aot_cases import OF_SPLITS, STORED, TWO_WARPGROUPS, aot_cases
 
 # Query and sequence lengths: several tiles, tiles with one live row, rows that 8 does not divide, nothing.
@@ -266,7 +266,7 @@ class TestRaces:
         )
         sizes = KernelSizes(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
         args = draw(0, 2), draw(1, 1), draw(2, 1)
-        with races.none_in(kernels=1):
+        with assertions.none_in(kernels=1):
             run = packed(lens, lens, *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
             jax.block_until_ready(run)
 

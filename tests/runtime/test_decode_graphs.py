@@ -23,7 +23,7 @@ from jattn.batch.metadata import abstract_metadata
 from jattn.batch.requests import row_indices
 from jattn.runtime import decode_graphs as graphs_module
 from jattn.runtime.decode_graphs import DecodeGraphs
-from tests.compilations import compilations
+from tests.assertions import compilations
 from tests.tiny_step import (
     BLOCK_SIZE,
     CACHE_BYTES,

@@ -11,7 +11,7 @@ from jattn.serving.engine.cascade_steps import CascadeSteps, num_common_prefix_b
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.step import next_tokens
 from jattn.spec import AttentionSpec
-from tests.compilations import compilations
+from tests.assertions import compilations
 from tests.serving.tiny import one_layer_model
 
 MODEL = one_layer_model()

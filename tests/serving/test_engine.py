@@ -18,7 +18,7 @@ from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.memory import memory_of_device
 from jattn.serving.engine.prompts import token_ids_of
 from jattn.serving.engine.sampling_params import SamplingParams
-from tests.compilations import compilations
+from tests.assertions import compilations
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
 

@@ -11,8 +11,7 @@ from jattn.serving import SamplingParams
 from jattn.serving.engine.block_copies import BlockCopies
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.scheduler import Scheduler
-from tests.compilations import compilations
-from tests.in_place import copies_of
+from tests.assertions import compilations, copies_of
 from tests.serving.test_prefix_cache import Pool
 from tests.serving.test_requests import drained, engine_of
 

@@ -24,7 +24,7 @@ from jattn.serving.engine.processes import processes_of, require_alike
 from jattn.serving.engine.warming import Cold, Runs
 from tests.serving.requests_of_processes import SIZES, asked, drafted, scales_of
 from tests.serving.tiny import one_layer_model
-from tests.two_processes import ROOT, free_port, run_both
+from tests.subprocesses import ROOT, free_port, run_both
 
 MODEL = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}  # on four, each held twice
 SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itself watches takes 100 and more

@@ -8,7 +8,7 @@ from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutputsParams
 from jattn.serving.engine.drafting import MAX_SLEEP, Drafting
 from jattn.serving.engine.speculation import BALANCE_TOKENS, Speculation, draft_buckets
-from tests.compilations import compilations
+from tests.assertions import compilations
 from tests.serving.tiny import one_layer_model
 
 MODEL = one_layer_model()

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.support import why_not_read
-from tests import aot, races
-from tests.covering import covering_array
+from tests import aot, assertions
+from tests.covering_array import covering_array
 
 FACTORS = {
     "stored": ["int8", "float8_e4m3fn", "float8_e5m2", "same"],
@@ -130,7 +130,7 @@ def test_reads_every_format_on_a_gpu(case):
 
 def test_there_are_no_races():
     case = {name: values[0] for name, values in FAST.items()}
-    with races.none_in(kernels=1):
+    with assertions.none_in(kernels=1):
         Problem(case).run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
 
 

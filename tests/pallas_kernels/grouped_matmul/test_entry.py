@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul, grouped_matmul_reference
-from tests import aot, races
+from tests import aot, assertions
 from tests.pallas_kernels.grouped_matmul import grouped_aot_cases
 
 GROUPS = (2, 0, -1, 2, -1)  # of the tiles; nobody has group 1 or 3
@@ -69,7 +69,7 @@ def test_each_tile_is_multiplied_with_its_group_s_matrix(inputs, outputs, output
 
 def test_there_are_no_races():
     problem = Problem(320, 128, outputs_first=True)
-    with races.none_in(kernels=1):
+    with assertions.none_in(kernels=1):
         problem.run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
 
 

@@ -14,13 +14,13 @@ from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.paged_decode import BlockList, KernelSizes, paged_decode, reference, schedule_for
 from pallas_kernels.paged_decode.mma import MmaProducts, Products, WgmmaProducts
-from pallas_kernels.ptx.span_start import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
+from pallas_kernels.ptx.span_search import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
-from tests import aot, races
+from tests import aot, assertions
 from tests.contract import Problem, case_id, every_other
-from tests.covering import covering_array
+from tests.covering_array import covering_array
 from tests.pallas_kernels.paged_decode.decode_aot_cases import aot_cases
 from tests.regions import attend_region
 
@@ -258,7 +258,7 @@ class TestRaces:
     def test_there_are_none(self, query_len, score, by_warp):
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
         sizes = KernelSizes(stages=2, ctas=6, by_warp=by_warp)
-        with races.none_in(kernels=2):
+        with assertions.none_in(kernels=2):
             jax.block_until_ready(interpreted(*args, **kwargs, sizes=sizes, detect_races=True))
 
 

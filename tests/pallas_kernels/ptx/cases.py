@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import masked, partial_results, signs, span_start, stores, votes
-from pallas_kernels.ptx.assumptions import BY_THREAD, ROW, THREADS, TILE
-from pallas_kernels.ptx.warp_products import key_products, value_products, warp_largest
-from pallas_kernels.ptx.warp_queries import WARPS, WarpTile, query_fragments
-from pallas_kernels.ptx.warp_results import store_results
+from pallas_kernels.ptx import bit_mask, span_search, split_outputs, split_signs, stores, warp_votes
+from pallas_kernels.ptx.layouts import BY_THREAD, ROW, THREADS, TILE
+from pallas_kernels.ptx.warp_mma import key_products, value_products, warp_largest
+from pallas_kernels.ptx.warp_outputs import store_results
+from pallas_kernels.ptx.warp_query import WARPS, WarpTile, query_fragments
 from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.memory import store_unoptimized, swizzled_smem
 
@@ -139,15 +139,15 @@ def votes_of(y: np.ndarray, top: np.ndarray) -> Case:
 
     def body(y_g, top_g, due_g):
         spread = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.int32), (64,), []), ROW)
-        due = votes.is_due.on_gpu(load(y_g), load(top_g, ROW))
+        due = warp_votes.is_due.on_gpu(load(y_g), load(top_g, ROW))
         store_unoptimized(due_g, spread(due))
 
     def twin(y, top):
-        return (votes.is_due.twin(y, top),)
+        return (warp_votes.is_due.twin(y, top),)
 
     ran = kernel(body, ((64,), jnp.int32))
     of_any = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
-    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, twin, (votes.is_due,))
+    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, twin, (warp_votes.is_due,))
 
 
 def masked_scores() -> Case:
@@ -156,16 +156,16 @@ def masked_scores() -> Case:
 
     def body(s_g, words_g, out_g, bits_g):
         both = tuple(load(words_g.at[w], ROW) for w in range(2))
-        store_unoptimized(out_g, masked.masked_by_bits.on_gpu(load(s_g), both))
+        store_unoptimized(out_g, bit_mask.masked_by_bits.on_gpu(load(s_g), both))
         ones = plgpu.layout_cast(jnp.ones((64, 64), f32), TILE)
-        store_unoptimized(bits_g, jnp.where(masked.has_bits.on_gpu(both, shape=(64, 64)), ones, ones * 0.0))
+        store_unoptimized(bits_g, jnp.where(bit_mask.has_bits.on_gpu(both, shape=(64, 64)), ones, ones * 0.0))
 
     def twin(s, words):
         both = tuple(words)
-        return masked.masked_by_bits.twin(s, both), masked.has_bits.twin(both, shape=(64, 64)).astype(f32)
+        return bit_mask.masked_by_bits.twin(s, both), bit_mask.has_bits.twin(both, shape=(64, 64)).astype(f32)
 
     run = kernel(body, ((64, 64), f32), ((64, 64), f32))
-    return Case((s, words), run, twin, (masked.masked_by_bits, masked.has_bits))
+    return Case((s, words), run, twin, (bit_mask.masked_by_bits, bit_mask.has_bits))
 
 
 def rows_out(rows: int, columns: int, acc: tuple[int, int], dtype: Any) -> Case:
@@ -220,25 +220,25 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
     def body(x_g, out_g, x_s, loaded):
         plgpu.copy_gmem_to_smem(x_g, x_s.at[0], loaded)
         plgpu.barrier_wait(loaded)
-        signs.split_signs.on_gpu(x_s)
+        split_signs.split_signs.on_gpu(x_s)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(x_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
     def twin(x):
         both = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
-        signs.split_signs.twin(both)
+        split_signs.split_signs.twin(both)
         return (both[...],)
 
     scratch = swizzled_smem((2, rows, columns), dtype), plgpu.Barrier()
     run = kernel(body, ((2, rows, columns), dtype), scratch=scratch)
-    return Case((x,), run, twin, (signs.split_signs,))
+    return Case((x,), run, twin, (split_signs.split_signs,))
 
 
 def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
     """Loads of three partial results, and the sums of those there are, stored."""
     cut, at_once = head_cut(head_dim), 3
-    share = partial_results.Share(
+    share = split_outputs.Share(
         tile_q=tile_q, rows=rows, cut=cut, columns=columns, head_tiles=2, at_once=at_once
     )
     strips = cut.padded_dim // columns
@@ -249,7 +249,7 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
     found = strips, at_once + at_once + 1, THREADS
 
     def one(code: str, refs: Any, left: Any, strip: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
-        get = lambda piece: functools.partial(getattr(getattr(partial_results, piece), code), share=share)
+        get = lambda piece: functools.partial(getattr(getattr(split_outputs, piece), code), share=share)
         tops, totals, accs = get("partials")(refs, 1, left, 1, strip)
         query = get("of_queries")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
         for i, x in enumerate([*tops, *totals, query]):
@@ -278,7 +278,7 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
         return found_ref[...], out_ref[...], lse_ref[...]
 
     outs = (found, f32), (out, jnp.bfloat16), ((tile_q,), f32)
-    codes = partial_results.partials, partial_results.of_queries, partial_results.store
+    codes = split_outputs.partials, split_outputs.of_queries, split_outputs.store
     return Case((o, top, total, lefts), kernel(body, *outs, grid=strips), twin, codes)
 
 
@@ -286,32 +286,32 @@ def start_of_spans(reqs: int) -> Case:
     """Of a span past the last row only the first fields mean something."""
     ends = jnp.asarray(np.random.default_rng(reqs).integers(1, 20, reqs).cumsum(), jnp.int32)
     values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
-    num = len(span_start.SpanStart._fields)
+    num = len(span_search.SpanStart._fields)
 
     def body(ends_g, values_g, found_g):
         number = lax.axis_index("nth")
-        found = span_start.compared_at_once.on_gpu(ends_g, values_g, number, num_spans=num_spans)
+        found = span_search.compared_at_once.on_gpu(ends_g, values_g, number, num_spans=num_spans)
         for i, x in enumerate(found):
             found_g[number, i] = x
 
     def twin(ends, values):
         refs = jax.new_ref(ends), jax.new_ref(values)
         spans = [
-            span_start.compared_at_once.twin(*refs, jnp.int32(number), num_spans=num_spans)
+            span_search.compared_at_once.twin(*refs, jnp.int32(number), num_spans=num_spans)
             for number in range(num_spans)
         ]
         return (meant(jnp.asarray([list(span) for span in spans])),)
 
     def meant(found):
-        is_past = found[:, span_start.SpanStart._fields.index("row")] >= reqs
+        is_past = found[:, span_search.SpanStart._fields.index("row")] >= reqs
         means_nothing = is_past[:, None] & (
-            jnp.arange(num)[None] >= span_start.SpanStart._fields.index("start")
+            jnp.arange(num)[None] >= span_search.SpanStart._fields.index("start")
         )
         return jnp.where(means_nothing, 0, found)
 
     made = kernel(body, ((num_spans, num), jnp.int32), grid=num_spans)
     run = lambda *arrays: tuple(map(meant, made(*arrays)))
-    return Case((ends, values), run, twin, (span_start.compared_at_once,))
+    return Case((ends, values), run, twin, (span_search.compared_at_once,))
 
 
 def all_cases() -> dict[str, Case]:

@@ -1,0 +1,201 @@
+"""Sums over devices beside their definition: on four of a CPU or on GPUs. Run by test_all_reduce.py."""
+
+import functools
+import sys
+
+import jax
+
+if "gpu" not in sys.argv:
+    jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from pallas_kernels.collectives import (  # noqa: E402
+    all_gather,
+    all_reduce,
+    all_reduce_rms_norm,
+    make_peer_memory,
+    reference,
+)
+
+LLAMA = {"eps": 1e-5}
+GEMMA = {"eps": 1e-6, "is_offset": True, "rounds_once": True}
+ROWS = (1, 8, 64, 129, 256)
+CALLS = 500
+
+
+def mesh_of(devices: int, others: int = 1) -> jax.sharding.Mesh:
+    """Devices that sum stand one row apart where there are others, as tp before cp."""
+    grid = np.array(jax.devices()[: devices * others]).reshape(devices, others)
+    return jax.sharding.Mesh(grid, ("tp", "cp"))
+
+
+class Sums:
+    """Sums over the devices of a mesh along tp; what each device has stands behind one another."""
+
+    def __init__(
+        self, mesh: jax.sharding.Mesh, width: int, dtype: object, shots: tuple[int | None, ...]
+    ) -> None:
+        self.mesh, self.width, self.dtype, self.shots = mesh, width, jnp.dtype(dtype), shots
+        self.peers = make_peer_memory(mesh, "tp", max_rows=max(ROWS), width=width)
+        self.of_all = make_peer_memory(mesh, ("tp", "cp"), max_rows=max(ROWS), width=width)
+        self.devices = mesh.shape["tp"]
+
+    def drawn(self, *shape: int, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).normal(size=shape).astype(self.dtype)
+
+    def run(self, function: object, *arrays: np.ndarray, are_all: bool = False) -> list[np.ndarray]:
+        """What each device makes of its own part of the first array and of the others: [tp, cp, ...].
+
+        Args:
+            function: Of these, peers and axis_name.
+            arrays: The first is of each device, [tp, cp, ...].
+            are_all: Devices along both axes belong together, not along tp alone.
+        """
+        by_device, whole = P("tp", "cp"), P()
+        peers, axis_name = (self.of_all, ("tp", "cp")) if are_all else (self.peers, "tp")
+
+        def each(peers, x, *others):
+            got = function(x.reshape(x.shape[2:]), *others, peers, axis_name=axis_name)
+            return jax.tree.map(lambda part: part[None, None], got)
+
+        specs = (by_device, by_device, *(whole for _ in arrays[1:]))
+        run = jax.shard_map(each, mesh=self.mesh, in_specs=specs, out_specs=by_device, check_vma=False)
+        placed = [self.placed(x, spec) for x, spec in zip(arrays, specs[1:], strict=True)]
+        gathered = functools.partial(multihost_utils.process_allgather, tiled=True)
+        return jax.tree.map(gathered, jax.tree.leaves(jax.jit(run)(peers, *placed)))
+
+    def placed(self, x: np.ndarray, spec: P) -> jax.Array:
+        """On the devices, of which other processes may have some."""
+        return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda at: x[at])
+
+    def check(self, rows: int, shots: int | None) -> None:
+        """A sum alone, then with each norm: the definition's, to the bit where it is only a sum."""
+        others = self.mesh.shape["cp"]
+        parts = self.drawn(self.devices, others, rows, self.width, seed=rows)
+        residual, weight = self.drawn(rows, self.width, seed=1), self.drawn(self.width, seed=2)
+        unit = float(jnp.finfo(self.dtype).eps)
+        (total,) = self.run(functools.partial(all_reduce, shots=shots), parts)
+        self.check_same(total)
+        want = np.stack([reference.all_reduce(parts[:, other]) for other in range(others)])
+        np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=unit, atol=unit / 64)
+        for norm in (LLAMA, GEMMA):
+            streams, normed = self.run(
+                functools.partial(all_reduce_rms_norm, **norm, shots=shots), parts, residual, weight
+            )
+            self.check_same(streams)
+            self.check_same(normed)
+            for other in range(others):
+                want = reference.all_reduce_rms_norm(parts[:, other], residual, weight, **norm)
+                for got, wanted in zip((streams, normed), want, strict=True):
+                    got = got[0, other].astype(np.float64)
+                    np.testing.assert_allclose(got, wanted, rtol=3 * unit, atol=unit)
+
+    def check_all(self, rows: int) -> None:
+        """Along both axes, whose devices are counted as jax counts them: sums, and gathers to the bit."""
+        shape = *self.mesh.devices.shape, rows, self.width
+        parts = self.drawn(*shape, seed=rows)
+        (total,) = self.run(all_reduce, parts, are_all=True)
+        bits, unit = total.reshape(-1, rows, self.width).view(np.uint16), float(jnp.finfo(self.dtype).eps)
+        np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
+        want = reference.all_reduce(parts.reshape(-1, rows, self.width))
+        np.testing.assert_allclose(total[0, 0].astype(np.float64), want, rtol=unit, atol=unit / 64)
+        numbers = np.random.default_rng(rows).normal(size=(*shape[:3], self.width // 2)).astype(np.float32)
+        numbers[..., 0], numbers[..., 1] = -np.inf, -0.0
+        for are_all in (False, True):
+            (gathered,) = self.run(all_gather, numbers, are_all=are_all)  # [tp, cp, devices, rows, width]
+            want = numbers.reshape(1, 1, -1, *numbers.shape[2:]) if are_all else numbers.swapaxes(0, 1)[None]
+            want = np.broadcast_to(want, gathered.shape)
+            np.testing.assert_array_equal(gathered.view(np.uint32), want.copy().view(np.uint32))
+
+    def check_same(self, got: np.ndarray) -> None:
+        """All devices that sum together have the same bits."""
+        bits = got.view(np.uint16)
+        np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
+
+    def check_calls(self) -> None:
+        """Calls one behind the other, of many rows and of few by turns, each with numbers of its own."""
+        rows = 64
+
+        def many(x, peers, *, axis_name):
+            device, at = jax.lax.axis_index(axis_name), x.astype(jnp.int32)
+            value = lambda call, device: ((at + call * (3 + device) + device) % 61).astype(self.dtype)
+
+            def body(call, wrong):
+                mine, every = value(call, device), [value(call, other) for other in range(self.devices)]
+                want = sum(every[1:], every[0])  # whole numbers below 256: exact
+                got = all_reduce(mine, peers, axis_name=axis_name, shots=self.shots[-1])
+                of_one = all_reduce(mine[:1] + got[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0])
+                # What is gathered depends on the sum, or XLA might turn the calls round.
+                as_f32 = lambda x: x[:9, ::2].astype(jnp.float32)
+                found = all_gather(as_f32(mine) + as_f32(of_one) * 0, peers, axis_name=axis_name)
+                wrong = wrong + jnp.sum(got != want) + jnp.sum(of_one != want[:1])
+                return wrong + jnp.sum(found != jnp.stack([as_f32(x) for x in every]))
+
+            return jax.lax.fori_loop(0, CALLS, body, jnp.int32(0))
+
+        places = np.arange(rows * self.width).reshape(rows, self.width) % 53
+        (wrong,) = self.run(many, np.broadcast_to(places, (*self.mesh.devices.shape, *places.shape)).copy())
+        np.testing.assert_array_equal(wrong, 0)
+
+
+def check_tables(mesh: jax.sharding.Mesh) -> None:
+    """A device's number is jax's along the axes, and under each number stands that device's memory."""
+    for axes in ("tp", "cp", ("tp", "cp"), ("cp", "tp")):
+        peers = make_peer_memory(mesh, axes, max_rows=1, width=8)
+        each = lambda axes=axes: jax.lax.axis_index(axes)[None, None]
+        numbers = jax.shard_map(each, mesh=mesh, in_specs=(), out_specs=P("tp", "cp"))()
+        table = np.asarray(peers.table)
+        np.testing.assert_array_equal(table[..., 0], numbers)
+        addresses = table[..., 2:].copy().view(np.uint64)
+        own = {shard.device: shard.data.unsafe_buffer_pointer() for shard in peers.memory.addressable_shards}
+        for place, device in np.ndenumerate(mesh.devices):
+            assert int(addresses[place][table[place][0]]) == own[device]
+        groups = np.unique(np.sort(addresses, axis=-1).reshape(mesh.devices.size, -1), axis=0)
+        assert len(groups) * peers.devices == mesh.devices.size
+
+
+def check_lowered(mesh: jax.sharding.Mesh) -> None:
+    """For a GPU a sum is one kernel, to which XLA adds no barrier and none of its own collectives."""
+    peers = make_peer_memory(mesh, "tp", max_rows=1, width=8)
+
+    def each(peers, x):
+        return all_reduce(x.reshape(1, 8), peers, axis_name="tp")[None, None]
+
+    by_device = P("tp", "cp")
+    run = jax.shard_map(each, mesh=mesh, in_specs=by_device, out_specs=by_device, check_vma=False)
+    x = jax.ShapeDtypeStruct((*mesh.devices.shape, 1, 8), jnp.bfloat16)
+    text = jax.jit(run).trace(peers, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "uses_xla_collective_metadata = false" in text
+    assert not [name for name in ("all_reduce", "all_gather") if f"stablehlo.{name}" in text]
+
+
+def main(where: str) -> None:
+    """On the devices that there are, of all processes."""
+    count = len(jax.devices())
+    meshes = [mesh_of(2)] if count == 2 else [mesh_of(2, 2), mesh_of(4)]
+    check_lowered(meshes[0])
+    if where == "cpu" and jax.process_count() == 1:  # which sees all addresses
+        check_tables(meshes[0])
+    for mesh in meshes:
+        for width, dtype in (
+            ((68, jnp.bfloat16),) if where == "cpu" else ((4096, jnp.bfloat16), (1028, jnp.float16))
+        ):
+            sums = Sums(mesh, width, dtype, shots=(None,) if where == "cpu" else (1, 2))
+            for rows in ROWS:
+                for shots in sums.shots:
+                    sums.check(rows, shots)
+                sums.check_all(rows)
+            sums.check_calls()
+            print(f"{dict(mesh.shape)}, {width} wide: right", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,138 @@
+"""Processes of one host open each other's memory and sum, or none does; several hosts are refused."""
+
+import os
+
+import jax
+import pytest
+
+from pallas_kernels.collectives import cuda_driver, ipc_memory, support
+from pallas_kernels.collectives.cuda_driver import Driver, DriverError
+from tests.pallas_kernels.collectives.fake_cuda_driver import ERRORS, NOT_PERMITTED, SEEN_AT, Cuda
+from tests.subprocesses import free_port, run_both
+
+RIGHT = {
+    "cpu": ("{'tp': 2, 'cp': 2}, 68 wide: right", "{'tp': 4, 'cp': 1}, 68 wide: right"),
+    "gpu": ("4096 wide: right", "1028 wide: right"),
+}
+REFUSED = (
+    "has no 4 bytes, besides XLA's, that others can open (cuMemAlloc_v2 says CUDA_ERROR_OUT_OF_MEMORY)",
+    "that others can open (cuIpcGetMemHandle says CUDA_ERROR_NOT_PERMITTED)",
+    "cannot open the memory of GPU 0 (cuIpcOpenMemHandle_v2 says CUDA_ERROR_NOT_PERMITTED)",
+    "that others can open (cuDevicePrimaryCtxRetain says CUDA_ERROR_NOT_PERMITTED)",
+    "does not reach the memory of GPU 0",
+    "(cuCtxEnablePeerAccess says CUDA_ERROR_NOT_PERMITTED)",
+    "make_peer_memory: it is too late. jax.lax.psum sums there",
+    "make_peer_memory: devices are of several hosts (host0, host1). jax.lax.psum sums there",
+)
+
+
+def run_two(where):
+    """What both print, as text: gloo's own lines may stand in the middle of others."""
+    port = str(free_port())
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    module = "tests.pallas_kernels.collectives.run_in_processes"
+    ends = run_both([[module, port, str(rank), where] for rank in range(2)], environment)
+    assert [code for code, *_ in ends] == [0, 0], ends[0][2][-4000:] + ends[1][2][-4000:]
+    return ["\n".join(lines) for _, lines, _ in ends]
+
+
+def test_two_processes_sum_and_agree_where_one_cannot():
+    for text in run_two("cpu"):
+        assert all(right in text for right in RIGHT["cpu"]), text
+        refused = [line for line in text.splitlines() if line.startswith("make_peer_memory: ")]
+        assert len(refused) == len(REFUSED), text
+        assert all(wanted in line for wanted, line in zip(REFUSED, refused, strict=True)), refused
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+@pytest.mark.parametrize("where", ["gpu", "gpus"])
+def test_two_processes_of_a_gpu_each_sum(where):
+    """Each sees its own GPU alone, or both."""
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    for text in run_two(where):
+        assert all(right in text for right in RIGHT["gpu"]), text
+
+
+def test_devices_of_a_part_of_the_processes_are_refused(monkeypatch, types_unchecked):
+    class GPU:
+        platform, compute_capability = "cuda", "9.0"
+
+        def __init__(self, process):
+            self.process_index = process
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    reason = "devices are of 2 of 3 processes (all of them have some, or one has all)"
+    assert support.why_not_peers([GPU(0), GPU(1)], 2) == reason
+
+
+def test_the_others_hear_of_what_nobody_foresaw(monkeypatch):
+    said = []
+    hear = lambda words: (said.append(bytes(words).rstrip(b"\0").decode()), words[None])[1]
+    monkeypatch.setattr(ipc_memory.multihost_utils, "process_allgather", hear)
+    monkeypatch.setattr(ipc_memory, "Driver", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        ipc_memory.share_memory(jax.devices(), [(0, 1)])
+    heard = '{"failed": "process 0: integer division or modulo by zero"}'
+    assert said == [heard, heard]  # of sharing, and of giving back, which the others take part in
+
+
+def use_memory(driver, address):
+    cuda_driver.fill(0, address, [(0, 6)])
+    cuda_driver.handle(0, address)
+    cuda_driver.free(0, address)
+
+
+class TestDriver:
+    @pytest.fixture
+    def cuda(self, monkeypatch):
+        cuda = Cuda(0)
+        monkeypatch.setattr(cuda_driver.ctypes, "CDLL", cuda)
+        return cuda
+
+    def test_another_process_finds_memory_that_was_allocated(self, cuda):
+        address = Driver().allocate(0, 24)
+        handle = Driver().handle(0, address)
+        cuda.rank = 1
+        for times in (1, 2):
+            assert Driver().open(0, handle) == SEEN_AT + address
+            assert set(cuda.open.values()) == {times}
+        assert cuda.context == []  # as it was before
+
+    def test_of_other_memory_there_is_no_handle(self, cuda):
+        array = jax.numpy.zeros(8)  # XLA's
+        with pytest.raises(DriverError, match="cuIpcGetMemHandle says CUDA_ERROR_INVALID_VALUE"):
+            Driver().handle(0, array.unsafe_buffer_pointer())
+
+    def test_memory_shares_no_block_with_other_memory(self, cuda):
+        assert cuda.allocated[Driver().allocate(0, (1 << 21) + 4)].nbytes == 2 << 21
+
+    def test_a_gpu_that_is_hidden_has_no_number(self, cuda):
+        assert sorted(Driver().numbers().values()) == [0, 1]
+        cuda.hides_others = True
+        assert Driver().numbers() == {Driver().uuid(0): 0}
+
+    @pytest.mark.parametrize(
+        "failing",
+        ["cuMemsetD32_v2", "cuCtxSynchronize", "cuIpcGetMemHandle", "cuCtxPushCurrent_v2", "cuMemFree_v2"],
+    )
+    def test_a_call_that_fails_is_named(self, cuda, failing):
+        address = Driver().allocate(0, 24)
+        cuda.failing = failing
+        with pytest.raises(DriverError, match=f"{failing} says CUDA_ERROR_NOT_PERMITTED"):
+            use_memory(Driver(), address)
+
+    def test_a_status_without_a_name_is_a_number(self, cuda, monkeypatch):
+        monkeypatch.delitem(ERRORS, NOT_PERMITTED)
+        cuda.failing = "cuIpcOpenMemHandle_v2"
+        with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 says 800"):
+            Driver().open(0, "00" * 64)
+
+    def test_there_must_be_one(self, monkeypatch):
+        def none(name):
+            raise OSError(name)
+
+        monkeypatch.setattr(cuda_driver.ctypes, "CDLL", none)
+        with pytest.raises(DriverError, match="there is no CUDA driver to ask whether GPUs reach"):
+            Driver()

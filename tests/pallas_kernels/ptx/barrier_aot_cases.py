@@ -1,0 +1,38 @@
+"""Kernels whose barriers are read in their PTX."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ptx.cumulative_units import unit_ends
+from pallas_kernels.ptx.launch import WARPGROUPS
+
+
+def of_warpgroups(x):
+    """Every warpgroup of a full thread block waits for its own warps."""
+
+    def body(x_g, out_g, x_s):
+        wg = jax.lax.axis_index("wg")
+        x_s[wg] = plgpu.load(x_g.at[wg], layout=plgpu.Layout.WG_STRIDED((128,), 1), optimized=False)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(x_s.at[wg], out_g.at[wg])
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = (WARPGROUPS, 128)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_types=[plgpu.SMEM(shape, jnp.float32)],
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+    )(x)
+
+
+def aot_cases():
+    """Name -> function and abstract arguments."""
+    shape = jax.ShapeDtypeStruct
+    ends = lambda counts: unit_ends.by_platform(counts, listed=16, unit=64)
+    return {
+        "program": (ends, (shape((512,), jnp.int32),)),
+        "warpgroups": (of_warpgroups, (shape((WARPGROUPS, 128), jnp.float32),)),
+    }
