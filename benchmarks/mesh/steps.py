@@ -22,7 +22,8 @@ from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, on_all_parts
 from jattn.serving.engine.sampler import build_sampling_metadata
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import StepTokens, make_step, next_tokens, step_graphs
+from jattn.serving.engine.step import StepTokens, make_step, step_graphs
+from jattn.serving.engine.step_sampler import next_tokens
 
 BLOCK_SIZE = 16
 # In standard deviations of a request's logits. Between one device's and several's: in the mean 0.04 where

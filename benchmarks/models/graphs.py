@@ -30,7 +30,8 @@ from jattn.models.layers import RMSNorm
 from jattn.serving import Engine
 from jattn.serving.engine.sampler import build_sampling_metadata
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import StepTokens, make_step, next_tokens
+from jattn.serving.engine.step import StepTokens, make_step
+from jattn.serving.engine.step_sampler import next_tokens
 
 TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny_model"
 LLAMA_8B = {

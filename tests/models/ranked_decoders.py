@@ -22,7 +22,7 @@ from jattn.models import load, save  # noqa: E402
 from jattn.parallel import make_mesh  # noqa: E402
 from jattn.serving import Engine, SamplingParams  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
-from jattn.serving.engine.reach import turning_length_of  # noqa: E402
+from jattn.serving.engine.kv_cache_groups import turning_length_of  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.families_often import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402

@@ -20,8 +20,8 @@ from jattn.serving.cli.options import (
     make_engine,
     require_silence,
 )
+from jattn.serving.engine.detokenizer import tokens_of
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.text import tokens_of
 from pallas_kernels.checks import require
 
 type Message = dict[str, str]

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from jattn.models import load
 from jattn.serving.cli.nodes import add_node_options
 from jattn.serving.cli.options import add_engine_options, add_sampling_options, asked_for, make_engine
-from jattn.serving.engine.default_params import as_told
 from jattn.serving.engine.outputs import GenerationResult
-from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.sampling_params import SamplingParams, as_told
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 

@@ -12,8 +12,8 @@ from jattn.serving.cli.generate import add_generate
 from jattn.serving.cli.nodes import follow, join_nodes
 from jattn.serving.cli.options import OneLineParser
 from jattn.serving.cli.serve import add_serve, with_config
+from jattn.serving.engine.doctor import version_of
 from jattn.serving.engine.processes import ProcessError
-from jattn.serving.engine.version import version_of
 
 INTERRUPTED = 130  # the status of what Ctrl-C ended, as shells have it
 

@@ -5,16 +5,15 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
+from jattn.serving.engine.detokenizer import encoded
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.engine_client import EngineInfo
 from jattn.serving.engine.engine_thread import EngineThread
-from jattn.serving.engine.mailbox import Mailbox
+from jattn.serving.engine.input_processor import Prompt
+from jattn.serving.engine.mailbox import Mailbox, Reader
 from jattn.serving.engine.outputs import RequestOutput
-from jattn.serving.engine.prompts import Prompt
-from jattn.serving.engine.reader import Reader
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
-from jattn.serving.engine.text import encoded
 from pallas_kernels.checks import require_type
 
 

@@ -114,3 +114,11 @@ def _cell(choice: Choice, notes: list[str]) -> str:
     if choice.reason not in notes:
         notes.append(choice.reason)
     return f"{choice.implementation} [{notes.index(choice.reason) + 1}]"
+
+
+def version_of(package: str) -> str:
+    """As it was installed; "of a checkout" where it is used without."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of a checkout"

@@ -18,14 +18,14 @@ from jattn.batch.transitions import advance, slot_mapping_of
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import GraphStep
 from jattn.serving.engine.block_copies import BlockCopies, free
-from jattn.serving.engine.generation import Generation
 from jattn.serving.engine.proposer import Proposer
 from jattn.serving.engine.sampler import SamplingMetadata, build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.scheduled_step import Step
+from jattn.serving.engine.sequence import Generation
 from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.step import step_graphs, with_implementation
-from jattn.serving.engine.warming import Runs
+from jattn.serving.engine.warmup import Runs
 from jattn.serving.engine.weights import Weights
 
 # Tokens that it begins a round with: after a round whose drafts all stay the last of them was never read, and

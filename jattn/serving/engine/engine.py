@@ -3,23 +3,24 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from jax.typing import DTypeLike
 
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
-from jattn.serving.engine.default_params import default_params
-from jattn.serving.engine.engine_parts import CacheOptions, DraftOptions, SizeOptions, StepOptions, make_parts
-from jattn.serving.engine.engine_stats import stats_of
-from jattn.serving.engine.generation import Generation
-from jattn.serving.engine.outputs import GenerationResult, RequestOutput, StreamedToken
+from jattn.serving.engine.engine_core import EngineCore
+from jattn.serving.engine.engine_setup import CacheOptions, DraftOptions, SizeOptions, StepOptions, make_parts
+from jattn.serving.engine.input_processor import Prompt, Request, require_one_each
+from jattn.serving.engine.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
 from jattn.serving.engine.processes import must_follow, must_lead
-from jattn.serving.engine.prompts import Prompt, Request, require_one_each
-from jattn.serving.engine.sampling_params import SamplingParams
+from jattn.serving.engine.runner import Runner
+from jattn.serving.engine.sampling_params import SamplingParams, default_params
+from jattn.serving.engine.scheduler import Scheduler
+from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.speculative import Speculation
 from jattn.serving.engine.stats import EngineStats
-from jattn.serving.engine.streaming import stream_of
 from jattn.serving.engine.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
@@ -332,3 +333,57 @@ class Engine:
         return self._intake.requests(
             prompts, sampling_params, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos
         )
+
+
+def stats_of(
+    scheduler: Scheduler, core: EngineCore, runner: Runner, drafts: Speculation | None
+) -> EngineStats:
+    """Now, and since the engine was made; no drafts = none are made."""
+    manager = scheduler.block_manager
+    return EngineStats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_steps=runner.num_steps,
+        num_cascade_steps=runner.num_cascade_steps,
+        num_failed_steps=core.num_failed_steps,
+        num_compiles=runner.num_compiles,
+        num_preemptions=scheduler.num_preemptions,
+        num_blocks=manager.capacity,
+        num_used_blocks=manager.num_used,
+        peak_blocks=manager.peak_used,
+        num_prefix_tokens=scheduler.num_prefix_tokens,
+        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        num_forked_tokens=scheduler.num_forked_tokens,
+        num_generated_tokens=core.num_generated,
+        num_drafts=0 if drafts is None else drafts.num_drafts,
+        num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
+        num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
+        time_to_first_token=core.first_times,
+        inter_token_latency=core.times,
+        queue_time=core.queue_times,
+        prefill_time=core.prefill_times,
+        step_tokens=core.step_tokens,
+    )
+
+
+def stream_of(core: EngineCore, requests: list[Request]) -> Generator[StreamedToken]:
+    """Admits requests and yields their new tokens; closed, it drops what is unfinished."""
+    ids = core.admit(requests)
+    try:
+        while True:
+            for index, request in enumerate(requests):
+                for generation in request.generations:
+                    while generation.unread:
+                        new = generation.unread.popleft()
+                        yield StreamedToken(index, new.token_id, new.text)
+                    if generation.error is not None:
+                        raise _request_error(index, generation.error) from generation.error
+            if not core.are_under_way(ids):
+                return
+            core.run_step()
+    finally:
+        core.drop(ids)
+
+
+def _request_error(index: int, error: Exception) -> RequestError:
+    return RequestError(f"prompts[{index}] could not be finished: {type(error).__name__}: {error}")

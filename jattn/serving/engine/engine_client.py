@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from jattn.serving.engine.input_processor import Prompt
 from jattn.serving.engine.outputs import RequestOutput
-from jattn.serving.engine.prompts import Prompt
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
 

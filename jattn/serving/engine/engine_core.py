@@ -16,14 +16,13 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
-from jattn.serving.engine.generation import Generation
-from jattn.serving.engine.new_tokens import NewTokens
+from jattn.serving.engine.input_processor import Request
 from jattn.serving.engine.outputs import Logprobs, RequestError
-from jattn.serving.engine.prompts import Request
 from jattn.serving.engine.runner import Runner
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.speculation import Speculation
+from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.speculative import Speculation
 from jattn.serving.engine.stats import (
     INTER_TOKEN_LATENCY,
     REQUEST_SECONDS,
@@ -31,6 +30,7 @@ from jattn.serving.engine.stats import (
     TIME_TO_FIRST_TOKEN,
     Histogram,
 )
+from jattn.serving.engine.step_io import NewTokens
 
 
 class EngineCore:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from jattn.serving.engine.engine import Engine
+from jattn.serving.engine.input_processor import Prompt
 from jattn.serving.engine.outputs import RequestError, RequestOutput
-from jattn.serving.engine.prompts import Prompt
 from jattn.serving.engine.sampling_params import SamplingParams
 from pallas_kernels.checks import require
 

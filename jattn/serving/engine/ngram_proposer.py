@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.serving.engine.generation import Generation
 from jattn.serving.engine.proposer import Proposer
 from jattn.serving.engine.sampler import SamplingMetadata
 from jattn.serving.engine.scheduled_step import Step
+from jattn.serving.engine.sequence import Generation
 from pallas_kernels.checks import require, require_int, require_positive
 
 

@@ -6,10 +6,14 @@ from typing import Any
 from jaxtyping import Array, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.serving.engine.generation import Generation
 from jattn.serving.engine.sampler import SamplingMetadata
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.warming import Runs
+from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.warmup import Runs
+
+# Tokens of a step from which its matrix products take longer than reading the weights: 16-bit operations over
+# bytes a second of an H200, 990e12 / 4.8e12, and less than all of the former.
+BALANCE_TOKENS = 256
 
 
 class Proposer:
@@ -71,3 +75,10 @@ class Proposer:
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """Compiles all that drafting runs; as `DecodeGraphs.precompile`."""
+
+
+def draft_buckets(max_num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[Bucket, ...]:
+    """The buckets of steps with drafts: powers of two rows, as many as drafts can pay for at most."""
+    most = min(max_num_seqs, BALANCE_TOKENS)
+    rows = [1 << i for i in range((most - 1).bit_length() + 1)]
+    return tuple(Bucket(max_decodes=n, decode_query_len=1 + num_tokens, max_blocks=max_blocks) for n in rows)

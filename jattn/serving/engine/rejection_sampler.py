@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jattn.pytree import replace
-from jattn.serving.engine.adjustments import Adjustments, adjusted
+from jattn.serving.engine.logits_processors import Adjustments, adjusted
 from jattn.serving.engine.logprobs import TokenLogprobs, logprobs_of
 from jattn.serving.engine.sampler import SamplingMetadata, sample
 

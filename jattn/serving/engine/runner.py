@@ -22,30 +22,34 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.check import check_batch
 from jattn.batch.metadata import build_batch_metadata
 from jattn.parallel import on_all_parts
+from jattn.serving.engine.batch_invariance import InvariantBuckets, make_invariant
 from jattn.serving.engine.block_copies import BlockCopies, free
-from jattn.serving.engine.cascade_steps import cascade_steps_of
+from jattn.serving.engine.cascade_attention import cascade_steps_of
+from jattn.serving.engine.config import StepLimits
 from jattn.serving.engine.doctor import explain
-from jattn.serving.engine.generation import Generation
-from jattn.serving.engine.invariance import InvariantBuckets, make_invariant
+from jattn.serving.engine.kv_cache_groups import near_layers_of
 from jattn.serving.engine.logprobs import prompt_logprobs
-from jattn.serving.engine.near_blocks import near_tables
-from jattn.serving.engine.new_tokens import Asked, InFlight, NewTokens, new_tokens, wait_for
 from jattn.serving.engine.processes import ProcessError, Processes
-from jattn.serving.engine.reach import near_layers_of
-from jattn.serving.engine.samplers import Samplers
 from jattn.serving.engine.scheduled_step import Step
+from jattn.serving.engine.sequence import Generation
 from jattn.serving.engine.served_model import ServedModel
-from jattn.serving.engine.sizes import StepLimits
-from jattn.serving.engine.speculation import Speculation
-from jattn.serving.engine.step import (
-    Sampled,
-    StepTokens,
-    make_step,
-    with_implementation,
+from jattn.serving.engine.speculative import Speculation
+from jattn.serving.engine.step import StepTokens, make_step, near_tables, with_implementation
+from jattn.serving.engine.step_io import (
+    Asked,
+    InFlight,
+    NewTokens,
+    PromptCall,
+    StepCall,
+    most_wanted,
+    new_tokens,
+    prompt_parts,
+    step_adjustments,
+    step_tokens,
+    wait_for,
 )
-from jattn.serving.engine.step_calls import PromptCall, StepCall, most_wanted
-from jattn.serving.engine.step_inputs import StepSampling, prompt_parts, step_adjustments, step_tokens
-from jattn.serving.engine.warming import Cold, EmptySteps, Runs
+from jattn.serving.engine.step_sampler import Sampled, Samplers, StepSampling
+from jattn.serving.engine.warmup import Cold, EmptySteps, Runs
 from jattn.serving.engine.weights import Weights, host_tree
 
 MOST_IN_FLIGHT = 2  # steps

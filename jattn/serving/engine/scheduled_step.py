@@ -1,12 +1,12 @@
 """What the scheduler hands to the runner."""
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Optional
 
 import numpy as np
 
-from jattn.serving.engine.allocator import Allocator
-from jattn.serving.engine.progress import Progress
+from jattn.serving.engine.prefix_cache import BlockHashes
+from pallas_kernels.checks import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,43 +58,92 @@ class Step:
         return sum(self.query_lens)
 
 
-def build_step(
-    chunks: list[tuple[Progress, int]],
-    blocks: Allocator,
-    preempted: Sequence[int],
-    *,
-    num_draft_tokens: int,
-    are_apart: bool,
-) -> Step:
-    """A step of some requests.
+@dataclasses.dataclass(eq=False, slots=True)
+class Progress:
+    """A request of the scheduler.
 
-    Args:
-        chunks: Each with the number of its new tokens; at least one.
-        blocks: Whose, allocated.
-        preempted: As in Step.
-        num_draft_tokens: Likewise; in each of the numbers.
-        are_apart: Decode rows are those with a generated token, be they alone in the step.
+    Its first num_published blocks others can find; none more where its keys are those of old weights.
+
+    Attributes:
+        request_id: Whose.
+        arrival: Grows with each request.
+        num_tokens: Tokens that it has, prompt and generated.
+        hashes: Of them, as far as the host knows them; None = it shares nothing.
+        num_computed: How many of them are cached.
+        room: How many its blocks hold, none of which it shares from num_computed on; 0 = to be asked.
+        num_published: Full blocks of them that others can find.
+        is_stale: Some are of old weights.
+        completions: Requests of the same prompt that wait for this one to compute it.
+        parent: The request that it waits for itself.
+        num_prompt_tokens: Those of its tokens that it came with.
     """
-    if are_apart:
-        is_decode = [not request.is_in_prompt for request, _ in chunks]
-    else:
-        is_decode = [count == 1 + num_draft_tokens and one.num_computed > 0 for one, count in chunks]
-    if not all(is_decode):
-        order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
-        chunks = [chunks[i] for i in order]
-    request_ids = tuple([request.request_id for request, _ in chunks])
-    tables, *near_tables = blocks.block_tables(request_ids)
-    copies, *near_copies = blocks.copies_of(request_ids)
-    return Step(
-        request_ids=request_ids,
-        query_lens=tuple([count for _, count in chunks]),
-        seq_lens=tuple([request.num_computed + count for request, count in chunks]),
-        block_tables=tables,
-        block_copies=copies,
-        samples=tuple([request.num_new + num_draft_tokens == count for request, count in chunks]),
-        num_decodes=sum(is_decode),
-        preempted=tuple(preempted),
-        num_draft_tokens=num_draft_tokens,
-        near_tables=near_tables[0] if near_tables else None,
-        near_copies=near_copies[0] if near_copies else (),
-    )
+
+    request_id: int
+    arrival: int
+    num_tokens: int
+    hashes: BlockHashes | None
+    num_computed: int = 0
+    room: int = 0
+    num_published: int = 0
+    is_stale: bool = False
+    completions: list["Progress"] = dataclasses.field(default_factory=list)
+    parent: Optional["Progress"] = None
+    num_prompt_tokens: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of its prompt that completions need not compute: not the last, whose logits each needs."""
+        return self.num_prompt_tokens - 1
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether a token of its prompt comes next."""
+        return self.num_computed < self.num_prompt_tokens
+
+    @property
+    def num_alike(self) -> int:
+        """Tokens of one kind that come next: the rest of its prompt, or one that was generated."""
+        return self.num_prompt_tokens - self.num_computed if self.is_in_prompt else 1
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that are to be computed."""
+        return self.num_tokens - self.num_computed
+
+    def wait_for(self, parent: "Progress", *, is_begun: bool) -> None:
+        """Has it wait for another one's prompt, which is its own.
+
+        Args:
+            parent: The other one.
+            is_begun: Some of its prompt is computed.
+
+        Raises:
+            ValueError: It has begun, waits for a third, or is of another length. Nothing has changed then.
+        """
+        is_early = not is_begun and parent.num_computed == 0 and parent.parent is None
+        rule = "name a request whose prompt is not computed yet"
+        require(is_early, "parent_id", rule, parent.request_id)
+        is_same, rule = self.num_tokens == parent.num_tokens, f"be its parent's ({parent.num_tokens})"
+        require(is_same, "num_prompt_tokens", rule, self.num_tokens)
+        self.parent = parent
+        parent.completions.append(self)
+
+    def heir(self) -> "Progress":
+        """The first completion that waits for this one, which others wait for from now on."""
+        heir, *others = self.completions
+        heir.parent, heir.completions, self.completions = None, others, []
+        for request in others:
+            request.parent = heir
+        return heir
+
+    def forget(self) -> None:
+        """It has no blocks any more."""
+        self.num_computed, self.room, self.is_stale = 0, 0, False
+
+
+def by_arrival(request: Progress) -> int:
+    """What queues are ordered by."""
+    return request.arrival

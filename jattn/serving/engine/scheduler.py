@@ -2,14 +2,13 @@
 
 import bisect
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from jattn.serving.engine.allocator import Allocator
 from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.kv_cache_groups import Reach
+from jattn.serving.engine.kv_cache_manager import Allocator
 from jattn.serving.engine.prefix_cache import BlockHashes
-from jattn.serving.engine.progress import Progress, by_arrival
-from jattn.serving.engine.reach import Reach
-from jattn.serving.engine.scheduled_step import Step, build_step
+from jattn.serving.engine.scheduled_step import Progress, Step, by_arrival
 from pallas_kernels.checks import require, require_positive
 
 
@@ -348,3 +347,45 @@ class Scheduler:
             chunks.append((request, count))
             budget -= count
         return chunks
+
+
+def build_step(
+    chunks: list[tuple[Progress, int]],
+    blocks: Allocator,
+    preempted: Sequence[int],
+    *,
+    num_draft_tokens: int,
+    are_apart: bool,
+) -> Step:
+    """A step of some requests.
+
+    Args:
+        chunks: Each with the number of its new tokens; at least one.
+        blocks: Whose, allocated.
+        preempted: As in Step.
+        num_draft_tokens: Likewise; in each of the numbers.
+        are_apart: Decode rows are those with a generated token, be they alone in the step.
+    """
+    if are_apart:
+        is_decode = [not request.is_in_prompt for request, _ in chunks]
+    else:
+        is_decode = [count == 1 + num_draft_tokens and one.num_computed > 0 for one, count in chunks]
+    if not all(is_decode):
+        order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
+        chunks = [chunks[i] for i in order]
+    request_ids = tuple([request.request_id for request, _ in chunks])
+    tables, *near_tables = blocks.block_tables(request_ids)
+    copies, *near_copies = blocks.copies_of(request_ids)
+    return Step(
+        request_ids=request_ids,
+        query_lens=tuple([count for _, count in chunks]),
+        seq_lens=tuple([request.num_computed + count for request, count in chunks]),
+        block_tables=tables,
+        block_copies=copies,
+        samples=tuple([request.num_new + num_draft_tokens == count for request, count in chunks]),
+        num_decodes=sum(is_decode),
+        preempted=tuple(preempted),
+        num_draft_tokens=num_draft_tokens,
+        near_tables=near_tables[0] if near_tables else None,
+        near_copies=near_copies[0] if near_copies else (),
+    )

@@ -1,6 +1,5 @@
 """What the engine compiles: a batch through the model to logits, and logits to the next token of each row."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +9,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.batch.bucket import Bucket
+from jattn.batch.check import check_batch
+from jattn.batch.metadata import BatchMetadata, build_batch_metadata
+from jattn.cache import CacheSpec
 from jattn.implementations.selection import asked_for, first_able, hashable
+from jattn.models.by_reach import ByReach
 from jattn.nn import PagedAttention
+from jattn.pytree import replace
 from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
-from jattn.serving.engine.adjustments import Adjustments, adjusted
-from jattn.serving.engine.logprobs import TokenLogprobs, logprobs_of
-from jattn.serving.engine.near_blocks import NearTables
-from jattn.serving.engine.sampler import SamplingMetadata, sample
+from jattn.serving.engine.scheduled_step import Step
 from pallas_kernels import support
 
 # From so many tokens a step's products are cuBLAS's alone. XLA tunes Triton's beside them, which takes
@@ -25,6 +26,43 @@ from pallas_kernels import support
 # chose: 4.52 and 4.16 ms for 2 tokens, 4.39 and 4.23 for 8, 4.46 and 4.36 for 16, 4.55 and 4.59 for 32, 4.46
 # and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58 for 256, 20.0 and 20.2 for 1024.
 CUBLAS_TOKENS = 32
+
+
+class NearTables(NamedTuple):
+    """Where a step's keys are in layers that have blocks of their own; the rest they share with the others.
+
+    Attributes:
+        block_table: As `BatchMetadata` has it.
+        slot_mapping: Likewise.
+    """
+
+    block_table: Int32[Array, "reqs max_blocks"]
+    slot_mapping: Int32[Array, " tokens"]
+
+    def beside(self, metadata: BatchMetadata) -> ByReach:
+        """The metadata of both kinds of layers."""
+        return ByReach(metadata, replace(metadata, **self._asdict()))
+
+
+def near_tables(
+    step: Step, metadata: BatchMetadata, cache_spec: CacheSpec | None, *, checks: bool
+) -> NearTables | None:
+    """The tables of a step, as numpy's arrays; None where all layers share theirs.
+
+    Args:
+        step: The step.
+        metadata: Of the other layers.
+        cache_spec: Of these layers.
+        checks: The batch goes through `check_batch`.
+    """
+    if step.near_tables is None:
+        return None
+    sizes: dict[str, Any] = {"block_size": metadata.block_size, "bucket": metadata.bucket}
+    lens = step.query_lens, step.seq_lens
+    near = build_batch_metadata(*lens, step.near_tables, to_device=False, **sizes)
+    if checks and cache_spec is not None:
+        check_batch(near, cache_spec)
+    return NearTables(near.block_table, near.slot_mapping)
 
 
 class StepTokens(NamedTuple):
@@ -63,18 +101,6 @@ class StepOutputs(NamedTuple):
     num_generated: Int32[Array, " reqs"] | None
 
 
-class Sampled(NamedTuple):
-    """The next token of each row.
-
-    Attributes:
-        tokens: Padded to the most rows of the sampler: they feed a step of any bucket.
-        logprobs: Of the rows, where somebody asked for them.
-    """
-
-    tokens: Int32[Array, " max_rows"]
-    logprobs: TokenLogprobs | None
-
-
 def make_step(graphdef: Any) -> GraphStep:
     """The step that is compiled for each bucket: a batch to StepOutputs and caches.
 
@@ -106,46 +132,6 @@ def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:
 def _compiler_options(bucket: Bucket) -> dict[str, Any]:
     is_gpus = jax.default_backend() == "gpu" and bucket.max_tokens >= CUBLAS_TOKENS
     return {"xla_gpu_enable_triton_gemm": False} if is_gpus else {}
-
-
-@functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))
-def next_tokens(
-    logits: Float[Array, "reqs vocab"],
-    sampling: SamplingMetadata,
-    num_generated: Int32[Array, " reqs"],
-    adjustments: Adjustments | None = None,
-    *,
-    max_rows: int,
-    num_logprobs: int | None = None,
-) -> Sampled:
-    """`sample` of adjusted logits, and log-probabilities of the logits as the model made them.
-
-    Not part of the step: a model would have to be compiled for each thing that rows may want of a sampler.
-
-    Args:
-        logits: Of each row's last token.
-        sampling: Of the rows.
-        num_generated: As in `sample`.
-        adjustments: What rows ask of the logits first; None = nothing.
-        max_rows: The most rows of the sampler. Static.
-        num_logprobs: How many of the likeliest tokens to report; None = no log-probabilities. Static.
-    """
-    logits = logits.astype(jnp.float32)
-    wanted = logits if adjustments is None else adjusted(logits, adjustments, num_generated)
-    tokens = sample(wanted, sampling, num_generated)
-    logprobs = None if num_logprobs is None else logprobs_of(logits, tokens, num_logprobs)
-    return Sampled(jnp.pad(tokens, (0, max_rows - tokens.shape[0])), logprobs)
-
-
-def sampler_rows(bucket: Bucket, max_num_seqs: int) -> int:
-    """Rows of the sampler behind a bucket: all requests of it; a power of two or one and a half of one.
-
-    So few sizes that the samplers of all buckets compile in seconds. Two at least: for one row of logits XLA
-    and cuBLAS widen the whole matrix to f32 first, 0.9 ms and 2.5 GB for 152k tokens of an 8B model.
-    """
-    rows = max(min(bucket.max_reqs, max_num_seqs), 2)
-    power = 1 << (rows - 1).bit_length()
-    return 3 * power // 4 if power > 2 and 3 * power // 4 >= rows else power
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:

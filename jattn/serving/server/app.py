@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jattn.serving.engine.text import encoded
-from jattn.serving.engine.version import version_of
+from jattn.serving.engine.detokenizer import encoded
+from jattn.serving.engine.doctor import version_of
 from jattn.serving.server.chat_completions import create_chat_completion
 from jattn.serving.server.chat_prompts import chat_tokens
 from jattn.serving.server.completions import create_completion

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jattn.serving.engine.text import encoded
+from jattn.serving.engine.detokenizer import encoded
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
 from jattn.serving.server.service import Service

@@ -6,8 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jattn.serving.engine.detokenizer import encoded
 from jattn.serving.engine.outputs import Logprobs, RequestOutput
-from jattn.serving.engine.text import encoded
 from jattn.serving.server.logprobs import TextOffsets, TokenTexts, finite
 from jattn.serving.server.protocol import CompletionBody, read
 from jattn.serving.server.responses import Job

@@ -10,8 +10,8 @@ from typing import Any
 
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.engine_thread import EngineThread, Piece
+from jattn.serving.engine.input_processor import Prompt
 from jattn.serving.engine.outputs import RequestError, RequestOutput, in_words
-from jattn.serving.engine.prompts import Prompt
 from jattn.serving.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jattn.serving.engine.detokenizer import TextStream
 from jattn.serving.engine.logprobs import Logprob
 from jattn.serving.engine.outputs import Logprobs
-from jattn.serving.engine.text import TextStream
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from jattn.serving.engine.version import version_of
+from jattn.serving.engine.doctor import version_of
 from jattn.serving.server.protocol import (
     ChatCompletionBody,
     CompletionBody,

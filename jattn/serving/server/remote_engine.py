@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from jattn.serving.engine.engine_client import EngineInfo
+from jattn.serving.engine.input_processor import Prompt
+from jattn.serving.engine.mailbox import Reader
 from jattn.serving.engine.outputs import RequestError, RequestOutput
-from jattn.serving.engine.prompts import Prompt
-from jattn.serving.engine.reader import Reader
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
 from jattn.serving.server.channel import Channel

@@ -15,7 +15,7 @@ from jattn.serving.engine import doctor
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.sampling_params import SamplingParams
 from tests.conftest import GOLDEN
-from tests.serving.test_engine import one_bucket
+from tests.serving.engine.test_engine import one_bucket
 from tests.serving.tiny import one_layer_model
 
 

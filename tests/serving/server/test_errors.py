@@ -13,7 +13,7 @@ import time
 import pytest
 
 from jattn.serving.server.responses import EventStream
-from tests.serving.faults import device_fails, reading_fails
+from tests.serving.engine.faults import device_fails, reading_fails
 from tests.serving.server.live_server import parsed, running, slow_steps
 
 CHAT = "/v1/chat/completions"

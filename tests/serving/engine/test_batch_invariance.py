@@ -1,0 +1,239 @@
+"""`batch_invariant`: a request's bits, in bf16, whatever runs beside it and whatever is cached."""
+
+import functools
+import random
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jattn.batch.bucket import Bucket
+from jattn.models import load, use_peer_memory
+from jattn.parallel import make_mesh
+from jattn.serving import Engine, SamplingParams
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.scheduler import Scheduler
+from tests.conftest import GOLDEN
+from tests.serving.engine.test_prefix_cache import BLOCK_SIZE, Pool
+from tests.serving.tiny import one_layer_model, sized_model
+
+GREEDY = SamplingParams(max_tokens=12, logprobs=2)
+ON_KERNELS = {"implementation": "mosaic_gpu"}
+
+
+MODEL = sized_model()
+
+
+def engine_of(num_blocks=65, max_num_seqs=4, budget=32, model=MODEL, **options):
+    sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    options = {"batch_invariant": True, "check_batches": True} | options
+    return Engine(model, block_size=8, **sizes, **options)
+
+
+def told(one):
+    """Tokens, and the bits of what was likely."""
+    return one.token_ids, [[likely.logprob for likely in place.values()] for place in one.logprobs]
+
+
+def bits(engine, asked, params=GREEDY):
+    """What a crowd of prompts gets, each completion's."""
+    return [[told(one) for one in result.outputs] for result in engine.generate(asked, params)]
+
+
+def prompts(count, shared=40, seed=0):
+    """They begin alike, by blocks and by parts of one."""
+    draw = random.Random(seed)
+    ids = lambda count: draw.choices(range(256), k=count)
+    beginning = ids(shared)
+    return [beginning[: draw.randint(0, shared)] + ids(draw.randint(1, 30)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What a prompt gets that has an engine for itself, which shares nothing."""
+    engine = engine_of(enable_prefix_caching=False)
+    return lambda prompt, params=GREEDY: bits(engine, [prompt], params)[0]
+
+
+@pytest.fixture(scope="module")
+def crowded():
+    return engine_of()
+
+
+@pytest.mark.kernels
+class TestBits:
+    def test_do_not_depend_on_what_runs_beside_nor_on_what_is_cached(self, alone, crowded):
+        asked = prompts(8)
+        want = [alone(prompt) for prompt in asked]
+        assert bits(crowded, asked) == want
+        assert bits(crowded, asked[::-1]) == want[::-1]
+        assert crowded.stats.num_prefix_hit_tokens > 0
+        assert crowded.stats.num_compiles == 2
+
+    def test_of_generated_tokens_are_not_taken_for_a_prompts(self, alone, crowded):
+        (prompt,) = prompts(1, seed=1)
+        ((ids, _),) = bits(crowded, [prompt])[0]
+        longer, before = prompt + ids[:-1] + [7], crowded.stats.num_prefix_hit_tokens
+        assert bits(crowded, [longer]) == [alone(longer)]
+        assert crowded.stats.num_prefix_hit_tokens - before == len(prompt) // 8 * 8
+
+    def test_are_each_completions_own(self, alone, crowded):
+        hot = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=8, logprobs=1)
+        asked = prompts(3, seed=2)
+        want = [
+            [*alone(prompt, hot.of_completion(0)), *alone(prompt, hot.of_completion(1))] for prompt in asked
+        ]
+        assert [of_all[:2] for of_all in bits(crowded, asked, hot)] == want
+        assert crowded.stats.num_forked_tokens > 0
+
+    def test_are_those_of_before_a_preemption(self, alone):
+        asked, engine = prompts(6, shared=24, seed=3), engine_of(num_blocks=12)
+        assert bits(engine, asked) == [alone(prompt) for prompt in asked]
+        assert engine.stats.num_preemptions > 0
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("options", [{}, {"num_blocks": 24, "sliding_window": 20}, {"budget": 3}])
+    def test_do_not_depend_on_what_is_beside_in_windows_and_pieces(self, options):
+        model = sized_model(sliding_window=options.pop("sliding_window", None), num_layers=2)
+        asked, options = prompts(6, shared=60), {"max_num_seqs": 6, "model": model} | options
+        engine, one = engine_of(**options), engine_of(enable_prefix_caching=False, **options)
+        assert bits(engine, asked) == [bits(one, [prompt])[0] for prompt in asked]
+        assert engine.stats.num_prefix_hit_tokens > 0
+
+    @pytest.mark.kernels
+    def test_depend_on_the_batch_without(self, alone):
+        engine = engine_of(batch_invariant=False)
+        assert bits(engine, prompts(8)) != [alone(prompt) for prompt in prompts(8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sliding_window", [None, 200])
+def test_bits_on_kernels_do_not_depend_on_what_runs_beside_nor_on_what_is_cached(sliding_window):
+    """Long prompts in pieces, tiles of the kernels that begin anywhere, decodes of several splits."""
+    wide = {"head_dim": 128, "max_position_embeddings": 4096}
+    model = one_layer_model(sliding_window=sliding_window, num_layers=3, dtype=jnp.bfloat16, **wide)
+    sizes = {"num_blocks": 1200, "max_num_seqs": 8, "max_num_batched_tokens": 700, "block_size": 16}
+    make = functools.partial(Engine, model, batch_invariant=True, **ON_KERNELS, **sizes)
+    draw = random.Random(0)
+    ids = lambda count: draw.choices(range(256), k=count)
+    shared = ids(1500)
+    asked = [shared[: draw.randint(0, 1500)] + ids(count) for count in (1, 40, 300, 900, 2400, 70)]
+    alone, crowded = make(enable_prefix_caching=False), make()
+    want = [bits(alone, [prompt])[0] for prompt in asked]
+    assert bits(crowded, asked) == want
+    assert bits(crowded, asked[::-1]) == want[::-1]
+    assert crowded.stats.num_prefix_hit_tokens > 0
+
+
+class Watched(Scheduler):
+    """Notes which kind of step wrote each slot: a prompt's are read as prompts wrote them."""
+
+    def __init__(self, *args, **limits):
+        super().__init__(*args, batch_invariant=True, **limits)
+        self.num_prompt_tokens, self.kinds, self.num_replayed = {}, {}, 0
+
+    def add(self, request_id, num_prompt_tokens, *args, **more):
+        super().add(request_id, num_prompt_tokens, *args, **more)
+        self.num_prompt_tokens[request_id] = num_prompt_tokens
+
+    def schedule(self, num_draft_tokens=0):
+        step = super().schedule(num_draft_tokens)
+        if step is None:
+            return None
+        assert step.num_decodes in (0, len(step.request_ids))
+        slot = lambda table, position: (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+        for source, target in step.block_copies:
+            self.kinds |= {(target, i): self.kinds.get((source, i)) for i in range(BLOCK_SIZE)}
+        rows = list(zip(step.request_ids, step.query_lens, step.seq_lens, step.block_tables, strict=True))
+        for _, count, length, table in rows:
+            assert step.num_decodes == 0 or count == 1
+            self.kinds |= {slot(table, i): step.num_decodes > 0 for i in range(length - count, length)}
+        for (request, _, length, table), samples in zip(rows, step.samples, strict=True):
+            of_prompt = self.num_prompt_tokens[request]
+            assert all(self.kinds[slot(table, i)] == (i >= of_prompt) for i in range(length))
+            self.num_replayed += step.num_decodes > 0 and not samples
+        return step
+
+
+class TestScheduler:
+    @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 9), (1, 12), (2, 20)])
+    def test_keys_are_read_as_a_step_of_their_kind_wrote_them(self, seed, num_blocks):
+        pool, next_id = Pool(num_blocks, seed), 0
+        scheduler = Watched(pool.manager, max_num_seqs=4, max_num_batched_tokens=9)
+        pool.scheduler, draw = scheduler, pool.random
+        for _ in range(1200):
+            what = draw.random()
+            if what < 0.25 and len(pool.tokens) < 8:
+                length = draw.randint(1, 20)
+                some = list(pool.tokens.values())
+                old = list(draw.choice(some)) if some and draw.random() < 0.7 else []
+                tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
+                parent, most = None, min(9, (num_blocks - 1) * BLOCK_SIZE - length + 1)
+                for _ in range(draw.choice([1, 1, 3])):
+                    pool.add(next_id, tokens, draw.randint(1, most), parent=parent)
+                    parent, next_id = next_id if parent is None else parent, next_id + 1
+            elif what < 0.29 and pool.tokens:
+                pool.abort(draw.choice(list(pool.tokens)))
+            else:
+                pool.step()
+        while pool.step():
+            pass
+        assert (pool.num_done, scheduler.num_unfinished, pool.manager.num_used) == (next_id, 0, 0)
+        assert min(scheduler.num_prefix_hit_tokens, scheduler.num_forked_tokens) > 100
+        assert scheduler.num_replayed > 0 or num_blocks > 12
+
+    def test_prompts_and_generated_tokens_take_turns(self):
+        scheduler = Scheduler(BlockManager(20, 4), max_num_batched_tokens=4, batch_invariant=True)
+        scheduler.add(0, 3, 9)
+        scheduler.add(1, 11, 9)
+        rows = []
+        for _ in range(7):
+            step = scheduler.schedule()
+            rows.append((step.num_decodes > 0, dict(zip(step.request_ids, step.query_lens, strict=True))))
+            scheduler.complete(step)
+        prefill, decode = (lambda rows: (False, rows)), (lambda rows: (True, rows))
+        want = [prefill({0: 3, 1: 1}), decode({0: 1}), prefill({1: 4}), decode({0: 1}), prefill({1: 4})]
+        assert rows == [*want, decode({0: 1}), prefill({1: 2})]
+
+
+class Foreign(nnx.Module):
+    """What the engine wants of a model, and no layer of ours."""
+
+    config, tokenizer = MODEL.config, None
+    cache_specs = lambda *_, **__: ()
+    create_caches = plan = logits = __call__ = lambda *_: None
+
+
+REFUSED = [
+    ({"speculative": "ngram"}, NotImplementedError, r"speculative='ngram'.*Leave speculative=None"),
+    ({"speculative": one_layer_model()}, NotImplementedError, r"speculative=a Decoder: a step with drafts"),
+    (
+        {"cascade_attention": True},
+        NotImplementedError,
+        r"cascade_attention=True.*Leave cascade_attention=None",
+    ),
+    ({"implementation": "reference"}, NotImplementedError, r"by the reference.*sizes of the bucket.*=None"),
+    ({"model": Foreign()}, NotImplementedError, r"a Foreign has no PagedAttention layers"),
+    ({"buckets": [Bucket(max_decodes=4, max_blocks=9)]}, ValueError, r"buckets must be None.*got \[Bucket"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"), REFUSED, ids=[next(iter(one[0])) for one in REFUSED]
+)
+def test_what_cannot_keep_the_promise_is_refused_by_name(options, error, message):
+    with pytest.raises(error, match=message):
+        engine_of(**options)
+
+
+def test_a_model_that_sums_by_peer_memory_is_refused():
+    model = load(GOLDEN / "hf" / "llama", mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    engine_of(model=model)
+    use_peer_memory(model, max_rows=1)
+    with pytest.raises(NotImplementedError, match=r"over peer memory: .*Leave use_peer_memory out"):
+        engine_of(model=model)
+
+
+def test_the_models_own_layers_stay_as_they_are():
+    engine_of()
+    assert not MODEL.layers[0].self_attn.spec.batch_invariant

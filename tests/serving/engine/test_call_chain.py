@@ -1,0 +1,62 @@
+"""How far a block table goes from the engine to the kernel: the functions of ours that hand it on."""
+
+import pathlib
+import traceback
+import types
+
+import pytest
+
+from jattn.implementations import selection
+from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, attention
+from jattn.planning import kernel_plans, layer_plans
+from jattn.pytree import unchecked
+from jattn.serving import Engine
+from pallas_kernels.paged_decode import KernelSizes
+from tests.serving.tiny import one_layer_model
+
+ROOT = pathlib.Path(__file__).parents[3]
+# CONTRIBUTING says what each of them is there for.
+HANDS = [
+    "serving/engine/runner.py: start",
+    "runtime/decode_graphs.py: __call__",
+    "runtime/decode_graphs.py: _on_leaves",
+    "serving/engine/step.py: step",
+    "models/decoder.py: __call__",
+    "models/layer.py: __call__",
+    "nn.py: __call__",
+    "attending.py: attend",
+    "attending.py: _attend",
+    "implementations/mosaic_gpu/attention.py: attend",
+]
+
+
+class ReachedError(Exception):
+    """The kernel's entry was called."""
+
+
+def kernel_entry(*_, **__):
+    raise ReachedError
+
+
+def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
+    on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
+    monkeypatch.setattr(layer_plans, "support", on_a_gpu)
+    monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernel(sizes=KernelSizes()))
+    nothing = unchecked(DecodeWork, schedule=None, block_list=None)
+    monkeypatch.setattr(kernel_plans, "decode_work", lambda *_, **__: nothing)
+    monkeypatch.setattr(attention, "paged_decode", kernel_entry)
+    engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
+    with pytest.raises(ReachedError) as reached:
+        engine.generate([[1]], max_tokens=2)
+    frames = traceback.extract_tb(reached.tb)
+    hands = [
+        f"{pathlib.Path(frame.filename).relative_to(ROOT / 'jattn')}: {frame.name}"
+        for frame in frames
+        if pathlib.Path(frame.filename).is_relative_to(ROOT / "jattn")
+    ]
+    hands = hands[hands.index(HANDS[0]) :]
+    # Compiling comes in between where a bucket is run for the first time: it is handed no table.
+    compiling = ("executables.py", "lambda", "_lowered")
+    hands = [hand for hand in hands if not any(name in hand for name in compiling)]
+    assert hands == HANDS
+    assert len(hands) + 1 <= 11  # with the kernel's entry

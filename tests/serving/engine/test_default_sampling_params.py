@@ -1,0 +1,170 @@
+"""What a checkpoint's generation_config.json says of sampling is what requests get that say nothing."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+
+from jattn.models import load, save
+from jattn.models.generation_config import GenerationConfig
+from jattn.models.loading import load_shapes, read_config
+from jattn.serving import AsyncEngine, Engine, SamplingParams
+from jattn.serving.cli.main import main
+from jattn.serving.server.sampling_params import default_sampling
+from tests.conftest import GOLDEN
+from tests.serving.engine.test_engine import one_bucket
+from tests.serving.tiny import BYTES
+
+LLAMA3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7], "max_length": 4096}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a checkpoint that says this and that; None = it has no such file."""
+
+    def make(content):
+        shutil.copytree(GOLDEN / "hf" / "llama3", tmp_path, dirs_exist_ok=True)
+        (tmp_path / "generation_config.json").unlink()
+        if content is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        return tmp_path
+
+    return make
+
+
+def engine_of(folder):
+    return Engine(load(folder, progress=False), **one_bucket(2, 16, 17))
+
+
+@pytest.mark.parametrize(
+    ("content", "params"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.9}, {}),  # as in transformers: without do_sample they do not count
+        ({"do_sample": False, "top_k": 50, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": None, "top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+        (LLAMA3, {"temperature": 0.6, "top_p": 0.9}),
+        (
+            {"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05, "temperature": 0.7},
+            {"min_p": 0.1, "repetition_penalty": 1.05, "temperature": 0.7},
+        ),
+    ],
+)
+def test_a_checkpoint_that_asks_for_sampling_gives_its_parameters(folder, content, params):
+    where = folder(content)
+    assert Engine(load_shapes(where), num_blocks=9).default_sampling_params == SamplingParams(**params)
+
+
+def test_requests_that_say_nothing_get_them_and_others_what_they_say(folder):
+    engine = engine_of(folder(LLAMA3 | {"temperature": 50.0, "eos_token_id": [5, 7]}))
+    prompt = [[1, 2, 3]]
+    greedy = engine.generate(prompt, SamplingParams(), ignore_eos=True)[0].token_ids
+    again = engine.generate(prompt, SamplingParams(), ignore_eos=True)[0].token_ids
+    drawn = [engine.generate(prompt, ignore_eos=True)[0].token_ids for _ in range(2)]
+    assert greedy == again
+    assert greedy not in drawn
+    assert drawn[0] != drawn[1]
+    seeded = SamplingParams(temperature=50.0, top_p=0.9, seed=1)
+    assert engine.generate(prompt, seeded)[0].token_ids == engine.generate(prompt, seeded)[0].token_ids
+    name = engine.add_request(prompt[0])
+    assert engine._open[name][0].params.temperature == 50.0
+    engine.abort(name)
+
+
+@pytest.mark.kernels
+def test_an_async_engine_gives_them_too(folder):
+    engine = engine_of(folder({"do_sample": True, "temperature": 1.0, "top_k": 1}))
+    asked, add = [], engine.add_request
+
+    def recorded(prompt, params, name):
+        asked.append(params)
+        return add(prompt, params, name)
+
+    engine.add_request = recorded
+
+    async def run():
+        async with AsyncEngine(engine) as served:
+            return [output async for output in served.generate([1, 2])]
+
+    assert asyncio.run(run())[-1].finish_reason is not None
+    assert asked == [engine.default_sampling_params]
+
+
+def test_all_its_eos_tokens_end_a_text(folder):
+    assert read_config(folder(LLAMA3)).eos_token_ids == (5, 7)
+
+
+def test_they_are_saved_with_a_model(folder, tmp_path):
+    model = load(folder(LLAMA3), progress=False)
+    save(model, tmp_path / "again")
+    assert load(tmp_path / "again", progress=False).generation_config == model.generation_config
+    model.generation_config = GenerationConfig()
+    save(model, tmp_path / "silent")
+    assert not (tmp_path / "silent" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"temperature": "hot"}, r"generation_config.json: temperature must be a number, got 'hot'\."),
+        ({"do_sample": 1}, r"generation_config.json: do_sample must be true or false, got 1\."),
+        ({"top_k": True}, r"generation_config.json: top_k must be a number, got True\."),
+        (
+            {"do_sample": True, "top_p": 1.5},
+            r"generation_config.json: top_p must be in \(0, 1\] .*, got 1.5\.",
+        ),
+        (
+            {"repetition_penalty": 0},
+            r"generation_config.json: repetition_penalty must be above 0 \(1 = off\), got 0\.",
+        ),
+    ],
+)
+def test_refuses(folder, content, message):
+    where = folder(content)
+    with pytest.raises(ValueError, match=message):
+        Engine(load_shapes(where), num_blocks=9)
+
+
+OFF = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "params"),
+    [
+        (None, {"temperature": 1.0}),
+        ({"temperature": 0.3, "top_k": 3}, {"temperature": 1.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 1.0, "repetition_penalty": 1.1}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (LLAMA3, {"temperature": 0.6, "top_p": 0.9}),
+    ],
+)
+def test_a_server_takes_the_engines_and_openais_temperature_where_that_is_greedy(folder, content, params):
+    engine = Engine(load_shapes(folder(content)), num_blocks=9)
+    assert default_sampling(engine.default_sampling_params) == OFF | params
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        """The sampling parameters that the command line asked for."""
+        asked, generate = [], Engine.generate
+
+        def recorded(self, *args, **options):
+            asked.append(options["sampling_params"])
+            return generate(self, *args, **options)
+
+        monkeypatch.setattr(Engine, "generate", recorded)
+        return asked
+
+    @pytest.mark.kernels
+    def test_says_what_the_checkpoint_asks_for_and_takes_what_it_is_not_told(self, folder, asked, capsys):
+        where = folder(LLAMA3)
+        (where / "tokenizer.json").write_text(BYTES.to_str())
+        model = ["generate", "--model", str(where), "--max-tokens", "1", "--max-model-len", "32"]
+        assert main([*model, "--top-k", "4", "a"]) == 0
+        assert asked == [SamplingParams(temperature=0.6, top_p=0.9, top_k=4)]
+        err = capsys.readouterr().err
+        assert "jattn: the checkpoint asks for temperature 0.6, top_p 0.9; --temperature 0 is greedy\n" in err

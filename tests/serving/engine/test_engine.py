@@ -1,0 +1,642 @@
+"""The engine on the golden checkpoints: what comes out depends neither on the batch nor on the cache."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jattn.models
+from jattn.batch.bucket import Bucket
+from jattn.models.loading import load_shapes
+from jattn.parallel import make_mesh
+from jattn.serving.engine.config import memory_of_device
+from jattn.serving.engine.engine import Engine
+from jattn.serving.engine.input_processor import token_ids_of
+from jattn.serving.engine.sampling_params import SamplingParams
+from tests.assertions import compilations
+from tests.conftest import GOLDEN
+from tests.serving.tiny import BYTES, one_layer_model
+
+NUM_PROMPTS, NUM_TOKENS = 4, 24
+
+
+class Golden:
+    def __init__(self, name):
+        self.model = jattn.models.load(GOLDEN / "hf" / name, progress=False)
+        expected = np.load(GOLDEN / "hf" / name / "expected.npz")
+        self.prompts = [expected[f"prompt{i}"].tolist() for i in range(NUM_PROMPTS)]
+        margins = [expected[f"margin{i}"] for i in range(NUM_PROMPTS)]
+        # After a near tie rounding decides, so only what comes before it is certain.
+        self.certain = [int(np.append(margin <= 1e-3, True).argmax()) for margin in margins]
+        self.greedy = [expected[f"greedy{i}"].tolist() for i in range(NUM_PROMPTS)]
+
+    def agrees(self, results, order=range(NUM_PROMPTS)):
+        for result, i in zip(results, order, strict=True):
+            assert len(result.token_ids) == NUM_TOKENS
+            assert result.token_ids[: self.certain[i]] == self.greedy[i][: self.certain[i]]
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """The checkpoint most tests use."""
+    golden = Golden("llama")
+    golden.model.tokenizer = BYTES
+    return golden
+
+
+def one_bucket(max_num_seqs, budget, num_blocks):
+    bucket = Bucket(
+        max_decodes=max_num_seqs,
+        max_prefills=max_num_seqs,
+        max_prefill_tokens=budget,
+        max_blocks=num_blocks - 1,
+    )
+    return {
+        "num_blocks": num_blocks,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "buckets": [bucket],
+        "check_batches": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(golden):
+    return Engine(golden.model, **one_bucket(4, 160, 65))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running(request):
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        assert (engine.scheduler.num_unfinished, engine.scheduler.block_manager.num_used) == (0, 0)
+
+
+class TestGreedy:
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+    def test_alone_batched_chunked_and_preempted_agree_with_transformers(self, name):
+        golden = Golden(name)
+        roomy = Engine(golden.model, **one_bucket(4, 160, 65))
+        golden.agrees(roomy.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
+        for i, prompt in enumerate(golden.prompts):
+            golden.agrees(roomy.generate([prompt], max_tokens=NUM_TOKENS, ignore_eos=True), [i])
+        assert roomy.stats.num_preemptions == 0
+
+        order = (3, 1, 0, 2)
+        tiny = Engine(golden.model, block_size=4, **one_bucket(4, 13, 33))
+        results = tiny.generate([golden.prompts[i] for i in order], max_tokens=NUM_TOKENS, ignore_eos=True)
+        golden.agrees(results, order)
+        assert tiny.stats.num_preemptions > 0
+        assert tiny.stats.peak_blocks == tiny.stats.num_blocks == 32
+        assert tiny.stats.num_compiles == roomy.stats.num_compiles == 1
+
+        warm = [SamplingParams(temperature=1.0, seed=seed) for seed in order]
+        expected = roomy.generate([golden.prompts[i] for i in order], max_tokens=12, sampling_params=warm)
+        preempted = tiny.generate([golden.prompts[i] for i in order], max_tokens=12, sampling_params=warm)
+        assert [result.token_ids for result in preempted] == [result.token_ids for result in expected]
+
+    @pytest.mark.kernels
+    def test_the_reference_implementation_agrees_and_the_model_is_left_as_it_is(self, golden):
+        engine = Engine(golden.model, implementation="reference", **one_bucket(4, 160, 65))
+        golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
+        assert golden.model.layers[0].self_attn.implementation is None
+
+
+class TestStopping:
+    def test_at_the_models_eos_token(self, golden, engine, monkeypatch):
+        eos = golden.greedy[2][5]
+        config = dataclasses.replace(golden.model.config, eos_token_ids=(eos,))
+        monkeypatch.setattr(golden.model, "config", config)
+        (result,) = engine.generate([golden.prompts[2]], max_tokens=NUM_TOKENS)
+        assert (result.token_ids, result.finish_reason) == (golden.greedy[2][:6], "stop")
+        (result,) = engine.generate([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert (len(result.token_ids), result.finish_reason) == (NUM_TOKENS, "length")
+
+    def test_at_a_stop_id_whose_text_is_left_out(self, golden, engine):
+        stop = golden.greedy[1][5]
+        first = golden.greedy[1].index(stop)
+        assert first > 0
+        (result,) = engine.generate([golden.prompts[1]], max_tokens=NUM_TOKENS, stop_ids=[stop])
+        assert result.token_ids == golden.greedy[1][: first + 1]
+        assert result.text == BYTES.decode(golden.greedy[1][:first])
+
+    def test_after_each_prompts_own_max_tokens(self, golden, engine):
+        results = engine.generate(golden.prompts[1:], max_tokens=[3, 1, 7])
+        assert [result.token_ids for result in results] == [
+            golden.greedy[i][:n] for i, n in ((1, 3), (2, 1), (3, 7))
+        ]
+        assert {result.finish_reason for result in results} == {"length"}
+
+    def test_at_the_end_of_the_models_context(self, engine):
+        (result,) = engine.generate([[5] * 510], max_tokens=100, ignore_eos=True)
+        assert (len(result.token_ids), result.finish_reason) == (
+            3,
+            "length",
+        )  # positions 510 and 511, and one
+
+
+class TestStreams:
+    def test_text_and_token_ids_mix_and_the_pieces_are_the_text(self, golden, engine):
+        prompts = ["caf\u00e9", golden.prompts[2]]
+        pieces = ["", ""]
+        tokens = [[], []]
+        for index, token_id, text in engine.stream(prompts, max_tokens=NUM_TOKENS, ignore_eos=True):
+            pieces[index] += text
+            tokens[index].append(token_id)
+        results = engine.generate(prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert [result.token_ids for result in results] == tokens
+        assert [result.text for result in results] == pieces == [BYTES.decode(ids) for ids in tokens]
+        as_ids = engine.generate([BYTES.encode("caf\u00e9").ids], max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert as_ids[0].token_ids == tokens[0]
+
+    def test_on_token_sees_every_token_once_and_in_order(self, golden, engine):
+        seen = []
+        results = engine.generate(
+            golden.prompts, max_tokens=5, ignore_eos=True, on_token=lambda *token: seen.append(token)
+        )
+        for index, result in enumerate(results):
+            assert [token_id for i, token_id, _ in seen if i == index] == result.token_ids
+            assert "".join(text for i, _, text in seen if i == index) == result.text
+
+    def test_two_open_streams_do_not_disturb_each_other(self, golden, engine):
+        streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
+        pairs = list(zip(*streams, strict=True))
+        assert [first.token_id for first, _ in pairs] == golden.greedy[1]
+        assert [second.token_id for _, second in pairs] == golden.greedy[2]
+
+    def test_closing_a_stream_drops_its_requests(self, golden, engine):
+        stream = engine.stream(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
+        next(stream)
+        assert engine.scheduler.num_unfinished == 4
+        stream.close()
+        assert engine.scheduler.num_unfinished == 0
+
+    def test_a_stream_that_nobody_reads_starts_nothing(self, golden, engine):
+        engine.stream(golden.prompts)
+        assert engine.scheduler.num_unfinished == 0
+
+    def test_an_error_in_on_token_leaves_the_engine_usable(self, golden, engine):
+        def fail(*token):
+            raise KeyError(token)
+
+        with pytest.raises(KeyError):
+            engine.generate(golden.prompts, max_tokens=5, on_token=fail)
+        golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
+
+
+class TestSampling:
+    def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch(self, golden, engine):
+        hot = [SamplingParams(temperature=2.0, seed=seed) for seed in (1, 2)]
+        prompt = golden.prompts[1]
+        together = engine.generate(
+            [prompt, prompt, prompt], max_tokens=12, sampling_params=[*hot, SamplingParams()], ignore_eos=True
+        )
+        alone = [
+            engine.generate([prompt], max_tokens=12, sampling_params=params, ignore_eos=True)
+            for params in hot
+        ]
+        assert [result.token_ids for result in together[:2]] == [result[0].token_ids for result in alone]
+        assert together[2].token_ids == golden.greedy[1][:12]
+        assert len({tuple(result.token_ids) for result in together}) == 3
+
+    def test_each_token_of_a_prompt_is_drawn_anew(self, engine):
+        hottest = SamplingParams(temperature=1e6, seed=0)  # all tokens are equally likely
+        (result,) = engine.generate([[7]], max_tokens=12, sampling_params=hottest, ignore_eos=True)
+        assert len(set(result.token_ids)) > 8
+
+    def test_without_a_seed_each_call_draws_anew(self, golden, engine):
+        hot = SamplingParams(temperature=5.0)
+        drawn = [
+            engine.generate([[7]], max_tokens=12, sampling_params=hot, ignore_eos=True) for _ in range(2)
+        ]
+        assert drawn[0][0].token_ids != drawn[1][0].token_ids
+
+
+@pytest.fixture
+def events(engine, monkeypatch):
+    """What the engine does, in order: "start" a step, "read" a step's tokens."""
+    events, start, device_get = [], engine._runner.start, jax.device_get
+    monkeypatch.setattr(engine._runner, "start", lambda *step: (events.append("start"), start(*step)))
+
+    def get(x):
+        if isinstance(x, jax.Array):  # a step's tokens; check_batch asks for metadata
+            events.append("read")
+        return device_get(x)
+
+    monkeypatch.setattr(jax, "device_get", get)
+    return events
+
+
+class TestSteps:
+    def test_a_step_is_read_once_and_after_the_next_one_was_started(self, golden, engine, events):
+        engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert events == ["start", *["start", "read"] * (NUM_TOKENS - 1), "read"]
+
+    def test_a_stop_token_ends_a_request_one_step_later_and_what_came_after_is_dropped(
+        self, golden, engine, events
+    ):
+        stop = golden.greedy[1][5]
+        (result,) = engine.generate([golden.prompts[1]], max_tokens=NUM_TOKENS, stop_ids=[stop])
+        num_tokens = golden.greedy[1].index(stop) + 1
+        assert result.token_ids == golden.greedy[1][:num_tokens]
+        assert events.count("start") == num_tokens + 1
+        # The step in flight is nobody's; who comes next is not disturbed by it.
+        golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
+
+    def test_a_reading_that_was_interrupted_loses_no_token(self, golden, engine, monkeypatch):
+        stream = engine.stream([golden.prompts[1]], max_tokens=NUM_TOKENS, ignore_eos=True)
+        other = engine.stream([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
+        first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
+
+        def interrupted(x):
+            if not isinstance(x, jax.Array):
+                return device_get(x)
+            monkeypatch.setattr(jax, "device_get", device_get)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(jax, "device_get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(other)
+        assert first + [token.token_id for token in stream] == golden.greedy[1]
+
+    def test_no_step_branches_on_what_the_device_knows(self, engine, golden):
+        engine.generate(golden.prompts[:1], max_tokens=1)
+        for executable in engine.graphs.executables.values():
+            assert " conditional(" not in executable.as_text()
+
+    def test_a_step_is_sent_one_array(self, engine, golden):
+        """Besides it there are the weights, the caches and the tokens of the step before."""
+        engine.generate(golden.prompts[:1], max_tokens=1)
+        weights = len(jax.tree.leaves(nnx.state(engine.model)))
+        for executable in engine.graphs.executables.values():
+            *before, joined, last = jax.tree.leaves(executable.args_info)
+            assert (joined.dtype, last.shape) == (jnp.int32, (engine._runner._max_rows,))
+            assert len(before) == weights + len(jax.tree.leaves(engine._runner._caches))
+
+    @pytest.mark.parametrize("max_num_seqs", [1, 3])
+    def test_no_step_has_a_single_row(self, golden, max_num_seqs):
+        engine = Engine(golden.model, num_blocks=8, max_num_seqs=max_num_seqs)
+        assert min(bucket.max_tokens for bucket in engine.graphs.buckets) > 1
+        golden_ids = engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True)
+        golden.agrees(golden_ids, order=[0])
+
+    def test_nothing_compiles_after_precompile(self):
+        buckets = [
+            Bucket(max_decodes=2, max_blocks=4),
+            Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=32, max_blocks=4),
+        ]
+        engine = Engine(
+            one_layer_model(), num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, buckets=buckets
+        )
+        engine.precompile(progress=False)
+        assert engine.stats.num_compiles == 2
+        with compilations() as compiled:
+            engine.generate([[3, 1, 4], [1] * 33], max_tokens=8)
+            assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
+            for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"min_p": 0.1}):
+                params = [SamplingParams(temperature=0.7, **hot), SamplingParams()]
+                engine.generate([[3, 1, 4], [5]], max_tokens=3, sampling_params=params)
+        assert compiled == []
+
+    def test_metrics_count_from_the_call(self, golden, engine):
+        results = engine.generate(golden.prompts, max_tokens=[1, 2, 3, 4], ignore_eos=True)
+        for count, result in enumerate(results, 1):
+            metrics = result.metrics
+            assert metrics.num_tokens == count
+            assert 0 < metrics.time_to_first_token <= metrics.time_total
+            assert metrics.tokens_per_second == count / metrics.time_total
+
+    def test_no_prompts_no_results(self, engine):
+        assert engine.generate([]) == []
+
+
+def test_streams_that_stop_close_and_preempt_each_other_get_what_a_lone_prompt_gets():
+    model, rng = one_layer_model(), np.random.default_rng(0)
+    roomy, tight = (
+        Engine(model, block_size=size, **one_bucket(4, budget, num_blocks))
+        for size, budget, num_blocks in ((8, 64, 65), (4, 9, 12))
+    )
+    for _ in range(3):
+        prompts = [rng.integers(256, size=rng.integers(1, 21)).tolist() for _ in range(6)]
+        stop_ids = rng.integers(320, size=25).tolist()
+        params = [SamplingParams(temperature=i % 3, top_k=i % 2 * 5, seed=i) for i in range(6)]
+        options = [
+            {"max_tokens": int(rng.integers(1, 21)), "sampling_params": p, "stop_ids": stop_ids}
+            for p in params
+        ]
+        alone = [
+            roomy.generate([prompt], **how)[0].token_ids for prompt, how in zip(prompts, options, strict=True)
+        ]
+        streams = {i: tight.stream([prompts[i]], **options[i]) for i in range(6)}
+        got = {i: [] for i in streams}
+        while streams:
+            i = int(rng.choice(list(streams)))
+            if i == 5 and rng.random() < 0.1:
+                streams.pop(i).close()
+            elif (token := next(streams[i], None)) is not None:
+                got[i].append(token.token_id)
+            else:
+                del streams[i]
+        assert [got[i] for i in range(5)] == alone[:5]
+        assert got[5] == alone[5][: len(got[5])]
+        assert (tight.scheduler.num_unfinished, tight.scheduler.block_manager.num_used) == (0, 0)
+    assert tight.stats.num_preemptions > 0
+
+
+class TestCheckedBatches:
+    """What a broken scheduler would do to the cache."""
+
+    def engine_whose_steps_are(self, golden, change, **options):
+        engine = Engine(golden.model, **one_bucket(4, 160, 65) | options)
+        schedule = engine.scheduler.schedule
+
+        def changed(*drafts):
+            step = schedule(*drafts)
+            return step and dataclasses.replace(step, **change(step))
+
+        engine.scheduler.schedule = changed
+        return engine
+
+    @pytest.mark.parametrize(
+        "table",
+        [
+            lambda tables: tables[:, :1] + 0 * tables,
+            lambda tables: 0 * tables,
+            lambda tables: 65 + 0 * tables,
+        ],
+    )
+    def test_name_the_blocks_before_anything_is_written(self, golden, table):
+        change = lambda step: {"block_tables": table(step.block_tables)}
+        engine = self.engine_whose_steps_are(golden, change)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"(block_table|slot_mapping).* must .*, got"):
+                engine.generate(golden.prompts[3:], max_tokens=1)
+        assert engine.stats.num_steps == 0
+        assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._runner._caches)
+        assert engine.scheduler.num_unfinished == 0
+
+    def test_are_not_looked_at_unless_asked_for(self, golden):
+        change = lambda step: {"block_tables": 9 + 0 * step.block_tables}
+        engine = self.engine_whose_steps_are(golden, change, check_batches=False)
+        engine.generate(golden.prompts[3:], max_tokens=1)
+        assert engine.stats.num_steps == 1
+
+
+class TestFolders:
+    """Engine("DIR"), as vLLM's users type it."""
+
+    @pytest.mark.parametrize("kind", [str, pathlib.Path])
+    def test_are_loaded(self, golden, kind):
+        engine = Engine(kind(GOLDEN / "hf" / "llama"), **one_bucket(4, 160, 65))
+        golden.agrees(engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True), [0])
+
+    def test_that_are_none_are_named(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"meta-llama/Llama-3/config.json does not exist"):
+            Engine("meta-llama/Llama-3")
+
+
+class TestForks:
+    def test_a_request_whose_blocks_are_forked_again_and_again_decodes_what_it_would(self, golden):
+        engine = Engine(golden.model, **one_bucket(4, 160, 65))
+        manager = engine.scheduler.block_manager
+        streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
+        got = [[], []]
+        for n in range(NUM_TOKENS):
+            for ids, stream in zip(got, streams, strict=True):
+                ids.append(next(stream).token_id)
+            if n in (3, 4, 9):
+                for request_id in (0, 1):
+                    manager.fork(request_id, 100 * n + request_id + 1000)
+        assert got == [golden.greedy[1], golden.greedy[2]]
+        assert manager.num_used > 0
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """What an engine says that had other weights from the start, by its implementation."""
+    ask = lambda name: Engine(one_layer_model(seed=1), **one_bucket(2, 16, 9), implementation=name)
+    return {name: ask(name).generate([[3, 1, 4]], max_tokens=6)[0] for name in (None, "reference")}
+
+
+class TestWeights:
+    """Whoever changes the model's weights gets the new ones, however it is done."""
+
+    @pytest.mark.parametrize(
+        ("how", "implementation"),
+        [
+            ("a Variable's value", None),
+            ("nnx.update", "reference"),
+            ("a new Variable", None),
+            ("a new Variable", "reference"),
+            ("update_weights", None),
+        ],
+    )
+    def test_that_are_changed_after_the_engine_was_made_run(self, wanted, how, implementation):
+        model, other = one_layer_model(), one_layer_model(seed=1)
+        want = wanted[implementation]
+        engine = Engine(model, **one_bucket(2, 16, 9), implementation=implementation)
+        (before,) = engine.generate([[3, 1, 4]], max_tokens=6)
+        assert before.token_ids != want.token_ids
+        if how == "a Variable's value":
+            pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True)
+            for (_, mine), (_, theirs) in pairs:
+                mine.set_value(theirs.get_value())
+        elif how == "nnx.update":
+            nnx.update(model, nnx.state(other))
+        elif how == "a new Variable":
+            model.layers = other.layers
+            model.norm, model.lm_head = other.norm, other.lm_head
+            model.embed_tokens.embedding = nnx.Param(other.embed_tokens.embedding[...])
+        else:
+            engine.update_weights(nnx.state(other))
+        (after,) = engine.generate([[3, 1, 4]], max_tokens=6)
+        assert after.token_ids == want.token_ids
+        assert engine.stats.num_compiles == 1
+
+    def test_some_of_them_may_be_given_as_plain_arrays(self):
+        model, other = one_layer_model(), one_layer_model(seed=1)
+        engine = Engine(model, **one_bucket(2, 16, 9))
+        engine.update_weights({"embed_tokens": {"embedding": np.asarray(other.embed_tokens.embedding[...])}})
+        np.testing.assert_array_equal(model.embed_tokens.embedding[...], other.embed_tokens.embedding[...])
+        kernel = engine.update_weights(
+            {"layers": {0: {"mlp": {"gate_up_proj": {"kernel": jnp.zeros((96, 2, 192))}}}}}
+        )
+        assert kernel is None
+        assert not model.layers[0].mlp.gate_up_proj.kernel[...].any()
+
+    def test_stay_where_the_memory_they_came_from_changes(self):
+        model = one_layer_model()
+        device = jax.devices()[0]
+        nnx.update(model, jax.device_put(nnx.state(model), device))  # on a device that is named, or a mesh
+        bytes_ = np.zeros(320 * 96 * 4 + 64, np.uint8)
+        first = -bytes_.ctypes.data % 64  # XLA takes memory that begins there as it is
+        new = bytes_[first : first + 320 * 96 * 4].view(np.float32).reshape(320, 96)
+        new[...] = 1.0
+        Engine(model, **one_bucket(2, 16, 9)).update_weights({"embed_tokens": {"embedding": new}})
+        new[...] = 2.0
+        assert np.asarray(model.embed_tokens.embedding[...]).max() == 1.0
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"norm": {"bias": np.ones(96)}}, r"state must hold only what the model has, got norm.bias\."),
+            (
+                {"norm": {"weight": np.ones(95, np.float32)}},
+                r"norm.weight must have shape \(96,\) .*, got \(95,\)",
+            ),
+            ({"norm": {"weight": np.ones(96, np.float16)}}, r"norm.weight must be float32, got float16\."),
+            ({"norm": {"weight": "x"}}, r"norm.weight must be an array, got 'x'\."),
+            (jnp.ones(3), r"state must be a tree of the model's weights \(nnx.state\(model\)\), got \["),
+        ],
+    )
+    def test_that_do_not_fit_are_named_and_none_is_changed(self, change, message):
+        model = one_layer_model()
+        engine = Engine(model, **one_bucket(2, 16, 9))
+        before = np.asarray(model.embed_tokens.embedding[...])
+        if isinstance(change, dict):
+            change = {"embed_tokens": {"embedding": jnp.zeros((320, 96))}} | change
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(change)
+        np.testing.assert_array_equal(model.embed_tokens.embedding[...], before)
+
+    def test_of_another_structure_in_the_model_are_an_error(self):
+        model = one_layer_model()
+        engine = Engine(model, **one_bucket(2, 16, 9))
+        engine.generate([[3]], max_tokens=1)
+        model.norm.bias = nnx.Param(jnp.zeros(96))
+        with pytest.raises(ValueError, match=r"params must keep the structure .*bias"):
+            engine.generate([[3]], max_tokens=1)
+
+
+class TestCacheSize:
+    def test_default_holds_max_num_seqs_contexts(self, golden):
+        stats = Engine(golden.model, max_num_seqs=3).stats
+        assert (stats.num_blocks, stats.peak_blocks) == (3 * 512 // 16, 0)
+
+    def test_cache_bytes_buy_twice_the_blocks_at_half_the_width(self, golden):
+        per_block = 3 * 2 * 16 * 2 * 32 * 4  # layers, k and v, tokens, heads, head_dim, f32
+        sizes = [
+            Engine(golden.model, cache_bytes=10 * per_block + 1, cache_dtype=dtype).stats.num_blocks
+            for dtype in (None, jnp.bfloat16)
+        ]
+        assert sizes == [10 - 1, 20 - 1]
+
+    def test_the_devices_free_memory_limits_the_default(self, golden, monkeypatch):
+        per_block = 3 * 2 * 16 * 2 * 32 * 4
+        members = {"platform": "cpu", "memory_stats": lambda self: self.stats}
+        device = type("Device", (), members)()
+        device.stats = {"bytes_limit": 30 * per_block, "bytes_in_use": 10 * per_block}
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        assert Engine(golden.model).stats.num_blocks == 16 - 1
+
+    @pytest.mark.parametrize("mesh", [None, make_mesh()], ids=["one device", "a mesh"])
+    @pytest.mark.parametrize(
+        ("sizes", "got"),
+        [
+            ({"num_blocks": 2**40}, f"num_blocks must fit .*; these caches take .*, got {2**40}"),
+            ({"cache_bytes": 2**60}, f"cache_bytes must fit .*, got {2**60}"),
+            ({"block_size": 2**40}, r"num_blocks must fit .*, got 2\."),
+        ],
+    )
+    def test_what_no_memory_holds_is_refused(self, sizes, got, mesh):
+        """Host lists of so many blocks filled the memory, and the process was killed."""
+        with pytest.raises(ValueError, match=got):
+            Engine(load_shapes(GOLDEN / "hf" / "llama", mesh=mesh), **sizes)
+
+    def test_devices_of_a_cpu_share_the_host_s_memory(self):
+        mesh = Mesh(np.array([jax.devices()[0]] * 4).reshape(2, 2), ("tp", "cp"))
+        shapes = load_shapes(GOLDEN / "hf" / "llama", mesh=mesh)
+        assert memory_of_device(shapes) == memory_of_device(None) // 4
+
+
+GOOD = [1, 2, 3]
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("prompts", "options", "message"),
+        [
+            ([GOOD, []], {}, r"prompts\[1\] must have at least one token, got \[\]\."),
+            ([GOOD, ""], {}, r"prompts\[1\] must have at least one token, got ''\."),
+            ([GOOD, [4, 320]], {}, r"prompts\[1\]\[1\] must be in the vocabulary, \[0, 320\), got 320\."),
+            ([GOOD, [-1]], {}, r"prompts\[1\]\[0\] must be in the vocabulary, \[0, 320\), got -1\."),
+            ([GOOD, np.ones(2)], {}, r"prompts\[1\] must be text or a list of token ids, got array\(\[1"),
+            ([GOOD, [1] * 513], {}, r"prompts\[1\] must fit the model's 512 positions, got 513 tokens\."),
+            ("text", {}, r"prompts must be a list of prompts, got 'text'\."),
+            ([GOOD], {"max_tokens": 0}, r"max_tokens must be positive, got 0\."),
+            ([GOOD], {"max_tokens": [1, 2]}, r"max_tokens must have one entry per prompt \(1\), got 2\."),
+            (
+                [GOOD],
+                {"sampling_params": [SamplingParams()] * 3},
+                r"sampling_params must have one entry per prompt \(1\), got 3\.",
+            ),
+        ],
+    )
+    def test_prompts_before_any_of_them_starts(self, engine, prompts, options, message):
+        steps = engine.stats.num_steps
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(ValueError, match=message):
+                call(prompts, **options)
+        assert engine.stats.num_steps == steps
+
+    def test_a_prompt_that_does_not_fit_the_cache(self, golden):
+        engine = Engine(golden.model, **one_bucket(4, 160, 5))
+        message = r"prompts\[1\] and its max_tokens must fit the cache's 64 tokens, got 60 \+ 6 tokens"
+        with pytest.raises(ValueError, match=message):
+            engine.generate([GOOD, [1] * 60], max_tokens=6)
+
+    def test_text_without_a_tokenizer(self):
+        message = r"prompts\[0\] must be token ids \(the model has no tokenizer\.json\), got 'text'\."
+        with pytest.raises(ValueError, match=message):
+            token_ids_of("prompts[0]", "text", tokenizer=None, vocab_size=9)
+
+    def test_a_token_in_the_place_of_a_prompt(self):
+        with pytest.raises(ValueError, match=r"prompts\[0\] must be text or a list of token ids, got 7\."):
+            token_ids_of("prompts[0]", 7, tokenizer=None, vocab_size=9)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"block_size": 0}, r"block_size must be positive, got 0\."),
+            ({"max_num_seqs": 0}, r"max_num_seqs must be positive, got 0\."),
+            ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens must be positive, got 0\."),
+            (
+                {"num_blocks": 9, "cache_bytes": 5},
+                r"cache_bytes must be None with num_blocks=9, got 5\.",
+            ),
+            ({"num_blocks": 1}, r"num_blocks must be at least 2 .*, got 1\."),
+            ({"cache_bytes": 9}, r"cache_bytes must hold two blocks \(49152 bytes\), got 9\."),
+            ({"cache_bytes": 49151}, r"cache_bytes must hold two blocks \(49152 bytes\), got 49151\."),
+            (
+                {"buckets": [Bucket(max_decodes=4, max_blocks=32)], "max_num_seqs": 4},
+                r"the batch must fit one of the buckets .*, got 4\+4/512x32\.",
+            ),
+        ],
+    )
+    def test_settings(self, golden, options, message):
+        with pytest.raises(ValueError, match=message):
+            Engine(golden.model, **options)
+
+    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has it")
+    def test_an_implementation_that_this_machine_lacks(self, golden):
+        with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*cpu"):
+            Engine(golden.model, implementation="mosaic_gpu")
+
+
+def test_an_engine_explains_what_serves_it():
+    engine = Engine(one_layer_model(), max_num_seqs=4, max_num_batched_tokens=64)
+    text = engine.explain()
+    assert engine.stats.num_compiles == 0
+    for bucket in engine.graphs.buckets:
+        rows = f"{bucket.max_decodes}+{bucket.max_prefills}/{bucket.max_prefill_tokens}x{bucket.max_blocks}"
+        (part,) = [part for part in text.split("\n\nbuckets ") if f"{rows}," in part or f"{rows}:" in part]
+        assert ("  decode  " in part) == (bucket.max_decodes > 0)
+        assert ("  prefill  " in part) == (bucket.max_prefills > 0)
+        assert "6/2 heads of 32; float32 queries, NHD float32" in part

@@ -1,0 +1,242 @@
+"""Models in which some layers have a window and others none: each kind has blocks of its own."""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.models import Decoder, DecoderConfig
+from jattn.models.loading import read_config
+from jattn.serving import Engine, SamplingParams
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.kv_cache_groups import CacheGroup, Reach, found_in_all
+from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.scheduler import Scheduler
+from tests.conftest import GOLDEN
+from tests.serving.engine.test_engine_requests import engine_of
+from tests.serving.engine.test_prefix_cache import BLOCK_SIZE, Pool
+from tests.serving.tiny import BYTES, one_layer_model
+
+NEAR = Reach(frozenset({(5, None)}))
+
+
+class TwoKinds(Pool):
+    """Layers that see everything, and others that see what `reach` says, from blocks of their own."""
+
+    def __init__(self, num_blocks, num_near_blocks, seed, reach, **limits):
+        super().__init__(num_blocks, seed, **limits)
+        self.reach, self.near_memory = reach, {}
+        self.near = BlockManager(num_near_blocks, BLOCK_SIZE)
+        old = self.scheduler
+        sizes = {"max_num_seqs": old.max_num_seqs, "max_num_batched_tokens": old.max_num_batched_tokens}
+        self.scheduler = Scheduler(self.manager, reach=reach, near_manager=self.near, **sizes)
+
+    def groups(self, step):
+        first_near = lambda length, count: self.reach.first_visible(length - count)
+        return [
+            *super().groups(step),
+            (self.near_memory, step.near_tables, step.near_copies, first_near),
+        ]
+
+
+@pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
+@pytest.mark.parametrize(("num_blocks", "num_near_blocks"), [(20, 6), (9, 20), (40, 14)])
+def test_random_requests_read_what_they_wrote_in_both_kinds_of_layers(num_blocks, num_near_blocks, layers):
+    pool, next_id = TwoKinds(num_blocks, num_near_blocks, 0, Reach(frozenset(layers))), 0
+    longest, most = 0, (num_blocks - 1) * BLOCK_SIZE
+    for _ in range(500):
+        next_id, length = pool.live(next_id, most_tokens=most)
+        longest = max(longest, length)
+    while pool.step():
+        pass
+    assert (pool.num_done, pool.scheduler.num_unfinished) == (next_id, 0)
+    assert (pool.manager.num_used, pool.near.num_used) == (0, 0)
+    assert longest > (num_near_blocks - 1) * BLOCK_SIZE or num_near_blocks > 9
+    assert pool.scheduler.num_prefix_hit_tokens > 0
+    assert pool.scheduler.num_preemptions > 0 or num_blocks == 40
+
+
+def test_a_beginning_is_found_where_both_kinds_have_what_they_need_of_it():
+    hashes = BlockHashes(4, range(24))
+    far, near = BlockManager(20, 4), BlockManager(20, 4)
+    table, near_table = far.allocate(0, 24), near.allocate(0, 24)
+    for index in range(5):
+        far.publish(0, index, hashes[index])
+    for index in (0, 1, 3, 4, 5):
+        near.publish(0, index, hashes[index])
+    groups = [CacheGroup(far), CacheGroup(near, NEAR)]
+    assert found_in_all(groups, hashes[:]) == [table[:5], (0, 0, 0, *near_table[3:5])]  # 20 sees 15 onward
+    assert found_in_all(groups, hashes[:4]) == [table[:2], near_table[:2]]  # 16 sees 11, which is not there
+    far.unpublish_all()
+    assert found_in_all(groups, hashes[:]) == [(), ()]
+
+
+def test_a_chunk_of_a_prompt_is_given_up_when_it_has_run():
+    scheduler = Scheduler(
+        BlockManager(20, 4), reach=NEAR, near_manager=BlockManager(9, 4), max_num_batched_tokens=16
+    )
+    scheduler.add(0, 48, 1)
+    used = []
+    while (step := scheduler.schedule()) is not None:
+        assert scheduler.near_manager.num_used <= -(-(NEAR.span + 16) // 4) + 1
+        scheduler.complete(step, [0] if all(step.samples) else [])
+        used.append((scheduler.block_manager.num_used, scheduler.near_manager.num_used))
+    assert used == [(4, 2), (8, 2), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reach": None}, r"reach must say how far the layers of near_manager look, got None\."),
+        ({"near_manager": BlockManager(9, 8)}, r"near_manager\.block_size must be the .* \(4\), got 8\."),
+    ],
+)
+def test_blocks_of_other_sizes_or_without_a_reach_are_refused(arguments, message):
+    given = {"reach": NEAR, "near_manager": BlockManager(9, 4)} | arguments
+    with pytest.raises(ValueError, match=message):
+        Scheduler(BlockManager(9, 4), **given)
+
+
+WINDOW = 24
+TWO = ("sliding_attention", "full_attention")
+KINDS = ("sliding_attention", "sliding_attention", "full_attention")
+
+
+@functools.cache
+def gemma3(kinds=KINDS):
+    """Random parameters, layers of these kinds; nothing ends a text."""
+    hf = read_config(GOLDEN / "hf" / "gemma3").to_hf()
+    change = {"layer_types": [*kinds], "num_hidden_layers": len(kinds), "eos_token_id": None}
+    model = Decoder(DecoderConfig.from_hf(hf | change), rngs=nnx.Rngs(0))
+    model.tokenizer = BYTES
+    return model
+
+
+def prompts():
+    draw = random.Random(1)
+    shared = draw.choices(range(320), k=60)
+    return [shared[: 20 * i] + draw.choices(range(320), k=40 + i) for i in range(4)]
+
+
+PARAMS = [SamplingParams(max_tokens=30, temperature=i % 2, seed=i, n=1 + i % 2) for i in range(4)]
+
+
+def token_ids(results):
+    return [[one.token_ids for one in result.outputs] for result in results]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def poisoned(caches, owned):
+    """Each layer's cache, NaN in the blocks that nobody owns."""
+    keep = lambda of: lambda array: jnp.where(of.reshape(-1, 1, 1, 1), array, jnp.nan)
+    return tuple(jax.tree.map(keep(of), cache) for cache, of in zip(caches, owned, strict=True))
+
+
+@pytest.fixture(scope="module")
+def want():
+    """What the prompts become where all layers share their blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "near_layers", ())
+        engine = engine_of(model=gemma3(TWO), enable_prefix_caching=False)
+        assert engine.scheduler.near_manager is None
+        return token_ids(engine.generate(prompts(), PARAMS))
+
+
+class TestEngine:
+    @pytest.mark.kernels
+    def test_tokens_are_those_of_layers_that_share_their_blocks(self, want):
+        engine = engine_of(num_blocks=27, budget=32, model=gemma3(TWO), max_blocks=64)
+        near = engine.scheduler.near_manager
+        near_blocks = [cache.k.shape[0] for cache in engine._runner._caches]
+        assert near_blocks == [near.num_blocks, 27] == [25, 27]
+        for _ in range(2):
+            assert token_ids(engine.generate(prompts(), PARAMS)) == want
+        stats = engine.stats
+        assert min(stats.num_prefix_hit_tokens, stats.num_forked_tokens, stats.num_preemptions) > 0
+        assert (stats.num_used_blocks, near.num_used) == (0, 0)
+        assert stats.num_compiles == 1
+
+    @pytest.mark.kernels
+    def test_what_was_given_up_is_never_read(self, want):
+        """All that nobody owns, the null block too, is NaN in every step, in both kinds of layers."""
+        engine = engine_of(num_blocks=60, model=gemma3(TWO), enable_prefix_caching=False, max_blocks=64)
+        names = [engine.add_request(*each) for each in zip(prompts(), PARAMS, strict=True)]
+        scheduler, runner, ids = engine.scheduler, engine._runner, {}
+        managers = [scheduler.near_manager, scheduler.block_manager]
+        while engine.has_unfinished_requests():
+            owned = [np.array([m.ref_count(b) > 0 for b in range(m.num_blocks)]) for m in managers]
+            runner._caches = poisoned(runner._caches, owned)
+            for output in engine.step():
+                ids.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
+        got = [[ids[name, i] for i in range(one.n)] for name, one in zip(names, PARAMS, strict=True)]
+        assert got == want
+
+    @pytest.mark.kernels
+    @pytest.mark.parametrize("speculative", ["ngram", one_layer_model])
+    def test_drafts_are_verified_in_both_kinds_of_layers(self, want, speculative):
+        speculative = speculative if isinstance(speculative, str) else speculative()
+        sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 65}
+        engine = Engine(gemma3(TWO), speculative=speculative, check_batches=True, **sizes)
+        engine._speculation._draft_cost = 0.0  # as a draft is small beside a real model
+        assert token_ids(engine.generate(prompts(), PARAMS)) == want
+        assert engine.stats.num_drafts > 0
+
+    @pytest.mark.kernels
+    def test_nothing_compiles_after_precompile(self):
+        engine = engine_of(num_blocks=30, model=gemma3(TWO), max_blocks=64)
+        engine.precompile(progress=False)
+        compiles = []
+        listen = lambda name, *_, **__: compiles.append(name) if "backend_compile" in name else None
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=0))
+        assert engine.stats.num_forked_tokens == 2
+        assert compiles == []
+
+
+class TestMemory:
+    SIZES = {"block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 32}  # noqa: RUF012
+    # Of two requests: a window of 24 and what it straddles, 5 blocks, and 32 new tokens in a step, 4 more.
+    NEAR = 2 * 5 + 4 + 1
+
+    def test_layers_with_a_window_hold_windows_and_the_others_contexts(self):
+        engine = Engine(gemma3(), **self.SIZES)
+        assert [cache.k.shape[0] for cache in engine._runner._caches] == [self.NEAR, self.NEAR, 129]
+        assert engine.scheduler.near_manager.num_blocks == self.NEAR
+
+    def test_memory_of_the_cache_buys_more_blocks_and_is_not_exceeded(self, monkeypatch):
+        num_bytes = lambda engine: sum(x.nbytes for x in jax.tree.leaves(engine._runner._caches))
+        in_one = gemma3().cache_specs(1, block_size=8)[0].bytes_per_block
+        budget = 3 * 43 * in_one + 17
+        engine = Engine(gemma3(), cache_bytes=budget, **self.SIZES)
+        assert num_bytes(engine) == (2 * self.NEAR + 99) * in_one == budget - 17
+        monkeypatch.setattr(Decoder, "near_layers", ())
+        assert Engine(gemma3(), cache_bytes=budget, **self.SIZES).stats.num_blocks == 42
+
+    @pytest.mark.parametrize("num_blocks", [2, 14, 15, 16])
+    def test_a_small_cache_is_small_in_all_layers(self, num_blocks):
+        engine = Engine(gemma3(), num_blocks=num_blocks, **self.SIZES)
+        near = min(num_blocks, self.NEAR)
+        assert [cache.k.shape[0] for cache in engine._runner._caches] == [near, near, num_blocks]
+        assert engine.scheduler.capacity_tokens == 8 * (num_blocks - 1)
+        budget = gemma3().cache_specs(num_blocks, block_size=8)[0].num_bytes * 3
+        if num_blocks <= self.NEAR:
+            assert Engine(gemma3(), cache_bytes=budget, **self.SIZES).stats.num_blocks == num_blocks - 1
+
+    @pytest.mark.kernels
+    def test_requests_that_fill_the_steps_never_wait_for_blocks_of_windows(self):
+        engine = Engine(gemma3(TWO), **self.SIZES)
+        engine.generate([[*range(100)], [*range(5, 88)], [*range(64)]], max_tokens=20)
+        assert engine.stats.num_preemptions == 0
+        assert 0 < engine.scheduler.near_manager.peak_used <= self.NEAR - 1
+
+
+def test_caches_have_one_number_of_blocks_or_one_a_layer():
+    specs = gemma3().cache_specs([5, 5, 9])
+    assert [spec.num_blocks for spec in specs] == [5, 5, 9]
+    assert [cache.k.shape[0] for cache in gemma3().create_caches([5, 6, 9])] == [5, 6, 9]
+    with pytest.raises(ValueError, match=r"num_blocks must have one entry per layer \(3\), got 2\."):
+        gemma3().cache_specs([5, 9])

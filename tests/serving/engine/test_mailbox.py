@@ -1,0 +1,94 @@
+"""An event loop's readers get what is theirs soon, and leave the engine's thread its time."""
+
+import asyncio
+import time
+
+from jattn.serving.engine.mailbox import PARTS, Mailbox, Reader
+from jattn.serving.engine.outputs import RequestError, RequestOutput
+
+BUSY = 0.05  # seconds of a processor
+
+
+def token(number):
+    return RequestOutput(request_id=0, index=0, new_token_ids=[number], new_text=str(number))
+
+
+def spin(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+async def reads(reader, outputs, seconds):
+    while True:
+        outputs.append((await reader.get()).new_token_ids)
+        spin(seconds)
+
+
+def read(work, *, seconds):
+    """What readers got while `work` posted: their outputs, each of which takes so long to read."""
+
+    async def main():
+        mailbox, readers, outputs = Mailbox(asyncio.get_running_loop()), [Reader(1), Reader(1)], ([], [])
+        tasks = [asyncio.create_task(reads(*pair, seconds)) for pair in zip(readers, outputs, strict=True)]
+        await asyncio.sleep(0)
+        await work(mailbox, *readers, *outputs)
+        done, _ = await asyncio.wait(tasks, timeout=0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return outputs, [type(task.exception()) for task in done]
+
+    return asyncio.run(main())
+
+
+async def settled(seconds=0.0):
+    await asyncio.sleep(seconds)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_readers_that_are_quick_get_every_step_s_tokens():
+    async def work(mailbox, one, other, *outputs):
+        for number in range(5):
+            mailbox.post([(one, token(number)), (other, token(number))])
+            await settled(0.005)
+
+    outputs, _ = read(work, seconds=0.0)
+    assert outputs == ([[0], [1], [2], [3], [4]],) * 2
+
+
+def test_readers_that_take_their_part_of_the_time_get_what_came_meanwhile_together():
+    async def work(mailbox, one, other, *outputs):
+        for number in range(4):
+            mailbox.post([(one, token(number))])
+            await settled()
+        assert outputs[0] == [[0]]
+        await settled(PARTS * BUSY)
+
+    outputs, _ = read(work, seconds=BUSY)
+    assert outputs == ([[0], [1, 2, 3]], [])
+
+
+def test_a_first_token_waits_for_nobody():
+    async def work(mailbox, one, other, *outputs):
+        mailbox.post([(one, token(0))])
+        await settled()
+        mailbox.post([(one, token(1)), (other, token(5))])
+        await asyncio.sleep(0)  # it is taken
+        assert (other.has_news, bool(outputs[1])) == (True, False)
+        await asyncio.sleep(0)
+        assert outputs[1] == [[5]]
+
+    read(work, seconds=BUSY)
+
+
+def test_an_error_comes_at_once_behind_what_came_before_it():
+    async def work(mailbox, one, other, *outputs):
+        for news in (token(0), token(1), RuntimeError("it fell")):
+            mailbox.post([(one, news)])
+            await settled()
+
+    outputs, errors = read(work, seconds=BUSY)
+    assert outputs == ([[0], [1]], [])
+    assert errors == [RequestError]

@@ -1,0 +1,277 @@
+"""Completions of one prompt: it is computed once, and they share its blocks until they write into them."""
+
+import random
+
+import jax.numpy as jnp
+import pytest
+
+import jattn
+from jattn.cache import block_copy
+from jattn.serving import SamplingParams
+from jattn.serving.engine.block_copies import BlockCopies
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.scheduler import Scheduler
+from tests.assertions import compilations, copies_of
+from tests.serving.engine.test_engine_requests import drained, engine_of
+from tests.serving.engine.test_prefix_cache import Pool
+
+BLOCK_SIZE = 4
+HOT = {"temperature": 1.5, "max_tokens": 7}
+
+
+def scheduler_of(num_blocks=40, **limits):
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | limits
+    return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), **limits)
+
+
+def add_completions(scheduler, count, num_prompt_tokens, max_tokens=9, first=0):
+    scheduler.add(first, num_prompt_tokens, max_tokens)
+    for child in range(first + 1, first + count):
+        scheduler.add(child, num_prompt_tokens, max_tokens, parent_id=first)
+
+
+def rows(step):
+    return dict(zip(step.request_ids, step.query_lens, strict=True))
+
+
+class TestScheduler:
+    @pytest.mark.parametrize("budget", [64, 5, 3])
+    def test_a_prompt_is_computed_once_and_each_other_completion_computes_its_last_token(self, budget):
+        scheduler = scheduler_of(max_num_batched_tokens=budget)
+        add_completions(scheduler, 3, 10)
+        computed = {0: 0, 1: 0, 2: 0}
+        while scheduler.num_running < 3 or scheduler.num_waiting:
+            step = scheduler.schedule()
+            for request, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
+                computed[request] += count
+                assert samples == (computed[request] >= (10 if request == 0 else 1))
+            scheduler.complete(step)
+        assert (computed[1], computed[2]) == (1, 1)
+        assert scheduler.num_forked_tokens == 2 * 9
+
+    def test_the_last_block_is_copied_for_all_but_one_and_full_ones_are_shared(self):
+        scheduler = scheduler_of()
+        add_completions(scheduler, 3, 10)
+        scheduler.complete(scheduler.schedule())
+        (source,) = scheduler.block_manager.block_table(0)[2:]
+        assert scheduler.block_manager.num_used == 3
+        step = scheduler.schedule()
+        assert (rows(step), step.num_decodes) == ({0: 1, 1: 1, 2: 1}, 3)
+        tables = [list(table) for table in step.block_tables]
+        assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+        assert len({table[2] for table in tables}) == 3
+        assert sorted(pair[0] for pair in step.block_copies) == [source, source]
+        assert scheduler.block_manager.num_used == 5
+        scheduler.complete(step)
+        assert scheduler.schedule().block_copies == ()
+
+    def test_a_prompt_that_fills_its_blocks_is_copied_too_since_its_last_token_is_computed_again(self):
+        scheduler = scheduler_of()
+        add_completions(scheduler, 2, 8)
+        scheduler.complete(scheduler.schedule())
+        step = scheduler.schedule()
+        assert [list(table)[:1] for table in step.block_tables] == [[1], [1]]
+        assert len(step.block_copies) == 1
+
+    def test_a_last_token_alone_in_its_block_needs_no_copy(self):
+        scheduler = scheduler_of()
+        add_completions(scheduler, 2, 9)
+        scheduler.complete(scheduler.schedule())
+        assert scheduler.schedule().block_copies == ()
+
+    def test_prompts_of_one_token_share_nothing(self):
+        scheduler = scheduler_of()
+        add_completions(scheduler, 2, 1)
+        scheduler.complete(scheduler.schedule())
+        step = scheduler.schedule()
+        assert (rows(step), step.block_copies, scheduler.num_forked_tokens) == ({0: 1, 1: 1}, (), 0)
+
+    def test_others_are_admitted_while_a_prompt_is_computed_that_completions_wait_for(self):
+        scheduler = scheduler_of(max_num_batched_tokens=6)
+        add_completions(scheduler, 3, 4)
+        scheduler.add(9, 2, 3)
+        step = scheduler.schedule()
+        assert rows(step) == {0: 4, 9: 2}
+        scheduler.complete(step)
+        assert rows(scheduler.schedule()) == {0: 1, 1: 1, 2: 1, 9: 1}
+
+    def test_shared_blocks_outlive_the_completion_that_computed_them(self):
+        scheduler = scheduler_of(max_num_seqs=1)
+        add_completions(scheduler, 2, 10, max_tokens=1)
+        step = scheduler.schedule()
+        scheduler.complete(step, finished=[0])
+        assert (scheduler.num_waiting, scheduler.block_manager.num_used) == (1, 3)
+        step = scheduler.schedule()
+        assert (rows(step), step.block_copies) == ({1: 1}, ())  # nobody else has the block now
+        scheduler.complete(step, finished=[1])
+        assert scheduler.block_manager.num_used == 0
+
+    def test_blocks_of_completions_that_wait_are_taken_before_anybody_older_goes_without(self):
+        scheduler = scheduler_of(5, max_num_seqs=1)  # 4 blocks
+        add_completions(scheduler, 2, 7, max_tokens=9)
+        scheduler.complete(scheduler.schedule())
+        for _ in range(8):  # completion 0 grows to all 4 blocks, though 1 shares two and has it copy one
+            step = scheduler.schedule()
+            assert rows(step) == {0: 1}
+            scheduler.complete(step)
+        assert (scheduler.num_preemptions, scheduler.block_manager.num_free) == (1, 0)
+        scheduler.abort(0)
+        assert rows(scheduler.schedule()) == {1: 7}
+
+    def test_the_latest_gives_way_where_all_wait_for_each_others_blocks(self):
+        scheduler = scheduler_of(4, max_num_seqs=2)  # 3 blocks
+        add_completions(scheduler, 3, 6, max_tokens=2)
+        scheduler.add(9, 4, 5)
+        step = scheduler.schedule()
+        assert rows(step) == {0: 6, 9: 4}
+        scheduler.complete(step, finished=[0])  # 1 and 2 share two blocks, 9 has one and needs another
+        step = scheduler.schedule()
+        assert step.preempted == (9,)
+        assert rows(step) == {1: 1, 2: 1}
+        scheduler.complete(step)
+
+    @pytest.mark.parametrize("dropped", [0, 1])
+    def test_a_completion_that_is_dropped_before_the_prompt_is_computed_leaves_the_others_theirs(
+        self, dropped
+    ):
+        scheduler = scheduler_of(max_num_batched_tokens=4)
+        add_completions(scheduler, 3, 10)
+        scheduler.complete(scheduler.schedule())
+        scheduler.abort(dropped)
+        computed = {0: 0, 1: 0, 2: 0}
+        for _ in range(6):
+            step = scheduler.schedule()
+            for request, count in rows(step).items():
+                computed[request] += count
+            scheduler.complete(step)
+        heir = {0: 1, 1: 0}[dropped]
+        assert computed[dropped] == 0
+        assert scheduler.num_forked_tokens == 9
+        for request in (heir, 2):
+            scheduler.abort(request)
+        assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (lambda s: s.add(7, 10, 1, parent_id=5), r"parent_id must wait or run, got 5\."),
+            (
+                lambda s: s.add(7, 9, 1, parent_id=0),
+                r"num_prompt_tokens must be its parent's \(10\), got 9\.",
+            ),
+            (
+                lambda s: (s.complete(s.schedule()), s.add(7, 10, 1, parent_id=0)),
+                r"parent_id must name a request whose prompt is not computed yet, got 0\.",
+            ),
+        ],
+    )
+    def test_refuses(self, wrong, message):
+        scheduler = scheduler_of()
+        scheduler.add(0, 10, 1)
+        with pytest.raises(ValueError, match=message):
+            wrong(scheduler)
+        assert scheduler.num_unfinished == 1
+
+
+def test_a_completion_that_waits_alone_with_its_blocks_gives_them_to_an_older_request():
+    scheduler = scheduler_of(num_blocks=5, turning_length=12)
+    scheduler.add(0, 8, 9)
+    add_completions(scheduler, 2, 5, max_tokens=1, first=1)
+    step = scheduler.schedule()
+    assert rows(step) == {0: 8, 1: 5}
+    scheduler.complete(step, [1])
+    order = []
+    while (step := scheduler.schedule()) is not None:
+        order.append(rows(step))
+        scheduler.complete(step, [one for one in step.request_ids if one == 2 or step.seq_lens[0] == 16])
+    # With 13 tokens request 0 is computed again, and wants all blocks, of which request 2 has one.
+    assert order == [{0: 1}] * 4 + [{0: 13}] + [{0: 1}] * 3 + [{2: 5}]
+    assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
+
+
+@pytest.mark.parametrize(("seed", "num_blocks"), [(0, 10), (1, 14), (2, 40)])
+def test_random_completions_read_what_their_prompt_left_and_leak_nothing(seed, num_blocks):
+    pool, next_id = Pool(num_blocks, seed), 0
+    draw = pool.random
+    for _ in range(1500):
+        what = draw.random()
+        if what < 0.2 and len(pool.tokens) < 9:
+            tokens = [draw.randrange(2) for _ in range(draw.randint(1, 20))]
+            room = (num_blocks - 1) * BLOCK_SIZE - len(tokens) + 1
+            max_tokens, parent = draw.randint(1, min(9, room)), None
+            is_found = draw.random() < 0.5
+            for _ in range(draw.choice([1, 2, 4])):
+                pool.add(next_id, tokens, max_tokens, parent=parent, is_found=is_found)
+                parent = next_id if parent is None else parent
+                next_id += 1
+        elif what < 0.25 and pool.tokens:
+            pool.abort(draw.choice(list(pool.tokens)))
+        elif what < 0.26:
+            pool.update_weights()
+        else:
+            pool.step()
+    while pool.step():
+        pass
+    assert (pool.num_done, pool.scheduler.num_unfinished, pool.manager.num_used) == (next_id, 0, 0)
+    assert pool.scheduler.num_forked_tokens > next_id
+    assert pool.scheduler.num_preemptions > 0 or num_blocks > 14
+
+
+class TestEngine:
+    @pytest.mark.parametrize("enable_prefix_caching", [True, False])
+    def test_completions_are_those_of_their_seeds_and_the_prompt_is_computed_once(
+        self, enable_prefix_caching
+    ):
+        engine = engine_of(enable_prefix_caching=enable_prefix_caching, budget=16)
+        prompt = random.Random(0).choices(range(320), k=43)
+        (result,) = engine.generate([prompt], SamplingParams(seed=10, n=4, **HOT))
+        stats = engine.stats
+        assert stats.num_forked_tokens == 3 * 42
+        assert stats.num_steps == 3 + 7  # the prompt in three chunks; the others begin a step later
+        # 5 blocks of 8 are shared; the others' last two are needed when the first one has ended.
+        assert stats.peak_blocks == 5 + 3 * 2
+        alone = engine_of(enable_prefix_caching=False)
+        want = [alone.generate([prompt], SamplingParams(seed=10 + i, **HOT))[0] for i in range(4)]
+        assert [one.token_ids for one in result.outputs] == [one.token_ids for one in want]
+        assert len({tuple(one.token_ids) for one in want}) == 4
+
+    @pytest.mark.kernels
+    def test_completions_of_several_requests_under_preemption(self):
+        crowded, alone = engine_of(num_blocks=9, budget=11), engine_of()
+        prompts = [random.Random(i).choices(range(320), k=15 + i) for i in range(4)]
+        params = [SamplingParams(seed=i, n=3, prompt_logprobs=1 if i == 1 else None, **HOT) for i in range(4)]
+        results = crowded.generate(prompts, params)
+        assert crowded.stats.num_preemptions > 0
+        for got, want in zip(results, alone.generate(prompts, params), strict=True):
+            assert [one.token_ids for one in got.outputs] == [one.token_ids for one in want.outputs]
+        for one in results[1].outputs:
+            assert [place and next(iter(place)) for place in one.prompt_logprobs] == [None, *prompts[1][1:]]
+        assert results[0].outputs[2].prompt_logprobs is None
+        assert crowded.stats.num_used_blocks == 0
+
+    def test_the_copy_is_made_in_the_caches_that_are_given_up(self):
+        engine = engine_of()
+        engine.add_request(list(range(13)), SamplingParams(seed=0, n=2, **HOT))
+        engine.step()
+        before = engine._runner._caches
+        pointers = [layer.k.unsafe_buffer_pointer() for layer in before]
+        engine.step()
+        assert all(layer.k.is_deleted() and layer.v.is_deleted() for layer in before)
+        assert [layer.k.unsafe_buffer_pointer() for layer in engine._runner._caches] == pointers
+        arrays = [block_copy.block_arrays(layer) for layer in engine._runner._caches]
+        program = block_copy._copy_blocks.lower(arrays, block_copy.padded_pairs([(1, 2)])).compile()
+        assert copies_of(program, arrays[0]["k"]) == []
+        drained(engine)
+
+    def test_nothing_compiles_after_precompile(self):
+        engine = engine_of()
+        engine.precompile(progress=False)
+        params = SamplingParams(seed=0, n=3, **HOT)
+        with compilations() as compiled:
+            engine.generate([list(range(13)), list(range(50, 63))], params)
+        assert (engine.stats.num_forked_tokens, compiled) == (4 * 12, [])
+
+    def test_more_copies_than_sizes_are_made_all_the_same(self):
+        cache = jattn.PagedCache(k=jnp.arange(40.0).reshape(10, 4, 1, 1), v=jnp.zeros((10, 4, 1, 1)))
+        copied = BlockCopies(1)((cache,), [(1, 7), (2, 8), (3, 9)])
+        assert copied[0].k[7:, 0, 0, 0].tolist() == [4.0, 8.0, 12.0]

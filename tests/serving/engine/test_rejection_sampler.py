@@ -1,0 +1,194 @@
+"""Drafts change when tokens come, never which: against a loop that picks one token after the other."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.serving.engine.logits_processors import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.logprobs import logprobs_of
+from jattn.serving.engine.rejection_sampler import rejection_sample
+from jattn.serving.engine.sampler import build_sampling_metadata, sample
+from jattn.serving.engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.kernels
+VOCAB, K = 7, 3
+TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB)).astype(np.float32)
+sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjusted)
+
+
+def adjustments_of(params, outputs, rows=1):
+    requests = [
+        Adjusted(one, [1, 2], ids, [4] if one.min_tokens else [], num_generated=len(ids), pending_row=-1)
+        for one, ids in zip(params, outputs, strict=True)
+    ]
+    sizes = {"num_rows": rows, "vocab_size": VOCAB}
+    return build_adjustments(requests, jnp.zeros(1, jnp.int32), **sizes)
+
+
+def one_by_one(params, last, outputs, count):
+    """A request's next tokens, as steps of one token pick them."""
+    outputs = list(outputs)
+    for _ in range(count):
+        logits, generated = jnp.asarray(TABLE[[last]]), np.array([len(outputs)], np.int32)
+        by = adjustments_of([params], [outputs])
+        logits = logits if by is None else adjusted_jit(logits, by, generated)
+        last = int(sample_jit(logits, build_sampling_metadata([params]), generated)[0])
+        outputs.append(last)
+    return outputs[-count:]
+
+
+def verified(params, lasts, outputs, drafts, num_drafts=None, **options):
+    ids = np.concatenate([np.reshape(lasts, (-1, 1)), drafts], axis=1).reshape(-1).astype(np.int32)
+    generated = np.array([len(one) for one in outputs], np.int32)
+    by = adjustments_of(params, outputs, len(params))
+    drafted = ids, np.full(len(params), np.shape(drafts)[1] if num_drafts is None else num_drafts, np.int32)
+    rows = build_sampling_metadata(params), generated, by
+    return rejection_sample(jnp.asarray(TABLE[ids]), *drafted, *rows, **options)
+
+
+some_values = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        "top_k": st.sampled_from([None, 2, 3]),
+        "top_p": st.sampled_from([0.8, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.1]),
+        "seed": st.integers(0, 2**32 - 1),
+        "presence_penalty": st.sampled_from([0.0, 0.9]),
+        "frequency_penalty": st.sampled_from([0.0, -0.7]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "logit_bias": st.sampled_from([None, {3: 2.0}]),
+        "min_tokens": st.sampled_from([0, 3]),
+    }
+)
+tokens = st.integers(0, VOCAB - 1)
+
+
+@hypothesis.given(st.data())
+@pytest.mark.kernels
+def test_what_stays_and_one_more_are_the_tokens_that_steps_without_drafts_pick(data):
+    values = data.draw(st.lists(some_values, min_size=2, max_size=2))
+    params = [SamplingParams(**one) for one in values]
+    outputs = [data.draw(st.lists(tokens, max_size=3)) for _ in params]
+    lasts = [data.draw(tokens) for _ in params]
+    want = [one_by_one(*row, K + 1) for row in zip(params, lasts, outputs, strict=True)]
+    num_right = [data.draw(st.integers(0, K)) for _ in params]
+    drafts = [ids[:n] + data.draw(st.lists(tokens, min_size=K - n, max_size=K - n))
+              for ids, n in zip(want, num_right, strict=True)]  # fmt: skip
+    got = verified(params, lasts, outputs, drafts)
+    for row, right in enumerate(num_right):
+        accepted = int(got.num_accepted[row])
+        agree = [a == b for a, b in zip(want[row], drafts[row], strict=False)]
+        assert accepted == ([*agree, False]).index(False) >= right
+        assert got.tokens[row, : accepted + 1].tolist() == want[row][: accepted + 1]
+
+
+def test_greedy_rows_accept_what_argmax_says_and_nothing_behind_a_wrong_draft():
+    argmax = TABLE.argmax(axis=1)
+    chain = [int(argmax[0])]
+    for _ in range(K):
+        chain.append(int(argmax[chain[-1]]))
+    wrong = (chain[1] + 1) % VOCAB
+    drafts = [chain[:K], [chain[0], wrong, chain[2]], [(chain[0] + 1) % VOCAB, chain[1], chain[2]]]
+    got = verified([SamplingParams()] * 3, [0] * 3, [[]] * 3, drafts)
+    assert got.num_accepted.tolist() == [3, 1, 0]
+    assert got.tokens[0].tolist() == chain
+    assert got.tokens[1, :2].tolist() == chain[:2]
+    assert got.tokens[2, 0] == chain[0]
+    assert got.logprobs is None
+
+
+def test_what_pads_a_row_never_stays():
+    argmax = TABLE.argmax(axis=1)
+    chain = [0]
+    for _ in range(K):
+        chain.append(int(argmax[chain[-1]]))
+    for count in range(K + 1):
+        got = verified([SamplingParams()], [0], [[]], [chain[1:]], num_drafts=count)
+        assert got.num_accepted.tolist() == [count]
+
+
+# 99.9th percentile of chi-square by degrees of freedom: of one token, of a pair of tokens.
+LIMIT = {VOCAB - 1: 22.46, VOCAB**2 - 1: 84.04}
+NUM_DRAWS = 4000
+softmax = lambda z: np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
+
+
+def pairs_drawn(drafts_of, accepts=None):
+    """The first two tokens of NUM_DRAWS requests behind token 0, drafted by `drafts_of` (their seeds)."""
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(NUM_DRAWS)]
+    drafts = np.asarray(drafts_of(np.arange(NUM_DRAWS)))
+    first = verified(params, [0] * NUM_DRAWS, [[]] * NUM_DRAWS, drafts[:, None])
+    num_accepted = np.asarray(first.num_accepted) if accepts is None else accepts(first, drafts)
+    tokens = np.asarray(first.tokens)
+    kept = np.where(num_accepted > 0, drafts, tokens[:, 0])
+    next_steps = verified(params, kept, [[0]] * NUM_DRAWS, np.zeros((NUM_DRAWS, 1), np.int32))
+    second = np.where(num_accepted > 0, tokens[:, 1], np.asarray(next_steps.tokens)[:, 0])
+    return kept, second, num_accepted
+
+
+def chi_square(got, probs):
+    want = probs.reshape(-1) * NUM_DRAWS
+    count = np.bincount(got, minlength=want.size)
+    return ((count - want) ** 2 / want).sum()
+
+
+def drawn_from(probs, seeds):
+    rng = np.random.default_rng(3)
+    return rng.choice(VOCAB, size=len(seeds), p=probs)
+
+
+TARGET = softmax(TABLE[0].astype(np.float64))
+PAIRS = TARGET[:, None] * softmax(TABLE.astype(np.float64))
+DRAFTERS = {
+    "always the likeliest": lambda seeds: np.full(len(seeds), TARGET.argmax()),
+    "always the unlikeliest": lambda seeds: np.full(len(seeds), TARGET.argmin()),
+    "as the model draws": functools.partial(drawn_from, TARGET),
+    "evenly": functools.partial(drawn_from, np.full(VOCAB, 1 / VOCAB)),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_have_the_models_distribution_whoever_drafts(drafter):
+    first, second, num_accepted = pairs_drawn(DRAFTERS[drafter])
+    assert chi_square(first, TARGET) < LIMIT[VOCAB - 1]
+    assert chi_square(first * VOCAB + second, PAIRS) < LIMIT[VOCAB**2 - 1]
+    assert 0 < num_accepted.mean() < 1
+
+
+def test_one_draft_stays_as_often_as_the_model_picks_it():
+    _, _, num_accepted = pairs_drawn(DRAFTERS["always the likeliest"])
+    error = abs(num_accepted.mean() - TARGET.max())
+    assert error < 4 * np.sqrt(TARGET.max() * (1 - TARGET.max()) / NUM_DRAWS)
+
+
+def test_the_frequency_test_tells_a_sampler_that_accepts_too_much():
+    every_other = lambda first, drafts: np.maximum(np.asarray(first.num_accepted), np.arange(NUM_DRAWS) % 2)
+    first, _, _ = pairs_drawn(DRAFTERS["evenly"], every_other)
+    assert chi_square(first, TARGET) > LIMIT[VOCAB - 1]
+
+
+def test_log_probabilities_are_those_of_each_place():
+    drafts = [[3, 1, 2], [0, 0, 5]]
+    got = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
+    ids = np.array([0, 3, 1, 2, 4, 0, 0, 5])
+    want = logprobs_of(jnp.asarray(TABLE[ids]), got.tokens.reshape(-1), 2)
+    for one, other in zip(got.logprobs, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert got.logprobs.chosen.shape == (8,)
+
+
+def test_other_values_are_not_traced_again(traced_once):
+    run = lambda *arguments: rejection_sample.__wrapped__(*arguments)
+    rows = lambda seed: (
+        jnp.asarray(np.random.default_rng(seed).normal(size=(8, VOCAB)).astype(np.float32)),
+        jnp.full(8, seed, jnp.int32),
+        jnp.full(2, seed, jnp.int32),
+        build_sampling_metadata([SamplingParams(temperature=1.0 + seed, seed=seed)] * 2),
+        jnp.full(2, seed, jnp.int32),
+    )
+    traced_once(run, rows(1), rows(2))

@@ -1,0 +1,180 @@
+"""Models whose layers all have a window give up what they will not see again."""
+
+import random
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.serving import SamplingParams
+from jattn.serving.engine.block_manager import BlockManager
+from jattn.serving.engine.kv_cache_groups import Reach, found_within, reach_of
+from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.scheduler import Scheduler
+from tests.serving.engine.test_engine_requests import drained, engine_of
+from tests.serving.engine.test_prefix_cache import BLOCK_SIZE, Pool
+from tests.serving.tiny import one_layer_model
+
+WINDOW = 24
+SLIDING = one_layer_model(sliding_window=WINDOW)
+
+
+def seen_by(position, left, chunk_size):
+    in_window = range(0 if left is None else max(position - left, 0), position + 1)
+    return [p for p in in_window if chunk_size is None or p // chunk_size == position // chunk_size]
+
+
+@pytest.mark.parametrize(
+    "layers", [[(0, None)], [(5, None)], [(None, 4)], [(6, 4)], [(2, 8), (3, None)], [(3, None), (None, 6)]]
+)
+def test_the_first_visible_position_is_what_some_layer_sees_from_there_on(layers):
+    reach = Reach(frozenset(layers))
+    for position in range(30):
+        later = [seen_by(p, *layer)[0] for p in range(position, 40) for layer in layers]
+        assert reach.first_visible(position) == min(later)
+    assert reach.span == max(p - reach.first_visible(p) for p in range(30))
+
+
+class Layers(nnx.Module):
+    def __init__(self, *specs):
+        spec = lambda one: jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, **one)
+        self.layers = nnx.List([jattn.PagedAttention(8, spec(one), rngs=nnx.Rngs(0)) for one in specs])
+
+
+@pytest.mark.parametrize(
+    ("specs", "layers"),
+    [
+        ([{"window": (7, 0)}, {"window": (7, 0)}, {"chunk_size": 4}], {(7, None), (None, 4)}),
+        ([{"window": (7, 0)}, {}], None),
+        ([{"window": (None, 0)}], None),
+        ([], None),
+    ],
+)
+def test_a_model_gives_up_only_what_none_of_its_layers_sees(specs, layers):
+    reach = reach_of(Layers(*specs))
+    assert reach == (layers and Reach(frozenset(layers)))
+
+
+class Sliding(Pool):
+    """A slot is read only where a layer sees it; what nobody owns is forgotten unless it may be found."""
+
+    def __init__(self, num_blocks, seed, reach, **limits):
+        super().__init__(num_blocks, seed, **limits)
+        self.reach = reach
+        sizes = {"max_num_seqs": self.scheduler.max_num_seqs}
+        sizes["max_num_batched_tokens"] = self.scheduler.max_num_batched_tokens
+        self.scheduler = Scheduler(self.manager, reach=reach, **sizes)
+
+    def first_read(self, length, count):
+        return self.reach.first_visible(length - count)
+
+
+@pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
+@pytest.mark.parametrize("num_blocks", [6, 9, 20])
+def test_random_requests_longer_than_the_pool_read_what_they_wrote_and_leak_nothing(num_blocks, layers):
+    pool, next_id = Sliding(num_blocks, 0, Reach(frozenset(layers))), 0
+    longest = 0
+    for _ in range(700):
+        next_id, length = pool.live(next_id)
+        longest = max(longest, length)
+    while pool.step():
+        pass
+    assert (pool.num_done, pool.scheduler.num_unfinished, pool.manager.num_used) == (next_id, 0, 0)
+    assert longest > (num_blocks - 1) * BLOCK_SIZE or num_blocks == 20
+    assert pool.scheduler.num_prefix_hit_tokens > 0
+
+
+def test_a_beginning_is_found_where_what_the_next_token_sees_is_there():
+    reach, hashes = Reach(frozenset({(5, None)})), BlockHashes(4, range(24))
+    manager = BlockManager(20, 4)
+    table = manager.allocate(0, 24)
+    for index in (0, 1, 3, 4):
+        manager.publish(0, index, hashes[index])
+    assert found_within(reach, manager, hashes[:]) == (0, 0, 0, *table[3:5])  # 20 sees 15 onward
+    assert found_within(reach, manager, hashes[:3]) == table[:2]
+    assert found_within(reach, manager, hashes[:0]) == ()
+
+
+def test_without_room_for_a_window_a_request_must_fit_the_cache():
+    reach = Reach(frozenset({(15, None)}))
+    scheduler = Scheduler(BlockManager(5, 4), reach=reach)  # 4 blocks hold 16 tokens; 15 behind a block's end
+    assert scheduler.capacity_tokens == 16
+    with pytest.raises(ValueError, match=r"must fit the cache's 16 tokens, got 17\."):
+        scheduler.add(0, 17, 1)
+    assert Scheduler(BlockManager(6, 4), reach=reach).capacity_tokens > 10**9
+
+
+@pytest.mark.parametrize(("num_blocks", "longest"), [(6, 22), (7, sys.maxsize)])
+def test_a_request_that_is_turned_must_have_room_for_its_first_chunk(num_blocks, longest):
+    reach = Reach(frozenset({(3, None)}))
+    scheduler = Scheduler(BlockManager(num_blocks, 4), reach=reach, turning_length=22)
+    assert scheduler.capacity_tokens == longest
+    scheduler.add(0, min(longest, 99), 1)
+    assert scheduler.schedule() is not None
+
+
+def poisoned(caches, blocks):
+    return jax.tree.map(lambda array: array.at[jnp.asarray(blocks)].set(jnp.nan), caches)
+
+
+class TestEngine:
+    def prompts(self):
+        draw = random.Random(1)
+        shared = draw.choices(range(320), k=60)
+        return [shared[: 20 * i] + draw.choices(range(320), k=40 + i) for i in range(4)]
+
+    @pytest.mark.kernels
+    def test_requests_longer_than_the_cache_bring_what_they_would_in_a_large_one(self):
+        params = [SamplingParams(max_tokens=40, temperature=i % 2, seed=i, n=1 + i % 2) for i in range(4)]
+        roomy = engine_of(model=SLIDING, enable_prefix_caching=False)
+        want = roomy.generate(self.prompts(), params)
+        tight = engine_of(num_blocks=8, budget=32, model=SLIDING, max_blocks=64)
+        for _ in range(2):
+            got = tight.generate(self.prompts(), params)
+            assert [[one.token_ids for one in result.outputs] for result in got] == [
+                [one.token_ids for one in result.outputs] for result in want
+            ]
+        assert tight.stats.num_blocks * 8 < 60
+        assert tight.stats.num_preemptions > 0
+        assert tight.stats.num_prefix_hit_tokens > 0
+        assert (tight.stats.num_used_blocks, roomy.stats.num_used_blocks) == (0, 0)
+
+    @pytest.mark.kernels
+    def test_what_was_given_up_is_never_read(self):
+        """All that nobody owns, the null block too, is NaN in every step."""
+        want = engine_of(model=SLIDING).generate(self.prompts(), max_tokens=30)
+        engine = engine_of(num_blocks=20, model=SLIDING, enable_prefix_caching=False, max_blocks=64)
+        names = [engine.add_request(prompt, SamplingParams(max_tokens=30)) for prompt in self.prompts()]
+        manager, runner, ids = engine.scheduler.block_manager, engine._runner, {}
+        while engine.has_unfinished_requests():
+            runner._caches = poisoned(runner._caches, [b for b in range(20) if manager.ref_count(b) == 0])
+            for output in engine.step():
+                ids.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert [ids[name] for name in names] == [result.token_ids for result in want]
+
+    def test_a_prompt_that_begins_as_another_is_found_though_its_beginning_was_given_up(self):
+        engine = engine_of(num_blocks=40, model=SLIDING, max_blocks=64)
+        prompt = random.Random(2).choices(range(320), k=100)
+        (first,) = engine.generate([prompt], max_tokens=4)
+        manager = engine.scheduler.block_manager
+        digests = BlockHashes(8, prompt)[:]
+        for block in manager.find(digests[:3]):
+            manager._unpublish(block)  # as if it had been handed out for something else
+        (again,) = engine.generate([prompt], max_tokens=4)
+        assert again.token_ids == first.token_ids
+        assert engine.stats.num_prefix_hit_tokens == 96
+
+    def test_the_default_cache_holds_windows_not_contexts(self):
+        sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 8}
+        full, sliding = (
+            jattn.serving.Engine(model, **sizes).stats.num_blocks for model in (one_layer_model(), SLIDING)
+        )
+        assert (full, sliding) == (2 * 512 // 8, 2 * (-(-(WINDOW - 1 + 32) // 8) + 1))
+
+    def test_a_bucket_must_hold_the_longest_context_though_the_cache_does_not(self):
+        with pytest.raises(ValueError, match=r"the batch must fit one of the buckets .*x7, got .*x64\."):
+            engine_of(num_blocks=8, model=SLIDING)
+        drained(engine_of(num_blocks=8))

@@ -1,0 +1,156 @@
+"""Tokens and words that a request rules out, and special tokens in its text."""
+
+import pytest
+import tokenizers
+
+from jattn.serving import SamplingParams
+from jattn.serving.engine import logits_processors
+from jattn.serving.engine.logits_processors import bad_word_ids, token_masks
+from jattn.serving.engine.structured_outputs import Grammars, StructuredOutputsParams
+from tests.serving.server.live_server import small_engine
+from tests.serving.tiny import BYTES
+
+GRAMMARS = Grammars(BYTES, 320, ())
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return small_engine()
+
+
+def generate(engine, count=24, **params):
+    (result,) = engine.generate(["ab"], SamplingParams(max_tokens=count, **params))
+    return result
+
+
+def mask_of(**params):
+    return token_masks(SamplingParams(**params), tokenizer=BYTES, vocab_size=320, grammars=GRAMMARS)()
+
+
+def allowed(mask):
+    words = mask.allowed()
+    return {token for token in range(32 * len(words)) if words[token // 32] >> (token % 32) & 1}
+
+
+class TestMasks:
+    def test_nothing_asked_for_is_no_mask(self):
+        assert mask_of() is None
+
+    def test_tokens_that_are_allowed_are_all_that_may_come(self):
+        mask = mask_of(allowed_token_ids=[3, 64, 319])
+        assert (allowed(mask), mask.is_fixed, mask.is_done) == ({3, 64, 319}, True, False)
+        mask.accept(3)
+        assert allowed(mask) == {3, 64, 319}
+
+    def test_the_last_token_of_a_word_is_banned_behind_the_others(self):
+        a, b, c = BYTES.encode("abc").ids
+        mask = mask_of(bad_words=["abc", "bb", "c"])
+        everything = set(range(320)) - {c}
+        assert (allowed(mask), mask.is_fixed) == (everything, False)
+        seen = []
+        for token in (a, b, b, a, b):
+            mask.accept(token)
+            seen.append(everything - allowed(mask))
+        assert seen == [set(), {b}, {b}, set(), {b}]
+
+    def test_a_text_ends_where_nothing_is_left(self):
+        a, b = BYTES.encode("ab").ids
+        mask = mask_of(allowed_token_ids=[a, b], bad_words=["b", "aa"])
+        assert (allowed(mask), mask.is_done) == ({a}, False)
+        mask.accept(a)
+        assert mask.is_done
+
+    def test_words_are_banned_in_the_midst_of_a_text_too(self):
+        vocab = {"x": 0, "_": 1, "_no": 2, "no": 3}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="x"))
+        split = tokenizers.pre_tokenizers.Metaspace(replacement="_", prepend_scheme="never")
+        tokenizer.pre_tokenizer = split
+        assert bad_word_ids("no", tokenizer) == [[3], [2]]
+        assert bad_word_ids("no", BYTES) == [BYTES.encode("no").ids]
+
+
+class TestEngine:
+    def test_only_what_is_allowed_comes_whatever_is_likely(self, engine):
+        ids = BYTES.encode("xyz").ids
+        text = generate(engine, temperature=1.0, seed=1, allowed_token_ids=ids).text
+        assert (len(text), set(text) <= set("xyz"), len(set(text)) > 1) == (24, True, True)
+
+    def test_bad_words_do_not_come(self, engine):
+        some = {"allowed_token_ids": BYTES.encode("xyz").ids, "temperature": 1.0, "seed": 1}
+        text = generate(engine, **some).text
+        words = ["zx", text[:3]]
+        assert all(word in text for word in words)
+        other = generate(engine, **some, bad_words=words)
+        assert not any(word in other.text for word in words)
+        assert len(other.text) == 24
+
+    def test_a_text_without_a_way_on_stops(self, engine):
+        ids = BYTES.encode("xy").ids
+        result = generate(engine, allowed_token_ids=ids, bad_words=["xx", "yy", "xyx", "yxy"])
+        assert (result.text in ("xy", "yx"), result.finish_reason) == (True, "stop")
+
+    def test_words_become_tokens_once_for_all_completions(self, engine, monkeypatch):
+        texts = []
+        known = lambda word, tokenizer: texts.append(word) or bad_word_ids(word, tokenizer)
+        monkeypatch.setattr(logits_processors, "bad_word_ids", known)
+        generate(engine, 2, n=4, temperature=1.0, bad_words=["zx", "yy"])
+        assert texts == ["zx", "yy"]
+
+    def test_fixed_masks_wait_for_no_token(self, engine):
+        """Steps are asked for before the tokens of those before are known: the same count as without."""
+        before = engine.stats.num_steps
+        generate(engine)
+        plain = engine.stats.num_steps - before
+        generate(engine, allowed_token_ids=[5, 6])
+        assert engine.stats.num_steps - before == 2 * plain
+
+    def test_special_tokens_are_in_the_text_of_who_wants_them(self, engine):
+        tokenizer = tokenizers.Tokenizer.from_str(BYTES.to_str())
+        tokenizer.add_special_tokens(["<special>"])
+        before, engine.tokenizer = engine.tokenizer, tokenizer
+        try:
+            params = {"count": 2, "allowed_token_ids": [256]}
+            assert generate(engine, **params).text == ""
+            assert generate(engine, **params, skip_special_tokens=False).text == "<special>" * 2
+        finally:
+            engine.tokenizer = before
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ({"allowed_token_ids": []}, r"allowed_token_ids must be a list of ints, got \[\]"),
+            ({"allowed_token_ids": ["a"]}, r"allowed_token_ids must be a list of ints, got \['a'\]"),
+            ({"bad_words": "ab"}, "bad_words must be a list of words, got 'ab'"),
+            ({"bad_words": 5}, "bad_words must be a list of words, got 5"),
+            ({"bad_words": (word for word in ["a"])}, "bad_words must be a list of words, got <generator"),
+            ({"bad_words": [" "]}, r"bad_words must be a list of words, got \[' '\]"),
+            ({"skip_special_tokens": 1}, "skip_special_tokens must be a bool, got 1"),
+        ],
+    )
+    def test_what_is_none_is_named(self, types_unchecked, params, message):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**params)
+
+    @pytest.mark.parametrize(("name", "value"), [("allowed_token_ids", (1,)), ("bad_words", ("a",))])
+    def test_a_form_goes_with_neither(self, name, value):
+        form = StructuredOutputsParams(regex="a")
+        with pytest.raises(ValueError, match=rf"{name} must be (empty|None) with structured_outputs, got \("):
+            SamplingParams(structured_outputs=form, **{name: value})
+
+    def test_tokens_must_be_in_the_vocabulary_and_one_must_be_left(self, engine):
+        with pytest.raises(ValueError, match=r"allowed_token_ids must be in the vocabulary.*got \[320\]"):
+            generate(engine, allowed_token_ids=[320])
+        with pytest.raises(ValueError, match=r"bad_words must leave a token that may come, got \('x',\)"):
+            generate(engine, allowed_token_ids=BYTES.encode("x").ids, bad_words=["x"])
+
+    def test_words_need_a_tokenizer(self):
+        with pytest.raises(ValueError, match=r"bad_words must be empty \(the model has no .*got 'x'"):
+            bad_word_ids("x", None)
+        split = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x"))
+        split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        with pytest.raises(ValueError, match=r"bad_words must be text that UTF-8 can hold, got '\\udc80'"):
+            bad_word_ids("\udc80", BYTES)
+        with pytest.raises(ValueError, match=r"bad_words must have tokens, got ' '"):
+            bad_word_ids(" ", split)

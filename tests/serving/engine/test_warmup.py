@@ -1,0 +1,140 @@
+"""Executables run on nothing before they serve, and leave everything as it was."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.batch.bucket import Bucket
+from jattn.serving import AsyncEngine, Engine, SamplingParams
+from tests.serving.engine.faults import device_fails
+from tests.serving.tiny import one_layer_model
+
+BUCKETS = [
+    Bucket(max_decodes=2, max_blocks=16),
+    Bucket(max_decodes=4, max_blocks=16),
+    Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=32, max_blocks=16),
+]
+PROMPTS = ["abcdefghijkl", "xyz", "q"]
+
+
+def engine_of(**options):
+    sizes = {"num_blocks": 33, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return Engine(one_layer_model(), **({"buckets": BUCKETS, "max_model_len": 128} | sizes | options))
+
+
+def bits(engine):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(engine._runner._caches)]
+
+
+def runs_of(engine, monkeypatch):
+    """Buckets, in the order in which they run from now on."""
+    graphs, ran = type(engine.graphs), []
+    call = graphs.__call__
+
+    def counted(self, params, caches, metadata, *inputs):
+        ran.append((metadata.bucket, int(metadata.num_decodes), (metadata.slot_mapping == -1).all()))
+        return call(self, params, caches, metadata, *inputs)
+
+    monkeypatch.setattr(graphs, "__call__", counted)
+    return ran
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = engine_of()
+    made.precompile(progress=False)
+    return made
+
+
+class TestPrecompile:
+    def test_runs_each_executable_twice_on_no_request(self, monkeypatch):
+        engine = engine_of(buckets=BUCKETS[1:])
+        ran = runs_of(engine, monkeypatch)
+        engine.precompile(progress=False)
+        assert ran == [(bucket, 0, True) for bucket in BUCKETS[1:] for _ in range(2)]
+        assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 0)
+        engine.precompile(progress=False)
+        assert engine.warm_up() == 0
+        assert len(ran) == 4  # none is new any more
+
+    def test_of_models_whose_layers_have_blocks_of_their_own(self):
+        from tests.serving.engine.test_kv_cache_groups import gemma3
+
+        sizes = {"num_blocks": 33, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+        engine = Engine(gemma3(), buckets=BUCKETS[2:], max_model_len=128, **sizes)
+        before = bits(engine)
+        engine.precompile(progress=False)
+        assert bits(engine) == before
+        assert engine.stats.num_compiles == 1
+
+
+class TestWarmUp:
+    def test_runs_the_weights_of_now_where_training_has_donated_those_of_before(self, engine):
+        texts = [engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids]
+        train = lambda model: nnx.update(model, jax.tree.map(lambda x: -x, nnx.state(model)))
+        for _ in range(2):
+            nnx.jit(train, donate_argnums=0)(engine.model)
+            engine._runner._runs[0].num_runs.clear()
+            assert engine.warm_up() == 0
+            texts.append(engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids)
+        assert texts[0] == texts[2] != texts[1]
+        assert engine.stats.num_failed_steps == 0
+
+    def test_leaves_caches_and_texts_as_they_are(self, engine):
+        (want,) = engine.generate(["abcdefghijkl"], max_tokens=12)
+        names = [engine.add_request("abcdefghijkl", SamplingParams(max_tokens=12))]
+        for _ in range(4):
+            engine.step()  # one is in flight
+        before, compiled = bits(engine), engine.stats.num_compiles
+        engine._runner._runs[0].num_runs.clear()  # as if all were new
+        assert engine.warm_up() == 0
+        assert bits(engine) == before
+        got = []
+        while engine.has_unfinished_requests():
+            got += [token for output in engine.step() for token in output.new_token_ids]
+        assert (len(names), want.token_ids[-len(got) :]) == (1, got)
+        assert engine.stats.num_compiles == compiled
+
+    def test_takes_the_smallest_first_and_tells_how_many_are_left(self, engine, monkeypatch):
+        ran = runs_of(engine, monkeypatch)
+        engine._runner._runs[0].num_runs.clear()
+        assert engine.warm_up(1) == 2
+        assert engine.warm_up(max_tokens=4) == 0
+        assert engine.warm_up(0) == 1
+        assert [bucket for bucket, *_ in ran] == [BUCKETS[0]] * 2 + [BUCKETS[1]] * 2
+        engine.generate(["ab"], max_tokens=2)
+        assert engine.warm_up(0) == 1  # it has run once
+        engine.generate(["cd"], max_tokens=2)
+        assert engine.warm_up(0) == 0
+
+    def test_that_fails_ends_what_is_open_and_the_engine_serves_on(self, engine):
+        want = engine.generate(PROMPTS, max_tokens=4)
+        name = engine.add_request("abc", SamplingParams(max_tokens=4))
+        engine._runner._runs[0].num_runs.clear()
+        failed = engine.stats.num_failed_steps
+        with (
+            device_fails(engine, at=2),
+            pytest.raises(jax.errors.JaxRuntimeError, match="the device fell over"),
+        ):
+            engine.warm_up()
+        ((output,),) = [engine.step()]
+        assert (output.request_id, output.finish_reason) == (name, "error")
+        assert engine.stats.num_failed_steps == failed + 1
+        again = engine.generate(PROMPTS, max_tokens=4)
+        assert [result.token_ids for result in again] == [result.token_ids for result in want]
+
+
+def test_an_idle_thread_warms_up_what_decodes(engine):
+    """Not what reads prompts: a request that came meanwhile would wait for as many tokens."""
+
+    async def served():
+        async with AsyncEngine(engine) as served:
+            await served.call(lambda engine: engine._runner._runs[0].num_runs.clear())
+            while await served.call(lambda engine: len(engine._runner.cold_buckets())) > 1:
+                await asyncio.sleep(0.2)
+            return await served.call(lambda engine: [one.bucket for one in engine._runner.cold_buckets()])
+
+    assert asyncio.run(asyncio.wait_for(served(), 30)) == BUCKETS[2:]

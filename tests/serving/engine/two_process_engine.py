@@ -1,0 +1,127 @@
+"""One of two processes, with two CPU devices each, that run one engine: the other is told what to do.
+
+For "keys" each has one device, and on it half of the keys of each request.
+
+Run by tests/serving/engine/test_processes.py: PORT RANK FOLDER WHAT.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+
+PORT, RANK, FOLDER, WHAT = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), sys.argv[4]
+MESH = {"cp": 2} if WHAT == "keys" else {"tp": 4}
+jax.config.update("jax_num_cpu_devices", 1 if WHAT == "keys" else 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, RANK)
+
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn.models import load  # noqa: E402
+from jattn.serving import Engine  # noqa: E402
+from tests.serving.engine.faults import device_fails  # noqa: E402
+from tests.serving.engine.process_requests import SIZES, asked, drafted, scales_of  # noqa: E402
+
+
+def main() -> None:
+    dtype = "bfloat16" if WHAT == "unlike" and RANK > 0 else None
+    model = load(FOLDER, dtype=dtype, mesh=jattn.parallel.make_mesh(**MESH), progress=False)
+    if WHAT == "serve":
+        print(json.dumps(scales_of(model)), flush=True)
+    run(model, WHAT)
+    if WHAT == "serve":  # one engine behind another
+        run(model, "draft model")
+
+
+def run(model: Any, what: str) -> None:
+    sizes = dict(SIZES)
+    if what == "unlike":
+        sizes["max_num_seqs"] = 2 + RANK
+    if what == "serve":
+        sizes |= {"num_blocks": None, "cache_bytes": 2**19 * (1 + RANK)}
+    if what == "draft model":
+        sizes["speculative"] = FOLDER / "draft"
+    engine = Engine(model, **sizes)
+    if RANK > 0:
+        follow(engine)
+    else:
+        LEADS[what](engine)
+        engine.close()
+
+
+def serve(engine: Engine) -> None:
+    engine.precompile(progress=False)
+    found = asked(engine)
+    state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(load(FOLDER, progress=False))))
+    engine.update_weights(jax.tree.map(np.zeros_like, state))
+    zeros = asked(engine)["greedy"]
+    engine.update_weights(state)
+    answers = {"found": found, "zeros": zeros, "again": asked(engine), "num_blocks": engine.stats.num_blocks}
+    print(json.dumps(answers), flush=True)
+
+
+def draft(engine: Engine) -> None:
+    print(json.dumps(drafted(engine)), flush=True)
+
+
+def fail() -> None:
+    print(json.dumps({"failed_at": time.time()}), flush=True)
+    raise RuntimeError("it has had enough")
+
+
+def fail_soon(engine: Engine) -> None:
+    engine.generate([[1, 2, 3]], max_tokens=2)
+    fail()
+
+
+def fail_in_a_step(engine: Engine) -> None:
+    """The other has begun it by then."""
+    engine.generate([[1, 2, 3]], max_tokens=2)
+    print(json.dumps({"failed_at": time.time()}), flush=True)
+    with device_fails(engine):
+        engine.generate([[1, 2, 3]], max_tokens=2)
+
+
+def go_on(engine: Engine) -> None:
+    while True:
+        engine.generate([[1, 2, 3]], max_tokens=8)
+
+
+LEADS = {"serve": serve, "keys": draft, "draft model": draft}
+LEADS |= {"leader fails": fail_soon, "leader fails in a step": fail_in_a_step}
+LEADS |= {"follower fails": go_on, "follower is killed": go_on}
+
+
+def follow(engine: Engine) -> None:
+    try:
+        engine.generate([[1]], max_tokens=1)
+    except ValueError as error:
+        print(error, flush=True)
+    runner, steps = engine._runner, []
+    start = runner.start
+
+    def fails_in_the_fifth(call: Any) -> Any:
+        steps.append(call)
+        if len(steps) == 5:
+            if WHAT == "follower fails":
+                fail()
+            print(json.dumps({"failed_at": time.time()}), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(call)
+
+    if WHAT.startswith("follower "):
+        runner.start = fails_in_the_fifth
+    engine.follow()
+    print("followed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
