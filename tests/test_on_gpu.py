@@ -14,7 +14,7 @@ from jattn import masks
 from jattn.serving.engine.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
 from tests.masks.test_attend_with_masks import masked
-from tests.pallas_kernels.listed_problem import ListedProblem
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import ListedProblem
 
 pytestmark = pytest.mark.gpu
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"

@@ -20,17 +20,16 @@ from pallas_kernels.shared.memory import unsliced
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
-from pallas_kernels.varlen_backward.lists import PairMask, TileLists
-from pallas_kernels.varlen_backward.query_refs import QueryInputs
-from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, ScheduleRefs
+from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, QueryInputs, ScheduleRefs
 from pallas_kernels.varlen_backward.schedule import Schedule, made_for_call, make_schedule, max_tiles
 from pallas_kernels.varlen_backward.sizes import KernelSizes, sizes_of_layer
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_prefill.lists import items_of
+from pallas_kernels.varlen_backward.tile_lists import PairMask, TileLists
 from pallas_kernels.varlen_prefill.refs import CacheRefs
 from pallas_kernels.varlen_prefill.refs import Inputs as PrefillInputs
 from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH, heads_at_once
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
+from pallas_kernels.varlen_prefill.tile_lists import items_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

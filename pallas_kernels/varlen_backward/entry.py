@@ -11,13 +11,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.varlen_backward.call import Call
-from pallas_kernels.varlen_backward.kernel import backward_of_keys
-from pallas_kernels.varlen_backward.lists import PairMask, TileLists
-from pallas_kernels.varlen_backward.memory import output_types
-from pallas_kernels.varlen_backward.query_kernel import backward_queries
+from pallas_kernels.varlen_backward.dkdv_kernel import backward_of_keys, output_types
+from pallas_kernels.varlen_backward.dq_kernel import backward_queries
 from pallas_kernels.varlen_backward.schedule import Schedule
 from pallas_kernels.varlen_backward.sizes import KernelSizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes, units_of
+from pallas_kernels.varlen_backward.tile_lists import PairMask, TileLists
 
 
 def varlen_backward(

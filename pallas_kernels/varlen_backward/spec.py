@@ -19,6 +19,8 @@ W = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 f32 = jnp.float32
+# Buffers for dS in shared memory: one warpgroup may be a step ahead of the other.
+DS_BUFFERS = 2
 
 
 def units_of(head_dim: int) -> HeadCut:

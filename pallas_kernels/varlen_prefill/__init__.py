@@ -1,8 +1,7 @@
 """Varlen prefill on Hopper: packed prompts of many requests against their own keys, packed or paged."""
 
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
-from pallas_kernels.varlen_prefill.lists import TileLists, make_lists, num_query_blocks
-from pallas_kernels.varlen_prefill.masks import WORD, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill.kernel_mask import WORD, KernelMask, PairTile, Words
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, Schedule, key_range, make_schedule
 from pallas_kernels.varlen_prefill.sizes import (
     SHARED_MEMORY,
@@ -12,3 +11,4 @@ from pallas_kernels.varlen_prefill.sizes import (
     default_sizes,
     pays_to_widen,
 )
+from pallas_kernels.varlen_prefill.tile_lists import TileLists, make_lists, num_query_blocks

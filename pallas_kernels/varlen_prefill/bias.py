@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.query_rows import KvTile
+from pallas_kernels.varlen_prefill.block_info import KvTile
 from pallas_kernels.varlen_prefill.refs import AlibiOperands
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 

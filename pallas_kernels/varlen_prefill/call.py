@@ -24,8 +24,7 @@ from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_prefill, why_not_widening
-from pallas_kernels.varlen_prefill.lists import TileLists, items_of, num_query_blocks
-from pallas_kernels.varlen_prefill.masks import KernelMask
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
@@ -44,6 +43,7 @@ from pallas_kernels.varlen_prefill.sizes import (
     default_sizes,
 )
 from pallas_kernels.varlen_prefill.spec import NarrowKV, PrefillSpec, Shape
+from pallas_kernels.varlen_prefill.tile_lists import TileLists, items_of, num_query_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

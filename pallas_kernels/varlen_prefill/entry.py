@@ -7,13 +7,13 @@ from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.call import Call
+from pallas_kernels.varlen_prefill.combine import merge_splits
 from pallas_kernels.varlen_prefill.kernel import prefill
-from pallas_kernels.varlen_prefill.lists import TileLists
-from pallas_kernels.varlen_prefill.masks import KernelMask
-from pallas_kernels.varlen_prefill.merge import merge_splits
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.schedule import Schedule
 from pallas_kernels.varlen_prefill.sizes import KernelSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
+from pallas_kernels.varlen_prefill.tile_lists import TileLists
 
 
 def varlen_prefill(

@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import BULK
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
-from pallas_kernels.varlen_prefill.items import Item, Worklist, aligned, heads_of
 from pallas_kernels.varlen_prefill.pipeline import Queries, Ring, Stream
 from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, Pipeline, Smem
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
+from pallas_kernels.varlen_prefill.tile_scheduler import Item, Worklist, aligned, heads_of
 
 BLOCKS_AT_ONCE = 8
 

@@ -1,14 +1,17 @@
 """The online softmax of one warpgroup's rows, a tile of keys at a time."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx import warp_votes
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
-from pallas_kernels.varlen_prefill.tops import policy_of
+from pallas_kernels.varlen_prefill.bias import factor_of
+from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 
 LANE_COLUMNS = 8  # a thread holds two neighbours of each eight columns of a tile
 
@@ -97,3 +100,180 @@ def probabilities(y: Tile) -> tuple[Tile, Tile]:
     for at in range(LANE_COLUMNS, p.shape[1], LANE_COLUMNS):
         sums = sums + p[:, at : at + LANE_COLUMNS]
     return p, sums
+
+
+# A row's top lies so many powers of two above its largest score when it is chosen, and serves until a score
+# reaches it. bf16 has the exponents of f32; probabilities of f16 must not fall below its own.
+ROOM = {jnp.dtype(jnp.bfloat16): 80.0, jnp.dtype(jnp.float16): 4.0}
+# With a bias tops rise from tile to tile. 8 x 2k: 480 us with the largest score as the top, 488 with room for
+# 40 powers of two, 470 for 80, 461 for 100. In tiles of 128 keys they rise too far: 669 us with the largest,
+# 695 with room for 80.
+BIASED_ROOM = 100.0
+BIASED_KEYS = 64
+
+
+class Exponents(NamedTuple):
+    """What a policy makes of a tile's scores.
+
+    Attributes:
+        y: Probabilities are 2 ** y.
+        top: Of each row, from now on.
+        shrink: What a row's sums from before are to be multiplied by.
+        is_due: Whether that is anything but 1 in the warp; None: nobody has asked.
+    """
+
+    y: Tile
+    top: Rows
+    shrink: Rows
+    is_due: Scalar | None = None
+
+
+@runtime_checkable
+class TopPolicy(Protocol):
+    """Which top a row's scores are less. Scores are given but for `factor_of`, masked by `mask`.
+
+    `row_term` is what is to be added to all of a row's scores, or None.
+    """
+
+    def start(self) -> Rows:
+        """The tops of rows that have seen no tile."""
+
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """Of a row's first tile, whose top is `start`'s; shrink has no meaning."""
+
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """Of a later tile."""
+
+    def no_answer(self) -> Scalar | None:
+        """A False where is_due is a Scalar."""
+
+    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+        """What sums from before are from now on."""
+
+
+def policy_of(spec: PrefillSpec) -> TopPolicy:
+    """The policy of a kernel."""
+    soft_cap = spec.score.soft_cap
+    is_small = soft_cap is not None and soft_cap * LOG2E <= ROOM[spec.dtype]
+    if is_small and not spec.has_alibi:
+        return NoTop(spec)
+    # KeptTops rounds a row's first scores once in the tile's first step, twice where it sees nothing before.
+    must_round_alike = spec.sizes.batch_invariant and (spec.has_window or spec.has_lists)
+    rises_little = spec.dtype == jnp.bfloat16 and spec.sizes.tile_kv <= BIASED_KEYS
+    if must_round_alike or (spec.has_alibi and not rises_little):
+        return LargestScore(spec)
+    room = BIASED_ROOM if spec.has_alibi else ROOM[spec.dtype]
+    return KeptTops(spec, room)
+
+
+class NoTop:
+    """Scores as they are."""
+
+    def __init__(self, spec: PrefillSpec):
+        self.factor = factor_of(spec)
+
+    def start(self) -> Rows:
+        """See TopPolicy."""
+        return rows_of(0.0)
+
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """See TopPolicy."""
+        return self.next(s, row_term, mask, top)
+
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """See TopPolicy."""
+        return Exponents(mask(s * self.factor), top, top)
+
+    def no_answer(self) -> Scalar | None:
+        """See TopPolicy."""
+        return None
+
+    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+        """See TopPolicy."""
+        return sums
+
+
+class LargestScore(NoTop):
+    """The largest score that a row has seen, or `room` above it."""
+
+    def __init__(self, spec: PrefillSpec, room: float = 0.0):
+        super().__init__(spec)
+        self.room = room
+
+    def start(self) -> Rows:
+        """See TopPolicy."""
+        return rows_of(-jnp.inf)
+
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """See TopPolicy."""
+        return self.with_largest(mask(s), row_term, top)
+
+    def with_largest(self, s: Tile, row_term: Rows | None, top: Rows) -> Exponents:
+        """Scores less a top by the largest that a row has seen."""
+        tile_top = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
+        new_top = jnp.maximum(top, tile_top + self.room)
+        base = above_infinity(new_top)
+        y = s * self.factor - wide(base if row_term is None else base - row_term, s)
+        return Exponents(y, new_top, jnp.exp2(top - base))
+
+    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+        """See TopPolicy."""
+        return tuple(x * wide(shrink, x) for x in sums)
+
+
+class KeptTops(LargestScore):
+    """A top stays until one of the row's scores reaches it; then one is chosen `room` above the largest.
+
+    Looked at only by warps of which a row needs it.
+    """
+
+    def __init__(self, spec: PrefillSpec, room: float = 0.0):
+        super().__init__(spec, room)
+        self.is_interpreted = spec.is_interpreted
+
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """See TopPolicy."""
+        return self.with_largest(mask(s), row_term, top)
+
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+        """See TopPolicy."""
+        base = above_infinity(top) if row_term is None else above_infinity(top) - row_term
+        y = mask(s * self.factor - wide(base, s))
+        is_due = warp_votes.is_due(y, top, is_interpreted=self.is_interpreted)
+        y, top, shrink = lax.cond(is_due, self.with_new, lambda y, top: (y, top, top), y, top)
+        return Exponents(y, top, shrink, is_due)
+
+    def with_new(self, y: Tile, top: Rows) -> tuple[Tile, Rows, Rows]:
+        """Scores less a new top for rows that need one, the tops, by what sums from before shrink.
+
+        Which rows do is for each to say, not for its neighbours.
+        """
+        tile_top, base = y.max(axis=1), above_infinity(top)
+        is_due = (tile_top >= 0) | (top == -jnp.inf)
+        new_top = jnp.where(is_due, tile_top + base + self.room, top)
+        new_base = above_infinity(new_top)
+        return y - wide(new_base - base, y), new_top, jnp.exp2(top - new_base)
+
+    def no_answer(self) -> Scalar | None:
+        """See TopPolicy."""
+        return jnp.bool_(False)
+
+    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+        """See TopPolicy."""
+        rescaled = lambda *sums: super(KeptTops, self).shrunk(shrink, is_due, sums)
+        return lax.cond(is_due, rescaled, lambda *sums: sums, *sums)
+
+
+def rows_of(value: float) -> Rows:
+    """The same number for each row."""
+    return plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
+
+
+def wide(x: Rows, like: Tile) -> Tile:
+    """One value a row to a tile."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def above_infinity(top: Rows) -> Rows:
+    """The top, or 0 for rows that have seen no key yet, whose top is -inf."""
+    return jnp.where(top == -jnp.inf, 0.0, top)

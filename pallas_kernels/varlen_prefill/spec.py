@@ -11,7 +11,7 @@ from pallas_kernels.shared.head_dims import HeadCut
 from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.varlen_prefill.masks import KernelMask
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, KernelSizes
 
 W = plgpu.Layout.WGMMA

@@ -18,8 +18,8 @@ from pallas_kernels.varlen_prefill import call as prefill_call
 from tests.attention_problems import AttentionProblem, Setting
 from tests.fuzz import masks
 from tests.fuzz.draw import seen_of, sizes_of
-from tests.pallas_kernels.cut_everywhere import cut_everywhere
-from tests.pallas_kernels.listed_problem import Listed
+from tests.pallas_kernels.varlen_prefill.split_everywhere import cut_everywhere
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import Listed
 
 QUANTIZATIONS = {
     "fp8_scalar": "fp8_e4m3", "fp8_head": "fp8_e4m3", "fp8_token_head": "fp8_e4m3_token_head",

@@ -11,7 +11,7 @@ import jattn
 from jattn import masks
 from tests.contract import FACTORS, AttentionContract, Problem
 from tests.covering_array import covering_array
-from tests.pallas_kernels.test_training import as_on_a_gpu
+from tests.dense.test_training import as_on_a_gpu
 
 RNG = np.random.default_rng(0)
 BLOCKS = RNG.random((5, 2, 24, 24)) < 0.4  # [reqs, heads, ...]: as far as the widest block table

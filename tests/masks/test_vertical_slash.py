@@ -16,9 +16,9 @@ from jattn.implementations.mosaic_gpu import attention
 from jattn.implementations.mosaic_gpu.gathered_columns import added_at_places, gathered_kv
 from jattn.masks.vertical_slash import NOWHERE
 from tests.attention_problems import in_layout
+from tests.dense.test_training import as_on_a_gpu
 from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, Keys, Queries
 from tests.implementations.mosaic_gpu.test_kernel_masks import seen as seen_in_kernel
-from tests.pallas_kernels.test_training import as_on_a_gpu
 
 RNG = np.random.default_rng(7)
 TOKENS = 150

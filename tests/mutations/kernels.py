@@ -14,8 +14,8 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
 from tests.attention_problems import AttentionProblem, Setting
-from tests.pallas_kernels import backward_problem, test_backward_lists
-from tests.pallas_kernels.cut_everywhere import MOST, cut_everywhere
+from tests.pallas_kernels.varlen_backward import backward_problem, test_tile_lists
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
 
 WINDOW = (100, 0)
 # Each block of queries sees its own block of keys.
@@ -124,6 +124,6 @@ def check_backward(window=(None, None), *, deterministic=False) -> None:
 
 def check_backward_lists(mask="strided") -> None:
     """Two kernels over lists: blocks of 64, of which a tile of keys holds two, or bits of a mask's arrays."""
-    problem, sizes = test_backward_lists.problem_of(mask), test_backward_lists.two_kernels(64)
+    problem, sizes = test_tile_lists.problem_of(mask), test_tile_lists.two_kernels(64)
     interpret = plgpu.InterpretGPUParams()
-    problem.check(test_backward_lists.grads_of(problem, sizes=sizes, interpret=interpret))
+    problem.check(test_tile_lists.grads_of(problem, sizes=sizes, interpret=interpret))

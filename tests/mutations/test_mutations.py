@@ -16,17 +16,17 @@ from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.span import Span
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTable
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_backward import items as backward_items
-from pallas_kernels.varlen_backward import lists as lists_of_keys
+from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
 from pallas_kernels.varlen_backward import schedule as backward_schedule
-from pallas_kernels.varlen_backward import scores as backward_scores
-from pallas_kernels.varlen_backward.key_rows import KeyRows
+from pallas_kernels.varlen_backward import tile_lists as lists_of_keys
+from pallas_kernels.varlen_backward import tile_scheduler as backward_items
+from pallas_kernels.varlen_backward.dkdv_scores import KeyRows
+from pallas_kernels.varlen_prefill import block_info, tile_scheduler
 from pallas_kernels.varlen_prefill import call as prefill_call
-from pallas_kernels.varlen_prefill import items, query_rows
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
-from pallas_kernels.varlen_prefill.query_rows import QueryRows
+from pallas_kernels.varlen_prefill.block_info import QueryRows
+from pallas_kernels.varlen_prefill.dequantize import Widener
 from pallas_kernels.varlen_prefill.spec import ROW, M
-from pallas_kernels.varlen_prefill.widening import Widener
 from tests.mutations import kernels
 
 CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -91,8 +91,8 @@ def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------- varlen_prefill
 def tile_range(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(first, num)` of an item's tiles."""
-    right = items.kv_tile_range
-    return lambda patch: patch.setattr(items, "kv_tile_range", lambda *args: change(*right(*args)))
+    right = tile_scheduler.kv_tile_range
+    return lambda patch: patch.setattr(tile_scheduler, "kv_tile_range", lambda *args: change(*right(*args)))
 
 
 def without_first(first, num):
@@ -101,8 +101,10 @@ def without_first(first, num):
 
 def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(item, i)`: which tile stands for the item's tile i."""
-    right = items.Item.entry
-    return lambda patch: patch.setattr(items.Item, "entry", lambda item, i: right(item, change(item, i)))
+    right = tile_scheduler.Item.entry
+    return lambda patch: patch.setattr(
+        tile_scheduler.Item, "entry", lambda item, i: right(item, change(item, i))
+    )
 
 
 def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
@@ -137,13 +139,13 @@ def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_of_the_first_head(patch: pytest.MonkeyPatch) -> None:
-    right = query_rows.heads_of
+    right = block_info.heads_of
 
     def wrong(item, spec):
         first, *others = right(item, spec)
         return [first, *(other._replace(head=first.head) for other in others)]
 
-    patch.setattr(query_rows, "heads_of", wrong)
+    patch.setattr(block_info, "heads_of", wrong)
 
 
 def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:

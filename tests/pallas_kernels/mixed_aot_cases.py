@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from tests.pallas_kernels.sparse_aot_cases import abstract_metadata
+from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import abstract_metadata
 
 
 def case(quantization=None):

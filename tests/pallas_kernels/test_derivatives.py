@@ -12,7 +12,7 @@ import jattn
 from jattn.sparsity import KeyBounds, select_blocks, select_prefill_blocks
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.derivatives import given_to_kernel
-from tests.pallas_kernels.entries import ENTRIES, half
+from tests.pallas_kernels.entry_points import ENTRIES, half
 
 
 @pytest.mark.parametrize("name", ENTRIES)

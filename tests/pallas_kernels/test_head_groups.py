@@ -11,8 +11,8 @@ from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from tests import contract
 from tests.contract import Problem
-from tests.pallas_kernels import test_varlen_prefill
 from tests.pallas_kernels.paged_decode import test_entry as decode_tests
+from tests.pallas_kernels.varlen_prefill import test_entry
 from tests.regions import attend_region
 
 GROUPS = [*range(1, 17), 64]
@@ -50,7 +50,7 @@ def solved(case, monkeypatch, interpret=None):
     region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
     query = jnp.asarray(problem.query)
     if interpret is not None:
-        few = decode_tests.sizes_of(case), test_varlen_prefill.sizes_of(case)
+        few = decode_tests.sizes_of(case), test_entry.sizes_of(case)
         for kernel, sizes in zip(("decode_kernel", "prefill_kernel"), few, strict=True):
             make = lambda *_, sizes=sizes, **__: sizes
             monkeypatch.setattr(getattr(kernel_selection, kernel), "default_sizes", make)

@@ -13,10 +13,10 @@ from pallas_kernels import paged_decode as decode
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.shared.score import Score
 from tests import aot
-from tests.pallas_kernels import prefill_aot_cases
 from tests.pallas_kernels.cache_read import test_entry as cache_read_tests
 from tests.pallas_kernels.cache_write import test_entry as cache_write_tests
 from tests.pallas_kernels.paged_decode import decode_aot_cases
+from tests.pallas_kernels.varlen_prefill import prefill_aot_cases
 
 SIZE, HEADS, DIM, BLOCKS = 16, 2, 64, 12
 KEY, VALUE = 1, 2

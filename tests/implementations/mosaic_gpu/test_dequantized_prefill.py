@@ -16,8 +16,8 @@ from jattn.implementations.mosaic_gpu import dequantized_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import contract
 from tests.contract import Problem
-from tests.pallas_kernels.cut_everywhere import cut_everywhere
-from tests.pallas_kernels.listed_problem import ListedProblem
+from tests.pallas_kernels.varlen_prefill.split_everywhere import cut_everywhere
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import ListedProblem
 from tests.regions import attend_region
 
 pytestmark = pytest.mark.kernels  # minutes, together

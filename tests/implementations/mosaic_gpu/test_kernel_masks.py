@@ -16,7 +16,7 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
 from jattn.implementations.mosaic_gpu.slash_masks import words_of
 from jattn.implementations.mosaic_gpu.tile_lists import taken_apart
-from pallas_kernels.varlen_backward.key_rows import KeyRows
+from pallas_kernels.varlen_backward.dkdv_scores import KeyRows
 from pallas_kernels.varlen_prefill import KernelSizes, PairTile
 from tests.masks import mask_rules
 

@@ -1,0 +1,182 @@
+"""The tensor core's part in gradients of queries: three products of a warpgroup's rows and a tile of keys."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.dkdv_mma import product
+from pallas_kernels.varlen_backward.dq_loader import KeyRing
+from pallas_kernels.varlen_prefill.kernel_mask import Stored
+from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
+
+
+class Rows(NamedTuple):
+    """Of a warpgroup's item in shared memory, [chunks, 64, width] each."""
+
+    query: Ref
+    grad_out: Ref
+
+
+class State(NamedTuple):
+    """Gradients of queries so far.
+
+    Attributes:
+        sums: dS K but for the last tile's and for the scale: a chunk of a head each.
+        ds: The last tile's gradients of scores, in 16 bits.
+    """
+
+    sums: tuple[Tile, ...]
+    ds: Tile
+
+
+class Work(NamedTuple):
+    """What a warpgroup does between the products of a tile.
+
+    Attributes:
+        await_keys: Before S.
+        stored: What the mask has stored of the tile: beside the products.
+        weights: Of S and that.
+        grad_scores: Of these and dP.
+    """
+
+    await_keys: Callable[[], None]
+    stored: Callable[[], Stored]
+    weights: Callable[[Tile, Stored], Tile]
+    grad_scores: Callable[[Tile, Tile], Tile]
+
+
+class QueryProducts:
+    """Of one warpgroup."""
+
+    def __init__(self, ring: KeyRing, ds_s: Ref, spec: PrefillSpec):
+        """With [64, tile_kv] of shared memory for gradients of scores where nothing multiplies registers."""
+        self.ring, self.ds_s, self.spec = ring, ds_s, spec
+
+    @property
+    def chunks(self) -> int:
+        """Products that one of whole heads is made of."""
+        return self.spec.shape.cut.chunks
+
+    def begin_scores(self, s_ref: Ref, rows: Rows, stage: Scalar) -> None:
+        """Begins S += Q K^T."""
+        for chunk in range(self.chunks):
+            plgpu.wgmma(s_ref, rows.query.at[chunk], self.ring.keys.tiles.at[stage, chunk].T)
+
+    def begin_grad_p(self, dp_ref: Ref, rows: Rows, stage: Scalar) -> None:
+        """Begins dP += dO V^T."""
+        for chunk in range(self.chunks):
+            plgpu.wgmma(dp_ref, rows.grad_out.at[chunk], self.ring.values.tiles.at[stage, chunk].T)
+
+    def begin_grad_query(self, sum_refs: Any, ds: Tile, stage: Scalar) -> None:
+        """Begins dQ += dS K."""
+        for chunk, ref in enumerate(sum_refs):
+            plgpu.wgmma(ref, ds, self.ring.keys.tiles.at[stage, chunk])
+
+    def start(self, rows: Rows, step: Scalar, work: Work) -> State:
+        """An item's first tile, whose keys are those of `step`."""
+        ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
+        zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
+        return State(tuple(zeros() for _ in range(self.chunks)), ds.astype(self.spec.dtype))
+
+    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+        """A later tile, beside dQ of the tile before: P is made while dP is in flight, dS while dQ is."""
+        before = self.ring.stage(step - 1)
+
+        def products(refs: Any) -> None:
+            sum_refs, ds_ref = refs
+            between = lambda: self.begin_grad_query(sum_refs, state.ds, before)
+            ds_ref[...] = self._scores(rows, step, work, in_flight=self.chunks, between=between)
+
+        start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
+        # In f32 till the products are done, which read the registers of the last ones in 16 bits.
+        empty = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
+        sums, ds = pl.run_state(products)((start, empty))
+        plgpu.barrier_arrive(self.ring.keys.free.at[before])
+        return State(tuple(sums), ds.astype(self.spec.dtype))
+
+    def finish(self, step: Scalar, state: State) -> tuple[Tile, ...]:
+        """With the last tile's part, whose keys are those of `step`."""
+        stage = self.ring.stage(step)
+        issue = lambda refs: self.begin_grad_query(refs, state.ds, stage)
+        sums = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
+        plgpu.barrier_arrive(self.ring.keys.free.at[stage])
+        return sums
+
+    def _scores(
+        self, rows: Rows, step: Scalar, work: Work, *, in_flight: int, between: Callable[[], None]
+    ) -> Tile:
+        """DS of a tile; `between` issues `in_flight` products that nobody waits for."""
+        stage, values, of_values = self.ring.stage(step), self.ring.values, self.ring.value_stage(step)
+        work.await_keys()
+
+        def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
+            self.begin_scores(s_ref, rows, stage)
+            plgpu.barrier_wait(values.full.at[of_values])
+            self.begin_grad_p(dp_ref, rows, of_values)
+            between()
+            stored = work.stored()
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.chunks + in_flight)
+            weights = work.weights(lax.optimization_barrier(s), stored)
+            dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=in_flight))
+            plgpu.barrier_arrive(values.free.at[of_values])
+            return work.grad_scores(weights, dp)
+
+        return pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
+
+
+class WideQueryProducts(QueryProducts):
+    """For heads of 256, whose sums leave no registers for a tile's dS beside the next one's S and dP."""
+
+    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+        """See QueryProducts; dQ of the tile before is done before S begins."""
+        sums = self.finish(step - 1, state)
+        ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
+        return State(sums, ds.astype(self.spec.dtype))
+
+
+def products_of(spec: PrefillSpec) -> type[QueryProducts]:
+    """What the kernel multiplies with."""
+    if spec.is_interpreted:
+        return InterpretedQueryProducts
+    return WideQueryProducts if spec.shape.cut.padded_dim > 192 else QueryProducts
+
+
+class InterpretedQueryProducts(QueryProducts):
+    """For interpret mode, which has neither accumulators with a past nor operands in registers."""
+
+    def start(self, rows: Rows, step: Scalar, work: Work) -> State:
+        """See QueryProducts."""
+        zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
+        return self._one_by_one(rows, step, work, tuple(zeros() for _ in range(self.chunks)))
+
+    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+        """See QueryProducts; one after the other."""
+        return self._one_by_one(rows, step, work, self.finish(step - 1, state))
+
+    def finish(self, step: Scalar, state: State) -> tuple[Tile, ...]:
+        """See QueryProducts."""
+        stage, keys = self.ring.stage(step), self.ring.keys
+        self.ds_s[...] = state.ds
+        plgpu.commit_smem()
+        of_chunk = lambda chunk: product(
+            self.spec.acc_shape, lambda ref: plgpu.wgmma(ref, self.ds_s, keys.tiles.at[stage, chunk])
+        )
+        sums = tuple(acc + of_chunk(chunk) for chunk, acc in enumerate(state.sums))
+        plgpu.barrier_arrive(keys.free.at[stage])
+        return sums
+
+    def _one_by_one(self, rows: Rows, step: Scalar, work: Work, sums: tuple[Tile, ...]) -> State:
+        stage, values, shape = self.ring.stage(step), self.ring.values, self.spec.s_shape
+        of_values = self.ring.value_stage(step)
+        work.await_keys()
+        s = product(shape, lambda ref: self.begin_scores(ref, rows, stage))
+        weights = work.weights(s, work.stored())
+        plgpu.barrier_wait(values.full.at[of_values])
+        grad_p = product(shape, lambda ref: self.begin_grad_p(ref, rows, of_values))
+        plgpu.barrier_arrive(values.free.at[of_values])
+        return State(sums, work.grad_scores(weights, grad_p).astype(self.spec.dtype))

@@ -1,0 +1,342 @@
+"""Training on a GPU: which gradients the kernel computes, that they are right, and who does the rest."""
+
+import contextlib
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import attending, masks
+from jattn.implementations import mosaic_gpu
+from jattn.implementations.mosaic_gpu import tile_lists
+from pallas_kernels import support, varlen_backward, varlen_prefill
+from tests import aot
+from tests.dense.partition_aot_cases import aot_cases
+
+pytestmark = pytest.mark.kernels
+
+BOUNDS = (0, 70, 70, 200, 233)
+SLOPES = jnp.linspace(0.05, 0.2, 4)
+MARKS = np.random.default_rng(0).random((2, 3, 4, 70))  # of each document's heads
+
+
+def arrays(tokens=240, head_dim=64):
+    return tuple(
+        jax.random.normal(jax.random.key(i), (tokens, heads, head_dim), jnp.bfloat16)
+        for i, heads in enumerate((4, 2, 2))
+    )
+
+
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """The kernels in interpret mode with few thread blocks; yields which of them were called."""
+    called = []
+
+    def interpreted(name, run):
+        def call(*args, **options):
+            called.append(name)
+            return run(*args, **options, interpret=plgpu.InterpretGPUParams())
+
+        return call
+
+    def few_ctas(right):
+        def wrong(*args, **kwargs):
+            sizes = dataclasses.replace(right(*args, **kwargs), ctas=3)
+            of_queries = getattr(sizes, "of_queries", None)
+            changes = {} if of_queries is None else {"of_queries": dataclasses.replace(of_queries, ctas=3)}
+            return dataclasses.replace(sizes, **changes)
+
+        return wrong
+
+    with contextlib.ExitStack() as stack:
+        patch = lambda *where: stack.enter_context(mock.patch.object(*where))
+        for module in (varlen_prefill, varlen_backward):
+            patch(module, "default_sizes", few_ctas(module.default_sizes))
+        patch(support, "why_not_on", lambda *_: None)
+        for name in ("attend", "gradients"):
+            patch(mosaic_gpu, name, interpreted(name, getattr(mosaic_gpu, name)))
+        patch(attending, "_attend_once", attending._attend)
+        yield called
+
+
+def loss_of(run):
+    def loss(given):
+        out, lse = run(*given)
+        return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum()
+
+    return loss
+
+
+def assert_near(got, want):
+    """Gradients in 16 bits, of which none is all zeros."""
+    for one, other in zip(got, want, strict=True):
+        scale = float(jnp.abs(other).max())
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=0.02 * scale
+        )
+        assert scale > 0
+
+
+CASES = {
+    "documents": {"cu_seqlens": jnp.asarray(BOUNDS), "causal": True},
+    "sinks and slopes": {
+        "cu_seqlens": jnp.asarray(BOUNDS),
+        "causal": True,
+        "sinks": jnp.linspace(-1.0, 1.0, 4),
+        "alibi_slopes": SLOPES,
+        "soft_cap": 9.0,
+    },
+    "segments": {"segment_ids": jnp.arange(240) // 90, "window": (50, 10)},
+    "mask": {"mask": masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2), "causal": True},
+    "gathered columns": {  # some heads have more than are gathered
+        "cu_seqlens": jnp.asarray((0, 70, 70, 130)),
+        "causal": True,
+        "sinks": jnp.linspace(-1.0, 1.0, 4),
+        "mask": masks.VerticalSlash(columns=MARKS[0] < 0.1, slashes=MARKS[1] < 0.1, num_gathered=12),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_by_the_kernel_are_xla_s(name):
+    given, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
+    want = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(given)
+    with as_on_a_gpu() as called:
+        got = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(given)
+    assert set(called) == {"attend", "gradients"}
+    assert_near(got, want)
+
+
+TEXTS, TOKENS = 3, 80
+
+
+def of_texts(mask, **how):
+    """A run of a batch whose rows of `arrays` stand one behind the other."""
+
+    def run(*arrays):
+        q, k, v = (x.reshape(TEXTS, TOKENS, *x.shape[1:]) for x in arrays)
+        return jattn.attention(q, k, v, causal=True, mask=mask, return_lse=True, **how)
+
+    return run
+
+
+def blocks_of_texts():
+    """Blocks of 16 queries see blocks of 16 keys drawn for each text and kv head, and their own."""
+    drawn = jax.random.bernoulli(jax.random.key(7), 0.4, (TEXTS, 2, 5, 5))
+    own = jnp.eye(5, dtype=bool)[None, None]
+    return masks.BlockMask(blocks=drawn | own, block_q=16, block_kv=16)
+
+
+def test_a_batch_under_a_mask_lists_tiles_of_one_text_s_keys():
+    given, mask = arrays(), blocks_of_texts()
+    want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(given)
+    wraps = mock.patch.object(tile_lists, "coverage_of_tiles", wraps=tile_lists.coverage_of_tiles)
+    with as_on_a_gpu() as called, wraps as asked:
+        got = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(given)
+    assert set(called) == {"attend", "gradients"}
+    # Tiles of 64 keys in the forward pass, of 128 in the backward one; the batch has 240.
+    widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in asked.call_args_list}
+    assert widths == {64: 2, 128: 1}
+    assert_near(got, want)
+
+
+class TestWhatTheKernelDeclines:
+    """Forward by the kernel, backward by XLA, which says so; or a refusal where XLA was not asked."""
+
+    def run(self, loss, given, *, gradients_by_kernel=False):
+        with as_on_a_gpu() as called:
+            jax.eval_shape(jax.grad(loss), given)
+        assert set(called) == {"attend", *["gradients"] * gradients_by_kernel}
+
+    def test_slopes_that_are_trained(self):
+        q, k, v = arrays()
+        run = lambda slopes, **how: loss_of(
+            functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, **how)
+        )((q, k, v))
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"fall to xla .*: gradients of ALiBi's slopes"):
+            self.run(run, SLOPES)
+        message = r"a derivative of attention: mosaic_gpu: gradients of ALiBi's slopes have no kernel"
+        with pytest.raises(NotImplementedError, match=message):
+            self.run(functools.partial(run, implementation="mosaic_gpu"), SLOPES)
+        self.run(functools.partial(run, implementation=("mosaic_gpu", "xla")), SLOPES)
+
+    def test_slopes_that_are_trained_under_segment_ids(self):
+        """The kernels that the mask was made for serve the forward pass; nobody asked for them by name."""
+        ids = jnp.arange(240) // 90
+        run = lambda slopes: loss_of(
+            functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, segment_ids=ids)
+        )(arrays())
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"fall to xla .*: gradients of ALiBi's slopes"):
+            self.run(run, SLOPES)
+
+    def test_keys_whose_order_nobody_knows(self):
+        q, k, v = arrays()
+        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+        metadata = jattn.build_batch_metadata([100, 140], [100, 140], None)
+
+        def loss(given, is_in_order):
+            q, k, v = given
+            starts = jnp.asarray([0, 100])
+            kv = jattn.PackedKV(k=k, v=v, kv_start_loc=starts, is_in_order=is_in_order)
+            return jattn.attend(q, kv, metadata, spec).astype(jnp.float32).sum()
+
+        self.run(functools.partial(loss, is_in_order=True), (q, k, v), gradients_by_kernel=True)
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
+            self.run(functools.partial(loss, is_in_order=False), (q, k, v))
+
+    def test_a_shard_map_that_checks_what_varies(self):
+        mesh, given = (
+            jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)),
+            tuple(x[None] for x in arrays()),
+        )
+        run = functools.partial(jattn.attention, causal=True)
+        over = functools.partial(jax.shard_map, run, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        loss = lambda given, **how: over(**how)(*given).astype(jnp.float32).sum()
+        self.run(functools.partial(loss, check_vma=False), given, gradients_by_kernel=True)
+        message = r"mosaic_gpu under shard_map over data: kernels do not say .*check_vma=False"
+        with as_on_a_gpu(), pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(loss, given)
+
+    def test_heads_of_a_width_without_a_kernel(self):
+        run = functools.partial(jattn.attention, return_lse=True)
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"gradients of head_dim 120"):
+            self.run(loss_of(run), arrays(head_dim=120))
+
+    @pytest.mark.parametrize("head_dim", [192, 256])
+    def test_wide_heads_over_lists_of_tiles(self, head_dim):
+        run = functools.partial(jattn.attention, return_lse=True)
+        self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
+        mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
+        run = functools.partial(run, mask=mask)
+        self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
+
+    @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
+    def test_the_same_bits_twice(self, mask):
+        run = functools.partial(jattn.attention, return_lse=True, deterministic=True, mask=mask)
+        self.run(loss_of(run), arrays(), gradients_by_kernel=True)
+        self.run(
+            loss_of(functools.partial(run, implementation="mosaic_gpu")), arrays(), gradients_by_kernel=True
+        )
+
+    @pytest.mark.parametrize("what", ["mask", "slopes", "head_dim"])
+    def test_the_same_bits_twice_where_no_kernel_has_them(self, what):
+        run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
+        mask = jattn.masks.BlockMask(blocks=np.ones((1, 30, 2), bool), block_q=8, block_kv=128)
+        q, k, v = arrays(head_dim=120 if what == "head_dim" else 64)
+        options = {"mask": mask} if what == "mask" else {}
+        given, reason = {
+            "mask": (1.0, "there is no kernel for blocks of 8 queries"),
+            "slopes": (SLOPES, "gradients of ALiBi's slopes have no kernel"),
+            "head_dim": (1.0, "there is no kernel for gradients of head_dim 120"),
+        }[what]
+
+        def loss(given, **how):
+            slopes = {"alibi_slopes": given} if what == "slopes" else {}
+            scaled = q if slopes else (q * given).astype(q.dtype)
+            return loss_of(functools.partial(run, **options, **slopes, **how))((scaled, k, v))
+
+        with pytest.warns(
+            jattn.KernelFallbackWarning, match=f"fall to xla on a GPU, which is slow: {reason}"
+        ):
+            self.run(loss, given)
+        with pytest.raises(NotImplementedError, match=f"a derivative of attention: mosaic_gpu: {reason}"):
+            self.run(functools.partial(loss, implementation="mosaic_gpu"), given)
+        self.run(functools.partial(loss, implementation=("mosaic_gpu", "xla")), given)
+
+
+def test_layers_without_a_cache_train_by_the_kernel():
+    from flax import nnx
+
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+    layer = jattn.PagedAttention(64, spec, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    metadata = jattn.build_batch_metadata([100, 60], [100, 60], None)
+    x = jnp.ones((160, 64), jnp.bfloat16)
+    loss = lambda layer, x: layer(x, None, metadata, metadata.positions)[0].astype(jnp.float32).sum()
+    with as_on_a_gpu() as called:
+        jax.eval_shape(jax.grad(functools.partial(loss, layer)), x)
+    assert set(called) == {"attend", "gradients"}
+
+
+class TestAheadOfTime:
+    """Plain jit over two H200s, which XLA's partitioner cuts by asking."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if name in ("sinks by heads", "mask by texts") else pytest.mark.slow)
+            for name in aot_cases()
+        ],
+    )
+    def test_kernels_get_what_lies_on_a_device_and_nothing_is_exchanged(self, name):
+        aot.require_plugin()
+        (found,) = aot.exchanges_of("tests.dense.partition_aot_cases", [name]).values()
+        exchanges, kernels = found
+        assert not exchanges
+        assert kernels >= 2
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("name", CASES)
+    def test_gradients_by_the_kernel_are_xla_s(self, name, head_dim):
+        given, run = (
+            arrays(head_dim=head_dim),
+            functools.partial(jattn.attention, return_lse=True, **CASES[name]),
+        )
+        got, want = (
+            jax.jit(jax.grad(loss_of(functools.partial(run, implementation=by))))(given)
+            for by in ("mosaic_gpu", "xla")
+        )
+        for one, other in zip(got, want, strict=True):
+            one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+            np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * float(jnp.abs(other).max()))
+
+    @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
+    def test_deterministic_gradients_have_the_same_bits(self, mask):
+        how = {"return_lse": True, "causal": True, "mask": mask, "deterministic": True}
+        run = functools.partial(jattn.attention, **how)
+        step = jax.jit(jax.grad(loss_of(run)))
+        for one, other in zip(step(arrays()), step(arrays()), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_a_flax_layer_trains_by_the_kernels(self):
+        from flax import nnx
+
+        layer = nnx.MultiHeadAttention(
+            4, 256, decode=False, dtype=jnp.bfloat16, attention_fn=jattn.attention_fn, rngs=nnx.Rngs(0)
+        )
+        x = jax.random.normal(jax.random.key(0), (2, 300, 256), jnp.bfloat16)
+        loss = lambda layer, x: (layer(x, is_causal=True).astype(jnp.float32) ** 2).mean()
+        text = nnx.jit(nnx.grad(loss)).lower(layer, x).as_text()
+        assert text.count("mosaic_gpu") >= 2
+        grads = jax.tree.leaves(nnx.jit(nnx.grad(loss))(layer, x))
+        assert all(bool(jnp.isfinite(grad).all()) for grad in grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+@pytest.mark.parametrize("cut", [P("gpus"), P(None, None, "gpus")], ids=["texts", "heads"])
+def test_kernels_attend_what_each_gpu_has_under_plain_jit(cut):
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    mesh = jax.make_mesh((2,), ("gpus",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    run = functools.partial(jattn.attention, causal=True, return_lse=True, implementation="mosaic_gpu")
+    step = jax.jit(jax.grad(loss_of(run)))
+    given = tuple(x.reshape(2, 120, *x.shape[1:]) for x in arrays())
+    on_two = step.lower(jax.device_put(given, jax.NamedSharding(mesh, cut))).compile()
+    text = on_two.as_text()
+    assert not [
+        name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text
+    ]
+    assert text.count("mosaic_gpu") >= 2
+    got = on_two(jax.device_put(given, jax.NamedSharding(mesh, cut)))
+    assert_near(jax.device_get(got), step(given))

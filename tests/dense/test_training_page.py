@@ -1,0 +1,65 @@
+"""The page on training says which pass is a kernel's: each row of its table is run as on a GPU."""
+
+import pathlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jattn
+from jattn import masks
+from tests.dense.test_training import as_on_a_gpu
+
+pytestmark = pytest.mark.kernels
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
+ROW = r"^\| .*?`(.+)` \| (q, k, v.*?) \| (kernel|XLA) \| (kernel|XLA) \|$"
+ROWS = re.findall(ROW, PAGE.read_text(), flags=re.MULTILINE)
+TOKENS = 256
+NAMES = vars(masks) | {
+    "jnp": jnp,
+    "ids": jnp.arange(TOKENS) // 100,
+    "bounds": jnp.asarray([0, 100, 200, TOKENS]),
+    "blocks": jnp.ones((4, TOKENS, TOKENS), bool),
+    "columns": jnp.zeros((4, 3), jnp.int32),
+    "slashes": jnp.zeros((4, 3), jnp.int32),
+}
+
+
+def options_of(code, given):
+    """The row's code, where a bar is written behind a backslash."""
+    return eval(f"dict({code.replace(chr(92), '')})", NAMES | given)
+
+
+def test_the_table_is_read():
+    assert len(ROWS) >= 20
+    assert {(forward, backward) for *_, forward, backward in ROWS} == {
+        ("kernel", "kernel"),
+        ("kernel", "XLA"),
+        ("XLA", "XLA"),
+    }
+
+
+@pytest.mark.parametrize(("code", "trained", "forward", "backward"), ROWS, ids=lambda text: text[:60])
+def test_a_row_says_who_serves_it(code, trained, forward, backward):
+    def loss(trained, fixed):
+        given = fixed | trained
+        options = options_of(code, given)
+        for name in ("head_dim", "dtype"):
+            options.pop(name, None)
+        out = jattn.attention(given["q"], given["k"], given["v"], **options)
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
+
+    sizes = options_of(code, dict.fromkeys(("sinks", "slopes")))
+    shape, dtype = (TOKENS, 2, sizes.get("head_dim", 64)), sizes.get("dtype", jnp.bfloat16)
+    arrays = {name: jnp.ones(shape, dtype) for name in "kv"} | {"q": jnp.ones((TOKENS, 4, shape[-1]), dtype)}
+    arrays |= {"sinks": jnp.ones(4), "slopes": jnp.ones(4)}
+    names = trained.split(", ")
+    split = {name: arrays.pop(name) for name in names}
+    with as_on_a_gpu() as called, warnings.catch_warnings():
+        warnings.simplefilter("ignore", jattn.KernelFallbackWarning)
+        jax.eval_shape(jax.grad(loss), split, arrays)
+    served = {"kernel": {"attend"}, "XLA": set()}[forward] | {"kernel": {"gradients"}, "XLA": set()}[backward]
+    assert set(called) == served

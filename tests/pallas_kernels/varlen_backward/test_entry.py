@@ -1,0 +1,522 @@
+"""varlen_backward: the contract against float64, what no request owns, schedules, refusals; on a GPU, too."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.score import Score
+from pallas_kernels.support import BACKWARD_HEAD_DIMS
+from pallas_kernels.varlen_backward import (
+    KernelSizes,
+    default_sizes,
+    make_schedule,
+    mean_keys_of,
+    reference,
+    varlen_backward,
+)
+from pallas_kernels.varlen_backward.call import Call
+from pallas_kernels.varlen_backward.schedule import COLUMNS, item_order, max_tiles
+from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
+from tests import aot, assertions
+from tests.contract import every_other
+from tests.covering_array import covering_array
+from tests.pallas_kernels.varlen_backward.backward_aot_cases import aot_cases
+from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting, sees_of
+
+# Queries and keys of each request: several tiles, tiles of one live row, rows 8 does not divide, nothing.
+LENS = {
+    "prompts": ((150, 0, 3, 70), (150, 0, 3, 70)),
+    "behind": ((70, 3, 131), (270, 130, 132)),
+    "before": ((90, 8), (40, 3)),  # the first queries see nothing
+    "ones": ((1, 1, 129, 1), (1, 1, 129, 65)),
+}
+FACTORS = {
+    "lens": list(LENS),
+    "causal": [True, False],
+    "window": [(None, None), (20, 0), (70, 2), (None, 2), (9, None)],
+    "chunk_size": [None, 8, 70],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear", "sqrt"],
+    "sinks": [False, True],
+    "grad_lse": [True, False],
+    "heads": [(2, 2), (4, 1), (6, 2)],
+    "head_dim": list(BACKWARD_HEAD_DIMS),
+    "dtype": ["bfloat16", "float16"],
+}
+FAST = FACTORS | {
+    "lens": ["prompts", "behind", "before"],
+    "window": [(None, None), (20, 0), (70, 2)],
+    "chunk_size": [None, 70],
+    "heads": [(2, 2), (2, 1)],
+    "head_dim": [64, 96],
+}
+
+
+def cases(factors):
+    return covering_array(factors, lambda case: True)
+
+
+def case_id(case):
+    return "-".join(f"{v}" for v in case.values()).replace(" ", "")
+
+
+def problem_of(case):
+    query_lens, seq_lens = LENS[case["lens"]]
+    score = Score(
+        scale=case["head_dim"] ** -0.5,
+        causal=case["causal"],
+        window=case["window"],
+        chunk_size=case["chunk_size"],
+        soft_cap=case["soft_cap"],
+        sqrt_alibi=case["alibi"] == "sqrt",
+    )
+    setting = Setting(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        score=score,
+        has_alibi=case["alibi"] is not None,
+        has_sinks=case["sinks"],
+        has_grad_lse=case["grad_lse"],
+        **{name: case[name] for name in ("heads", "head_dim", "dtype")},
+    )
+    return BackwardProblem(setting)
+
+
+def jitted(problem, **options):
+    """Called, it computes a problem's gradients; compiled by the first call."""
+    run = jax.jit(functools.partial(varlen_backward, score=problem.setting.score, **options))
+    return functools.partial(run, **problem.arguments)
+
+
+def grads_of(problem, interpret=None, sizes=None, **options):
+    return jitted(problem, sizes=sizes, interpret=interpret, **options)()
+
+
+def few_blocks(head_dim):
+    """Two thread blocks of each kernel, so that each has several items."""
+    return two_blocks(default_sizes(head_dim))
+
+
+def two_kernels(head_dim):
+    """The same where queries have a kernel."""
+    return two_blocks(default_sizes(head_dim, deterministic=True))
+
+
+def two_blocks(sizes):
+    of_queries = None if sizes.of_queries is None else dataclasses.replace(sizes.of_queries, ctas=2)
+    return dataclasses.replace(sizes, ctas=2, of_queries=of_queries)
+
+
+class TestContract:
+    @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+
+    @pytest.mark.parametrize("case", every_other(cases(FAST)[1::2]), ids=case_id)
+    def test_equals_float64_where_queries_have_a_kernel(self, case):
+        problem = problem_of(case)
+        interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
+        problem.check(grads_of(problem, interpret, sizes, deterministic=True))
+
+    @pytest.mark.parametrize("has_grad_lse", [True, False])
+    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, has_grad_lse):
+        """A request of several items, one without queries, items whose second half nobody has."""
+        score = Score(scale=0.1, window=(80, 0))
+        lens = (150, 0, 3, 70)
+        layer = {"score": score, "heads": (2, 1), "head_dim": 128, "has_grad_lse": has_grad_lse}
+        problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, **layer))
+        sizes = two_kernels(128)
+        assert sizes.sums_outputs
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
+
+    @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
+    def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
+        """Several tiles of keys an item of queries, a window, a cut tile at either end."""
+        score = Score(scale=head_dim**-0.5, window=(80, 0))
+        lens, heads = (3, 135), (1, 1)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, head_dim=head_dim, heads=heads)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(head_dim)))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64_with_every_head_dim(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+
+
+class TestRaces:
+    @pytest.mark.parametrize(
+        ("head_dim", "deterministic"),
+        [(128, False), (128, True), pytest.param(256, True, marks=pytest.mark.slow)],
+    )
+    def test_barriers_order_all_that_is_read_and_written(self, head_dim, deterministic):
+        """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
+        score = Score(scale=0.1)
+        setting = Setting(
+            query_lens=(256,), seq_lens=(256,), score=score, heads=(2, 2), head_dim=head_dim, gap=0
+        )
+        problem = BackwardProblem(setting)
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
+        with assertions.none_in(kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
+            problem.check(grads_of(problem, interpret, sizes))
+
+
+class TestReference:
+    @pytest.mark.parametrize("soft_cap", [None, 2.0])
+    def test_equals_what_jax_derives(self, soft_cap):
+        draw = lambda seed, rows, heads: jax.random.normal(jax.random.key(seed), (rows, heads, 8))
+        q, k, v, grad_out = draw(0, 7, 4), draw(1, 9, 2), draw(2, 9, 2), draw(3, 7, 4)
+        grad_lse, sinks = jax.random.normal(jax.random.key(4), (4, 7)), jnp.linspace(-1, 2, 4)
+        sees = jnp.asarray(sees_of(Score(scale=0.3), np.arange(7) + 2, 9))
+        bias = jax.random.normal(jax.random.key(5), (4, 7, 9))
+
+        def attend(q, k, v):
+            s = jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, 2, 1), precision="highest") * 0.3
+            s = s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap
+            s = jnp.where(sees, s + bias, -jnp.inf)
+            lse = jnp.logaddexp(jax.nn.logsumexp(s, axis=2), sinks[:, None])
+            p = jnp.exp(s - lse[:, :, None])
+            return jnp.einsum("hqk,khd->qhd", p, jnp.repeat(v, 2, 1), precision="highest"), lse
+
+        want = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
+        options = {"sees": sees, "bias": bias, "sinks": sinks}
+        arrays, options = jax.tree.map(np.asarray, ((q, k, v, grad_out, grad_lse), options))
+        got = reference.grads_of_request(*arrays, scale=0.3, soft_cap=soft_cap, **options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def schedule_of(query_lens, seq_lens, score, *, tile_q=64, gap=0):
+    ends = lambda lens: np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    kv_starts = ends(np.asarray(seq_lens) + gap)
+    schedule = make_schedule(
+        jnp.asarray(ends(query_lens)),
+        jnp.asarray(seq_lens, jnp.int32),
+        jnp.asarray(kv_starts[:-1]),
+        kv_tokens=int(kv_starts[-1]),
+        kv_heads=1,
+        head_dim=64,
+        score=score,
+        sizes=KernelSizes(tile_q=tile_q),
+    )
+    rows = np.asarray(schedule.table)[: int(schedule.num_live[0])]
+    return [dict(zip(COLUMNS, row.tolist(), strict=False)) for row in rows]
+
+
+class TestSchedule:
+    @pytest.mark.parametrize(
+        "score",
+        [
+            Score(scale=1.0),
+            Score(scale=1.0, causal=False),
+            Score(scale=1.0, window=(30, 0)),
+            Score(scale=1.0, causal=False, window=(100, 40)),
+            Score(scale=1.0, chunk_size=50),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("tile_q", [64, 128])
+    def test_each_pair_that_is_seen_is_in_a_tile_and_each_whole_tile_is_seen(self, score, tile_q):
+        query_lens, seq_lens, gap = [300, 0, 5, 40, 257], [300, 3, 140, 17, 257], 3
+        rows = schedule_of(query_lens, seq_lens, score, tile_q=tile_q, gap=gap)
+        starts = np.cumsum([0, *query_lens[:-1]])
+        kv_starts = np.cumsum([0, *(np.asarray(seq_lens) + gap)[:-1]])
+        for r, (num, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            sees = sees_of(score, np.arange(num) + keys - num, keys)
+            found = np.zeros_like(sees)
+            for row in rows:
+                first_key = row["first_key_row"] - kv_starts[r]
+                if not 0 <= first_key + row["begin"] < keys or row["begin"] >= row["end"]:
+                    continue
+                live = slice(max(first_key, 0), first_key + row["end"])
+                for nth in range(row["num"]):
+                    first = row["first_query_row"] + (row["first_tile"] + nth) * tile_q - starts[r]
+                    queries = slice(max(first, 0), max(first + tile_q, 0))
+                    assert not found[queries, live].any()
+                    found[queries, live] = True
+                    if row["num_low"] <= nth < row["num"] - row["num_high"]:
+                        assert 0 <= first <= num - tile_q
+                        assert row["end"] - row["begin"] == 128
+                        assert sees[queries, live].all()
+            assert found[sees].all()
+
+    def test_every_row_of_the_keys_is_written_once(self):
+        rows = schedule_of([5, 0, 300, 9], [5, 0, 300, 9], Score(scale=1.0), gap=11)
+        written = [
+            row["first_key_row"] + n for row in rows for n in range(row["store_begin"], row["store_end"])
+        ]
+        assert sorted(written) == list(range(5 + 0 + 300 + 9 + 4 * 11))
+
+    def test_the_longest_come_first_and_dead_items_last(self):
+        lengths, sets = jnp.asarray([3, 9, 5, 9, 0, 7], jnp.int32), jnp.zeros(6, jnp.int32)
+        order = item_order(lengths, sets, jnp.asarray([4], jnp.int32))
+        assert order.tolist() == [1, 3, 2, 0, 4, 5]
+
+    def test_items_of_a_set_follow_each_other_but_for_the_shortest(self):
+        lengths, sets = jnp.asarray([40, 30, 4, 50, 60, 5], jnp.int32), jnp.asarray([0, 0, 0, 1, 1, 1])
+        order = item_order(lengths, sets, jnp.asarray([6], jnp.int32))
+        assert order.tolist() == [0, 1, 4, 3, 5, 2]
+
+    def test_a_set_reads_what_l2_holds(self):
+        """Queries, gradients of outputs and of queries: 8 bytes an element, 512 kB for 1,000 of 64."""
+        starts, lens = jnp.asarray([0, 1000, 2000], jnp.int32), jnp.asarray([1000, 1000], jnp.int32)
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
+        make = functools.partial(make_schedule, starts, lens, starts[:-1], kv_tokens=2000, **static)
+        of = lambda l2_bytes: make(sizes=KernelSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
+        first, second = [0, 1], [2, 3]
+        assert of(512_000)[:16] == [first] * 8 + [second] * 8
+        assert of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8
+        assert of(0)[:16] == [[0, 0]] * 16
+
+
+ARGUMENTS = {
+    "query": (16, 4, 64),
+    "key": (16, 2, 64),
+    "value": (16, 2, 64),
+    "out": (16, 4, 64),
+    "grad_out": (16, 4, 64),
+}
+
+
+def plain_arguments(**changes):
+    arrays = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in ARGUMENTS.items()}
+    arrays |= {"lse": jnp.zeros((4, 16)), "query_start_loc": jnp.asarray([0, 16], jnp.int32)}
+    arrays |= {"seq_lens": jnp.asarray([16], jnp.int32), "kv_start_loc": jnp.zeros(1, jnp.int32)}
+    return arrays | {"score": Score(scale=1.0)} | changes
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"query": jnp.zeros((16, 256), jnp.bfloat16)}, r"query must have 3 axes, got \(16, 256\)"),
+            ({"key": jnp.zeros((16, 128), jnp.bfloat16)}, r"key must have 3 axes, got \(16, 128\)"),
+            (
+                {"key": jnp.zeros((16, 3, 64), jnp.bfloat16)},
+                r"q_heads must be a multiple of kv_heads \(3\), got 4",
+            ),
+            ({"key": jnp.zeros((16, 0, 64), jnp.bfloat16)}, "kv_heads must be positive, got 0"),
+            ({"key": jnp.zeros((16, 2, 80), jnp.bfloat16)}, r"key's head_dim must have .* got \(80,\)"),
+            ({"value": jnp.zeros((8, 2, 64), jnp.bfloat16)}, r"value must have .* got \(8, 2, 64\)"),
+            ({"out": jnp.zeros((8, 4, 64), jnp.bfloat16)}, r"out must have .* got \(8, 4, 64\)"),
+            ({"grad_out": jnp.zeros((8, 4, 64), jnp.bfloat16)}, r"grad_out must have .* got \(8, 4, 64\)"),
+            ({"lse": jnp.zeros((16, 4))}, r"lse must have .* got \(16, 4\)"),
+            ({"grad_lse": jnp.zeros((16, 4))}, r"grad_lse must have .* got \(16, 4\)"),
+            ({"query_start_loc": jnp.zeros(3, jnp.int32)}, r"query_start_loc must have .* got \(3,\)"),
+            ({"kv_start_loc": jnp.zeros(2, jnp.int32)}, r"kv_start_loc must have .* got \(2,\)"),
+            ({"alibi_slopes": jnp.zeros(3)}, r"alibi_slopes must have .* got \(3,\)"),
+        ],
+    )
+    def test_shapes_that_disagree(self, changes, message):
+        arguments = {
+            **dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")),
+            **plain_arguments(**changes),
+        }
+        arguments.pop("score")
+        with pytest.raises(ValueError, match=message):
+            Call(**arguments).check()  # without the annotations, which tests execute
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"grad_out": jnp.zeros((16, 4, 64), jnp.float16)},
+                "grad_out of float16 with queries of bfloat16",
+            ),
+        ],
+    )
+    def test_what_has_no_kernel(self, changes, message):
+        with pytest.raises(NotImplementedError, match=message):
+            varlen_backward(**plain_arguments(**changes))
+
+    def test_a_dtype_or_width_without_a_kernel(self):
+        of = lambda dim, dtype: {name: jnp.zeros((*s[:2], dim), dtype) for name, s in ARGUMENTS.items()}
+        with pytest.raises(NotImplementedError, match="queries of float32"):
+            varlen_backward(**plain_arguments(**of(64, jnp.float32)))
+        with pytest.raises(NotImplementedError, match="gradients of head_dim 120"):
+            varlen_backward(**plain_arguments(**of(120, jnp.bfloat16)))
+
+    def test_a_schedule_of_other_keys(self):
+        arguments = plain_arguments()
+        lens = [arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
+        static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
+        static |= {"sizes": default_sizes(64)}
+        for field, other in {"kv_tokens": 24, "kv_heads": 1, "score": Score(scale=1.0, causal=False)}.items():
+            schedule = make_schedule(*lens, **(static | {field: other}))
+            named = "mask" if field == "score" else field
+            with pytest.raises(ValueError, match=rf"schedule\.made_for\.{named} must be .*, got "):
+                varlen_backward(**arguments, schedule=schedule)
+        starts, kv_starts = jnp.asarray([0, 8, 16]), jnp.asarray([0, 8])
+        schedule = make_schedule(starts, jnp.asarray([8, 8]), kv_starts, **static)
+        assert schedule.table.shape[0] == max_tiles(16, 2) == 2
+        with pytest.raises(ValueError, match=r"schedule.table must have .* got \(2, 32\)"):
+            varlen_backward(**arguments, schedule=schedule)
+
+    def test_a_schedule_says_whether_queries_have_a_kernel(self):
+        arguments = plain_arguments()
+        arguments.pop("score")
+        call = Call(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
+        fused, two = default_sizes(64), default_sizes(64, deterministic=True)
+        assert call.default_sizes(None, Score(scale=1.0), deterministic=False) == fused
+        for sizes in (fused, two):
+            schedule = call.make_schedule(Score(scale=1.0), sizes)
+            assert call.default_sizes(schedule, Score(scale=1.0), deterministic=False) == sizes
+
+    def test_where_few_keys_are_seen_there_are_two_kernels(self):
+        has_two = lambda keys: default_sizes(128, mean_keys=keys).of_queries is not None
+        assert [has_two(keys) for keys in (None, 256, 2048, 4096)] == [False, True, True, False]
+        assert default_sizes(64, mean_keys=256).of_queries is None
+
+    @pytest.mark.parametrize(
+        ("score", "keys"),
+        [
+            ({}, 500),
+            ({"causal": False}, 1000),
+            ({"window": (99, 0)}, 100),
+            ({"window": (9999, 0)}, 500),
+            ({"window": (99, None)}, 100),
+            ({"window": (None, 4)}, 500),
+            ({"causal": False, "window": (9, 30)}, 40),
+            ({"causal": False, "window": (9, None)}, 1000),
+            ({"chunk_size": 400}, 200),
+            ({"causal": False, "chunk_size": 400}, 400),
+        ],
+    )
+    def test_how_many_keys_a_query_sees(self, score, keys):
+        assert mean_keys_of(Score(scale=1.0, **score), 1000) == keys
+
+    def test_a_kernel_of_queries_that_is_not_there(self):
+        with pytest.raises(ValueError, match=r"sizes\.of_queries must be given with deterministic, got None"):
+            varlen_backward(**plain_arguments(sizes=KernelSizes(tile_q=128), deterministic=True))
+
+    def test_a_schedule_without_tiles_of_queries(self):
+        arguments, sizes = plain_arguments(), default_sizes(64, deterministic=True)
+        lens = [arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
+        static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
+        with pytest.raises(ValueError, match=r"num_tokens must be given with sizes\.of_queries, got None"):
+            make_schedule(*lens, **static, sizes=sizes)
+        without = make_schedule(*lens, **static, sizes=KernelSizes(tile_q=128))
+        with pytest.raises(
+            ValueError, match=r"made_for\.sizes must be .*tile_kv=128.*, got .*of_queries=None"
+        ):
+            varlen_backward(**arguments, schedule=without, sizes=sizes)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"tile_q": 96}, "tile_q must be one of 64, 128, got 96"),
+            ({"stages": 1}, "stages must be at least 2, got 1"),
+            ({"ctas": 0}, "ctas must be positive, got 0"),
+            ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
+            ({"of_queries": PrefillSizes(teams=2)}, "of_queries.teams must be 1, got 2"),
+            ({"is_apart": True}, r"sizes\.of_queries must be given with is_apart, got None"),
+        ],
+    )
+    def test_sizes(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            KernelSizes(**changes)
+
+    def test_nothing_to_do_is_done(self):
+        empty = {name: jnp.zeros((0, *shape[1:]), jnp.bfloat16) for name, shape in ARGUMENTS.items()}
+        grads = varlen_backward(**plain_arguments(**empty, lse=jnp.zeros((4, 0))))
+        assert [x.shape for x in grads] == [(0, 4, 64), (0, 2, 64), (0, 2, 64)]
+
+
+@functools.cache
+def compiled():
+    aot.require_plugin()
+    return aot.compile_all("tests.pallas_kernels.varlen_backward.backward_aot_cases", list(aot_cases()))
+
+
+def kernel_names(name):
+    if name.startswith(("d192", "d256")):
+        return [f"varlen_backward_{of}" for of in ("keys", "queries", "values")]
+    return ["varlen_backward", "varlen_backward_queries"][: 1 + ("two_kernels" in name)]
+
+
+class TestAheadOfTime:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", list(aot_cases()))
+    def test_what_ships_compiles_and_spills_at_most_1800_bytes_a_kernel(self, name):
+        """Of every case that ships; where a spill lies is not looked at."""
+        kernels = [kernel for kernel in compiled()[name] if kernel.name.startswith("varlen_backward")]
+        names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in kernels]
+        assert sorted(names) == kernel_names(name)
+        assert all(kernel.spilled_bytes <= 1800 for kernel in kernels)
+
+    def test_products_wait_for_each_other_nowhere_and_plain_attention_spills_at_most_600_bytes(self):
+        """ptxas says what it makes wait, for want of registers or because somebody looks too early.
+
+        It says how many bytes spill, not where. Read once in the machine code, plain attention's were an
+        item's addresses; in the loop over whole tiles thirteen are moved to memory or back.
+        """
+        aot.require_plugin()
+        plain = "d128-plain-float16"
+        names = [plain, "d64-plain-float16", "d128-cap_alibi-float16", "d128-two_kernels", "d64-two_kernels"]
+        reports = aot.apart_reports("tests.pallas_kernels.varlen_backward.backward_aot_cases", names)
+        assert [name for name in names if "serialized" in reports[name]] == []
+        (kernel,) = aot.kernels_in(reports[plain])
+        assert kernel.spilled_bytes <= 600
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem, sizes=default_sizes(case["head_dim"])))
+
+    @pytest.mark.parametrize(
+        "lens", [(1,), (239,), (799,), (1023,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str
+    )
+    @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_awkward_lengths(self, lens, heads, head_dim):
+        """Of one kernel and of two: the problem takes longer to make than to solve."""
+        score = Score(scale=head_dim**-0.5)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim)
+        problem = BackwardProblem(setting)
+        for deterministic in (False, True):
+            sizes = default_sizes(head_dim, deterministic=deterministic)
+            problem.check(grads_of(problem, sizes=sizes, deterministic=deterministic))
+
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_equals_float64_where_queries_have_a_kernel(self, case):
+        problem = problem_of(case)
+        problem.check(grads_of(problem, deterministic=True))
+
+    @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
+    @pytest.mark.parametrize("window", [(None, None), (300, 0)])
+    @pytest.mark.parametrize("head_dim", [192, 256])
+    def test_wide_heads(self, lens, window, head_dim):
+        score = Score(scale=head_dim**-0.5, window=window)
+        setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=(4, 2), head_dim=head_dim)
+        problem = BackwardProblem(setting)
+        problem.check(grads_of(problem))
+
+    def test_deterministic_gradients_have_the_same_bits_twenty_times(self):
+        lens = (1500, 3, 700, 64)
+        problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
+        run = jitted(problem, deterministic=True)
+        first = run()
+        problem.check(first)
+        for _ in range(20):
+            assert all(jnp.array_equal(a, b) for a, b in zip(run(), first, strict=True))
+
+    def test_twenty_runs_agree(self):
+        lens = (1500, 3, 700, 64)
+        problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
+        run = jitted(problem, sizes=default_sizes(64))
+        first = run()
+        for _ in range(20):
+            grads = run()
+            problem.check(grads)
+            assert all(jnp.array_equal(a, b) for a, b in zip(grads[1:], first[1:], strict=True))

@@ -1,0 +1,289 @@
+"""varlen_backward over lists of tiles: every mask that has some, against float64; on a GPU too."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.implementations.mosaic_gpu.backward_tile_lists import (
+    PackedLens,
+    backward_lists,
+    backward_mask,
+    backward_sizes,
+    why_not_backward_lists,
+)
+from pallas_kernels.list_tiles import codes_of
+from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
+from pallas_kernels.varlen_backward import (
+    KernelSizes,
+    QueryTiles,
+    default_sizes,
+    make_lists,
+    make_schedule,
+    varlen_backward,
+)
+from pallas_kernels.varlen_backward.call import Call
+from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
+from tests import aot
+from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
+from tests.pallas_kernels.varlen_backward.test_entry import plain_arguments, two_kernels
+
+INTERPRETED = plgpu.InterpretGPUParams()
+LENS = (150, 0, 3, 270)
+RNG = np.random.default_rng(0)
+DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
+WIDE, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((2, 24, 24)) < 0.3
+VERTICAL, SLASHES = RNG.random((2, 333)) < 0.05, RNG.random((2, 37)).repeat(10, axis=1) < 0.2
+odd = lambda head, query, key: (query * 3 + key + head) % 4 != 0
+MASKS = {
+    "blocks_of_128": masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
+    "blocks_of_16": masks.BlockMask(blocks=FINE, block_q=16, block_kv=16),
+    "strided": masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3),
+    "documents": masks.Document(ids=DOCUMENTS),
+    "documents_and_window": masks.Document(ids=DOCUMENTS) & masks.Window(left=40),
+    "prefix": masks.Prefix(length=np.array([120, 3, 2, 200], np.int32)),
+    "vertical_slash": masks.VerticalSlash(columns=VERTICAL, slashes=SLASHES),
+    "formula": masks.MaskFunction(odd),
+}
+
+
+def problem_of(name, *, head_dim=64, lens=LENS, **changes):
+    score = Score(scale=head_dim**-0.5, **changes)
+    setting = Setting(
+        query_lens=lens, seq_lens=lens, score=score, heads=(2, 1), head_dim=head_dim, mask=MASKS[name], gap=0
+    )
+    return BackwardProblem(setting)
+
+
+def jitted(problem, *, sizes=None, interpret=None):
+    """Called, it computes a problem's gradients, with lists made beside them; compiled by the first call."""
+    setting = problem.setting
+    sizes = default_sizes(setting.head_dim) if sizes is None else sizes
+    window = None if setting.score.window == (None, None) else setting.score.window
+    spec = jattn.AttentionSpec(
+        num_q_heads=setting.heads[0], num_kv_heads=setting.heads[1], head_dim=setting.head_dim,
+        causal=setting.score.causal, window=window,
+    )  # fmt: skip
+    assert why_not_backward_lists(setting.mask, sizes) is None
+
+    @jax.jit
+    def run(mask, arguments):
+        lens = PackedLens(*(arguments[name] for name in PackedLens._fields))
+        tokens, kv_tokens = (arguments[name].shape[0] for name in ("query", "key"))
+        of_heads = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
+        of_layer = {**of_heads, "score": setting.score, "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **of_layer)
+        static = {"max_seq_len": max(setting.seq_lens)}
+        lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, num_tokens=tokens, **static)
+        options = {"lists": lists, "mask": backward_mask(mask, spec, sizes, **static)}
+        of_call = {"score": setting.score, "sizes": sizes, "interpret": interpret}
+        return varlen_backward(**arguments, schedule=schedule, **options, **of_call)
+
+    return functools.partial(run, setting.mask, problem.arguments)
+
+
+def grads_of(problem, **options):
+    return jitted(problem, **options)()
+
+
+class TestContract:
+    @pytest.mark.parametrize("name", MASKS)
+    def test_equals_float64(self, name):
+        problem = problem_of(name)
+        problem.check(grads_of(problem, sizes=KernelSizes(tile_q=128, ctas=2), interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("name", ["documents_and_window", "blocks_of_128"])
+    def test_equals_float64_with_narrow_tiles_and_a_window(self, name):
+        problem = problem_of(name, head_dim=96, window=(60, 0))
+        problem.check(grads_of(problem, sizes=KernelSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("name", MASKS)
+    def test_equals_float64_where_queries_have_a_kernel(self, name):
+        problem = problem_of(name)
+        problem.check(grads_of(problem, sizes=two_kernels(64), interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("name", ["documents_and_window", "strided"])
+    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, name):
+        problem, sizes = problem_of(name, head_dim=128, window=(90, 0)), two_kernels(128)
+        assert sizes.sums_outputs
+        problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
+
+    @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
+    def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
+        problem = problem_of("blocks_of_16", head_dim=head_dim, lens=(3, 135))
+        problem.check(grads_of(problem, sizes=two_kernels(head_dim), interpret=INTERPRETED))
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("mask", "leaves_few"),
+        [
+            (None, False),
+            (MASKS["blocks_of_16"], True),
+            (MASKS["vertical_slash"], False),
+            (MASKS["formula"], False),
+            (MASKS["formula"] & MASKS["documents"], True),
+            (MASKS["vertical_slash"] | MASKS["strided"], False),
+            (masks.Sinks(4) | masks.Window(left=40), True),
+            (masks.Window(right=3), False),
+            (~masks.Sinks(4), False),
+        ],
+    )
+    def test_masks_that_leave_few_keys_of_long_requests_have_two_kernels(self, mask, leaves_few):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
+        sizes = backward_sizes(mask, spec, mean_len=10**5)
+        assert (sizes.of_queries is not None) == leaves_few
+
+    @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
+    def test_a_window_leaves_few(self, changes, has_two):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
+        assert (backward_sizes(None, spec, mean_len=8192).of_queries is not None) == has_two
+
+
+class TestLists:
+    def test_each_tile_that_is_seen_is_listed_for_its_keys_once(self):
+        """Literal codes: tile 1 of queries sees tile 0 of keys in part, tile 2 sees both whole."""
+        sizes, lens = KernelSizes(tile_q=64), jnp.asarray([192], jnp.int32)
+        starts = jnp.asarray([0, 192], jnp.int32)
+        score = Score(scale=1.0, causal=False)
+        static = {"kv_tokens": 256, "kv_heads": 1, "head_dim": 64, "score": score, "sizes": sizes}
+        schedule = make_schedule(starts, lens, starts[:1], **static)
+        some = jnp.asarray([[[0, 0]], [[1, 0]], [[1, 1]]], bool)
+        every = jnp.asarray([[[0, 0]], [[0, 0]], [[1, 1]]], bool)
+        ends = jnp.asarray([64, 64, 64], jnp.int32)
+        tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
+        lists = make_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        numbers = schedule.table[:, COLUMNS.index("number")].tolist()
+        found = {}
+        for row, number in enumerate(numbers[:2]):
+            partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
+            found[number] = lists.entries[row, : partial + full].tolist(), partial
+        # Keys from 192 on are none: of the second tile nothing is whole.
+        assert found == {0: ([1, 2], 1), 1: ([2], 1)}
+        assert lists.order.tolist()[:2] == [numbers.index(0), numbers.index(1)]
+
+    def test_an_entry_says_which_warpgroup_s_keys_are_seen(self):
+        """Literal codes of 64 keys each: a half that nobody sees makes no tile one that needs a mask."""
+        sizes, lens = default_sizes(128, deterministic=True), jnp.asarray([192], jnp.int32)
+        starts = jnp.asarray([0, 192], jnp.int32)
+        static = {"kv_tokens": 192, "kv_heads": 1, "head_dim": 128, "score": Score(scale=1.0, causal=False)}
+        schedule = make_schedule(starts, lens, starts[:1], **static, num_tokens=192, sizes=sizes)
+        some = jnp.asarray([[[0, 1, 1]], [[1, 1, 0]], [[1, 0, 0]]], bool)
+        every = jnp.asarray([[[0, 1, 1]], [[1, 0, 0]], [[0, 0, 0]]], bool)
+        ends = jnp.asarray([64, 64, 64], jnp.int32)
+        tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
+        lists = make_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        numbers, found = schedule.table[:, COLUMNS.index("number")].tolist(), {}
+        for row, number in enumerate(numbers[:2]):
+            partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
+            entries = lists.entries[row, : partial + full].tolist()
+            found[number] = [divmod(entry, 1 << QUERY_BLOCK_SHIFT) for entry in entries], partial
+        # (which halves, tile of queries): the first tile's second half whole, of others something in part.
+        assert found == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
+
+
+def lists_for(sizes):
+    """Of plain_arguments."""
+    arguments, score = plain_arguments(), Score(scale=1.0)
+    lens = PackedLens(*(arguments[field] for field in PackedLens._fields))
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+    static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": score, "sizes": sizes}
+    schedule = make_schedule(*lens, **static, num_tokens=16)
+    bounds = {"num_tokens": 16, "max_seq_len": 16, "sizes": sizes}
+    return backward_lists(MASKS["strided"], spec, lens, schedule, **bounds)
+
+
+class TestRefusals:
+    def test_a_mask_without_lists(self):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+        mask = backward_mask(MASKS["formula"], spec, KernelSizes(), max_seq_len=16)
+        with pytest.raises(ValueError, match="lists must be given with a mask, got None"):
+            varlen_backward(**plain_arguments(mask=mask))
+
+    @pytest.mark.parametrize("names", [("order",), ("entries", "num_partial", "num_full")])
+    def test_lists_of_other_tiles(self, names):
+        arguments, sizes = plain_arguments(), KernelSizes()
+        lens = [arguments[field] for field in PackedLens._fields]
+        static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=16, **static)
+        tiles = QueryTiles(*(jnp.zeros(n, jnp.int32) for n in (2, 1, 1)))
+        codes = jnp.zeros((1, 4, 1), jnp.uint8)
+        lists = make_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)
+        lists = lists._replace(**{name: getattr(lists, name)[:1] for name in names})
+        assert max_tiles(16, 1) == 1
+        with pytest.raises(ValueError, match=rf"lists.{names[0]} must have shape .* got \(1,"):
+            varlen_backward(**arguments, schedule=schedule, lists=lists)
+
+    @pytest.mark.parametrize(
+        ("made_for", "given", "message"),
+        [
+            ({}, {"deterministic": True}, r"lists\.queries must be given with sizes\.of_queries, got None"),
+            ({"deterministic": True}, {}, r"sizes\.of_queries must be given with lists\.queries, got None"),
+        ],
+    )
+    def test_lists_for_other_kernels(self, made_for, given, message):
+        arguments, lists = plain_arguments(), lists_for(default_sizes(64, **made_for))
+        with pytest.raises(ValueError, match=message):
+            varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **given))
+
+    def test_lists_of_other_kv_heads(self):
+        lists = lists_for(default_sizes(64))
+        lists = lists._replace(made_for=dataclasses.replace(lists.made_for, kv_heads=1))
+        with pytest.raises(ValueError, match=r"lists\.made_for\.kv_heads must be 2, got 1"):
+            varlen_backward(**plain_arguments(), lists=lists)
+
+    def test_lists_whose_queries_are_another_step_s(self):
+        lists = lists_for(default_sizes(64, deterministic=True))
+        other = dataclasses.replace(lists.queries.made_for, num_tokens=999)
+        lists = lists._replace(queries=lists.queries._replace(made_for=other))
+        with pytest.raises(ValueError, match=r"lists\.queries\.made_for\.num_tokens must be 16, got 999"):
+            varlen_backward(**plain_arguments(), lists=lists)
+
+    @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
+    def test_lists_say_which_kernels_they_are_for(self, sizes):
+        arguments = plain_arguments(lists=lists_for(sizes), mask=None, grad_lse=None, alibi_slopes=None)
+        score = arguments.pop("score")
+        assert Call(**arguments).default_sizes(None, score, deterministic=False) == sizes
+
+    def test_blocks_too_small(self):
+        mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
+        reason = why_not_backward_lists(mask, KernelSizes(tile_q=128))
+        assert reason == "there is no kernel for blocks of 8 queries (128 touch more than 10)"
+
+
+class TestAheadOfTime:
+    def test_what_a_mask_has_stored_is_loaded_from_any_place(self):
+        """Queries begin at any position of theirs: two numbers loaded at once would lie there unaligned."""
+        aot.require_plugin()
+        names = ["d64-documents", "d64-vertical_slash"]
+        for name, ptx in aot.ptx_of("tests.pallas_kernels.varlen_backward.backward_aot_cases", names).items():
+            (kernel,) = [part for part in ptx.split(".version") if ".entry varlen_backward" in part]
+            assert re.findall(r"ld\.global\.b32", kernel), name
+            assert not re.findall(r"ld\.(?:global\.)?v\d", kernel), name
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize("head_dim", [64, 96, 128])
+    def test_equals_float64(self, name, head_dim):
+        problem = problem_of(name, head_dim=head_dim, lens=(150, 0, 3, 270))
+        problem.check(grads_of(problem))
+
+    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    def test_equals_float64_where_queries_have_a_kernel(self, name, head_dim):
+        problem, sizes = problem_of(name, head_dim=head_dim), default_sizes(head_dim, deterministic=True)
+        run = jitted(problem, sizes=sizes)
+        first = run()
+        problem.check(first)
+        for one, other in zip(first, run(), strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -1,0 +1,138 @@
+"""Tiles of queries that heads of a kv head share: the contract, refusals; the same on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import KernelSizes as BackwardSizes
+from pallas_kernels.varlen_prefill import (
+    CallBounds,
+    KernelSizes,
+    default_sizes,
+    make_schedule,
+    varlen_prefill,
+)
+from tests import assertions, contract
+from tests.contract import Problem, case_id, every_other
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
+from tests.pallas_kernels.varlen_prefill.test_entry import (
+    FACTORS,
+    FAST,
+    LONG,
+    attend,
+    cases,
+    packed,
+    sizes_of,
+)
+
+# Groups of 6 and 12 share tiles by 2 and by 4 of their heads.
+HEADS = [(2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (6, 1), (12, 1)]
+FEW_FACTORS = FAST | {"heads": [(2, 1), (4, 1), (8, 1), (6, 1)]}
+
+
+@pytest.fixture(autouse=True)
+def _long_regions(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+
+
+def shared(case, sizes, **changes):
+    """Sizes with as many heads a tile as the case's group allows."""
+    q_heads, kv_heads = case["heads"]
+    together = max(n for n in (2, 4, 8) if q_heads // kv_heads % n == 0)
+    return dataclasses.replace(sizes, heads_per_tile=together, **changes)
+
+
+class TestContract:
+    @pytest.mark.parametrize("case", every_other(cases(FEW_FACTORS)[::6]), ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), shared(case, sizes_of(case))))
+
+    @pytest.mark.parametrize("case", cases(FEW_FACTORS)[3::9], ids=case_id)
+    def test_equals_float64_in_splits(self, case, monkeypatch):
+        cut_everywhere(monkeypatch)
+        problem = Problem(case)
+        sizes = shared(case, sizes_of(case), max_splits=MOST)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("splits", [1, MOST])
+    @pytest.mark.parametrize("case", cases(FACTORS | {"heads": HEADS})[::2], ids=case_id)
+    def test_equals_float64_with_every_head_dim_and_block_size(self, case, splits, monkeypatch):
+        cut_everywhere(monkeypatch)
+        problem = Problem(case)
+        sizes = shared(case, sizes_of(case), max_splits=splits)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes))
+
+    @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
+    def test_none_of_them_races(self, splits, monkeypatch):
+        cut_everywhere(monkeypatch)
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        sizes = KernelSizes(tile_kv=64, ctas=2, heads_per_tile=4, max_splits=splits)
+        args = draw(0, 64, 4, 64), draw(1, 200, 1, 64), draw(2, 200, 1, 64)
+        with assertions.none_in(kernels=1 if splits == 1 else 2):
+            run = packed([64], [200], *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
+            jax.block_until_ready(run)
+
+
+def test_a_tile_has_as_many_fewer_tokens():
+    starts, lens = jnp.asarray([0, 100]), jnp.asarray([1000])
+    how = {"num_tokens": 104, "score": Score(scale=1.0)}
+    alone, shared = (
+        make_schedule(starts, lens, **how, sizes=KernelSizes(heads_per_tile=n)).num_live[0] for n in (1, 4)
+    )
+    assert (alone, shared) == (2, 5)  # 100 tokens and 4 of padding, in tiles of 128 and of 32
+
+
+def test_what_cannot_share_is_refused():
+    x, lens = jnp.zeros((8, 6, 64), jnp.bfloat16), (jnp.asarray([0, 8]), jnp.asarray([8]))
+    run = lambda n: varlen_prefill(
+        x, x[:, ::3], x[:, ::3], *lens,
+        score=Score(scale=1.0), kv_start_loc=jnp.asarray([0]), sizes=KernelSizes(heads_per_tile=n),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="heads_per_tile must divide 3 query heads of a kv head, got 2"):
+        run(2)
+    with pytest.raises(ValueError, match="heads_per_tile must be one of"):
+        run(3)
+    sizes = KernelSizes(heads_per_tile=2)
+    with pytest.raises(ValueError, match="heads_per_tile must be 1 with lists, got 2"):
+        make_schedule(*lens, num_tokens=8, score=Score(scale=1.0), sizes=sizes, has_lists=True)
+    with pytest.raises(ValueError, match=r"of_queries\.heads_per_tile must be 1, got 2"):
+        BackwardSizes(of_queries=sizes)
+
+
+class TestWhoSharesTiles:
+    @pytest.mark.parametrize(("heads", "together"), [(32, 4), (64, 4), (48, 2), (8, 1), (24, 1), (128, 4)])
+    def test_up_to_four_heads_of_a_kv_head(self, heads, together):
+        assert default_sizes(128, bounds=CallBounds(64, 1, heads, 8, 65536)).heads_per_tile == together
+
+    def test_few_queries_alone(self):
+        few = CallBounds(256, 4, 32, 8, 65536)
+        assert default_sizes(128, bounds=few).heads_per_tile == 4
+        for other in (few._replace(num_tokens=8192), few._replace(max_kv=2048)):
+            assert default_sizes(128, bounds=other).heads_per_tile == 1
+        assert default_sizes(128, bounds=few, batch_invariant=True).heads_per_tile == 1
+        assert default_sizes(128, bounds=few, has_lists=True).heads_per_tile == 1
+
+    @pytest.mark.parametrize(
+        ("tokens", "reqs", "tile_q"),
+        [(64, 1, 128), (128, 1, 128), (96, 1, 192), (512, 1, 192), (512, 8, 128), (512, 256, 192)],
+    )
+    def test_tiles_are_as_tall_as_requests_fill(self, tokens, reqs, tile_q):
+        """512 tokens of at most 256 requests may be one request's; of at most 8 they are reckoned alike."""
+        assert default_sizes(128, bounds=CallBounds(tokens, reqs, 32, 8, 65536)).tile_q == tile_q
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("splits", [1, MOST])
+    @pytest.mark.parametrize("case", cases(FACTORS | {"heads": HEADS})[::2], ids=case_id)
+    def test_equals_float64(self, case, splits, monkeypatch):
+        cut_everywhere(monkeypatch)
+        problem = Problem(case)
+        sizes = shared(case, default_sizes(problem.spec.head_dim), max_splits=splits)
+        problem.check(*attend(problem, sizes=sizes))

@@ -1,0 +1,278 @@
+"""Tiles of queries whose keys are cut into splits: the contract, how many there are, who is given them."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn.batch.bucket import Bucket
+from jattn.implementations.layer_config import CacheFormat, Layer, Region
+from jattn.implementations.mosaic_gpu import choose_kernel
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernel
+from jattn.implementations.mosaic_gpu.kernel_plans import work_key
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import KernelSizes as BackwardSizes
+from pallas_kernels.varlen_prefill import (
+    COLUMNS,
+    CallBounds,
+    KernelSizes,
+    default_sizes,
+    make_schedule,
+    varlen_prefill,
+)
+from pallas_kernels.varlen_prefill import splits as splits_module
+from pallas_kernels.varlen_prefill.splits import CANDIDATES, ITEM_KEYS, SPLIT_COLUMNS, most_partials
+from tests import assertions, contract
+from tests.contract import Problem, case_id
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
+from tests.pallas_kernels.varlen_prefill.test_entry import (
+    FACTORS,
+    FAST,
+    LONG,
+    attend,
+    cases,
+    packed,
+    sizes_of,
+)
+
+
+@pytest.fixture
+def cuts_everything(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+    cut_everywhere(monkeypatch)
+
+
+def cut(sizes):
+    return dataclasses.replace(sizes, max_splits=MOST)
+
+
+@pytest.mark.usefixtures("cuts_everything")
+class TestContract:
+    @pytest.mark.parametrize("case", cases(FAST)[1::6], ids=case_id)
+    def test_equals_float64_whatever_meets_whatever(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), cut(sizes_of(case))))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", cases(FACTORS)[::2], ids=case_id)
+    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), cut(sizes_of(case))))
+
+    def test_without_a_log_sum_exp(self):
+        draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
+        args, sizes = (draw(0, 70), draw(1, 300), draw(2, 300)), KernelSizes(tile_kv=64, ctas=2)
+        run = functools.partial(packed, [70], [300], *args, score=Score(scale=0.1))
+        want, _ = run(sizes=sizes)
+        out, lse = run(sizes=cut(sizes))
+        assert lse is None
+        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=1e-2)
+
+    def test_none_of_them_races(self):
+        draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
+        args, sizes = (draw(0, 128), draw(1, 320), draw(2, 320)), KernelSizes(tile_kv=64, ctas=2)
+        with assertions.none_in(kernels=2):
+            run = packed([128], [320], *args, score=Score(scale=0.1), sizes=cut(sizes), detect_races=True)
+            jax.block_until_ready(run)
+
+
+def made(query_lens, seq_lens, *, q_heads=4, sizes):
+    """A schedule, and its live rows with their columns' names."""
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    schedule = make_schedule(
+        jnp.asarray(starts, jnp.int32),
+        jnp.asarray(seq_lens, jnp.int32),
+        num_tokens=-(-int(starts[-1]) // 8) * 8 + 8,
+        score=Score(scale=1.0),
+        sizes=sizes,
+        q_heads=q_heads,
+    )
+    names = (*COLUMNS, *SPLIT_COLUMNS)
+    rows = [dict(zip(names, map(int, row), strict=False)) for row in np.asarray(schedule.table)]
+    return schedule, rows[: int(schedule.num_live[0])]
+
+
+LENS = [
+    ([128], [65536]),
+    ([1, 300, 0, 64], [4000, 9000, 0, 64]),
+    ([64] * 8, [512 << n for n in range(8)]),
+    ([200, 30], [200, 30]),
+    ([0, 0], [0, 0]),
+]
+
+
+class TestSchedule:
+    @pytest.mark.parametrize("lens", LENS, ids=str)
+    @pytest.mark.parametrize("q_heads", [1, 4, 32])
+    def test_splits_of_a_tile_are_its_keys_once(self, lens, q_heads):
+        sizes = KernelSizes(tile_kv=64, max_splits=16)
+        schedule, rows = made(*lens, q_heads=q_heads, sizes=sizes)
+        _, whole = made(*lens, sizes=KernelSizes(tile_kv=64))
+        place = lambda row: (row["req"], row["first_row"])
+        assert {place(row) for row in rows} == set(map(place, whole))
+        partials = []
+        for tile in whole:
+            mine = [row for row in rows if place(row) == place(tile)]
+            assert all(row[name] == tile[name] for row in mine for name in COLUMNS)
+            last = tile["position"] + tile["end"]
+            num = -(-min(last, tile["seq_len"]) // 64) if tile["seq_len"] else 0
+            ends = [row["skipped"] + row["split_tiles"] for row in mine]
+            assert [row["skipped"] for row in mine] == [0, *ends[:-1]]
+            assert ends[-1] >= num > ends[-1] - max(mine[-1]["split_tiles"], 1)
+            assert {row["num_splits"] for row in mine} == {len(mine)}
+            if len(mine) == 1:
+                assert mine[0]["partial"] == -1
+            else:
+                partials.append([row["partial"] for row in mine])
+        numbers = sorted(itertools.chain(*partials))
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) <= most_partials(q_heads, sizes)
+        assert all(nums == list(range(nums[0], nums[0] + len(nums))) for nums in partials)
+        firsts = [at for at, row in enumerate(rows) if row["num_splits"] > 1 and row["skipped"] == 0]
+        assert sorted(map(int, schedule.merges.rows[: int(schedule.merges.num_live[0])])) == firsts
+
+    def test_as_many_as_make_the_step_end_earliest(self):
+        """Of candidates whose items are dealt out one by one."""
+        draw, gained = np.random.default_rng(0), []
+        for _ in range(60):
+            sizes = KernelSizes(tile_kv=64, max_splits=16)
+            heads, count = int(draw.choice([4, 8, 16, 32])), int(draw.integers(1, 9))
+            lens = np.exp(draw.uniform(np.log(64), np.log(65536), count)).astype(int)
+            tiles = -(-lens // 64)
+            chosen = splits_module.num_splits(
+                jnp.asarray(tiles, jnp.int32), jnp.ones(count, bool), q_heads=heads, sizes=sizes
+            )
+            end = functools.partial(simulated, tiles, heads=heads, sizes=sizes)
+            longest = [-(-max(tiles) // n) for n in CANDIDATES]
+            others = [np.maximum(-(-tiles // length), 1) for length in longest]
+            allowed = [n for n in others if n[n > 1].sum() <= most_partials(heads, sizes)]
+            ends = [end(n) + splits_module.MERGE_KEYS * (n > 1).any() for n in allowed]
+            np.testing.assert_array_equal(chosen, allowed[int(np.argmin(ends))])
+            gained.append(end(np.ones(count, int)) / end(np.asarray(chosen)))
+        assert np.median(gained) > 1.5  # or there would be no point in it
+
+    def test_short_requests_are_left_whole(self):
+        _, rows = made([1024], [1024], q_heads=32, sizes=KernelSizes(tile_kv=64, max_splits=16))
+        assert all(row["partial"] == -1 for row in rows)
+
+    def test_what_has_no_splits_is_refused(self):
+        sizes = KernelSizes(max_splits=2)
+        args = jnp.asarray([0, 8]), jnp.asarray([8])
+        how = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
+        with pytest.raises(ValueError, match="q_heads must be given where keys may be cut, got None"):
+            make_schedule(*args, **how)
+        with pytest.raises(ValueError, match="max_splits must be 1 with lists, got 2"):
+            make_schedule(*args, **how, q_heads=1, has_lists=True)
+        with pytest.raises(ValueError, match="max_splits must be 1 where a row's bits are its own, got 2"):
+            KernelSizes(max_splits=2, batch_invariant=True)
+        with pytest.raises(ValueError, match="max_splits must be at most 16, got 17"):
+            KernelSizes(max_splits=17)
+        with pytest.raises(ValueError, match=r"of_queries\.max_splits must be 1, got 2"):
+            BackwardSizes(of_queries=sizes)
+
+    def test_a_schedule_of_other_splits_is_refused(self):
+        x, starts, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([0, 8]), jnp.asarray([8])
+        whole = make_schedule(starts, lens, num_tokens=8, score=Score(scale=1.0), sizes=KernelSizes())
+        where = {"score": Score(scale=1.0), "kv_start_loc": jnp.asarray([0])}
+        with pytest.raises(ValueError, match=r"sizes must be .*max_splits=2.*, got .*max_splits=1"):
+            varlen_prefill(x, x, x, starts, lens, **where, schedule=whole, sizes=KernelSizes(max_splits=2))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"window": (5, 0)},
+        {"window": (5, 3), "causal": False},
+        {"window": (5, None)},
+        {"chunk_size": 16},
+        {"chunk_size": 16, "causal": False},
+        {"chunk_size": 4, "window": (9, None)},
+    ],
+    ids=str,
+)
+def test_windows_and_chunks_bound_what_neighbours_see(score):
+    score, rows, keys = Score(scale=1.0, **score), 24, 200
+    position = jnp.arange(keys, dtype=jnp.int32)
+    low, high = (np.asarray(end) for end in score.key_range(position, jnp.int32(keys)))
+    low, high = np.maximum(low, 0), np.minimum(high, keys)
+    most = max(high[i : i + rows].max() - low[i : i + rows].min() for i in range(keys - rows))
+    assert most <= score.most_keys(rows) < keys
+    assert Score(scale=1.0, causal=score.causal).most_keys(rows) is None
+
+
+def simulated(tiles, splits, *, heads, sizes):
+    """When the last thread block ends, in keys: items dealt as Worklist deals them."""
+    each = np.repeat(-(-tiles // splits), splits)
+    items = np.repeat(np.sort(each)[::-1], heads) * sizes.tile_kv + ITEM_KEYS
+    shares = np.zeros(sizes.workers)
+    for nth, first in enumerate(range(0, len(items), sizes.workers)):
+        dealt = items[first : first + sizes.workers]
+        at = np.arange(len(dealt))
+        shares[at if nth % 2 == 0 else sizes.workers - 1 - at] += dealt
+    return shares.max()
+
+
+class TestWhoIsGivenThem:
+    LAYER = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+
+    def kernel(self, spec=LAYER, *, max_kv=65536, tokens=256, stored="bfloat16"):
+        scales = ("static" if stored == "int8" else None,) * 2
+        cache = CacheFormat("NHD", (jnp.dtype(stored),) * 2, scales) if stored else None
+        layer = Layer(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
+        bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
+        kernel = choose_kernel(layer, Region("prefill", bucket, max_kv // 16, 16), None)
+        assert isinstance(kernel, PrefillKernel), kernel
+        return kernel
+
+    def test_few_tokens_before_many_keys(self):
+        kernel = self.kernel()
+        assert kernel.sizes.max_splits == 16
+        assert kernel.split == "by tiles of queries, the keys of each in up to 16 splits"
+        assert self.kernel(stored="int8").sizes.max_splits == 16
+        for other in (
+            self.kernel(tokens=8192),
+            self.kernel(max_kv=2048),
+            self.kernel(stored=None),
+            self.kernel(dataclasses.replace(self.LAYER, batch_invariant=True)),
+            self.kernel(dataclasses.replace(self.LAYER, window=(1024, None))),
+            self.kernel(dataclasses.replace(self.LAYER, chunk_size=512)),
+        ):
+            assert other.sizes.max_splits == 1
+            assert other.split == "by tiles of queries"
+
+    def test_layers_of_other_heads_have_schedules_of_their_own(self):
+        specs = self.LAYER, dataclasses.replace(self.LAYER, num_q_heads=64)
+        for tokens, different in ((8, 2), (8192, 1)):
+            keys = {work_key(self.kernel(spec, tokens=tokens), spec) for spec in specs}
+            assert len(keys) == different
+
+    def test_the_kernel_s_own_choice_goes_by_the_schedule_it_is_given(self):
+        """One that was made for whole tiles, by sizes that it would not choose itself."""
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        args = draw(0, 8, 2, 64), draw(1, 4, 16, 1, 64), draw(2, 4, 16, 1, 64)
+        lens, table = (
+            (jnp.asarray([0, 8]), jnp.asarray([40])),
+            jnp.pad(jnp.asarray([[1, 2, 3]]), ((0, 0), (0, 253))),
+        )
+        run = functools.partial(varlen_prefill, *args, *lens, score=Score(scale=0.1), block_table=table)
+        made = make_schedule(*lens, num_tokens=8, score=Score(scale=0.1), sizes=default_sizes(64))
+        shapes = [jax.eval_shape(lambda s=s: run(schedule=s)[0]).shape for s in (None, made)]
+        assert shapes == [(8, 2, 64)] * 2
+
+    def test_the_kernel_s_own_choice_is_the_same(self):
+        assert default_sizes(128, bounds=CallBounds(256, 4, 32, 8, 65536)) == self.kernel().sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuts_everything")
+class TestOnGpu:
+    @pytest.mark.parametrize("case", cases(FACTORS)[::2], ids=case_id)
+    def test_equals_float64(self, case):
+        problem = Problem(case)
+        problem.check(*attend(problem, sizes=cut(default_sizes(problem.spec.head_dim))))

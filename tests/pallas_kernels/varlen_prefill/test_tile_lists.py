@@ -1,0 +1,452 @@
+"""varlen_prefill over lists of tiles: every mask that has some, against the float64 oracle; on a GPU too."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.batch.metadata import abstract_metadata
+from jattn.implementations.layer_config import layer_of, regions_of
+from jattn.implementations.mosaic_gpu import (
+    block_lists,
+    choose_kernel,
+    kernel_masks,
+    score_of,
+    sparse_sizes,
+    tile_lists,
+)
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
+from pallas_kernels.ptx import tile_order
+from pallas_kernels.shared.arithmetic import sorted_places
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import KernelSizes, PairTile, Schedule, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill import sizes as sizes_module
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, MadeFor, make_schedule
+from pallas_kernels.varlen_prefill.tile_lists import ITEM_COLUMNS, TileLists
+from tests import aot, assertions, contract
+from tests.contract import FACTORS
+from tests.covering_array import covering_array
+from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import aot_cases
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import ListedProblem
+from tests.regions import attend_region
+
+# Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
+LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
+SHORT = {
+    "neighbours": ([13, 200], [13, 200], 1),
+    "late": ([16], [370], 1),
+    "many": ([3, 130], [5, 333], 1),
+    "decode_65": ([1], [65], 1),
+    "one_left": ([13], [206], 1),
+    "prompt_206": ([206], [206], 1),
+    "one_more": ([130], [200], 1),
+}
+RNG = np.random.default_rng(0)
+WIDE, SMALL, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((4, 6, 6)) < 0.4, RNG.random((2, 24, 24)) < 0.3
+DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
+LENGTHS = np.array([120, 3, 340, 200], np.int32)
+VERTICAL, SLASHES = RNG.random((4, 333)) < 0.05, RNG.random((4, 37)).repeat(10, axis=1) < 0.2
+strided = masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3)
+odd = lambda head, query, key: (query + key) % 2 == 1
+strange = lambda head, query, key: (query * 3 + key + head) % 4 != 0
+
+
+def sees_strided(r, h, i, j):
+    a, b = i // 64, j // 64
+    return b <= a and (a - b < 1 or (b + h + 1) % 3 == 0)
+
+
+def document(r, i):
+    return DOCUMENTS[r, min(i, 299)]
+
+
+def sees_slashed(r, h, i, j):
+    return (j < 333 and VERTICAL[h, j]) or (0 <= i - j < 370 and SLASHES[h, i - j])
+
+
+MASKS = {
+    "blocks_128": (
+        masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
+        lambda r, h, i, j: WIDE[r, h // 2, i // 128, j // 128],
+    ),
+    "blocks_64": (
+        masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64),
+        lambda r, h, i, j: SMALL[h, i // 64, j // 64],
+    ),
+    "blocks_of_all_queries": (
+        masks.BlockMask(blocks=SMALL[None, :, :1].repeat(4, 0), block_q=None, block_kv=64),
+        lambda r, h, i, j: SMALL[h, 0, j // 64],
+    ),
+    "local_strided": (strided, sees_strided),
+    "streaming": (
+        masks.streaming_heads([1], num_first=2, num_recent=75),
+        lambda r, h, i, j: h == 1 or j < 2 or i - j < 75,
+    ),
+    "blocks_and_formula": (
+        masks.BlockMask(blocks=SMALL, block_q=64, block_kv=64) & masks.MaskFunction(strange),
+        lambda r, h, i, j: SMALL[h, i // 64, j // 64] and strange(h, i, j),
+    ),
+    "sinks": (masks.Sinks(50), lambda r, h, i, j: j < 50),
+    "half": (masks.MaskFunction(odd), lambda r, h, i, j: odd(h, i, j)),
+    "causal_or_dilated": (
+        masks.Causal() | masks.Dilated(18, 4),
+        lambda r, h, i, j: j <= i or (abs(i - j) % 4 == 0 and abs(i - j) <= 72),
+    ),
+    "dilated": (
+        masks.Dilated(20, 5) | masks.Sinks(3),
+        lambda r, h, i, j: (abs(i - j) % 5 == 0 and abs(i - j) <= 100) or j < 3,
+    ),
+}
+block_128, _ = MASKS["blocks_128"]
+MASKS |= {
+    "blocks_16": (
+        masks.BlockMask(blocks=FINE, block_q=16, block_kv=16),
+        lambda r, h, i, j: FINE[h // 2, i // 16, j // 16],
+    ),
+    "documents": (masks.Document(ids=DOCUMENTS), lambda r, h, i, j: document(r, i) == document(r, j)),
+    "prefix": (
+        masks.Prefix(length=LENGTHS) | masks.Window(left=70),
+        lambda r, h, i, j: max(i, j) < LENGTHS[r] or i - j <= 70,
+    ),
+    "vertical_slash": (masks.VerticalSlash(columns=VERTICAL, slashes=SLASHES), sees_slashed),
+    "either": (
+        (block_128 | masks.VerticalSlash(columns=VERTICAL, slashes=SLASHES)) & masks.Document(ids=DOCUMENTS),
+        lambda r, h, i, j: (
+            (WIDE[r, h // 2, i // 128, j // 128] or sees_slashed(r, h, i, j))
+            and document(r, i) == document(r, j)
+        ),
+    ),
+}
+INTERPRET = plgpu.InterpretGPUParams()
+CHOICES = {
+    "mask": [name for name in MASKS if name not in ("sinks", "half", "causal_or_dilated")],
+    "region": list(LONG),
+    "causal": [True, False],
+    "window": [None, (200, None)],
+    "soft_cap": [None, 5.0],
+    "alibi": [None, "linear"],
+    "sinks": [False, True],
+    "head_dim": [64, 128],
+    "kv": ["NHD", "HND", "no_cache"],
+    "block_size": [16, 64],
+}
+CASES = covering_array(CHOICES, lambda case: True)
+
+
+@pytest.fixture(autouse=True)
+def _few_thread_blocks(request, monkeypatch):
+    """Interpreted, those without work take time too."""
+    if "gpu" not in request.keywords:
+        few = {width: dataclasses.replace(sizes, ctas=2) for width, sizes in sizes_module.LIST_TABLE.items()}
+        monkeypatch.setattr(sizes_module, "LIST_TABLE", few)
+
+
+@pytest.fixture(autouse=True)
+def _long_regions(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG | SHORT)
+
+
+def solved(case, interpret=None, *, is_sparse=False):
+    """The problem's rule holds for every request; the region as attend gives it to the kernels."""
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    mask, rule = MASKS[case["mask"]]
+    case = plain | {"heads": (4, 2), "dtype": "bfloat16"} | case
+    tile_kv = sparse_sizes(contract.make_spec(case), mask).tile_kv if is_sparse else None
+    problem = ListedProblem(case, mask=rule, sparse_tile_kv=tile_kv)
+    as_jax = lambda x: None if x is None else jnp.asarray(x)
+    query, metadata = jnp.asarray(problem.query), problem.metadata
+    region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
+    run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
+    out, lse = jax.jit(run)(
+        query=query,
+        kv=problem.kv,
+        metadata=region,
+        mask=mask,
+        sinks=as_jax(problem.sinks),
+        alibi_slopes=as_jax(problem.slopes),
+    )
+    problem.check(out, lse)
+
+
+# Requests that begin within 8 rows of another's end; windows that begin, requests that end, within a tile.
+POISONED = {
+    "a neighbour's values": {"region": "neighbours", "mask": "dilated", "kv": "no_cache", "causal": False},
+    "before a window, widened": {
+        "region": "late", "mask": "dilated", "window": (150, None), "stored": "int8_scalar",
+    },
+    "before a window, in many tiles": {"region": "many", "mask": "half", "window": (64, 0), "kv": "no_cache"},
+    "before a chunk, behind the end": {
+        "region": "decode_65", "mask": "sinks", "chunk_size": 64, "causal": False, "sinks": True,
+    },
+    "behind the end": {
+        "region": "one_left", "mask": "causal_or_dilated", "window": (0, 0), "kv": "HND", "block_size": 64,
+        "causal": False,
+    },
+    "in the last block, which stands in for others": {
+        "region": "one_more", "mask": "dilated", "window": (0, 0), "block_size": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_what_no_query_sees_may_be_anything(name):
+    solved({"head_dim": 64, "block_size": 16, "kv": "NHD"} | POISONED[name], INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_no_query_sees_may_be_anything_on_a_gpu(name, head_dim):
+    solved({"block_size": 16, "kv": "NHD"} | POISONED[name] | {"head_dim": head_dim})
+
+
+@pytest.mark.parametrize("mask", ["blocks_128", "blocks_64"])
+def test_tiles_that_no_list_names_are_never_read(mask):
+    case = {"region": "prompt_206", "mask": mask, "head_dim": 64, "block_size": 16, "kv": "HND"}
+    solved(case, INTERPRET, is_sparse=True)
+
+
+def test_a_nan_among_a_request_s_values_does_not_reach_the_next():
+    rows = lambda seed, heads: jax.random.normal(jax.random.key(seed), (213, heads, 64), jnp.bfloat16)
+    spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
+    metadata = jattn.build_batch_metadata([13, 200], [13, 200], [[1], [*range(2, 15)]])
+    run = functools.partial(
+        attend_region, spec=spec, mask=masks.Sinks(4) | masks.Window(60, 0), interpret=INTERPRET
+    )
+    starts, v = jnp.asarray([0, 13], jnp.int32), rows(2, 1)
+
+    def attended(v):
+        kv = jattn.PackedKV(k=rows(1, 1), v=v, kv_start_loc=starts)
+        out, _ = jax.jit(run)(rows(0, 1), kv, metadata.prefill_part, sinks=None, alibi_slopes=None)
+        return np.asarray(out)
+
+    poisoned = attended(v.at[12].set(jnp.nan))
+    assert np.isnan(poisoned[12]).all()
+    np.testing.assert_array_equal(poisoned[13:], attended(v)[13:])
+
+
+def test_equals_float64_under_any_mask():
+    """Bits of keys, bits of blocks and documents at once, over tiles of keys that begin anywhere."""
+    solved(next(case for case in CASES if (case["mask"], case["kv"]) == ("either", "no_cache")), INTERPRET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_float64_whatever_meets_whatever(case):
+    solved(case, INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_float64_on_a_gpu(case):
+    solved(case)
+
+
+def test_sorted_places_keep_the_order_of_equals():
+    places = sorted_places(jnp.asarray([[3, 1, 3, -2], [5, 5, 5, 4]]))
+    np.testing.assert_array_equal(places, [[2, 1, 3, 0], [1, 2, 3, 0]])
+
+
+def test_an_entry_says_which_blocks_of_queries_see_the_tile():
+    blocks = jnp.asarray([[[True, False, False], [True, True, False], [False, False, True]]])
+    mask = masks.BlockMask(blocks=blocks, block_q=64, block_kv=64)
+    spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
+    sizes = KernelSizes(tile_kv=64)
+    schedule = make_schedule(
+        jnp.asarray([0, 192]),
+        jnp.asarray([192]),
+        num_tokens=192,
+        score=score_of(spec),
+        sizes=sizes,
+        has_lists=True,
+    )
+    lists = tile_lists.tile_lists(mask, spec, schedule, sizes, tile_lists.ListsCall(192))
+    column = len(COLUMNS) + ITEM_COLUMNS.index("list")
+    entries = np.asarray(lists.entries)[np.asarray(lists.table)[:2, column]]
+    # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.
+    assert entries[0, :2].tolist() == [1 + (0b010 << QUERY_BLOCK_SHIFT), 0 + (0b011 << QUERY_BLOCK_SHIFT)]
+    assert entries[1, 0] == 2 + (0b001 << QUERY_BLOCK_SHIFT)
+    assert int(lists.num_live[0]) == int(schedule.num_live[0])
+
+
+MADE_FOR = MadeFor(8, (True, (None, None), None), KernelSizes(), None, True, True)
+
+
+def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
+    lens = np.asarray([[1, 3, 2, 0], [2, 4, 4, 5], [5, 5, 5, 5]])  # of a tile and head; the last is not live
+    some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
+    table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
+    starts = jnp.zeros(2, jnp.int32)
+    schedule = Schedule(table, jnp.asarray([2]), starts, None, MADE_FOR)
+    lists = make_lists(schedule, codes_of(some, some), sets=2)
+    columns = [COLUMNS.index("req"), *(len(COLUMNS) + ITEM_COLUMNS.index(name) for name in ("head", "num"))]
+    items = np.asarray(lists.table)[: int(lists.num_live[0]), columns].tolist()
+    assert items == [[7, 0, 1], [8, 0, 2], [7, 1, 3], [8, 1, 4], [8, 3, 5], [8, 2, 4], [7, 2, 2], [7, 3, 0]]
+    longest = int(lists.table[4, len(COLUMNS) + ITEM_COLUMNS.index("list")])
+    np.testing.assert_array_equal(lists.entries[longest], [0, 1, 2, 3, 4, 0])
+
+
+def lists_of_any_lengths(tiles, heads, max_len, num_live):
+    """A table of tiles, how many are live, each head's entries, and their counts, garbage of dead tiles."""
+    rng = np.random.default_rng(tiles)
+    as_jax = lambda x: jnp.asarray(x, jnp.int32)
+    table = rng.integers(0, 2**20, (tiles, TABLE_WIDTH))
+    entries = rng.integers(0, 2**20, (tiles * heads, max_len))
+    partial, full = rng.integers(0, max_len // 2 + 1, (2, tiles * heads))
+    full = np.where(rng.random(tiles * heads) < 0.5, full, full // 8)  # ties
+    dead = np.arange(tiles * heads) >= num_live * heads
+    partial[dead], full[dead] = 2**31 - 1, -7
+    return tuple(map(as_jax, (table, [num_live], entries, partial, full)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tiles", "heads", "max_len", "num_live", "sets"),
+    [
+        (1, 2, 1, 1, 1),
+        (5, 12, 9, 4, 3),
+        (130, 32, 128, 129, 8),
+        (66, 32, 300, 40, 1),
+        (2050, 16, 2048, 2049, 4),
+    ],
+)
+def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_live, sets):
+    arrays = lists_of_any_lengths(tiles, heads, max_len, num_live)
+    assert tile_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
+    static = {"columns": len(COLUMNS), "sets": sets}
+    table, count = jax.jit(functools.partial(tile_order.sorted_items.on_gpu, **static))(*arrays)
+    want, want_count = jax.jit(functools.partial(tile_order.sorted_items.twin, **static))(*arrays)
+    np.testing.assert_array_equal(count, want_count)
+    live = slice(0, num_live * heads), slice(0, len(COLUMNS) + len(ITEM_COLUMNS))
+    np.testing.assert_array_equal(table[live], want[live])
+
+
+def test_masks_compile_where_no_row_has_ends_of_its_own():
+    """Pallas finds no layout for rows' numbers that nothing uses, and looks for minutes."""
+    aot.require_plugin()
+    names = ["blocks_of_all_queries-encoder-64-64", "vertical_slash-encoder-64-64"]
+    assert list(aot.compile_all("tests.pallas_kernels.varlen_prefill.sparse_aot_cases", names)) == names
+
+
+@functools.cache
+def compiled():
+    aot.require_plugin()
+    return aot.compile_all("tests.pallas_kernels.varlen_prefill.sparse_aot_cases", list(aot_cases()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(aot_cases()))
+def test_what_ships_compiles_and_hardly_spills(name):
+    """Stores and loads are counted; the most is that of a mask of the keys' and queries' positions."""
+    spilled = collections.defaultdict(int)
+    for kernel in compiled()[name]:  # with gathered columns there are two of one name
+        spilled[kernel.name] = max(spilled[kernel.name], kernel.spilled_bytes)
+    for small in ("list_tiles", "sorted_items"):  # jax 0.12 compiles what two cases share but once
+        assert spilled.pop(f"{small}_mosaic_gpu_kernel", 0) == 0
+    assert list(spilled) == ["varlen_prefill_mosaic_gpu_kernel"]
+    assert max(spilled.values()) <= 80
+
+
+class PlainTile(PairTile):
+    """Rows from position 150 on before columns from 100 on, outside a kernel."""
+
+    rows, first_column, shape = 150 + jnp.arange(64, dtype=jnp.int32), jnp.int32(100), (64, 128)
+
+    def __init__(self, has_key_rows):
+        object.__setattr__(self, "has_key_rows", has_key_rows)
+
+    def of_rows(self, x):
+        return jnp.full(self.shape[:1], x)
+
+
+@pytest.mark.parametrize("has_key_rows", [False, True])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(30, 5), (2**31 - 1, None), (None, 2**31 - 1), (3, 2**31 - 2), (2**30, 2**30), (2**30 - 1, 2**30 - 1)],
+)
+def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
+    tile = PlainTile(has_key_rows)
+    window = kernel_masks._window(masks.Window(left, right))
+    words = np.stack(window.sees(tile, ()), axis=1).astype(np.uint32)
+    seen = (words[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(64, 128) != 0
+    ahead = 100 + np.arange(128)[None, :] - np.arange(150, 214)[:, None]
+    ahead = -ahead if has_key_rows else ahead
+    is_near = (left is None or ahead >= -left) & (right is None or ahead <= right)
+    np.testing.assert_array_equal(seen, np.broadcast_to(is_near, (64, 128)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_heads", "message"),
+    [
+        (masks.Sinks(1), 4, "lists are for whole blocks"),
+        (strided, 22, "lists tell at most 10 query heads of a kv head apart"),
+        (
+            masks.LocalStrided(block_size=48),
+            4,
+            "no block lists for blocks of 48 keys over cache blocks of 16",
+        ),
+    ],
+)
+def test_masks_without_block_lists_are_named(mask, q_heads, message):
+    spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=64)
+    (region,) = regions_of(jattn.build_batch_metadata([1], [5], [[1]], block_size=16))
+    assert message in block_lists.list_block_size(mask, spec, region)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "served_by"),
+    [
+        ({"max_decodes": 2, "max_blocks": 65535}, "paged_decode over lists of blocks of 16"),
+        ({"max_decodes": 2, "max_blocks": 65536}, "varlen_prefill over lists of tiles"),
+        ({"max_prefills": 1, "max_prefill_tokens": 9, "max_blocks": 262140}, "varlen_prefill over lists"),
+        (
+            {"max_prefills": 1, "max_prefill_tokens": 9, "max_blocks": 262141},
+            "there are no lists of 65536 tiles of 64 keys (at most 65535)",
+        ),
+    ],
+)
+def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
+    spec = jattn.AttentionSpec(
+        num_q_heads=2, num_kv_heads=2, head_dim=64, sparsity=masks.LocalStrided(block_size=16)
+    )
+    cache = jattn.CacheSpec(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
+    (region,) = regions_of(abstract_metadata(jattn.Bucket(**sizes), 16))
+    assert served_by in str(choose_kernel(layer_of(spec, cache), region, spec.sparsity))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": strange}, "lists must be given with a mask, got None"),
+        ({"block_q": 4, "lists": ()}, "block_q must cut 128 queries into 10 at most, got 4"),
+    ],
+)
+def test_arguments_that_disagree_are_named(options, message):
+    x = jnp.zeros((8, 1, 64), jnp.bfloat16)
+    starts = jnp.asarray([0, 8]), jnp.asarray([8])
+    run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=KernelSizes())
+    if "lists" in options:
+        options["lists"] = TileLists(
+            *(jnp.zeros(shape, jnp.int32) for shape in ((1, 32), 1, (1, 1))), MADE_FOR
+        )
+    with pytest.raises(Exception, match=f"{message}|Type-check"):
+        run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), **options)
+
+
+@pytest.mark.slow
+def test_warpgroups_do_not_race_over_lists():
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+    metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_part
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
+    mask = masks.BlockMask(blocks=SMALL[:2, :4, :4] | np.eye(4, dtype=bool), block_q=64, block_kv=64)
+    run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    with assertions.none_in(kernels=1):
+        jax.block_until_ready(jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask))
