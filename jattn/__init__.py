@@ -17,7 +17,7 @@ from jattn.dense.attention import attention
 from jattn.dense.flax_attention import attention_fn
 from jattn.masks.local_strided import LocalStrided
 from jattn.merge import merge_attn_states
-from jattn.models.scales import CalibrationWarning
+from jattn.models.kv_scales import CalibrationWarning
 from jattn.nn import PagedAttention
 from jattn.planning import KernelFallbackWarning, Plan, plan
 from jattn.runtime.decode_graphs import DecodeGraphs

@@ -13,7 +13,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache.quantization import MIN_SCALE, largest
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
-from jattn.models.scales import KVScales, LayerScales
+from jattn.models.kv_scales import KVScales, LayerScales
 from jattn.parallel import num_ranks, on_all_parts
 from jattn.serving.engine.input_processor import Prompt, token_ids_of
 from pallas_kernels.checks import (

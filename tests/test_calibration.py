@@ -8,11 +8,11 @@ from safetensors.numpy import load_file, save_file
 
 import jattn
 from jattn.models import Decoder, DecoderConfig, KVScales
-from jattn.models.loading import read_config
-from jattn.models.scales import LayerScales
+from jattn.models.kv_scales import LayerScales
+from jattn.models.loading.pretrained import read_config
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
-from tests.models.families import CONFIGS, random_tensors, write_checkpoint
+from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 CONFIG = read_config(GOLDEN / "hf" / "llama")
 PROMPTS = [[1, 2, 3, 4, 5], list(range(10, 31)), [7]]

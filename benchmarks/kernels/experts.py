@@ -12,10 +12,18 @@ from flax import nnx
 
 from benchmarks.kernels import experts_peers
 from benchmarks.runner import Rows, kernel_times, read_ceiling
-from jattn.models.expert_parts import How
-from jattn.models.expert_products import all_experts, each_row, way
-from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
-from jattn.models.experts import ClampedSwiGLU, Experts, Routing
+from jattn.models.activations import ClampedSwiGLU
+from jattn.models.expert_matmuls import (
+    How,
+    all_experts,
+    each_row,
+    tiles_by_kernel,
+    tiles_by_xla,
+    way,
+    why_no_kernel,
+)
+from jattn.models.experts import Experts
+from jattn.models.routing import Routing
 
 TOKENS = (1, 4, 16, 64, 256, 512, 1024, 2048, 8192)
 CHECKED = 16  # tokens that are computed again, in f32

@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.runner import wall_time
-from jattn.models.layers import RMSNorm
-from jattn.models.residual import add_and_norm
+from jattn.models.layers import RMSNorm, add_and_norm
 from jattn.parallel import TP
 from pallas_kernels.collectives import PeerMemory, all_reduce, all_reduce_rms_norm, make_peer_memory
 

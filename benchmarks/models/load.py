@@ -16,7 +16,7 @@ import jattn
 from benchmarks.models.graphs import LLAMA_8B
 from benchmarks.runner import Rows
 from jattn.models.decoder import Decoder
-from jattn.models.stored_tensors import read_header
+from jattn.models.loading.safetensors_files import read_header
 
 LAYERS_A_FILE = 2
 ROUNDS = 3

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.models.partitions import check_divides, sharding_of
+from jattn.models.sharding import check_divides, sharding_of
 from jattn.parallel import TP
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families import FAMILIES, Family, family_of, filled, normalised, text_part, token_ids
-from jattn.models.families.keys import check_kinds
-from jattn.models.layer_spec import LayerSpec, require_one_a_layer
+from jattn.models.families.config_keys import check_kinds
 from jattn.models.rope import Rope
-from jattn.models.specs import NORM_PLACEMENTS, NormSpec
+from jattn.models.specs import NORM_PLACEMENTS, LayerSpec, NormSpec, require_one_a_layer
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, require_positive
 

@@ -17,15 +17,15 @@ from jattn.batch.context_parallel import Ranks
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
-from jattn.models.by_reach import ByReach, is_near, of_layer
+from jattn.models.collectives import Peers, of_first_device, summed
 from jattn.models.config import DecoderConfig
-from jattn.models.embedding import take_rows
-from jattn.models.generation_config import GenerationConfig
-from jattn.models.layer import DecoderLayer
-from jattn.models.layer_spec import require_one_a_layer
-from jattn.models.layers import make_norm, matmul_precision
-from jattn.models.logits import logits_of
-from jattn.models.partitions import (
+from jattn.models.decoder_layer import DecoderLayer
+from jattn.models.kv_cache_groups import ByReach, is_near, of_layer
+from jattn.models.kv_scales import KVScales, static_scales
+from jattn.models.layers import make_norm, matmul_precision, take_rows
+from jattn.models.loading.generation_config import GenerationConfig
+from jattn.models.mesh_padding import spread, whole_shape
+from jattn.models.sharding import (
     create_on,
     mask_on_mesh,
     ranks_of,
@@ -33,9 +33,7 @@ from jattn.models.partitions import (
     run_on_mesh,
     take_part,
 )
-from jattn.models.scales import KVScales, static_scales
-from jattn.models.spreading import spread, whole_shape
-from jattn.models.sums import Peers, of_first_device, summed
+from jattn.models.specs import require_one_a_layer
 from jattn.parallel import Axes, cuts_logits
 from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
@@ -348,3 +346,24 @@ class Decoder(nnx.Module):
         scales = static_scales(self.kv_scales, specs, num_replicas=self.config.num_kv_head_replicas)
         create = lambda: tuple(PagedCache.create(spec, **of) for spec, of in zip(specs, scales, strict=True))
         return create() if self.mesh is None else create_on(self.mesh, create)
+
+
+def logits_of(
+    scores: Float32[Array, "n vocab"], bias: Float[Array, " padded"] | None, config: DecoderConfig
+) -> Float32[Array, "n vocab"]:
+    """Scores with a bias, scaled, soft-capped, some hidden.
+
+    Args:
+        scores: Of each token of the vocabulary.
+        bias: Of each, perhaps of some more behind them; None = none.
+        config: The model's.
+    """
+    if bias is not None:
+        scores = scores + bias[: config.vocab_size].astype(scores.dtype)[None, :]
+    scores = scores if config.logit_scale is None else scores * config.logit_scale
+    cap = config.final_logit_softcapping
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    if config.hidden_tokens:
+        lowest = jnp.finfo(scores.dtype).min
+        scores = scores.at[:, np.array(config.hidden_tokens)].set(lowest)
+    return scores

@@ -1,6 +1,5 @@
 """Mixtures of experts: each token runs through the few MLPs that a router chooses for it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,140 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from jattn.implementations.selection import Asked, asked_for
-from jattn.models.expert_parts import Choices, How, Weights
-from jattn.models.expert_products import run_experts
-from jattn.models.layers import ACTIVATIONS, matmul_precision
-from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
-
-SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "one_by_one")
-SCALED = ("output", "input")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a router's logits become weights of the chosen experts, in f32. Hashable: static for jit.
-
-    The chosen are those of the highest logits, whatever the scores: both orders agree. Where a learned number
-    an expert corrects the scores, those are chosen whose sum is highest, and weighed without it.
-
-    | | scores | normalizes | scaled | has_bias |
-    |---|---|---|---|---|
-    | Mixtral | softmax | yes | output | no |
-    | Qwen2-MoE, Qwen3-MoE | softmax | norm_topk_prob | output | no |
-    | gpt-oss | softmax_of_chosen | no | output | yes |
-    | Llama 4 | sigmoid | no | input | no |
-    | GLM-4.5, dots1, MiniMax-M2 | sigmoid, corrected | yes | output | no |
-    | Phi-3.5-MoE | one_by_one | no | output | no |
-    | ERNIE 4.5 | softmax, corrected | yes | output | no |
-
-    Attributes:
-        scores: "softmax": over all experts, before the choice; "softmax_of_chosen": over the chosen;
-            "sigmoid": of each logit alone; "one_by_one": the first among all that are near it, the next among
-            the rest likewise.
-        normalizes: The scores of the chosen are divided by their sum.
-        scaled: What a score multiplies: an expert's "output", or its "input".
-        has_bias: The router has a bias.
-        is_corrected: There is a learned number an expert that counts for the choice alone.
-        factor: What the scores are multiplied by in the end.
-        margin: one_by_one: how far below the best, as a share of the larger magnitude, a logit is near it.
-
-    Source: transformers' routers of these families.
-    """
-
-    scores: str = "softmax"
-    normalizes: bool = False
-    scaled: str = "output"
-    has_bias: bool = False
-    is_corrected: bool = False
-    factor: float = 1.0
-    margin: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_one_of("scores", self.scores, SCORES)
-        require_one_of("scaled", self.scaled, SCALED)
-        known = ("softmax", "sigmoid") if self.is_corrected else SCORES
-        require_one_of("scores that are corrected", self.scores, known)
-
-    def choose(
-        self,
-        logits: Float32[Array, "tokens experts"],
-        experts_per_token: int,
-        correction: Float32[Array, " experts"] | None = None,
-    ) -> Choices:
-        """The experts of each token, and what multiplies their inputs and outputs."""
-        if correction is None:
-            chosen, experts = jax.lax.top_k(logits, experts_per_token)
-        else:
-            of_all = jax.nn.sigmoid if self.scores == "sigmoid" else jax.nn.softmax
-            _, experts = jax.lax.top_k(of_all(logits) + correction[None, :], experts_per_token)
-            chosen = jnp.take_along_axis(logits, experts, axis=-1)
-        if self.scores == "softmax":
-            scores = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-        elif self.scores == "softmax_of_chosen":
-            scores = jax.nn.softmax(chosen, axis=-1)
-        elif self.scores == "one_by_one":
-            scores = _one_by_one(logits, chosen, experts, self.margin)
-        else:
-            scores = jax.nn.sigmoid(chosen)
-        if self.normalizes:
-            scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        scores = scores if self.factor == 1.0 else scores * self.factor
-        return Choices(experts=experts, scores=scores, scales_input=self.scaled == "input")
-
-
-def _one_by_one(logits: Array, chosen: Array, experts: Array, margin: float) -> Float32[Array, "tokens k"]:
-    """The share of each of the chosen among itself and what is near it, those before it left out.
-
-    Source: transformers `phimoe.sparsemixer`, as it computes what is not trained.
-    """
-    ids, rest, scores = jnp.arange(logits.shape[1])[None, :], logits, []
-    for n in range(chosen.shape[1]):
-        best = chosen[:, n : n + 1]
-        is_near = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= margin
-        scores.append(1.0 / jnp.sum(jnp.where(is_near, jnp.exp(rest - best), 0.0), axis=1))
-        rest = jnp.where(ids == experts[:, n : n + 1], -jnp.inf, rest)
-    return jnp.stack(scores, axis=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClampedSwiGLU:
-    """gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate below `limit` and up within it on both sides.
-
-    Attributes:
-        alpha: Slope of the sigmoid.
-        limit: Of both inputs.
-    """
-
-    alpha: float = 1.702
-    limit: float = 7.0
-
-    def __post_init__(self) -> None:
-        require_positive(limit=self.limit)
-
-    def __call__(self, gate: Array, up: Array) -> Array:
-        """What lies between an expert's two products."""
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gated:
-    """`act(gate) * up`.
-
-    Attributes:
-        hidden_act: Which `act`, a key of `jattn.models.layers.ACTIVATIONS`.
-    """
-
-    hidden_act: str
-
-    def __post_init__(self) -> None:
-        if self.hidden_act not in ACTIVATIONS:
-            supported = "Supported: " + ", ".join(ACTIVATIONS)
-            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", supported)
-
-    def __call__(self, gate: Array, up: Array) -> Array:
-        """What lies between an expert's two products."""
-        return ACTIVATIONS[self.hidden_act](gate) * up
+from jattn.models.activations import ClampedSwiGLU, Gated
+from jattn.models.expert_matmuls import How, Weights, run_experts
+from jattn.models.layers import matmul_precision
+from jattn.models.routing import Choices, Routing
+from pallas_kernels.checks import require, require_int, require_positive
 
 
 class ExpertLinear(nnx.Module):
@@ -200,7 +70,7 @@ class Experts(nnx.Module):
             num_experts: Experts to choose from.
             experts_per_token: How many of them each token runs through.
             routing: How they are chosen and weighed.
-            activation: A key of `jattn.models.layers.ACTIVATIONS`, or gpt-oss's.
+            activation: A key of `jattn.models.activations.ACTIVATIONS`, or gpt-oss's.
             use_bias: The experts' products have a bias.
             shared_expert: What all tokens run through besides, such as an MLP.
             gates_shared_expert: Qwen2-MoE: times the sigmoid of a learned product with the input.

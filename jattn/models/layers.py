@@ -1,8 +1,6 @@
 """The parts of a decoder layer that are not attention."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,25 +9,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
+from jattn.cache.fused_qkv import rounds_as_kernels
+from jattn.models.activations import ACTIVATIONS, XIELU, gegelu
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_python": functools.partial(jax.nn.gelu, approximate=False),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "relu6": jax.nn.relu6,
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "linear": lambda x: x,
-}
+from pallas_kernels import support
+from pallas_kernels.add_norm import add_norm
 
 
 class RMSNorm(nnx.Module):
@@ -213,39 +198,9 @@ class MLP(nnx.Module):
         """The layer's output, in x.dtype; the activation is computed in f32."""
         gate, up = jnp.moveaxis(self.gate_up_proj(x), 1, 0)
         if self.spec.kind == "gegelu":
-            return self.down_proj(_gegelu(gate, up, self.spec.limit))
+            return self.down_proj(gegelu(gate, up, self.spec.limit))
         gate = ACTIVATIONS[self.spec.hidden_act](gate.astype(jnp.float32)).astype(gate.dtype)
         return self.down_proj(gate * up)
-
-
-class Constant(nnx.Variable[Any]):
-    """What a checkpoint stores beside its parameters, and training leaves as it is."""
-
-
-class XIELU(nnx.Module):
-    """`alpha_p * x * x + beta * x` above 0, `alpha_n * (exp(min(x, eps)) - 1 - x) + beta * x` below.
-
-    Both alphas are learned, through a softplus; alpha_n is beta at least.
-
-    Source: "Deriving Activation Functions Using Integration" (2024), as transformers has it.
-    """
-
-    def __init__(self, *, dtype: DTypeLike) -> None:
-        """Makes both alphas 0.8."""
-        before_softplus = lambda alpha: jnp.log(jnp.expm1(jnp.full((1,), alpha, jnp.float32))).astype(dtype)
-        self.alpha_p = nnx.Param(before_softplus(0.8))
-        self.alpha_n = nnx.Param(before_softplus(0.8 - 0.5))
-        self.beta = Constant(jnp.asarray(0.5, dtype))
-        self.eps = Constant(jnp.asarray(-1e-6, dtype))
-
-    def __call__(self, x: Float32[Array, "tokens width"]) -> Float32[Array, "tokens width"]:
-        """The activation."""
-        beta, eps = self.beta[...].astype(jnp.float32), self.eps[...].astype(jnp.float32)
-        alpha_p, alpha_n = (
-            jax.nn.softplus(alpha[0].astype(jnp.float32)) for alpha in (self.alpha_p, self.alpha_n)
-        )
-        below = (alpha_n + beta) * (jnp.expm1(jnp.minimum(x, eps)) - x)
-        return jnp.where(x > 0, alpha_p * x * x, below) + beta * x
 
 
 class PlainMLP(nnx.Module):
@@ -266,14 +221,62 @@ class PlainMLP(nnx.Module):
         return self.down_proj(activation(up.astype(jnp.float32)).astype(up.dtype))
 
 
-def _gegelu(gate: Array, up: Array, limit: float | None) -> Array:
-    """Phi-3-small's activation, computed in f32, in gate.dtype."""
-    wide_gate, wide_up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    if limit is not None:
-        wide_gate, wide_up = jnp.minimum(wide_gate, limit), jnp.clip(wide_up, -limit, limit)
-    return (wide_gate * jax.nn.sigmoid(1.702 * wide_gate) * (wide_up + 1.0)).astype(gate.dtype)
-
-
 def matmul_precision(dtype: DTypeLike) -> str | None:
     """Full f32 products where the parameters are f32 (a GPU would use TF32)."""
     return None if jnp.dtype(dtype).itemsize == 2 else "highest"
+
+
+def add_and_norm(
+    x: Float[Array, "tokens hidden"],
+    delta: Float[Array, "tokens hidden"],
+    norm: Any,
+    *,
+    may_take_kernel: bool,
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    """The sum x + delta, and its norm: by one kernel where it can, which has no gradient.
+
+    Args:
+        x: The stream.
+        delta: What a part gave.
+        norm: Of the next part; None = it reads the sum.
+        may_take_kernel: Static.
+
+    Source: vLLM `RMSNorm.forward(x, residual)`.
+    """
+    if may_take_kernel and _why_no_kernel(x, delta, norm) is None:
+        return _add_norm(x, delta, norm.weight[...], eps=norm.eps, is_offset=norm.is_offset)
+    x = x + delta
+    return x, x if norm is None else norm(x)
+
+
+_add_norm = jax.jit(add_norm, static_argnames=("eps", "is_offset"))  # lowered once for all that call it
+
+
+def _why_no_kernel(x: Array, delta: Array, norm: Any) -> str | None:
+    """Why `add_norm` does not serve; None if it does."""
+    if not rounds_as_kernels(norm):
+        return "the norm is no RMS norm that rounds as Llama's or Gemma's"
+    others = (delta.dtype, norm.weight[...].dtype)
+    return support.why_not_on(x) or support.why_not_add_norm(dtype=x.dtype, others=others, width=x.shape[-1])
+
+
+@jax.custom_jvp
+def take_rows(
+    table: Float[Array, "rows hidden"], ids: Int[Array, " tokens"]
+) -> Float[Array, "tokens hidden"]:
+    """A row of the table for each id, the nearest one for ids beyond it.
+
+    The gradient of a row that many tokens share is summed in float32 and rounded once: a sum in bfloat16
+    stops growing where a token's part is less than half a unit in its last place.
+    """
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+@take_rows.defjvp
+def _take_rows_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Any]
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    # Tangents alone are widened, and turned into the gradient's sum: the table is never copied.
+    (table, ids), (moves, _) = primals, tangents
+    wide = moves.astype(jnp.float32) if table.dtype.itemsize < 4 else moves
+    return take_rows(table, ids), jnp.take(wide, ids, axis=0, mode="clip").astype(table.dtype)

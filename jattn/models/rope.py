@@ -1,15 +1,15 @@
 """Rotary position embedding, with the scalings that checkpoints use."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Float64, Int
 
-from jattn.models import rope_frequencies
 from jattn.models.rope_parameters import ROPE_TYPES, read_hf, write_hf
 from pallas_kernels.checks import require, require_positive, unsupported
 
@@ -159,7 +159,7 @@ class Rope:
         Args:
             is_long: longrope: of requests beyond the original length.
         """
-        freq = rope_frequencies.default(self.rope_theta, self.rotary_dim)
+        freq = _default_inv_freq(self.rope_theta, self.rotary_dim)
         context = self.original_max_position_embeddings
         if self.rope_type in ("linear", "proportional"):
             freq = freq / self.factor
@@ -167,10 +167,10 @@ class Rope:
             freq = np.where(np.arange(len(freq)) < int(self.partial_rotary_factor * len(freq)), freq, 0)
         if self.rope_type == "llama3":
             bounds = (self.low_freq_factor, self.high_freq_factor)
-            freq = rope_frequencies.llama3(freq, self.factor, bounds, context)
+            freq = _llama3_inv_freq(freq, self.factor, bounds, context)
         if self.rope_type == "yarn":
             bounds = (self.beta_fast, self.beta_slow)
-            freq = rope_frequencies.yarn(freq, self.factor, bounds, context, self.rope_theta, self.truncate)
+            freq = _yarn_inv_freq(freq, self.factor, bounds, context, self.rope_theta, self.truncate)
         if self.rope_type == "longrope":
             freq = freq / np.asarray(self.long_factor if is_long else self.short_factor)
         return freq.astype(np.float32)
@@ -244,3 +244,58 @@ class Rope:
         excess = lengths.astype(jnp.float32) / self.original_max_position_embeddings - 1
         growth = jnp.log1p(self.factor * jnp.maximum(excess, 0)) * self.rotary_dim / (self.rotary_dim - 2)
         return jnp.exp(-growth[:, None] * exponents[None, :]) * self.inv_freq()[None, :]
+
+
+type Frequencies = Float64[np.ndarray, " half"]
+
+
+def _default_inv_freq(theta: float, dim: int) -> Frequencies:
+    """Wavelengths from 2 pi to about 2 pi theta."""
+    return theta ** -(np.arange(0, dim, 2) / dim)
+
+
+def _llama3_inv_freq(
+    freq: Frequencies, factor: float, bounds: tuple[float, float], context: int
+) -> Frequencies:
+    """Low frequencies are divided by a factor.
+
+    Args:
+        freq: Unscaled.
+        factor: What they are divided by.
+        bounds: Turns in the context: those with fewer than the first are divided, those with more than the
+            second are not; in between, a blend, where they are not the same.
+        context: In tokens.
+    """
+    low, high = bounds
+    turns = context * freq / (2 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= high) * 1.0
+    return keep * freq + (1 - keep) * freq / factor
+
+
+def _yarn_inv_freq(
+    freq: Frequencies,
+    factor: float,
+    bounds: tuple[float, float],
+    context: int,
+    theta: float,
+    truncate: bool,
+) -> Frequencies:
+    """Low frequencies are divided by a factor, with a blend that is linear in the pair's number.
+
+    Args:
+        freq: Unscaled.
+        factor: What they are divided by.
+        bounds: Turns in the context where the blend begins and ends: the many first.
+        context: In tokens.
+        theta: Base of the wavelengths.
+        truncate: The blend begins and ends at whole pairs.
+    """
+    dim = 2 * len(freq)
+    pair_with = lambda turns: dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    first, last = (pair_with(turns) for turns in bounds)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    scaled = np.clip((np.arange(len(freq)) - first) / width, 0, 1)
+    return scaled * freq / factor + (1 - scaled) * freq

@@ -1,6 +1,6 @@
 """Decoders on meshes of some devices of a CPU, beside transformers and one device.
 
-Run by tests/models/test_sharded_decoders.py, with what to check: see `main`.
+Run by tests/models/test_sharding.py, with what to check: see `main`.
 """
 
 import functools
@@ -20,14 +20,14 @@ from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
 from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
-from jattn.models.loading import read_config  # noqa: E402
-from jattn.models.spreading import spread  # noqa: E402
+from jattn.models.loading.pretrained import read_config  # noqa: E402
+from jattn.models.mesh_padding import spread  # noqa: E402
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
 from tests.assertions import compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
-from tests.models.families_often import OFTEN  # noqa: E402
+from tests.models.tiny_checkpoints import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
 
 TWO_ONLY = ("llama4", "phi3small")  # 160 wide inside, and 6 heads

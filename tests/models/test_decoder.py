@@ -10,8 +10,8 @@ from flax import nnx
 
 import jattn
 from jattn.models import Decoder, DecoderConfig, KVScales
-from jattn.models.scales import LayerScales
-from tests.models.families import CONFIGS
+from jattn.models.kv_scales import LayerScales
+from tests.models.tiny_checkpoints import CONFIGS
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
 CONFIG = DecoderConfig.from_hf(CONFIGS["llama3_rope"] | TINY)

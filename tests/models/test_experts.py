@@ -11,12 +11,22 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.models import expert_products, expert_tiles
-from jattn.models.expert_parts import How, Weights
-from jattn.models.expert_products import MAX_DENSE_TOKENS, all_experts, each_row, way
-from jattn.models.expert_tiles import tiles_by_kernel, tiles_by_xla, why_no_kernel
-from jattn.models.experts import ClampedSwiGLU, Experts, Routing
+from jattn.models import expert_matmuls
+from jattn.models.activations import ClampedSwiGLU
+from jattn.models.expert_matmuls import (
+    MAX_DENSE_TOKENS,
+    How,
+    Weights,
+    all_experts,
+    each_row,
+    tiles_by_kernel,
+    tiles_by_xla,
+    way,
+    why_no_kernel,
+)
+from jattn.models.experts import Experts
 from jattn.models.layers import MLP
+from jattn.models.routing import Routing
 from jattn.models.specs import MLPSpec
 from pallas_kernels.derivatives import given_to_kernel
 
@@ -341,7 +351,7 @@ def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
         x = given_to_kernel(x, "grouped_matmul", "None")  # as the kernel, whose results no gradient reads
         return jnp.zeros((len(x), weights.shape[1 if outputs_first else 2]), x.dtype) + x[:, :1]
 
-    monkeypatch.setattr(expert_tiles, "grouped_matmul", product)
+    monkeypatch.setattr(expert_matmuls, "grouped_matmul", product)
     layer, x = make("gpt_oss", dtype=jnp.bfloat16), tokens(9, dtype=jnp.bfloat16)
     choices, how = layer.choices(x), How(layer.activation, layer.precision)
 
@@ -356,9 +366,9 @@ def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
 
 
 def test_a_layer_takes_the_kernel_unless_others_are_named(monkeypatch):
-    monkeypatch.setattr(expert_products, "why_no_kernel", lambda x, weights: None)
+    monkeypatch.setattr(expert_matmuls, "why_no_kernel", lambda x, weights: None)
     taken = []
-    monkeypatch.setattr(expert_products, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
+    monkeypatch.setattr(expert_matmuls, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
     for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
         taken.clear()
         layer = Experts(

@@ -10,7 +10,7 @@ from flax import nnx
 import jattn
 from jattn.models import Decoder, DecoderConfig, load
 from tests.conftest import GOLDEN
-from tests.models.families_often import OFTEN
+from tests.models.tiny_checkpoints import OFTEN
 
 BLOCK = 16
 NUM_BLOCKS = 48

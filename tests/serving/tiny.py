@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jattn.models import Decoder, DecoderConfig
-from jattn.models.loading import read_config
+from jattn.models.loading.pretrained import read_config
 from tests.conftest import GOLDEN
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -2,74 +2,45 @@
 
 import re
 
-from jattn.models.families.apertus import APERTUS
-from jattn.models.families.arcee import ARCEE
-from jattn.models.families.bloom import BLOOM
-from jattn.models.families.cohere import COHERE
-from jattn.models.families.cohere2 import COHERE2
-from jattn.models.families.cwm import CWM
-from jattn.models.families.dbrx import DBRX
-from jattn.models.families.dots1 import DOTS1
-from jattn.models.families.ernie4_5 import ERNIE4_5
-from jattn.models.families.ernie4_5_moe import ERNIE4_5_MOE
-from jattn.models.families.exaone4 import EXAONE4
-from jattn.models.families.falcon import FALCON
+from jattn.models.families.bloom_mpt_falcon import BLOOM, DBRX, FALCON, MPT
+from jattn.models.families.cohere import COHERE, COHERE2
+from jattn.models.families.config_keys import filled, normalised, token_ids
+from jattn.models.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.flex_olmo import FLEX_OLMO
-from jattn.models.families.gemma import GEMMA
-from jattn.models.families.gemma2 import GEMMA2
-from jattn.models.families.gemma3 import GEMMA3
-from jattn.models.families.glm4 import GLM, GLM4
-from jattn.models.families.glm4_moe import GLM4_MOE
-from jattn.models.families.gpt2 import GPT2
-from jattn.models.families.gpt_bigcode import GPT_BIGCODE
-from jattn.models.families.gpt_neo import GPT_NEO
-from jattn.models.families.gpt_neox import GPT_NEOX
+from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
+from jattn.models.families.glm import DOTS1, GLM, GLM4, GLM4_MOE, SOLAR_OPEN
+from jattn.models.families.gpt import GPT2, GPT_BIGCODE, GPT_NEO, GPT_NEOX, GPTJ, OPT, STARCODER2
 from jattn.models.families.gpt_oss import GPT_OSS
-from jattn.models.families.gptj import GPTJ
-from jattn.models.families.granite import GRANITE
-from jattn.models.families.granite_swa import GRANITE_SWA
-from jattn.models.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
-from jattn.models.families.granitemoehybrid import GRANITEMOEHYBRID
-from jattn.models.families.helium import HELIUM
-from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE
-from jattn.models.families.hunyuan_moe import HUNYUAN_V1_MOE
-from jattn.models.families.hyperclovax import HYPERCLOVAX
-from jattn.models.families.internlm2 import INTERNLM2
-from jattn.models.families.internlm3 import INTERNLM3, IQUESTCODER
-from jattn.models.families.jais2 import JAIS2
-from jattn.models.families.keys import filled, normalised, token_ids
-from jattn.models.families.llama import LLAMA
-from jattn.models.families.llama4 import LLAMA4
-from jattn.models.families.minicpm import MINICPM
-from jattn.models.families.minimax_m2 import MINIMAX_M2
-from jattn.models.families.ministral import MINISTRAL, MINISTRAL3
-from jattn.models.families.mistral import MISTRAL
-from jattn.models.families.mixtral import MIXTRAL
-from jattn.models.families.mpt import MPT
-from jattn.models.families.nanochat import NANOCHAT
-from jattn.models.families.nemotron import NEMOTRON
-from jattn.models.families.olmo import OLMO
-from jattn.models.families.olmo2 import OLMO2
-from jattn.models.families.olmo3 import OLMO3
-from jattn.models.families.olmoe import OLMOE
-from jattn.models.families.opt import OPT
-from jattn.models.families.persimmon import PERSIMMON
-from jattn.models.families.phi import PHI
-from jattn.models.families.phi3 import PHI3
-from jattn.models.families.phi3small import PHI3SMALL
-from jattn.models.families.phimoe import PHIMOE
-from jattn.models.families.qwen2 import QWEN2
-from jattn.models.families.qwen2_moe import QWEN2_MOE
-from jattn.models.families.qwen3 import QWEN3
-from jattn.models.families.qwen3_moe import QWEN3_MOE
-from jattn.models.families.seed_oss import SEED_OSS
-from jattn.models.families.smollm3 import SMOLLM3
-from jattn.models.families.solar_open import SOLAR_OPEN
-from jattn.models.families.stablelm import STABLELM
-from jattn.models.families.starcoder2 import STARCODER2
-from jattn.models.families.vaultgemma import VAULTGEMMA
-from jattn.models.families.wrappers import text_part
+from jattn.models.families.granite import (
+    GRANITE,
+    GRANITE_SWA,
+    GRANITEMOE,
+    GRANITEMOEHYBRID,
+    GRANITEMOESHARED,
+    HYPERCLOVAX,
+)
+from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from jattn.models.families.internlm import INTERNLM2, INTERNLM3, IQUESTCODER
+from jattn.models.families.llama import LLAMA, LLAMA4
+from jattn.models.families.llama_variants import (
+    APERTUS,
+    ARCEE,
+    CWM,
+    EXAONE4,
+    HELIUM,
+    JAIS2,
+    MINICPM,
+    NANOCHAT,
+    NEMOTRON,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+)
+from jattn.models.families.mistral import MINIMAX_M2, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from jattn.models.families.multimodal import text_part
+from jattn.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
+from jattn.models.families.phi import PERSIMMON, PHI, PHI3, PHI3SMALL, PHIMOE
+from jattn.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from pallas_kernels.checks import unsupported
 
 FAMILIES = {

@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import llama_layer, rope
-from jattn.models.families.tensors import LLAMA_TENSORS, QK_NORM_TENSORS
-from jattn.models.layer_spec import LayerSpec
-from jattn.models.specs import NormSpec, QKNorm
+from jattn.models.families.layer_builders import FULL, SLIDING, is_nth, layer_type, llama_layer, rope
+from jattn.models.families.tensor_mappings import LLAMA_TENSORS, QK_NORM_TENSORS
+from jattn.models.specs import LayerSpec, NormSpec, QKNorm
 from pallas_kernels.checks import require_int
 
+# Cohere, Command-R: attention and MLP side by side, LayerNorm without bias, rope of neighbours.
 PARALLEL_TENSORS = {
     name: stored for name, stored in LLAMA_TENSORS.items() if name != "layers.*.post_attention_layernorm"
 }
 
 
-def _layer(keys: Keys, layer: int) -> LayerSpec:
+def _cohere_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     norm = QKNorm(norm=NormSpec("layer_no_bias", keys["rms_norm_eps"]), over="own_head")
     return llama_layer(
@@ -28,7 +28,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
-def _model(keys: Keys) -> Mapping[str, Any]:
+def _cohere_model(keys: Keys) -> Mapping[str, Any]:
     """The scale of logits; and the context where config.json has a second name for it.
 
     Command-R's says max_position_embeddings 8192 beside a model_max_length of 131072, which it was trained
@@ -59,10 +59,52 @@ COHERE = Family(
         "logit_scale": 0.0625,
         "model_max_length": None,
     },
-    layer=_layer,
-    model=_model,
+    layer=_cohere_layer,
+    model=_cohere_model,
     norm="layer_no_bias",
     norm_placement="parallel",
     tensors={**PARALLEL_TENSORS, **QK_NORM_TENSORS},
     aliases={"layer_norm_eps": "rms_norm_eps"},
+)
+
+
+# Cohere 2, Command-R7B: windows in three of four layers, and a rope in those alone.
+def _cohere2_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = layer_type(keys, layer, FULL if is_nth(keys, "sliding_window_pattern", layer) else SLIDING)
+    window = keys["sliding_window"] if kind == SLIDING else None
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        window=window,
+        rope=None if window is None else rope(keys, kind, interleaved=True),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+COHERE2 = Family(
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    defaults={
+        **COHERE.defaults,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+    layer=_cohere2_layer,
+    model=COHERE.model,
+    norm=COHERE.norm,
+    norm_placement=COHERE.norm_placement,
+    tensors=PARALLEL_TENSORS,
+    aliases={**COHERE.aliases, "layer_switch": "sliding_window_pattern"},
+    only={
+        "use_qk_norm": ((False,), "queries and keys are not normalised"),
+        "rotary_pct": ((1, 1.0), "the family rotates whole heads"),
+        "use_parallel_block": ((True,), "attention and MLP stand side by side"),
+        "use_gated_activation": ((True,), "its MLPs are gated"),
+        "order_of_interleaved_layers": (("local_attn_first",), "windows come first"),
+        "position_embedding_type": (("rope_gptj",), "pairs of its rope are neighbours"),
+    },
+    harmless=("use_parallel_embedding", "use_embedding_sharing", "_sliding_window_pattern"),
 )

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.specs import LayerSpec
 
 type Keys = Mapping[str, Any]  # a config.json's, with every default filled in
 

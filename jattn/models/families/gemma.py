@@ -1,15 +1,30 @@
 """Gemma 1: a Llama with norms by 1 + weight, GELU, and scaled embeddings."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.gemma2 import CAUSAL_ONLY
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import attention, rope
-from jattn.models.families.tensors import LLAMA_TENSORS
-from jattn.models.layer_spec import LayerSpec
-from jattn.models.specs import MLPSpec
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    attention,
+    is_nth,
+    layer_type,
+    rope,
+    rope_by_type,
+    window_of,
+)
+from jattn.models.families.tensor_mappings import GEMMA_NORM_TENSORS, LLAMA_TENSORS, QK_NORM_TENSORS
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.specs import LayerSpec, MLPSpec, NormSpec, QKNorm
+
+# Gemma 1: a Llama with norms by 1 + weight, GELU, and scaled embeddings.
+CAUSAL_ONLY = {"use_bidirectional_attention": ((False,), "decoders are causal")}
 
 
-def _layer(keys: Keys, layer: int) -> LayerSpec:
+def _gemma_layer(keys: Keys, layer: int) -> LayerSpec:
     # Transformers takes "gelu" for the tanh that the weights were made with, and knows no hidden_activation.
     hidden_act = "gelu_pytorch_tanh" if keys["hidden_act"] == "gelu" else keys["hidden_act"]
     has_bias = bool(keys["attention_bias"])
@@ -36,10 +51,125 @@ GEMMA = Family(
         "eos_token_id": 1,
         "attention_bias": False,
     },
-    layer=_layer,
+    layer=_gemma_layer,
     model=lambda keys: {"embedding_scale": keys["hidden_size"] ** 0.5},
     norm="rms_offset",
     tensors=LLAMA_TENSORS,
     only=CAUSAL_ONLY,
     harmless=("hidden_activation",),
+)
+
+
+# Gemma 2: four norms a layer, soft caps, a window in every other layer.
+def _gemma2_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = layer_type(keys, layer, SLIDING if layer % 2 == 0 else FULL)
+    has_bias = bool(keys["attention_bias"])
+    return LayerSpec(
+        attention=attention(
+            keys,
+            window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
+            scale=keys["query_pre_attn_scalar"] ** -0.5,
+            soft_cap=keys["attn_logit_softcapping"],
+        ),
+        rope=rope(keys, kind),
+        mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_activation"]),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+def _gemma2_model(keys: Keys) -> Mapping[str, Any]:
+    cap = keys["final_logit_softcapping"]
+    return {"embedding_scale": keys["hidden_size"] ** 0.5, "final_logit_softcapping": cap and float(cap)}
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    defaults={
+        **ROPE,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256.0,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    layer=_gemma2_layer,
+    model=_gemma2_model,
+    tensors={**LLAMA_TENSORS, **GEMMA_NORM_TENSORS},
+    norm="rms_offset",
+    norm_placement="around",
+    only=CAUSAL_ONLY,
+    harmless=("sliding_window_size", "hidden_act"),
+)
+
+
+# Gemma 3, its text part: norms of queries and keys for Gemma 2's soft caps, two ropes.
+def _gemma3_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = layer_type(keys, layer, FULL if is_nth(keys, "sliding_window_pattern", layer) else SLIDING)
+    has_bias = bool(keys["attention_bias"])
+    return LayerSpec(
+        attention=attention(
+            keys,
+            window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
+            scale=keys["query_pre_attn_scalar"] ** -0.5,
+        ),
+        rope=rope_by_type(keys, kind, keys["rope_theta" if kind == FULL else "rope_local_base_freq"]),
+        mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_activation"]),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=NormSpec("rms_offset", keys["rms_norm_eps"])),
+    )
+
+
+def _gemma3_model(keys: Keys) -> Mapping[str, Any]:
+    """As Gemma 2's, and the context as it stands there: it is the one that the rope is scaled for."""
+    return {**GEMMA2.model(keys), "max_position_embeddings": keys["max_position_embeddings"]}
+
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    defaults={
+        **GEMMA2.defaults,
+        **ROPE,
+        "vocab_size": 262208,  # text_config of older checkpoints says little more than what differs
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+    },
+    layer=_gemma3_layer,
+    model=_gemma3_model,
+    norm=GEMMA2.norm,
+    norm_placement=GEMMA2.norm_placement,
+    tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
+    only=CAUSAL_ONLY,
+    harmless=(*GEMMA2.harmless, "_sliding_window_pattern", "mm_tokens_per_image"),
+)
+
+
+# VaultGemma: a Gemma 2 without the norms behind attention and MLP.
+VAULTGEMMA = dataclasses.replace(
+    GEMMA2,
+    model_type="vaultgemma",
+    architecture="VaultGemmaForCausalLM",
+    norm_placement="before",
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.post_attention_layernorm": Stored(("model.layers.*.pre_feedforward_layernorm",)),
+    },
 )

@@ -1,12 +1,21 @@
 """gpt-oss: sinks, alternating windows, yarn, biases, experts with clamped gates."""
 
-from jattn.models.experts import ClampedSwiGLU, Routing
+from jattn.models.activations import ClampedSwiGLU
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import FULL, SLIDING, attention, experts, layer_type, rope, window_of
-from jattn.models.families.tensors import LLAMA_TENSORS
-from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    attention,
+    experts,
+    layer_type,
+    rope,
+    window_of,
+)
+from jattn.models.families.tensor_mappings import LLAMA_TENSORS
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.routing import Routing
+from jattn.models.specs import LayerSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:

@@ -1,17 +1,32 @@
 """Granite: a Llama with multipliers."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import attention, gated_mlp, llama_layer
-from jattn.models.families.tensors import LLAMA_TENSORS
-from jattn.models.layer_spec import LayerSpec
-from pallas_kernels.checks import require_positive
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    attention,
+    experts,
+    gated_mlp,
+    layer_type,
+    llama_layer,
+    rope,
+    window_of,
+)
+from jattn.models.families.tensor_mappings import LLAMA_TENSORS
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.rope import Rope
+from jattn.models.routing import Routing
+from jattn.models.specs import LayerSpec, MLPSpec, require_one_a_layer
+from pallas_kernels.checks import require_number, require_positive, unsupported
 
 
-def _layer(keys: Keys, layer: int) -> LayerSpec:
+# Granite: a Llama with multipliers.
+def _granite_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
         keys,
@@ -47,7 +62,167 @@ GRANITE = Family(
         "residual_multiplier": 1.0,
         "attention_multiplier": 1.0,
     },
-    layer=_layer,
+    layer=_granite_layer,
     model=multipliers,
     tensors=LLAMA_TENSORS,
+)
+
+
+# GraniteMoE: Granite with experts, and perhaps an MLP that all tokens share.
+def _granitemoe_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias, size = bool(keys["attention_bias"]), keys["shared_intermediate_size"]
+    shared = MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"]) if size else None
+    mlp = experts(keys, Routing(scores="softmax_of_chosen"), shared=shared)
+    scaled = attention(keys, scale=keys["attention_multiplier"])
+    return llama_layer(keys, attention=scaled, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
+
+
+_GRANITEMOE_MLP, _GRANITEMOE_SHARED = "model.layers.*.block_sparse_moe", "model.layers.*.shared_mlp"
+GRANITEMOE = Family(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    defaults={
+        **GRANITE.defaults,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 0,
+    },
+    layer=_granitemoe_layer,
+    model=multipliers,
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.mlp.router": Stored((f"{_GRANITEMOE_MLP}.router.layer",)),
+        "layers.*.mlp.gate_up_proj.weight": Stored(
+            (f"{_GRANITEMOE_MLP}.input_linear.weight",), "experts_whole"
+        ),
+        "layers.*.mlp.down_proj.weight": Stored(
+            (f"{_GRANITEMOE_MLP}.output_linear.weight",), "experts_down_turned"
+        ),
+        "layers.*.mlp.shared_expert.gate_up_proj": Stored((f"{_GRANITEMOE_SHARED}.input_linear",)),
+        "layers.*.mlp.shared_expert.down_proj": Stored((f"{_GRANITEMOE_SHARED}.output_linear",)),
+    },
+    aliases={"num_local_experts": "num_experts"},
+)
+GRANITEMOESHARED = dataclasses.replace(
+    GRANITEMOE,
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+)
+
+
+# Granite 4: of its hybrids those whose layers all have attention; perhaps no rope.
+_GRANITEMOEHYBRID_SHARED = "model.layers.*.shared_mlp"
+
+
+def _granitemoehybrid_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = (keys["layer_types"] or ["mamba"] * keys["num_hidden_layers"])[layer]
+    if kind not in ("attention", "full_attention"):
+        what = f"layers_block_type {kind!r}"
+        raise unsupported(what, "the layer has a state of its own", "Supported: attention")
+    dense = {**keys, "intermediate_size": keys["shared_intermediate_size"]}
+    spec = GRANITEMOESHARED.layer(keys, layer) if keys["num_experts"] else GRANITE.layer(dense, layer)
+    return dataclasses.replace(spec, rope=rope(keys) if keys["position_embedding_type"] == "rope" else None)
+
+
+GRANITEMOEHYBRID = dataclasses.replace(
+    GRANITEMOESHARED,
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    defaults={
+        **GRANITEMOESHARED.defaults,
+        "shared_intermediate_size": 1024,
+        "layer_types": None,
+        "position_embedding_type": None,
+    },
+    layer=_granitemoehybrid_layer,
+    tensors={
+        **GRANITEMOESHARED.tensors,
+        "layers.*.mlp.gate_up_proj": Stored((f"{_GRANITEMOEHYBRID_SHARED}.input_linear",)),
+        "layers.*.mlp.down_proj": Stored((f"{_GRANITEMOEHYBRID_SHARED}.output_linear",)),
+    },
+    aliases={**GRANITEMOESHARED.aliases, "layers_block_type": "layer_types"},
+    harmless=(
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+        *("normalization_function", "init_method"),
+    ),
+)
+
+
+# Granite with windows in three of four layers, sinks in all, and ropes of bases by layer, or none.
+def _granite_swa_rope(keys: Keys, layer: int) -> Rope | None:
+    bases = keys["layer_rope_theta"]
+    made = rope(keys)
+    if bases is None:
+        return made
+    require_one_a_layer("layer_rope_theta", bases, keys["num_hidden_layers"])
+    require_number(layer_rope_theta=bases[layer] or 0)
+    return dataclasses.replace(made, rope_theta=float(bases[layer])) if bases[layer] else None
+
+
+def _granite_swa_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind, has_bias = layer_type(keys, layer, SLIDING if layer % 4 else FULL), bool(keys["attention_bias"])
+    window = window_of(keys["sliding_window"]) if kind == SLIDING else None
+    return llama_layer(
+        keys,
+        attention=attention(keys, scale=keys["attention_multiplier"], window=window),
+        rope=_granite_swa_rope(keys, layer),
+        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        has_sinks=True,
+    )
+
+
+GRANITE_SWA = dataclasses.replace(
+    GRANITE,
+    model_type="granite_swa",
+    architecture="GraniteSWAForCausalLM",
+    defaults={
+        **GRANITE.defaults,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 100257,
+        "eos_token_id": 100257,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+        "layer_types": None,
+        "layer_rope_theta": None,
+    },
+    layer=_granite_swa_layer,
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.self_attn.sinks": Stored(("model.layers.*.self_attn.sinks",), "array"),
+    },
+)
+
+
+# HyperCLOVA X: a Granite with norms around, whose logits are multiplied, not divided.
+_HYPERCLOVAX_LAYER = "model.layers.*"
+
+
+def _hyperclovax_model(keys: Keys) -> Mapping[str, Any]:
+    return {**multipliers(keys), "logit_scale": keys["logits_scaling"]}
+
+
+HYPERCLOVAX = dataclasses.replace(
+    GRANITE,
+    model_type="hyperclovax",
+    architecture="HyperCLOVAXForCausalLM",
+    defaults={
+        **GRANITE.defaults,
+        "attention_multiplier": lambda keys: (
+            (keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]) ** -0.5
+        ),
+    },
+    model=_hyperclovax_model,
+    norm_placement="around",
+    only={"use_post_norm": ((True,), "norms stand around attention and MLP")},
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.post_attention_layernorm": Stored((f"{_HYPERCLOVAX_LAYER}.post_norm1",)),
+        "layers.*.pre_feedforward_layernorm": Stored((f"{_HYPERCLOVAX_LAYER}.post_attention_layernorm",)),
+        "layers.*.post_feedforward_layernorm": Stored((f"{_HYPERCLOVAX_LAYER}.post_norm2",)),
+    },
 )

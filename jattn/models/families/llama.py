@@ -1,13 +1,26 @@
 """Llama 1 to 3."""
 
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import gated_mlp, llama_layer
-from jattn.models.families.tensors import LLAMA_TENSORS
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.families.layer_builders import (
+    FULL,
+    attention,
+    experts,
+    gated_mlp,
+    is_nth,
+    is_rotated,
+    layer_type,
+    llama_layer,
+    rope,
+)
+from jattn.models.families.tensor_mappings import LLAMA_TENSORS, gated_tensors
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.routing import Routing
+from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm, Temperature
 
 
-def _layer(keys: Keys, layer: int) -> LayerSpec:
+# Llama 1 to 3.
+def _llama_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
         keys,
@@ -28,11 +41,82 @@ LLAMA = Family(
         "attention_bias": False,
         "mlp_bias": False,
     },
-    layer=_layer,
+    layer=_llama_layer,
     tensors=LLAMA_TENSORS,
     only={
         "activation": (("swiglu",), "its MLPs are gated"),
         "rope_interleaved": ((False,), "pairs are of a head's halves"),
     },
     harmless=("sliding_window", "layer_types", "max_window_layers", "use_sliding_window"),
+)
+
+
+# Llama 4, its text part: chunked-local layers, layers without rope, experts between dense layers.
+CHUNKED = "chunked_attention"
+
+
+def _llama4_mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
+    said = keys["moe_layers"]
+    dense = lambda size: MLPSpec(intermediate_size=keys[size], hidden_act=keys["hidden_act"])
+    if not (layer in said if said is not None else is_nth(keys, "interleave_moe_layer_step", layer)):
+        return dense("intermediate_size_mlp")
+    return experts(keys, Routing(scores="sigmoid", scaled="input"), shared=dense("intermediate_size"))
+
+
+def _llama4_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_rope, has_bias = is_rotated(keys, layer), bool(keys["attention_bias"])
+    kind = layer_type(keys, layer, CHUNKED if has_rope else FULL, (CHUNKED, FULL))
+    tuned = Temperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
+    normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True, has_weight=False)
+    return LayerSpec(
+        attention=attention(keys, chunk_size=keys["attention_chunk_size"] if kind == CHUNKED else None),
+        rope=rope(keys, interleaved=True) if has_rope else None,
+        mlp=_llama4_mlp(keys, layer),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=normed if has_rope and keys["use_qk_norm"] else None,
+        temperature=None if has_rope or not keys["attn_temperature_tuning"] else tuned,
+    )
+
+
+_LLAMA4_FFN, _LLAMA4_EXPERTS = "model.layers.*.feed_forward", "model.layers.*.feed_forward.experts"
+LLAMA4 = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    defaults={
+        **ROPE,
+        "rope_theta": 500000.0,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "layer_types": None,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192.0,
+        "attn_scale": 0.1,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+    },
+    layer=_llama4_layer,
+    tensors={
+        **LLAMA_TENSORS,
+        **gated_tensors("layers.*.mlp", _LLAMA4_FFN),
+        **gated_tensors("layers.*.mlp.shared_expert", f"{_LLAMA4_FFN}.shared_expert"),
+        "layers.*.mlp.router": Stored((f"{_LLAMA4_FFN}.router",)),
+        "layers.*.mlp.gate_up_proj.weight": Stored((f"{_LLAMA4_EXPERTS}.gate_up_proj",), "experts_stacked"),
+        "layers.*.mlp.down_proj.weight": Stored((f"{_LLAMA4_EXPERTS}.down_proj",), "array"),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    harmless=("for_llm_compressor",),
 )

@@ -1,13 +1,21 @@
 """OLMo: a Llama whose norms have no weights."""
 
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import llama_layer
-from jattn.models.families.tensors import LLAMA_TENSORS
-from jattn.models.layer_spec import LayerSpec
+from jattn.models.families.layer_builders import FULL, SLIDING, experts, layer_type, llama_layer, rope_by_type
+from jattn.models.families.tensor_mappings import (
+    ALL_HEADS_TENSORS,
+    EXPERT_TENSORS,
+    FUSED_EXPERT_TENSORS,
+    LLAMA_TENSORS,
+    NORMS_AFTER_TENSORS,
+)
+from jattn.models.routing import Routing
+from jattn.models.specs import LayerSpec, NormSpec, QKNorm
 
 
-def _layer(keys: Keys, layer: int) -> LayerSpec:
+# OLMo: a Llama whose norms have no weights.
+def _olmo_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(keys, qkv_bias=has_bias, out_bias=has_bias, clip_qkv=keys["clip_qkv"])
 
@@ -23,7 +31,110 @@ OLMO = Family(
         "attention_bias": False,
         "clip_qkv": None,
     },
-    layer=_layer,
+    layer=_olmo_layer,
     norm="layer_no_weight",
     tensors=LLAMA_TENSORS,
+)
+
+
+# OLMo 2: norms behind attention and MLP; queries and keys are normalised over all heads.
+def all_heads(keys: Keys) -> QKNorm:
+    """A norm of all heads as one."""
+    return QKNorm(norm=NormSpec("rms_f32", keys["rms_norm_eps"]), over="all_heads")
+
+
+def _olmo2_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(keys, qkv_bias=has_bias, out_bias=has_bias, qk_norm=all_heads(keys))
+
+
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    defaults={
+        **ROPE,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 50279,
+        "attention_bias": False,
+    },
+    layer=_olmo2_layer,
+    norm="rms_f32",
+    norm_placement="after",
+    tensors={**NORMS_AFTER_TENSORS, **ALL_HEADS_TENSORS},
+)
+
+
+# OLMo 3: OLMo 2 with a window in three of four layers, and a rope that is scaled in the others.
+def _olmo3_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = layer_type(keys, layer, SLIDING if (layer + 1) % 4 else FULL)
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"] if kind == SLIDING else None,
+        rope=rope_by_type(keys, kind, keys["rope_theta"]),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=all_heads(keys),
+    )
+
+
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    defaults={**OLMO2.defaults, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
+    layer=_olmo3_layer,
+    norm=OLMO2.norm,
+    norm_placement=OLMO2.norm_placement,
+    tensors=OLMO2.tensors,
+)
+
+
+# OLMoE: experts in every layer; queries and keys are normalised over all heads.
+def _olmoe_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    mlp = experts(keys, Routing(normalizes=bool(keys["norm_topk_prob"])))
+    return llama_layer(keys, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias, qk_norm=all_heads(keys))
+
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    defaults={
+        **ROPE,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 50279,
+        "attention_bias": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    layer=_olmoe_layer,
+    norm="rms_f32",
+    tensors={**LLAMA_TENSORS, **ALL_HEADS_TENSORS, **EXPERT_TENSORS},
+    only={"clip_qkv": ((), "it would be cut off behind a norm")},
+    aliases={"num_local_experts": "num_experts"},
+    other_tensors=FUSED_EXPERT_TENSORS,
+)
+
+
+# FlexOlmo: OLMo 2 with experts in every layer.
+FLEX_OLMO = Family(
+    model_type="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    defaults={
+        **OLMOE.defaults,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 100257,
+        "num_experts": 7,
+        "num_experts_per_tok": 5,
+    },
+    layer=OLMOE.layer,
+    norm=OLMO2.norm,
+    norm_placement=OLMO2.norm_placement,
+    tensors={**NORMS_AFTER_TENSORS, **ALL_HEADS_TENSORS, **EXPERT_TENSORS},
+    aliases=OLMOE.aliases,
+    other_tensors=FUSED_EXPERT_TENSORS,
 )

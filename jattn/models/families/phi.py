@@ -1,15 +1,28 @@
 """Phi-1, Phi-1.5, Phi-2: attention and MLP side by side, LayerNorm, partial rotation, biases everywhere."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.models.families.config_keys import LOCAL_STRIDED, ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.keys import ROPE
-from jattn.models.families.reading import llama_layer, plain_mlp, rope
-from jattn.models.families.tensors import LLAMA_TENSORS
-from jattn.models.hf_tensors import Stored
-from jattn.models.layer_spec import LayerSpec
-from jattn.models.specs import NormSpec, QKNorm
+from jattn.models.families.layer_builders import (
+    attention,
+    experts,
+    llama_layer,
+    local_strided,
+    plain_mlp,
+    rope,
+)
+from jattn.models.families.mistral import MIXTRAL
+from jattn.models.families.tensor_mappings import FUSED_EXPERT_TENSORS, LLAMA_TENSORS
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.rope import Rope
+from jattn.models.routing import Routing
+from jattn.models.specs import LayerSpec, MLPSpec, NormSpec, QKNorm
 
 
-def _layer(keys: Keys, layer: int) -> LayerSpec:
+# Phi-1, Phi-1.5, Phi-2: attention and MLP side by side, LayerNorm, partial rotation, biases everywhere.
+def _phi_layer(keys: Keys, layer: int) -> LayerSpec:
     norm = QKNorm(norm=NormSpec("layer", keys["rms_norm_eps"]))
     return llama_layer(
         keys,
@@ -21,7 +34,7 @@ def _layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
-_LAYER = "model.layers.*"
+_PHI_LAYER = "model.layers.*"
 PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
@@ -35,7 +48,7 @@ PHI = Family(
         "eos_token_id": 2,
         "qk_layernorm": False,
     },
-    layer=_layer,
+    layer=_phi_layer,
     model=lambda keys: {"has_head_bias": True},
     norm="layer",
     norm_placement="parallel",
@@ -43,14 +56,204 @@ PHI = Family(
         "embed_tokens": LLAMA_TENSORS["embed_tokens"],
         "layers.*.input_layernorm": LLAMA_TENSORS["layers.*.input_layernorm"],
         "layers.*.self_attn.qkv_proj": LLAMA_TENSORS["layers.*.self_attn.qkv_proj"],
-        "layers.*.self_attn.q_norm": Stored((f"{_LAYER}.self_attn.q_layernorm",)),
-        "layers.*.self_attn.k_norm": Stored((f"{_LAYER}.self_attn.k_layernorm",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_LAYER}.self_attn.dense",)),
-        "layers.*.mlp.up_proj": Stored((f"{_LAYER}.mlp.fc1",)),
-        "layers.*.mlp.down_proj": Stored((f"{_LAYER}.mlp.fc2",)),
+        "layers.*.self_attn.q_norm": Stored((f"{_PHI_LAYER}.self_attn.q_layernorm",)),
+        "layers.*.self_attn.k_norm": Stored((f"{_PHI_LAYER}.self_attn.k_layernorm",)),
+        "layers.*.self_attn.o_proj": Stored((f"{_PHI_LAYER}.self_attn.dense",)),
+        "layers.*.mlp.up_proj": Stored((f"{_PHI_LAYER}.mlp.fc1",)),
+        "layers.*.mlp.down_proj": Stored((f"{_PHI_LAYER}.mlp.fc2",)),
         "norm": Stored(("model.final_layernorm",)),
         "lm_head": LLAMA_TENSORS["lm_head"],
     },
     aliases={"layer_norm_eps": "rms_norm_eps"},
     only={"tie_word_embeddings": ((False,), "its output projection has a bias of its own")},
+)
+
+
+# Phi-3, Phi-3.5, Phi-4-mini: a Llama with projections stored as one; longrope, partial rotation.
+def _phi3_rope(keys: Keys) -> Rope:
+    """With older names of longrope."""
+    given = dict(keys["rope_scaling"] or keys["rope_parameters"] or {})
+    kind = given.pop("type", None)
+    given["rope_type"] = given.get("rope_type", kind)
+    if given["rope_type"] in ("su", "yarn"):
+        given["rope_type"] = "longrope"
+    return rope({**keys, "rope_scaling": None, "rope_parameters": given}, is_partial=True)
+
+
+def _phi3_layer(keys: Keys, layer: int) -> LayerSpec:
+    return llama_layer(keys, window=keys["sliding_window"], rope=_phi3_rope(keys))
+
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    defaults={
+        **ROPE,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
+    },
+    layer=_phi3_layer,
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.self_attn.qkv_proj": Stored(("model.layers.*.self_attn.qkv_proj",), "heads_stacked"),
+        "layers.*.mlp.gate_up_proj": Stored(("model.layers.*.mlp.gate_up_proj",)),
+    },
+    only={
+        **dict.fromkeys(
+            ("attention_bias", "mlp_bias", "lm_head_bias"), ((False,), "its layers have no biases")
+        ),
+        "full_attn_mod": ((1,), "all its layers are alike"),
+        "interpolate_factor": ((1,), "positions are not interpolated"),
+    },
+)
+
+
+# Phi-3-small: block-sparse layers between dense ones, muP's scales, gegelu.
+def _phi3small_layer(keys: Keys, layer: int) -> LayerSpec:
+    head_dim, scaling = keys["head_dim"], keys["rope_scaling"]
+    if scaling is None and keys["rope_position_scale"] != 1:
+        scaling = {"rope_type": "linear", "factor": keys["rope_position_scale"]}
+    scale = keys["mup_attn_multiplier"] / head_dim if keys["mup_use_scaling"] else head_dim**-0.5
+    size, act, limit = keys["intermediate_size"], keys["hidden_act"], keys["gegelu_limit"]
+    gegelu = MLPSpec(intermediate_size=size, hidden_act=act, kind="gegelu", has_bias=True, limit=limit)
+    return LayerSpec(
+        attention=attention(keys, scale=scale, sparsity=local_strided(keys, layer)),
+        rope=rope({**keys, "rope_scaling": scaling}),
+        mlp=gegelu,
+        qkv_bias=True,
+        out_bias=True,
+    )
+
+
+def _phi3small_model(keys: Keys) -> Mapping[str, Any]:
+    width = keys["mup_width_multiplier"]
+    return {
+        "embedding_scale": keys["mup_embedding_multiplier"] or None,
+        "logit_scale": 1 / width if width else None,
+        "hidden_tokens": tuple(keys["dummy_token_indices"] or ()),
+    }
+
+
+PHI3SMALL = Family(
+    model_type="phi3small",
+    architecture="Phi3SmallForCausalLM",
+    defaults={
+        **ROPE,
+        **LOCAL_STRIDED,
+        "rope_theta": 1e6,
+        "rope_position_scale": 1.0,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gegelu",
+        "gegelu_limit": 20.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "mup_use_scaling": True,
+        "mup_width_multiplier": 8.0,
+        "mup_embedding_multiplier": 10.0,
+        "mup_attn_multiplier": 1.0,
+        "dummy_token_indices": None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 100257),
+    },
+    layer=_phi3small_layer,
+    model=_phi3small_model,
+    norm="layer",
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.self_attn.qkv_proj": Stored(("model.layers.*.self_attn.query_key_value",)),
+        "layers.*.self_attn.o_proj": Stored(("model.layers.*.self_attn.dense",)),
+        "layers.*.mlp.gate_up_proj": Stored(("model.layers.*.mlp.up_proj",), "gates_in_turn"),
+        "norm": Stored(("model.final_layernorm",)),
+    },
+    aliases={
+        "ff_intermediate_size": "intermediate_size",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "rope_embedding_base": "rope_theta",
+    },
+    harmless=(  # projections have biases, whatever attention_bias says
+        *("attention_bias", "gegelu_pad_to_256"),
+        *("pad_sequence_to_multiple_of_64", "reorder_and_upcast_attn"),
+    ),
+)
+
+
+# Phi-3.5-MoE: two experts a token, weighed one after the other; LayerNorm, longrope, biases.
+def _phimoe_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    routing = Routing(scores="one_by_one", margin=2 * keys["router_jitter_noise"])
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"],
+        rope=rope(keys),
+        mlp=experts(keys, routing),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+PHIMOE = Family(
+    model_type="phimoe",
+    architecture="PhimoeForCausalLM",
+    other_architectures=("PhiMoEForCausalLM",),
+    defaults={
+        **ROPE,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": None,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "attention_bias": False,
+        "lm_head_bias": False,
+    },
+    layer=_phimoe_layer,
+    model=lambda keys: {"has_head_bias": bool(keys["lm_head_bias"])},
+    norm="layer",
+    tensors=MIXTRAL.tensors,
+    other_tensors={
+        **FUSED_EXPERT_TENSORS,
+        "layers.*.mlp.router": Stored(("model.layers.*.mlp.router",)),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    only={"num_experts_per_tok": ((2,), "its scores are made for two experts")},
+    harmless=("input_jitter_noise",),
+)
+
+
+# Persimmon: LayerNorm, also of queries and keys; MLPs without gates, half of each head rotated.
+_PERSIMMON_LAYER = "model.layers.*"
+PERSIMMON = Family(
+    model_type="persimmon",
+    architecture="PersimmonForCausalLM",
+    defaults={
+        **ROPE,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 16384,
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "qk_layernorm": True,
+    },
+    layer=PHI.layer,
+    norm="layer",
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.self_attn.qkv_proj": Stored((f"{_PERSIMMON_LAYER}.self_attn.query_key_value",)),
+        "layers.*.self_attn.o_proj": Stored((f"{_PERSIMMON_LAYER}.self_attn.dense",)),
+        "layers.*.self_attn.q_norm": Stored((f"{_PERSIMMON_LAYER}.self_attn.q_layernorm",)),
+        "layers.*.self_attn.k_norm": Stored((f"{_PERSIMMON_LAYER}.self_attn.k_layernorm",)),
+        "layers.*.mlp.up_proj": Stored((f"{_PERSIMMON_LAYER}.mlp.dense_h_to_4h",)),
+        "layers.*.mlp.down_proj": Stored((f"{_PERSIMMON_LAYER}.mlp.dense_4h_to_h",)),
+        "norm": Stored(("model.final_layernorm",)),
+    },
+    aliases={"layer_norm_eps": "rms_norm_eps"},
 )

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jattn.models.loading import load_shapes
+from jattn.models.loading.pretrained import load_shapes
 from jattn.serving.cli.options import add_engine_options, make_engine, require_silence
 from jattn.serving.engine.doctor import report
 

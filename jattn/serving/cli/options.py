@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.selection import IMPLEMENTATIONS
-from jattn.models.scales import CalibrationWarning
-from jattn.models.sums import use_peer_memory, why_no_peer_memory
+from jattn.models.collectives import use_peer_memory, why_no_peer_memory
+from jattn.models.kv_scales import CalibrationWarning
 from jattn.parallel import make_mesh
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.speculative import NGRAM

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.models.generation_config import FILE, GenerationConfig
+from jattn.models.loading.generation_config import FILE, GenerationConfig
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require, require_int, require_positive
 

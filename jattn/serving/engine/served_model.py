@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PagedCache
-from jattn.models.by_reach import ByReach
-from jattn.models.loading import load
+from jattn.models.kv_cache_groups import ByReach
+from jattn.models.loading.pretrained import load
 from jattn.planning import Plan
 from pallas_kernels.checks import require
 

@@ -13,7 +13,7 @@ from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache import CacheSpec
 from jattn.implementations.selection import asked_for, first_able, hashable
-from jattn.models.by_reach import ByReach
+from jattn.models.kv_cache_groups import ByReach
 from jattn.nn import PagedAttention
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep

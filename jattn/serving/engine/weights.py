@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.models.sums import PeerVariable
+from jattn.models.collectives import PeerVariable
 from jattn.runtime.parameters import is_same
 from pallas_kernels.checks import require, require_shape
 

@@ -13,8 +13,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jattn.models.json_files import object_in
-from jattn.models.tokenizer_files import special_tokens_of
+from jattn.models.loading.files import object_in
+from jattn.models.loading.tokenizer import special_tokens_of
 from pallas_kernels.checks import require
 
 PROBE = "What a user says."

@@ -262,7 +262,7 @@ class TestDoctor:
         assert (out, err) == ("", told)
 
     def test_of_a_model_every_bucket_has_its_table(self, capsys, monkeypatch):
-        monkeypatch.setattr("jattn.models.loading.load", None)  # weights are not needed
+        monkeypatch.setattr("jattn.models.loading.pretrained.load", None)  # weights are not needed
         options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--quantization", "fp8_e4m3"]
         assert main(["doctor", "--model", str(GOLDEN / "hf" / "mistral"), *options]) == 0
         out = capsys.readouterr().out

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from jattn.models import load, save
-from jattn.models.generation_config import GenerationConfig
-from jattn.models.loading import load_shapes, read_config
+from jattn.models.loading.generation_config import GenerationConfig
+from jattn.models.loading.pretrained import load_shapes, read_config
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.cli.main import main
 from jattn.serving.server.sampling_params import default_sampling

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import jattn.models
 from jattn.batch.bucket import Bucket
-from jattn.models.loading import load_shapes
+from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving.engine.config import memory_of_device
 from jattn.serving.engine.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jattn.models import Decoder, DecoderConfig
-from jattn.models.loading import read_config
+from jattn.models.loading.pretrained import read_config
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.kv_cache_groups import CacheGroup, Reach, found_in_all

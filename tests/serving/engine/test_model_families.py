@@ -12,7 +12,7 @@ from jattn.models import Decoder, load
 from jattn.models.families import FAMILIES
 from jattn.serving import Engine, SamplingParams
 from tests.conftest import GOLDEN
-from tests.models.families import REMOTE_CONFIGS
+from tests.models.tiny_checkpoints import REMOTE_CONFIGS
 
 NUM_TOKENS = 10
 FAST = ("phi3small",)

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import Mesh
 
 from jattn.models import KVScales, load, save
-from jattn.models.loading import load_shapes
-from jattn.models.scales import LayerScales
+from jattn.models.kv_scales import LayerScales
+from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
 from jattn.serving.cli.main import main

@@ -22,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import jattn  # noqa: E402
 from jattn.models import load, use_peer_memory  # noqa: E402
-from jattn.models.sums import why_no_peer_memory  # noqa: E402
+from jattn.models.collectives import why_no_peer_memory  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 
 MODEL = "examples/tiny_model"

@@ -1,0 +1,302 @@
+"""BLOOM: ALiBi, LayerNorm, a norm behind the embedding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.models.families.config_keys import ROPE
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.layer_builders import (
+    alibi_slopes,
+    attention,
+    experts,
+    llama_layer,
+    plain_mlp,
+    rope,
+)
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.rope import Rope
+from jattn.models.routing import Routing
+from jattn.models.specs import LayerSpec, MLPSpec
+
+
+# BLOOM: ALiBi, LayerNorm, a norm behind the embedding.
+def _bloom_layer(keys: Keys, layer: int) -> LayerSpec:
+    size = keys["intermediate_size"]
+    return LayerSpec(
+        attention=attention(keys),
+        alibi_slopes=alibi_slopes(keys["num_attention_heads"]),
+        mlp=MLPSpec(intermediate_size=size, hidden_act="gelu_pytorch_tanh", kind="plain", has_bias=True),
+        qkv_bias=True,
+        out_bias=True,
+    )
+
+
+def _bloom_model(keys: Keys) -> Mapping[str, Any]:
+    adds_to_normed = bool(keys["apply_residual_connection_post_layernorm"])
+    return {"has_embedding_norm": True, "adds_to_normed": adds_to_normed}
+
+
+_BLOOM_BLOCK = "transformer.h.*"
+BLOOM = Family(
+    model_type="bloom",
+    architecture="BloomForCausalLM",
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "intermediate_size": lambda keys: 4 * keys["hidden_size"],
+        "max_position_embeddings": 2048,  # of training: ALiBi knows no end
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "apply_residual_connection_post_layernorm": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    layer=_bloom_layer,
+    model=_bloom_model,
+    norm="layer",
+    tensors={
+        "embed_tokens": Stored(("transformer.word_embeddings",)),
+        "embedding_norm": Stored(("transformer.word_embeddings_layernorm",)),
+        "layers.*.input_layernorm": Stored((f"{_BLOOM_BLOCK}.input_layernorm",)),
+        "layers.*.self_attn.qkv_proj": Stored((f"{_BLOOM_BLOCK}.self_attention.query_key_value",)),
+        "layers.*.self_attn.o_proj": Stored((f"{_BLOOM_BLOCK}.self_attention.dense",)),
+        "layers.*.post_attention_layernorm": Stored((f"{_BLOOM_BLOCK}.post_attention_layernorm",)),
+        "layers.*.mlp.up_proj": Stored((f"{_BLOOM_BLOCK}.mlp.dense_h_to_4h",)),
+        "layers.*.mlp.down_proj": Stored((f"{_BLOOM_BLOCK}.mlp.dense_4h_to_h",)),
+        "norm": Stored(("transformer.ln_f",)),
+        "lm_head": Stored(("lm_head",)),
+    },
+    aliases={
+        "n_embed": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "seq_length": "max_position_embeddings",
+    },
+    harmless=(
+        "slow_but_exact",
+        "attention_softmax_in_fp32",
+        "masked_softmax_fusion",
+        "offset_alibi",
+        "skip_bias_add",
+        "skip_bias_add_qkv",
+    ),
+    prefix="transformer.",
+)
+
+
+# MPT: ALiBi, LayerNorm without biases, a plain MLP.
+def _mpt_layer(keys: Keys, layer: int) -> LayerSpec:
+    clip_qkv, scale = keys["attn_config.clip_qkv"], keys["attn_config.softmax_scale"]
+    return LayerSpec(
+        attention=attention(keys, scale=float(scale or keys["head_dim"] ** -0.5)),
+        alibi_slopes=alibi_slopes(keys["num_attention_heads"], keys["attn_config.alibi_bias_max"]),
+        clip_qkv=float(clip_qkv) if clip_qkv else None,
+        mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act="gelu", kind="plain"),
+    )
+
+
+_MPT_BLOCK = "transformer.blocks.*"
+MPT = Family(
+    model_type="mpt",
+    architecture="MptForCausalLM",
+    other_architectures=("MPTForCausalLM",),
+    nested=("attn_config",),
+    defaults={
+        "vocab_size": 50368,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": lambda keys: int(keys["expansion_ratio"] * keys["hidden_size"]),
+        "expansion_ratio": 4.0,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "attn_config.clip_qkv": None,
+        "attn_config.softmax_scale": None,
+        "attn_config.alibi_bias_max": 8.0,
+    },
+    layer=_mpt_layer,
+    norm="layer_no_bias",
+    tensors={
+        "embed_tokens": Stored(("transformer.wte",)),
+        "layers.*.input_layernorm": Stored((f"{_MPT_BLOCK}.norm_1",)),
+        "layers.*.self_attn.qkv_proj": Stored((f"{_MPT_BLOCK}.attn.Wqkv",), "heads_stacked"),
+        "layers.*.self_attn.o_proj": Stored((f"{_MPT_BLOCK}.attn.out_proj",)),
+        "layers.*.post_attention_layernorm": Stored((f"{_MPT_BLOCK}.norm_2",)),
+        "layers.*.mlp.up_proj": Stored((f"{_MPT_BLOCK}.ffn.up_proj",)),
+        "layers.*.mlp.down_proj": Stored((f"{_MPT_BLOCK}.ffn.down_proj",)),
+        "norm": Stored(("transformer.norm_f",)),
+        "lm_head": Stored(("lm_head",)),
+    },
+    aliases={
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "max_seq_len": "max_position_embeddings",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    only={
+        "no_bias": ((True,), "its layers have no biases"),
+        "norm_type": (("low_precision_layernorm", "layernorm"), "its norms are LayerNorms"),
+        "logit_scale": ((), "logits are not scaled"),
+        "attn_config.alibi": ((True,), "positions are told by ALiBi alone"),
+        "attn_config.attn_type": (("multihead_attention",), "each query head has its own keys"),
+        "attn_config.prefix_lm": ((False,), "decoders are causal"),
+        "attn_config.qk_ln": ((False,), "queries and keys are not normalised"),
+    },
+    harmless=(
+        "embedding_fraction",
+        "learned_pos_emb",  # with ALiBi there are none
+        "verbose",
+        "init_config",
+        "tokenizer_name",
+        "attn_config.attn_uses_sequence_id",  # of packed training
+    ),
+    prefix="transformer.",
+)
+
+
+# DBRX: LayerNorm without biases, clipped projections, experts as fine as four of sixteen.
+def _dbrx_layer(keys: Keys, layer: int) -> LayerSpec:
+    clip_qkv, norm = keys["attn_config.clip_qkv"], keys["ffn_config.moe_normalize_expert_weights"]
+    routing = Routing(scores="softmax", normalizes=norm is not None)
+    return LayerSpec(
+        attention=attention(keys),
+        rope=Rope(head_dim=keys["head_dim"], rope_theta=keys["rope_theta"]),
+        clip_qkv=float(clip_qkv) if clip_qkv else None,
+        mlp=experts(keys, routing),
+    )
+
+
+_DBRX_BLOCK = "transformer.blocks.*"
+_DBRX_ATTENTION, _DBRX_EXPERTS = f"{_DBRX_BLOCK}.norm_attn_norm", f"{_DBRX_BLOCK}.ffn.experts.mlp"
+DBRX = Family(
+    model_type="dbrx",
+    architecture="DbrxForCausalLM",
+    nested=("attn_config", "ffn_config"),
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "intermediate_size": 3584,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "attn_config.clip_qkv": None,
+        "ffn_config.moe_normalize_expert_weights": 1.0,
+    },
+    layer=_dbrx_layer,
+    norm="layer_no_bias",
+    tensors={
+        "embed_tokens": Stored(("transformer.wte",)),
+        "layers.*.input_layernorm": Stored((f"{_DBRX_ATTENTION}.norm_1",)),
+        "layers.*.self_attn.qkv_proj": Stored((f"{_DBRX_ATTENTION}.attn.Wqkv",), "heads_stacked"),
+        "layers.*.self_attn.o_proj": Stored((f"{_DBRX_ATTENTION}.attn.out_proj",)),
+        "layers.*.post_attention_layernorm": Stored((f"{_DBRX_ATTENTION}.norm_2",)),
+        "layers.*.mlp.router": Stored((f"{_DBRX_BLOCK}.ffn.router.layer",)),
+        "layers.*.mlp.gate_up_proj.weight": Stored(
+            (f"{_DBRX_EXPERTS}.w1", f"{_DBRX_EXPERTS}.v1"), "experts_below"
+        ),
+        "layers.*.mlp.down_proj.weight": Stored((f"{_DBRX_EXPERTS}.w2",), "experts_down_below"),
+        "norm": Stored(("transformer.norm_f",)),
+        "lm_head": Stored(("lm_head",)),
+    },
+    aliases={
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "max_seq_len": "max_position_embeddings",
+        "attn_config.kv_n_heads": "num_key_value_heads",
+        "attn_config.rope_theta": "rope_theta",
+        "ffn_config.ffn_hidden_size": "intermediate_size",
+        "ffn_config.moe_num_experts": "num_experts",
+        "ffn_config.moe_top_k": "num_experts_per_tok",
+    },
+    only={
+        "tie_word_embeddings": ((False,), "logits have a matrix of their own"),
+        "ffn_config.ffn_act_fn": (({"name": "silu"},), "its experts are gated by silu"),
+        "ffn_config.moe_normalize_expert_weights": ((1, 1.0), "scores are divided by their sum"),
+    },
+    harmless=(
+        *("rope_parameters", "ffn_config.hidden_size"),  # its own code reads attn_config's rope
+        *("ffn_config.moe_jitter_eps", "ffn_config.moe_loss_weight"),
+    ),
+    prefix="transformer.",
+)
+
+
+# Falcon: attention and MLP side by side; a rope or ALiBi, one kv head, several, or one a query head.
+def _falcon_num_kv_heads(keys: Keys) -> int:
+    if keys["new_decoder_architecture"] or not keys["multi_query"]:
+        return int(keys["num_key_value_heads"])
+    return 1
+
+
+def _falcon_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias, scale = bool(keys["bias"]), keys["head_dim"] ** -0.5
+    slopes = tuple(slope * scale for slope in alibi_slopes(keys["num_attention_heads"]))  # added before it
+    return llama_layer(
+        keys,
+        attention=attention(keys, num_kv_heads=_falcon_num_kv_heads(keys)),
+        rope=None if keys["alibi"] else rope(keys),
+        alibi_slopes=slopes if keys["alibi"] else None,
+        mlp=plain_mlp(keys, has_bias=has_bias),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+def _falcon_model(keys: Keys) -> Mapping[str, Any]:
+    is_new, count = keys["new_decoder_architecture"], keys["num_ln_in_parallel_attn"]
+    has_two = is_new and (2 if count is None else count) == 2
+    placement = (
+        "before" if not (is_new or keys["parallel_attn"]) else "parallel_apart" if has_two else "parallel"
+    )
+    return {"num_key_value_heads": _falcon_num_kv_heads(keys), "norm_placement": placement}
+
+
+_FALCON_BLOCK = "transformer.h.*"
+FALCON = Family(
+    model_type="falcon",
+    architecture="FalconForCausalLM",
+    other_architectures=("RWForCausalLM",),
+    defaults={
+        **ROPE,
+        "intermediate_size": lambda keys: 4 * keys["hidden_size"],
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 11),
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "parallel_attn": True,
+        "num_ln_in_parallel_attn": None,
+        "bias": False,
+    },
+    layer=_falcon_layer,
+    model=_falcon_model,
+    norm="layer",
+    tensors={
+        **BLOOM.tensors,
+        "layers.*.attention_layernorm": Stored((f"{_FALCON_BLOCK}.ln_attn",)),
+        "layers.*.mlp_layernorm": Stored((f"{_FALCON_BLOCK}.ln_mlp",)),
+    },
+    aliases={
+        **BLOOM.aliases,
+        "n_head_kv": "num_key_value_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "activation": "hidden_act",
+    },
+    harmless=("apply_residual_connection_post_layernorm",),  # its code never looks at it
+    prefix="transformer.",
+)

@@ -1,0 +1,198 @@
+"""Experts chosen by sigmoids and a learned number each, beside MLPs that all tokens share."""
+
+import dataclasses
+
+from jattn.models.families.config_keys import ROPE
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    experts,
+    gated_mlp,
+    layer_type,
+    llama_layer,
+    rope,
+)
+from jattn.models.families.tensor_mappings import (
+    EXPERT_TENSORS,
+    FUSED_EXPERT_TENSORS,
+    LLAMA_TENSORS,
+    QK_NORM_TENSORS,
+    gated_tensors,
+)
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.routing import Routing
+from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
+
+# Experts chosen by sigmoids and a learned number each, beside MLPs that all tokens share.
+CORRECTED_KEYS: Keys = {
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+ONE_GROUP = {
+    "n_group": ((1,), "experts are chosen among all"),
+    "topk_group": ((1,), "experts are chosen among all"),
+    "topk_method": (("noaux_tc",), "experts are chosen by corrected scores"),
+    "scoring_func": (("sigmoid",), "scores are sigmoids"),
+    "moe_layer_freq": ((1,), "all layers behind the first have experts"),
+}
+_SIGMOID_ROUTED_MLP = "model.layers.*.mlp"
+CORRECTED_TENSORS = {
+    **EXPERT_TENSORS,
+    **gated_tensors("layers.*.mlp.shared_expert", f"{_SIGMOID_ROUTED_MLP}.shared_experts"),
+    "layers.*.mlp.router_correction": Stored(
+        (f"{_SIGMOID_ROUTED_MLP}.gate.e_score_correction_bias",), "array"
+    ),
+}
+
+
+def corrected_experts(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
+    """A layer's experts, or the dense MLP of one of the first layers."""
+    if layer < keys["first_k_dense_replace"]:
+        return gated_mlp(keys)
+    routing = Routing(
+        scores="sigmoid",
+        normalizes=bool(keys["norm_topk_prob"]),
+        is_corrected=True,
+        factor=keys["routed_scaling_factor"],
+    )
+    size, count = keys["moe_intermediate_size"], keys["n_shared_experts"] or 0
+    shared = gated_mlp({**keys, "intermediate_size": size * count}) if count else None
+    of_routed = {**keys, "num_experts": keys["n_routed_experts"]}
+    return experts(of_routed, routing, intermediate_size=size, shared=shared)
+
+
+# GLM-4: rope of neighbours in half of each head; GLM-4-0414: with norms around.
+def _glm4_layer(keys: Keys, layer: int) -> LayerSpec:
+    turned = rope(keys, interleaved=True, is_partial=True)
+    return llama_layer(keys, rope=turned, qkv_bias=bool(keys["attention_bias"]))
+
+
+_GLM4_LAYER = "model.layers.*"
+GLM = Family(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    defaults={
+        **ROPE,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+        "eos_token_id": [151329, 151336, 151338],
+        "attention_bias": True,
+    },
+    layer=_glm4_layer,
+    tensors={**LLAMA_TENSORS, "layers.*.mlp.gate_up_proj": Stored((f"{_GLM4_LAYER}.mlp.gate_up_proj",))},
+)
+GLM4 = dataclasses.replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    norm_placement="around",
+    tensors={
+        **GLM.tensors,
+        "layers.*.post_attention_layernorm": Stored((f"{_GLM4_LAYER}.post_self_attn_layernorm",)),
+        "layers.*.pre_feedforward_layernorm": Stored((f"{_GLM4_LAYER}.post_attention_layernorm",)),
+        "layers.*.post_feedforward_layernorm": Stored((f"{_GLM4_LAYER}.post_mlp_layernorm",)),
+    },
+)
+
+
+# GLM-4.5, GLM-4.6: experts by corrected sigmoids; a part of each head rotated, perhaps heads normalised.
+def _glm4_moe_layer(keys: Keys, layer: int) -> LayerSpec:
+    norm = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]))
+    return llama_layer(
+        keys,
+        rope=rope(keys, is_partial=True),
+        mlp=corrected_experts(keys, layer),
+        qkv_bias=bool(keys["attention_bias"]),
+        qk_norm=norm if keys["use_qk_norm"] else None,
+    )
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    defaults={
+        **ROPE,
+        **CORRECTED_KEYS,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "use_qk_norm": False,
+    },
+    layer=_glm4_moe_layer,
+    tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **CORRECTED_TENSORS},
+    other_tensors=FUSED_EXPERT_TENSORS,
+    aliases={"num_local_experts": "n_routed_experts"},
+    only=ONE_GROUP,
+)
+
+
+# Solar Open: a GLM-4.5 whose layers all have experts, and whose heads are rotated whole.
+def _solar_open_layer(keys: Keys, layer: int) -> LayerSpec:
+    return llama_layer(keys, mlp=corrected_experts(keys, layer), qkv_bias=bool(keys["attention_bias"]))
+
+
+SOLAR_OPEN = dataclasses.replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    defaults={
+        **GLM4_MOE.defaults,
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 1.0,
+        "head_dim": 128,
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1280,
+        "intermediate_size": lambda keys: keys["moe_intermediate_size"],
+    },
+    layer=_solar_open_layer,
+    only={**GLM4_MOE.only, "use_qk_norm": ((False,), "queries and keys are not normalised")},
+)
+
+
+# dots.llm1: experts by corrected sigmoids, queries and keys normalised head by head.
+def _dots1_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_window = keys["sliding_window"] is not None and layer >= keys["max_window_layers"]
+    kind, has_bias = layer_type(keys, layer, SLIDING if has_window else FULL), bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"] if kind == SLIDING else None,
+        rope=rope(keys, kind),
+        mlp=corrected_experts(keys, layer),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
+    )
+
+
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    defaults={
+        **ROPE,
+        **CORRECTED_KEYS,
+        "n_shared_experts": None,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "layer_types": None,
+    },
+    layer=_dots1_layer,
+    tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **CORRECTED_TENSORS},
+    other_tensors=FUSED_EXPERT_TENSORS,
+    aliases={"num_local_experts": "n_routed_experts"},
+    only=ONE_GROUP,
+)

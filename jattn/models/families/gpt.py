@@ -1,0 +1,369 @@
+"""GPT-2: learned positions, LayerNorm, matrices stored the other way round."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.models.families.config_keys import ROPE
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.layer_builders import attention, llama_layer, plain_mlp, rope, window_of
+from jattn.models.families.tensor_mappings import LLAMA_TENSORS
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.rope import Rope
+from jattn.models.specs import LayerSpec, require_one_a_layer
+from pallas_kernels.checks import require, require_one_of, unsupported
+
+
+# GPT-2: learned positions, LayerNorm, matrices stored the other way round.
+def _gpt2_layer(keys: Keys, layer: int) -> LayerSpec:
+    scale = keys["head_dim"] ** -0.5 if keys["scale_attn_weights"] else 1.0
+    by_layer = layer + 1 if keys["scale_attn_by_inverse_layer_idx"] else 1
+    return LayerSpec(
+        attention=attention(keys, scale=scale / by_layer),
+        mlp=plain_mlp(keys, has_bias=True),
+        qkv_bias=True,
+        out_bias=True,
+    )
+
+
+_GPT2_BLOCK = "transformer.h.*"
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    defaults={
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": lambda keys: 4 * keys["hidden_size"],
+        "max_position_embeddings": 1024,
+        "hidden_act": "gelu_new",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
+    layer=_gpt2_layer,
+    model=lambda keys: {"position_offset": 0},
+    norm="layer",
+    tensors={
+        "embed_tokens": Stored(("transformer.wte",)),
+        "embed_positions": Stored(("transformer.wpe",)),
+        "layers.*.input_layernorm": Stored((f"{_GPT2_BLOCK}.ln_1",)),
+        "layers.*.self_attn.qkv_proj": Stored(
+            (f"{_GPT2_BLOCK}.attn.c_attn",), "heads_stacked", is_turned=True
+        ),
+        "layers.*.self_attn.o_proj": Stored((f"{_GPT2_BLOCK}.attn.c_proj",), is_turned=True),
+        "layers.*.post_attention_layernorm": Stored((f"{_GPT2_BLOCK}.ln_2",)),
+        "layers.*.mlp.up_proj": Stored((f"{_GPT2_BLOCK}.mlp.c_fc",), is_turned=True),
+        "layers.*.mlp.down_proj": Stored((f"{_GPT2_BLOCK}.mlp.c_proj",), is_turned=True),
+        "norm": Stored(("transformer.ln_f",)),
+        "lm_head": Stored(("lm_head",)),
+    },
+    aliases={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    harmless=(
+        *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
+        *("summary_proj_to_labels", "n_special", "predict_special_tokens"),
+    ),
+    prefix="transformer.",
+)
+
+
+# StarCoder, SantaCoder: GPT-2 with one kv head.
+def _gpt_bigcode_layer(keys: Keys, layer: int) -> LayerSpec:
+    scale = keys["head_dim"] ** -0.5 if keys["scale_attn_weights"] else 1.0
+    of_one = attention(keys, num_kv_heads=1, scale=scale)
+    return LayerSpec(attention=of_one, mlp=plain_mlp(keys, has_bias=True), qkv_bias=True, out_bias=True)
+
+
+GPT_BIGCODE = dataclasses.replace(
+    GPT2,
+    model_type="gpt_bigcode",
+    architecture="GPTBigCodeForCausalLM",
+    defaults={
+        **{key: value for key, value in GPT2.defaults.items() if key != "scale_attn_by_inverse_layer_idx"},
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 1,
+    },
+    layer=_gpt_bigcode_layer,
+    tensors={name: Stored(stored.names, stored.layout) for name, stored in GPT2.tensors.items()},
+    only={
+        "multi_query": ((True,), "all query heads have the same keys"),
+        "scale_attn_by_inverse_layer_idx": ((False,), "all layers scale scores alike"),
+    },
+    harmless=(
+        *GPT2.harmless,
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner"),
+        *("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache"),
+        *("validate_runner_input", "runner_max_sequence_length"),
+    ),
+)
+
+
+# GPT-Neo: learned positions, LayerNorm, a window in every other layer, scores that are not scaled.
+_GPT_NEO_KINDS = ("global", "local")
+
+
+def _gpt_neo_is_pair(said: Any) -> bool:
+    is_pair = isinstance(said, list | tuple) and len(said) == 2
+    return is_pair and isinstance(said[0], list | tuple) and isinstance(said[1], int)
+
+
+def _gpt_neo_layer(keys: Keys, layer: int) -> LayerSpec:
+    said = keys["attention_types"] or [[_GPT_NEO_KINDS, keys["num_hidden_layers"] // 2]]
+    are_pairs = isinstance(said, list | tuple) and all(map(_gpt_neo_is_pair, said))
+    rule = "be a list of pairs, kinds and how often they come"
+    require(are_pairs, "attention_types", rule, repr(said)[:60])
+    kinds = [kind for of, times in said for kind in list(of) * times]
+    require_one_a_layer("attention_types", kinds, keys["num_hidden_layers"])
+    require_one_of("attention_types", kinds[layer], _GPT_NEO_KINDS)
+    window = window_of(keys["window_size"]) if kinds[layer] == "local" else None
+    mlp = plain_mlp(keys, has_bias=True)
+    return LayerSpec(attention=attention(keys, window=window, scale=1.0), mlp=mlp, out_bias=True)
+
+
+_GPT_NEO_BLOCK = "transformer.h.*"
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    architecture="GPTNeoForCausalLM",
+    defaults={
+        **{key: value for key, value in GPT2.defaults.items() if not key.startswith("scale_")},
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 2048,
+        "attention_types": None,
+        "window_size": 256,
+    },
+    layer=_gpt_neo_layer,
+    model=GPT2.model,
+    norm="layer",
+    tensors={
+        **{name: Stored(stored.names) for name, stored in GPT2.tensors.items()},
+        "layers.*.self_attn.qkv_proj": Stored(
+            tuple(f"{_GPT_NEO_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_apart"
+        ),
+        "layers.*.self_attn.o_proj": Stored((f"{_GPT_NEO_BLOCK}.attn.attention.out_proj",)),
+    },
+    aliases={
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    harmless=(*GPT2.harmless, "attention_layers"),
+    prefix="transformer.",
+)
+
+
+# GPT-J: attention and MLP side by side behind one LayerNorm; a part of each head is rotated, neighbours.
+def _gptj_layer(keys: Keys, layer: int) -> LayerSpec:
+    part = (keys["rotary_dim"] or keys["head_dim"]) / keys["head_dim"]
+    pairs = Rope(head_dim=keys["head_dim"], partial_rotary_factor=part, interleaved=True)
+    return llama_layer(keys, rope=pairs, mlp=plain_mlp(keys, has_bias=True))
+
+
+_GPTJ_BLOCK = "transformer.h.*"
+GPTJ = Family(
+    model_type="gptj",
+    architecture="GPTJForCausalLM",
+    defaults={
+        **{key: value for key, value in GPT2.defaults.items() if not key.startswith("scale_")},
+        "vocab_size": 50400,
+        "hidden_size": 4096,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "rotary_dim": 64,
+    },
+    layer=_gptj_layer,
+    model=lambda keys: {"has_head_bias": True},
+    norm="layer",
+    norm_placement="parallel",
+    tensors={
+        "embed_tokens": Stored(("transformer.wte",)),
+        "layers.*.input_layernorm": Stored((f"{_GPTJ_BLOCK}.ln_1",)),
+        "layers.*.self_attn.qkv_proj": Stored(
+            tuple(f"{_GPTJ_BLOCK}.attn.{part}_proj" for part in "qkv"), "heads_apart"
+        ),
+        "layers.*.self_attn.o_proj": Stored((f"{_GPTJ_BLOCK}.attn.out_proj",)),
+        "layers.*.mlp.up_proj": Stored((f"{_GPTJ_BLOCK}.mlp.fc_in",)),
+        "layers.*.mlp.down_proj": Stored((f"{_GPTJ_BLOCK}.mlp.fc_out",)),
+        "norm": Stored(("transformer.ln_f",)),
+        "lm_head": Stored(("lm_head",)),
+    },
+    aliases=GPT2.aliases,
+    only={
+        "tie_word_embeddings": ((False,), "its output projection has a bias of its own"),
+        "rotary": ((True,), "positions are told by a rope"),
+        "scale_attn_weights": ((True,), "scores are scaled"),
+    },
+    harmless=GPT2.harmless,
+    prefix="transformer.",
+)
+
+
+# GPT-NeoX, Pythia: attention and MLP side by side, each behind its own LayerNorm; partial rotation.
+def _gpt_neox_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        rope=rope(keys, is_partial=True),
+        mlp=plain_mlp(keys, has_bias=True),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+_GPT_NEOX_LAYER = "gpt_neox.layers.*"
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    defaults={
+        **ROPE,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "attention_bias": True,
+        "use_parallel_residual": True,
+    },
+    layer=_gpt_neox_layer,
+    model=lambda keys: {"norm_placement": "parallel_apart" if keys["use_parallel_residual"] else "before"},
+    norm="layer",
+    tensors={
+        "embed_tokens": Stored(("gpt_neox.embed_in",)),
+        "layers.*.input_layernorm": Stored((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
+        "layers.*.attention_layernorm": Stored((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
+        "layers.*.mlp_layernorm": Stored((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
+        "layers.*.self_attn.qkv_proj": Stored((f"{_GPT_NEOX_LAYER}.attention.query_key_value",)),
+        "layers.*.self_attn.o_proj": Stored((f"{_GPT_NEOX_LAYER}.attention.dense",)),
+        "layers.*.post_attention_layernorm": Stored((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
+        "layers.*.mlp.up_proj": Stored((f"{_GPT_NEOX_LAYER}.mlp.dense_h_to_4h",)),
+        "layers.*.mlp.down_proj": Stored((f"{_GPT_NEOX_LAYER}.mlp.dense_4h_to_h",)),
+        "norm": Stored(("gpt_neox.final_layer_norm",)),
+        "lm_head": Stored(("embed_out",)),
+    },
+    aliases={
+        "layer_norm_eps": "rms_norm_eps",
+        "rotary_pct": "partial_rotary_factor",
+        "rotary_emb_base": "rope_theta",
+    },
+    prefix="gpt_neox.",
+)
+
+
+# OPT: learned positions, LayerNorm, plain MLPs.
+def _opt_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["enable_bias"])
+    mlp = plain_mlp(keys, has_bias=has_bias)
+    return LayerSpec(attention=attention(keys), mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
+
+
+def _opt_model(keys: Keys) -> Mapping[str, Any]:
+    width, hidden_size = keys["word_embed_proj_dim"] or keys["hidden_size"], keys["hidden_size"]
+    if width != hidden_size:
+        reason, way_out = "embeddings are not projected", f"Supported: {hidden_size}, the hidden_size"
+        raise unsupported(f"word_embed_proj_dim {width}", reason, way_out)
+    return {"position_offset": 2}
+
+
+_OPT_DECODER, _OPT_LAYER = "model.decoder", "model.decoder.layers.*"
+_OPT_QKV = tuple(f"{_OPT_LAYER}.self_attn.{part}_proj" for part in "qkv")
+OPT = Family(
+    model_type="opt",
+    architecture="OPTForCausalLM",
+    defaults={
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+        "hidden_act": "relu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "enable_bias": True,
+        "word_embed_proj_dim": None,
+    },
+    layer=_opt_layer,
+    model=_opt_model,
+    norm="layer",
+    tensors={
+        "embed_tokens": Stored((f"{_OPT_DECODER}.embed_tokens",)),
+        "embed_positions": Stored((f"{_OPT_DECODER}.embed_positions",)),
+        "layers.*.input_layernorm": Stored((f"{_OPT_LAYER}.self_attn_layer_norm",)),
+        "layers.*.self_attn.qkv_proj": Stored(_OPT_QKV, "heads_apart"),
+        "layers.*.self_attn.o_proj": Stored((f"{_OPT_LAYER}.self_attn.out_proj",)),
+        "layers.*.post_attention_layernorm": Stored((f"{_OPT_LAYER}.final_layer_norm",)),
+        "layers.*.mlp.up_proj": Stored((f"{_OPT_LAYER}.fc1",)),
+        "layers.*.mlp.down_proj": Stored((f"{_OPT_LAYER}.fc2",)),
+        "norm": Stored((f"{_OPT_DECODER}.final_layer_norm",)),
+        "lm_head": Stored(("lm_head",)),
+    },
+    aliases={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+    only={
+        "do_layer_norm_before": ((True,), "norms stand before attention and MLP"),
+        "_remove_final_layer_norm": ((False,), "a norm stands behind the last layer"),
+        "layer_norm_elementwise_affine": ((True,), "its norms have weights"),
+    },
+)
+
+
+# StarCoder2: LayerNorm, a plain MLP, biases, a window in every layer where there is one.
+def _starcoder2_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["use_bias"])
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"],
+        mlp=plain_mlp(keys, has_bias=has_bias),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+_STARCODER2_MLP = "model.layers.*.mlp"
+STARCODER2 = Family(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    defaults={
+        **ROPE,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "sliding_window": None,
+        "use_bias": True,
+    },
+    layer=_starcoder2_layer,
+    norm="layer",
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.mlp.up_proj": Stored((f"{_STARCODER2_MLP}.c_fc",)),
+        "layers.*.mlp.down_proj": Stored((f"{_STARCODER2_MLP}.c_proj",)),
+    },
+    aliases={"norm_epsilon": "rms_norm_eps"},
+    only={
+        "mlp_type": (("default",), "its MLPs are plain"),
+        "norm_type": (("layer_norm",), "its norms are LayerNorms"),
+    },
+    harmless=("layer_types",),
+)

@@ -1,0 +1,454 @@
+"""Arcee's AFM: a Llama whose MLPs have no gates."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.models.families.config_keys import ROPE
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    gated_mlp,
+    is_rotated,
+    layer_type,
+    llama_layer,
+    plain_mlp,
+    rope,
+)
+from jattn.models.families.llama import LLAMA
+from jattn.models.families.tensor_mappings import (
+    LLAMA_TENSORS,
+    NORMS_AFTER_TENSORS,
+    PLAIN_MLP_TENSORS,
+    QK_NORM_TENSORS,
+)
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.specs import LayerSpec, NormSpec, QKNorm
+from pallas_kernels.checks import require, require_int
+
+
+# Arcee's AFM: a Llama whose MLPs have no gates.
+def _arcee_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias, mlp = bool(keys["attention_bias"]), plain_mlp(keys, has_bias=bool(keys["mlp_bias"]))
+    return llama_layer(keys, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
+
+
+ARCEE = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    layer=_arcee_layer,
+    tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
+)
+
+
+# Jais 2: a Llama with LayerNorm and MLPs without gates.
+JAIS2 = dataclasses.replace(
+    ARCEE,
+    model_type="jais2",
+    architecture="Jais2ForCausalLM",
+    defaults={
+        **ARCEE.defaults,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 0,
+        "eos_token_id": 150024,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    norm="layer",
+    aliases={"layer_norm_eps": "rms_norm_eps"},
+)
+
+
+# Helium: a Llama that rotates neighbours, and rounds its norms once.
+def _helium_layer(keys: Keys, layer: int) -> LayerSpec:
+    mlp, pairs = gated_mlp(keys, has_bias=bool(keys["mlp_bias"])), rope(keys, interleaved=True)
+    return llama_layer(keys, rope=pairs, mlp=mlp, qkv_bias=bool(keys["attention_bias"]))
+
+
+HELIUM = dataclasses.replace(
+    LLAMA,
+    model_type="helium",
+    architecture="HeliumForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "rope_theta": 100000.0,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8,
+    },
+    layer=_helium_layer,
+    norm="rms_f32",
+)
+
+
+# CWM: a Llama with a window in three of four layers.
+_CWM_LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def _cwm_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = layer_type(keys, layer, SLIDING if layer % 4 else FULL)
+    said = keys["rope_parameters"] or keys["rope_scaling"]
+    turned = {**keys, "rope_parameters": said or {**_CWM_LLAMA3, "original_max_position_embeddings": 8192}}
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"] if kind == SLIDING else None,
+        rope=rope({**turned, "rope_scaling": None}, kind),
+        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
+    )
+
+
+CWM = Family(
+    model_type="cwm",
+    architecture="CwmForCausalLM",
+    defaults={
+        **ROPE,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 8192,
+        "layer_types": None,
+        "bos_token_id": 128000,
+        "eos_token_id": lambda keys: [128001, 128008, 128009],
+        "mlp_bias": False,
+    },
+    layer=_cwm_layer,
+    tensors=LLAMA_TENSORS,
+)
+
+
+# SmolLM3: every fourth layer has no rope; a window there, where it is switched on.
+def _smollm3_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_rope, has_bias = is_rotated(keys, layer), bool(keys["attention_bias"])
+    has_window = bool(keys["use_sliding_window"]) and keys["sliding_window"] is not None
+    kind = layer_type(keys, layer, SLIDING if has_window and not has_rope else FULL)
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"] if has_window and kind == SLIDING else None,
+        rope=rope(keys, kind) if has_rope else None,
+        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    defaults={
+        **ROPE,
+        "rope_theta": 2e6,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    layer=_smollm3_layer,
+    tensors=LLAMA_TENSORS,
+    harmless=("max_window_layers",),
+)
+
+
+# Seed-OSS: a Llama with biases of queries, keys and values.
+def _seed_oss_layer(keys: Keys, layer: int) -> LayerSpec:
+    return llama_layer(
+        keys,
+        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
+        qkv_bias=bool(keys["attention_bias"]),
+        out_bias=bool(keys["attention_out_bias"]),
+    )
+
+
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "bos_token_id": 0,
+        "attention_bias": True,
+        "attention_out_bias": False,
+    },
+    layer=_seed_oss_layer,
+    tensors=LLAMA_TENSORS,
+)
+
+
+# Nemotron, Minitron: LayerNorm by 1 + weight, MLPs without gates, half of each head rotated.
+def _nemotron_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        rope=rope(keys, is_partial=True),
+        mlp=plain_mlp(keys, has_bias=bool(keys["mlp_bias"])),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+
+
+NEMOTRON = Family(
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    defaults={
+        **ROPE,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 4096,
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    aliases={"norm_eps": "rms_norm_eps"},
+    layer=_nemotron_layer,
+    norm="layer_offset",
+    tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
+)
+
+
+# MiniCPM: a Llama whose embeddings, sums and logits are scaled with its width and depth.
+def _minicpm_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(keys, qkv_bias=has_bias, out_bias=has_bias)
+
+
+def _minicpm_model(keys: Keys) -> Mapping[str, Any]:
+    return {
+        "embedding_scale": keys["scale_emb"],
+        "logit_scale": keys["dim_model_base"] / keys["hidden_size"],
+        "residual_scale": keys["scale_depth"] / keys["num_hidden_layers"] ** 0.5,
+    }
+
+
+MINICPM = Family(
+    model_type="minicpm",
+    architecture="MiniCPMForCausalLM",
+    defaults={
+        **ROPE,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attention_bias": False,
+        "scale_emb": 1.0,
+        "dim_model_base": 1,
+        "scale_depth": 1.0,
+    },
+    layer=_minicpm_layer,
+    model=_minicpm_model,
+    tensors=LLAMA_TENSORS,
+    harmless=("mup_denominator",),
+)
+
+
+# EXAONE 4: norms behind attention and MLP; windows in some layers, and a rope in those alone.
+def _exaone4_pattern(keys: Keys, layer: int) -> str:
+    """Numbers count layers to the next full one; a word has a letter a layer, L for a window."""
+    pattern, window = keys["sliding_window_pattern"], keys["sliding_window"]
+    pattern = 4 if pattern is None else pattern
+    if window is None or not pattern:
+        return FULL
+    if isinstance(pattern, str):
+        require(not set(pattern) - {"L", "G"}, "sliding_window_pattern", "have letters L and G", pattern)
+        is_last = layer == keys["num_hidden_layers"] - 1
+        return FULL if is_last or pattern[layer % len(pattern)] != "L" else SLIDING
+    require_int(sliding_window_pattern=pattern)
+    return SLIDING if (layer + 1) % pattern else FULL
+
+
+def _exaone4_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind, window = layer_type(keys, layer, _exaone4_pattern(keys, layer)), keys["sliding_window"]
+    return llama_layer(
+        keys,
+        window=window if kind == SLIDING else None,
+        rope=rope(keys, kind) if window is None or kind == SLIDING else None,
+        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
+    )
+
+
+EXAONE4 = Family(
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    defaults={
+        **ROPE,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+        "sliding_window_pattern": None,
+        "layer_types": None,
+    },
+    layer=_exaone4_layer,
+    norm_placement="after",
+    tensors={**NORMS_AFTER_TENSORS, **QK_NORM_TENSORS},
+)
+
+
+# nanochat: norms without weights, behind the embedding and the rope, too; a rope that turns back.
+def _nanochat_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias, norm = bool(keys["attention_bias"]), NormSpec("rms_no_weight", keys["rms_norm_eps"])
+    return llama_layer(
+        keys,
+        rope=dataclasses.replace(rope(keys), turns_back=True),
+        mlp=plain_mlp(keys, has_bias=False),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=norm, comes_after_rope=True, has_weight=False),
+    )
+
+
+_NANOCHAT_ATTENTION = ("qkv_proj", "o_proj")
+_NANOCHAT_MLP = "model.layers.*.mlp"
+NANOCHAT = Family(
+    model_type="nanochat",
+    architecture="NanoChatForCausalLM",
+    defaults={
+        **ROPE,
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "final_logit_softcapping": 15.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "attention_bias": False,
+    },
+    layer=_nanochat_layer,
+    model=lambda keys: {
+        "has_embedding_norm": True,
+        "final_logit_softcapping": keys["final_logit_softcapping"] and float(keys["final_logit_softcapping"]),
+    },
+    norm="rms_no_weight",
+    tensors={
+        **{name: LLAMA_TENSORS[name] for name in ("embed_tokens", "lm_head")},
+        **{
+            f"layers.*.self_attn.{name}": LLAMA_TENSORS[f"layers.*.self_attn.{name}"]
+            for name in _NANOCHAT_ATTENTION
+        },
+        "layers.*.mlp.up_proj": Stored((f"{_NANOCHAT_MLP}.fc1",)),
+        "layers.*.mlp.down_proj": Stored((f"{_NANOCHAT_MLP}.fc2",)),
+    },
+)
+
+
+# Apertus: MLPs without gates, whose activation (xIELU) is learned; queries and keys normalised.
+_APERTUS_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def _apertus_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        mlp=plain_mlp(keys, has_bias=False),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
+    )
+
+
+_APERTUS_LAYER = "model.layers.*"
+APERTUS = Family(
+    model_type="apertus",
+    architecture="ApertusForCausalLM",
+    defaults={
+        **ROPE,
+        "rope_theta": 12e6,
+        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _APERTUS_LLAMA3,
+        "hidden_act": "xielu",
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attention_bias": False,
+    },
+    layer=_apertus_layer,
+    tensors={
+        **LLAMA_TENSORS,
+        **QK_NORM_TENSORS,
+        **PLAIN_MLP_TENSORS,
+        "layers.*.input_layernorm": Stored((f"{_APERTUS_LAYER}.attention_layernorm",)),
+        "layers.*.post_attention_layernorm": Stored((f"{_APERTUS_LAYER}.feedforward_layernorm",)),
+        **{
+            f"layers.*.mlp.activation.{name}": Stored((f"{_APERTUS_LAYER}.mlp.act_fn.{name}",), "array")
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
+        },
+    },
+    only={
+        "mlp_bias": ((False,), "MLPs have no biases"),
+        "post_norm": ((False,), "norms stand before attention and MLP"),
+        "qk_norm": ((True,), "queries and keys are normalised"),
+    },
+)
+
+
+# StableLM: a Llama with LayerNorms that rotates a quarter of each head.
+def _stablelm_layer(keys: Keys, layer: int) -> LayerSpec:
+    norm = QKNorm(norm=NormSpec("layer_no_bias", keys["rms_norm_eps"]), over="own_head")
+    return llama_layer(
+        keys,
+        rope=rope(keys, is_partial=True),
+        qkv_bias=bool(keys["use_qkv_bias"]),
+        qk_norm=norm if keys["qk_layernorm"] else None,
+    )
+
+
+_STABLELM_ATTENTION = "model.layers.*.self_attn"
+STABLELM = Family(
+    model_type="stablelm",
+    architecture="StableLmForCausalLM",
+    other_architectures=("StableLMEpochForCausalLM",),
+    defaults={
+        **ROPE,
+        "partial_rotary_factor": 0.25,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "use_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_parallel_residual": False,
+    },
+    layer=_stablelm_layer,
+    model=lambda keys: {"norm_placement": "parallel" if keys["use_parallel_residual"] else "before"},
+    norm="layer",
+    tensors={
+        **LLAMA_TENSORS,
+        "layers.*.self_attn.q_norm.weight": Stored(
+            (f"{_STABLELM_ATTENTION}.q_layernorm.norms.#.weight",), "rows_apart"
+        ),
+        "layers.*.self_attn.k_norm.weight": Stored(
+            (f"{_STABLELM_ATTENTION}.k_layernorm.norms.#.weight",), "rows_apart"
+        ),
+    },
+    aliases={"layer_norm_eps": "rms_norm_eps"},
+)

@@ -1,0 +1,174 @@
+"""Qwen2 and Qwen2.5: biases; a window from some layer on, where it is switched on."""
+
+from jattn.models.families.config_keys import ROPE
+from jattn.models.families.family import Family, Keys
+from jattn.models.families.layer_builders import FULL, SLIDING, experts, is_nth, layer_type, llama_layer, rope
+from jattn.models.families.tensor_mappings import (
+    EXPERT_TENSORS,
+    FUSED_EXPERT_TENSORS,
+    LLAMA_TENSORS,
+    QK_NORM_TENSORS,
+    gated_tensors,
+)
+from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.routing import Routing
+from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
+
+# Qwen2 and Qwen2.5: biases; a window from some layer on, where it is switched on.
+WINDOWS: Keys = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+
+def qwen_layer_type(keys: Keys, layer: int) -> str:
+    """Which attention a layer has."""
+    is_behind = keys["sliding_window"] is not None and layer >= keys["max_window_layers"]
+    return layer_type(keys, layer, SLIDING if is_behind and keys["use_sliding_window"] else FULL)
+
+
+def qwen_window(keys: Keys, layer: int) -> int | None:
+    """Keys that a layer's queries see, themselves included; None = all."""
+    is_sliding = qwen_layer_type(keys, layer) == SLIDING and keys["use_sliding_window"]
+    return keys["sliding_window"] if is_sliding else None
+
+
+def _qwen2_layer(keys: Keys, layer: int) -> LayerSpec:
+    kind = qwen_layer_type(keys, layer)
+    return llama_layer(keys, window=qwen_window(keys, layer), rope=rope(keys, kind), qkv_bias=True)
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    defaults={**ROPE, **WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    layer=_qwen2_layer,
+    tensors=LLAMA_TENSORS,
+    harmless=("attention_bias", "qkv_bias", "mlp_bias", "use_mrope"),
+)
+
+
+# Qwen3: queries and keys are normalised head by head; windows as Qwen2.
+def _qwen3_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        window=qwen_window(keys, layer),
+        rope=rope(keys, qwen_layer_type(keys, layer)),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
+    )
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults={
+        **ROPE,
+        **WINDOWS,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+    },
+    layer=_qwen3_layer,
+    tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS},
+    harmless=("use_mrope",),
+)
+
+
+# Qwen2-MoE (Qwen1.5-MoE): experts, and one behind a gate that all tokens share; dense layers between.
+EXPERTS = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+}
+_QWEN2_MOE_MLP = "model.layers.*.mlp"
+
+
+def qwen_mlp(keys: Keys, layer: int, shared: MLPSpec | None = None) -> MLPSpec | ExpertsSpec:
+    """A layer's experts, or its dense MLP."""
+    is_dense = layer in (keys["mlp_only_layers"] or ()) or keys["num_experts"] == 0
+    if is_dense or not is_nth(keys, "decoder_sparse_step", layer):
+        return MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_act"])
+    routing, size = Routing(normalizes=bool(keys["norm_topk_prob"])), keys["moe_intermediate_size"]
+    has_shared = shared is not None
+    return experts(keys, routing, intermediate_size=size, shared=shared, gates_shared=has_shared)
+
+
+def _qwen2_moe_layer(keys: Keys, layer: int) -> LayerSpec:
+    is_windowed = keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
+    kind = layer_type(keys, layer, SLIDING if is_windowed else FULL)
+    has_window = kind == SLIDING and keys["use_sliding_window"]
+    size = keys["shared_expert_intermediate_size"]
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"] if has_window else None,
+        rope=rope(keys, kind),
+        qkv_bias=bool(keys["qkv_bias"]),
+        mlp=qwen_mlp(keys, layer, MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"])),
+    )
+
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    defaults={
+        **ROPE,
+        **WINDOWS,
+        **EXPERTS,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "qkv_bias": True,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+    },
+    layer=_qwen2_moe_layer,
+    tensors={
+        **LLAMA_TENSORS,
+        **EXPERT_TENSORS,
+        **gated_tensors("layers.*.mlp.shared_expert", f"{_QWEN2_MOE_MLP}.shared_expert"),
+        "layers.*.mlp.shared_expert_gate": Stored((f"{_QWEN2_MOE_MLP}.shared_expert_gate",)),
+    },
+    harmless=("attention_bias",),
+    other_tensors=FUSED_EXPERT_TENSORS,
+)
+
+
+# Qwen3-MoE: Qwen3 with experts for MLPs.
+def _qwen3_moe_layer(keys: Keys, layer: int) -> LayerSpec:
+    has_bias = bool(keys["attention_bias"])
+    return llama_layer(
+        keys,
+        window=keys["sliding_window"] if keys["use_sliding_window"] else None,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
+        mlp=qwen_mlp(keys, layer),
+    )
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    defaults={
+        **ROPE,
+        **WINDOWS,
+        **EXPERTS,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+    },
+    layer=_qwen3_moe_layer,
+    tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **EXPERT_TENSORS},
+    aliases={"num_local_experts": "num_experts"},
+    other_tensors=FUSED_EXPERT_TENSORS,
+)

@@ -1,0 +1,211 @@
+"""Decoders whose keys lie on several of eight devices of a CPU, beside transformers and one device.
+
+Run by tests/models/test_sharding_context_parallel.py: `families`, `engine` or `features`.
+"""
+
+import math
+import pathlib
+import re
+import sys
+import tempfile
+
+import jax
+
+from tests.models.sharded_decoders import EXCHANGES, METADATA, last_logits
+
+jax.config.update("jax_num_cpu_devices", 8)  # there it is 4
+
+import numpy as np  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn.models import load, save  # noqa: E402
+from jattn.parallel import make_mesh  # noqa: E402
+from jattn.serving import Engine, SamplingParams  # noqa: E402
+from jattn.serving.cli.main import main as command_line  # noqa: E402
+from jattn.serving.engine.kv_cache_groups import turning_length_of  # noqa: E402
+from tests.conftest import GOLDEN  # noqa: E402
+from tests.models.tiny_checkpoints import OFTEN  # noqa: E402
+from tests.serving.tiny import one_layer_model  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9, [20] * 40]
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_blocks": 33,
+    "block_size": 4,
+    "max_model_len": 96,
+}
+BUCKETS = [
+    jattn.Bucket(max_decodes=4, max_blocks=24),
+    jattn.Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=32, max_blocks=24),
+]
+
+
+def mesh_of(tp: int, cp: int, interleave: int = 1) -> dict:
+    return {"mesh": make_mesh(tp=tp, cp=cp), "cp_kv_cache_interleave_size": interleave, "progress": False}
+
+
+def check_family(name: str) -> None:
+    """A prompt, in two parts and a token at a time, gives transformers' logits, whatever the family."""
+    expected = np.load(GOLDEN / "hf" / name / "expected.npz")
+    prompt, want = np.asarray(expected["prompt3"], np.int32), expected["logits3"]
+    model = load(GOLDEN / "hf" / name, **mesh_of(1, 2))
+    caches, table, done, logits = model.create_caches(16, block_size=16), np.arange(1, 9)[None, ::-1], 0, []
+    half, is_turned = len(prompt) // 2, turning_length_of(model) is not None
+    for count in [len(prompt)] if is_turned else (half, len(prompt) - half - 2, 1, 1):
+        done += count
+        metadata = jattn.build_batch_metadata([count], [done], table, block_size=16)
+        got, caches = last_logits(model, prompt[done - count : done], caches, metadata)
+        logits.append(np.asarray(got))
+    error = np.abs(np.concatenate(logits) - want).max()
+    tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
+    assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
+    print(f"{name}: {error:.1e}")
+
+
+def parts_of(array: jax.Array) -> set[int]:
+    """Into how many equal parts the devices have an array cut, all of them other ones."""
+    shards = array.addressable_shards
+    assert len({str(shard.index) for shard in shards}) == len(shards), array.sharding
+    return {array.size // shard.data.size for shard in shards}
+
+
+def tokens_of(engine: Engine, **params: int) -> list[list[int]]:
+    return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=12, **params)]
+
+
+def check_engine(folder: pathlib.Path, tp: int, cp: int, want: list[list[int]], alone: Engine) -> None:
+    """One executable a bucket, one device's tokens, and each device holds 1 / (tp * cp) of the cache."""
+    engine = Engine(load(folder, **mesh_of(tp, cp)), **SIZES, buckets=BUCKETS, check_batches=True)
+    engine.precompile(progress=False)
+    num_compiles = engine.stats.num_compiles
+    assert tokens_of(engine) == want
+    assert engine.stats.num_compiles == num_compiles
+    caches = jax.tree.leaves(engine._runner._caches)
+    assert all(parts_of(array) == {tp * cp} for array in caches)
+    # As many blocks on a device, each of as many tokens of fewer heads; requests have cp times the room.
+    per_device = sum(array.nbytes for array in caches) // (tp * cp)
+    assert per_device * tp == sum(array.nbytes for array in jax.tree.leaves(alone._runner._caches))
+    capacity = lambda engine: (
+        engine.scheduler.block_manager.capacity * engine.scheduler.block_manager.block_size
+    )
+    assert capacity(engine) == cp * capacity(alone)
+    for bucket, executable in engine.graphs.executables.items():
+        check_executable(executable, bucket, engine, tp, cp, per_device)
+    print(f"tp {tp}, cp {cp}: {num_compiles} executables, {per_device} bytes of cache")
+
+
+def check_executable(executable, bucket, engine: Engine, tp: int, cp: int, cache_bytes: int) -> None:
+    """Sums as with tp alone, and log-sum-exps of all ranks a layer: no logits, whose parts devices keep."""
+    config = engine.model.config
+    layers, heads = config.num_hidden_layers, config.num_attention_heads // tp
+    found = EXCHANGES.findall(executable.as_text())
+    assert [kind for _, kind in found].count("all-reduce") == 1 + 2 * layers, found
+    gathered = [re.match(r"(\w+)\[([\d,]+)\]", shape) for shape, kind in found if kind != "all-reduce"]
+    sizes = [(match[1], math.prod(map(int, match[2].split(",")))) for match in gathered]
+    assert sizes == [("f32", cp * heads * bucket.max_tokens)] * layers, found
+    memory = executable.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes, (memory, cache_bytes)
+    params = sum(array.nbytes for array in jax.tree.leaves(jax.device_get(engine._runner.weights.state)))
+    assert memory.argument_size_in_bytes < params / tp + cache_bytes + METADATA, (memory, params, cache_bytes)
+
+
+DRAFTS = {"speculative": "ngram", "num_speculative_tokens": 3, "buckets": None}
+# What an engine is asked for besides, and what its steps must then have had.
+FEATURES = {
+    "fp8 cache": ({"quantization": "fp8_e4m3"}, []),
+    "int8 cache, scales per token and head": ({"quantization": "int8_token_head"}, []),
+    "int8 cache, scales per channel": ({"quantization": "int8_static_v"}, []),
+    "batch_invariant": ({"batch_invariant": True, "buckets": None}, []),
+    "preempted": ({"num_blocks": 27}, ["num_preemptions"]),
+    "drafts of ngrams": (DRAFTS, ["num_accepted_tokens"]),
+    "found beginnings": ({}, ["num_prefix_hit_tokens"]),
+    "interleaved by four": ({"block_size": 8}, []),
+    "cascades": ({"cascade_attention": True}, ["num_cascade_steps"]),
+}  # fmt: skip
+
+
+def check_feature(folder: pathlib.Path, name: str) -> None:
+    options, counted = FEATURES[name]
+    found = []
+    for mesh in ({"progress": False}, mesh_of(2, 2, 4 if "four" in name else 1)):
+        model = load(folder, **mesh)
+        options = dict(options)
+        if name == "preempted" and "mesh" in mesh:
+            options["num_blocks"] = 14  # as much room, as far as blocks of twice the size go
+        if options.get("quantization") in ("fp8_e4m3", "int8_static_v"):  # static scales
+            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=options["quantization"])
+        engine = Engine(model, **{**SIZES, "buckets": BUCKETS, **options}, check_batches=True)
+        prompts = [PROMPTS[2] + prompt for prompt in PROMPTS]
+        if name == "preempted":  # they begin together, and there is no room for what becomes of them
+            prompts = [[token] * 28 for token in (1, 2, 3)]
+        first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+        again = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+        forks = engine.generate(PROMPTS[1:2], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
+        found.append([first, again, [one.token_ids for one in forks[0].outputs]])
+    assert found[0] == found[1], (name, found)
+    for stat in counted:
+        assert getattr(engine.stats, stat) > 0, (name, stat)
+    print(name)
+
+
+def check_scales() -> None:
+    """Scales are one device's however many positions stay together: blocks of 16 are no whole rounds here."""
+    folder, prompts = GOLDEN / "hf" / "llama", PROMPTS[1:2]
+    models = load(folder, progress=False), load(folder, **mesh_of(1, 2, 5))
+    want, got = (jattn.calibrate(model, prompts, per_head=True).layers for model in models)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    print("scales")
+
+
+def check_groups() -> None:
+    """Layers with a window have blocks of their own on 2 and 4 devices, too; tokens are one device's."""
+    found, prompts = [], [list(range(1, 60)), *PROMPTS]
+    sizes = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    buckets = [
+        jattn.Bucket(max_decodes=2, max_blocks=24),
+        jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=16, max_blocks=24),
+    ]
+    for mesh in ({"progress": False}, mesh_of(2, 1), mesh_of(2, 2)):
+        model = load(GOLDEN / "hf" / "gemma3", **mesh)
+        engine = Engine(model, **sizes, buckets=buckets, check_batches=True)
+        first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+        again = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
+        forks = engine.generate(prompts[:1], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
+        found.append([first, again, [one.token_ids for one in forks[0].outputs]])
+        blocks = [len(cache.k) for cache in engine._runner._caches]
+        near = [num for num, is_near in zip(blocks, model.near_layers, strict=True) if is_near]
+        assert max(near) < max(blocks) == SIZES["num_blocks"], blocks
+        assert engine.stats.num_prefix_hit_tokens > 0
+    assert found[0] == found[1] == found[2], found
+    print("groups")
+
+
+def main() -> None:
+    if sys.argv[1] in ("families", "other families"):
+        for path in sorted((GOLDEN / "hf").glob("*/expected.npz")):
+            if (path.parent.name in OFTEN) == (sys.argv[1] == "families"):
+                check_family(path.parent.name)
+        return
+    if sys.argv[1] == "groups":
+        check_groups()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), folder)
+        if sys.argv[1] == "features":
+            for feature in sys.argv[2:] or FEATURES:
+                check_feature(folder, feature)
+            check_groups()
+            check_scales()
+            return
+        alone = Engine(load(folder, progress=False), **SIZES, buckets=BUCKETS)
+        want = tokens_of(alone)
+        for tp, cp in ((1, 2), (2, 2), (1, 4), (2, 4)):
+            check_engine(folder, tp, cp, want, alone)
+        sizes = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
+        assert command_line(["doctor", "--model", str(folder), *sizes, "--num-blocks", "9"]) == 0
+
+
+if __name__ == "__main__":
+    main()

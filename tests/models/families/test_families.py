@@ -1,0 +1,338 @@
+"""Every family and every way to write its config, against numpy in float64."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.models import DecoderConfig, load
+from jattn.models.families import FAMILIES, family_of
+from jattn.models.families.config_keys import COMMON
+from jattn.models.families.config_keys import SIZES as SIZES_OF_ALL
+from tests.conftest import GOLDEN
+from tests.models import numpy_decoder
+from tests.models.tiny_checkpoints import BFLOAT16, CONFIGS, REMOTE_CONFIGS, random_tensors, write_checkpoint
+
+TOKENS = np.random.default_rng(1).integers(0, 97, 40)
+
+
+@nnx.jit
+def score(model, token_ids, metadata):
+    return model.logits(model(token_ids, None, metadata)[0])
+
+
+def logits_of(model):
+    metadata = jattn.build_batch_metadata([len(TOKENS)], [len(TOKENS)], None)
+    return np.asarray(score(model, jnp.asarray(TOKENS, jnp.int32), metadata))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_slow_decoder(tmp_path, name):
+    tensors = random_tensors(CONFIGS[name])
+    model = load(write_checkpoint(tmp_path, CONFIGS[name], tensors), progress=False)
+    want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(model), want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["qwen2_sliding", "gemma2_default_layers"])
+def test_bf16_stays_near(tmp_path, name):
+    tensors = random_tensors(CONFIGS[name], BFLOAT16)
+    model = load(write_checkpoint(tmp_path, CONFIGS[name] | {"dtype": "bfloat16"}, tensors), progress=False)
+    want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
+    got = logits_of(model)
+    assert model.dtype == jnp.bfloat16
+    assert got.dtype == np.float32
+    assert (
+        np.sqrt(np.mean((got - want) ** 2)) < 0.02 * np.abs(want).max()
+    )  # torch's own is 0.4 to 1.4 per cent
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_survives_to_hf_and_back(name):
+    config = DecoderConfig.from_hf(CONFIGS[name])
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+def windows(name, **changes):
+    config = DecoderConfig.from_hf(CONFIGS[name] | changes)
+    return [config.attention_spec(i).window for i in range(config.num_hidden_layers)]
+
+
+def test_a_window_counts_the_query_itself():
+    assert windows("mistral") == [(6, 0)] * 3
+    assert windows("mistral_full") == [None] * 3
+    assert windows("qwen2") == [None] * 3
+    assert windows("qwen2_sliding") == [None, None, (4, 0)]
+    assert windows("qwen2_layer_types") == [(5, 0), None, (5, 0)]
+    assert windows("gemma2_default_layers") == [(4, 0), None, (4, 0)]
+    assert windows("llama_old_keys", sliding_window=4) == [None] * 3
+
+
+def test_rope_may_differ_by_layer_type():
+    ropes = {
+        "full_attention": {"rope_theta": 7.0, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0},
+    }
+    config = DecoderConfig.from_hf(CONFIGS["qwen2_layer_types"] | {"rope_parameters": ropes})
+    assert [rope.rope_theta for rope in config.ropes] == [9.0, 7.0, 9.0]
+    assert config.ropes[0].factor == 2.0
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+def test_silence_means_what_transformers_means():
+    sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
+    llama = DecoderConfig.from_hf(sizes | {"model_type": "llama"})
+    assert (llama.head_dim, llama.num_key_value_heads, llama.ropes[0].rope_theta) == (2, 4, 10000.0)
+    assert (llama.eos_token_ids, llama.tie_word_embeddings, llama.dtype) == ((2,), False, None)
+    gemma = DecoderConfig.from_hf(sizes | {"model_type": "gemma2", "eos_token_id": [1, 107]})
+    spec = gemma.attention_spec(0)
+    assert (spec.head_dim, spec.scale, spec.window) == (256, 1 / 16, (4095, 0))
+    assert (gemma.eos_token_ids, gemma.tie_word_embeddings) == ((1, 107), True)
+    mistral = DecoderConfig.from_hf(
+        sizes | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    )
+    spec = mistral.attention_spec(0)
+    assert (mistral.model_type, spec.window, spec.num_kv_heads) == ("mistral", (4095, 0), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_class_is_that_family_s_whose_own_it_is(family):
+    """InternLM3's checkpoints may name Llama's, which is that of others, too."""
+    assert family_of({"architectures": [family.architecture]}) is family
+
+
+REFUSED = {
+    "architecture deepseek_v3: keys and values are latent": {"model_type": "deepseek_v3"},
+    r"\['Qwen3NextForCausalLM'\]: layers have states of their own.*Supported: Llama": {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+    },
+    r"\['T5ForConditionalGeneration'\]: layers attend to what another model has read": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+    },
+    "architecture bert: it is no decoder": {"model_type": "bert"},
+    "architecture gemma3n: layers share keys and values": {"model_type": "gemma3n"},
+    "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+    "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
+    "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},
+    "'mrope'.*default, linear, dynamic": {"rope_scaling": {"rope_type": "mrope"}},
+    "partial_rotary_factor 0.5.*Supported: 1": {"partial_rotary_factor": 0.5},
+    "partial_rotary_factor 0.25": {"rope_parameters": {"partial_rotary_factor": 0.25}},
+    "quantization_config 'gptq'": {"quantization_config": {"quant_method": "gptq"}},
+    "dtype 'float8_e4m3fn'.*bfloat16": {"dtype": "float8_e4m3fn"},
+    "use_bidirectional_attention": {"model_type": "gemma2", "use_bidirectional_attention": True},
+    "layer type 'chunked_attention'": {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refuses_by_name_what_is_not_here(message):
+    with pytest.raises(NotImplementedError, match=message):
+        DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | REFUSED[message])
+
+
+GOLDEN_CONFIGS = REMOTE_CONFIGS | {
+    hf["model_type"]: hf
+    for hf in (json.loads(path.read_text()) for path in sorted((GOLDEN / "hf").glob("*/config.json")))
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_null_is_a_value_or_an_error_that_names_its_key(model_type):
+    family, hf = FAMILIES[model_type], GOLDEN_CONFIGS[model_type]
+    theirs = {ours: name for name, ours in family.aliases.items()}
+    messages = {}
+    for key in {**COMMON, **family.defaults}:
+        name = theirs.get(key, key)
+        outer, _, inner = name.partition(".")
+        rest = {other: value for other, value in hf.items() if other != key}  # no second name of it
+        try:
+            DecoderConfig.from_hf(rest | ({outer: {**hf[outer], inner: None}} if inner else {name: None}))
+        except (ValueError, NotImplementedError) as error:
+            messages[name] = str(error)
+    assert len(messages) >= len(SIZES_OF_ALL) - 1
+    assert [name for name, message in messages.items() if name not in message] == []
+
+
+DEFAULT_ROPES = {key: {"rope_type": "default"} for key in ("full_attention", "sliding_attention")}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("granite", {"logits_scaling": None}, "logits_scaling must be a number, got None"),
+        ("bloom", {"n_layer": None}, "n_layer must be an int, got None"),
+        ("llama", {"hidden_size": None}, r"config must have the keys .*got none of \['hidden_size'\]"),
+        ("qwen2_moe", {"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an int, got 1.5"),
+        ("llama", {"max_position_embeddings": None}, "max_position_embeddings must be an int, got None"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global"], 3]]},
+            "attention_types must have one entry per layer .2.*got 3",
+        ),
+        (
+            "gpt_neo",
+            {"attention_types": [[["near"], 2]]},
+            "attention_types must be one of 'global', 'local', got 'near'",
+        ),
+        ("gemma3_text", {"hidden_activation": None}, "hidden_activation must be a name, got None"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
+        ("llama", {"attention_bias": "false"}, "attention_bias must be true or false, got 'false'"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, got 'Llama"),
+        ("llama", {"architectures": [None]}, r"architectures must be a list of names, got \[None\]"),
+        ("llama", {"model_type": ["llama"]}, r"model_type must be a name, got \['llama'\]"),
+        ("llama", {"quantization_config": "fp8"}, "quantization_config must be an object, got 'fp8'"),
+        ("llama", {"head_dim": 0}, "head_dim must be positive, got 0"),
+        ("llama", {"head_dim": -8}, "head_dim must be positive, got -8"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads must be positive, got 0"),
+        ("llama", {"rope_parameters": {"rope_type": ["x"]}}, r"rope_type must be a name, got \['x'\]"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "truncate": "no"}},
+            "truncate must be true or false, got 'no'",
+        ),
+        ("gemma2", {"rope_parameters": {**DEFAULT_ROPES, "full_attention": 3}}, "be an object, got 3"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {**DEFAULT_ROPES, "sliding_attention": 3}},
+            "be an object, got 3",
+        ),
+        (
+            "gpt_oss",
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+            "rope parameter original_max_position_embeddings must be positive, got 0",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}},
+            "alpha must be a number, got 'x'",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": -1.0}},
+            r"alpha must be positive, got -1\.0",
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
+            "llama_4_scaling_beta must be a number, got 'x'",
+        ),
+        ("qwen2_moe", {"mlp_only_layers": "0"}, "mlp_only_layers must be a list of ints, got '0'"),
+        ("mpt", {"attn_config": "x"}, "attn_config must be an object, got 'x'"),
+        (
+            "llama",
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": [1]}},
+            r"model_type must be a name, got \[1\]",
+        ),
+    ],
+)
+def test_a_value_is_of_the_kind_of_its_default(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(GOLDEN_CONFIGS[model_type] | changes)
+
+
+def test_layers_with_states_of_their_own_are_refused():
+    hf = GOLDEN_CONFIGS["granitemoehybrid"] | {"layer_types": ["attention", "mamba"]}
+    with pytest.raises(NotImplementedError, match=r"layers_block_type 'mamba'.*Supported: attention"):
+        DecoderConfig.from_hf(hf)
+    layers = DecoderConfig.from_hf(hf | {"layer_types": None, "layers_block_type": ["attention"] * 2}).layers
+    assert [layer.mlp.intermediate_size for layer in layers] == [40, 40]
+    without = DecoderConfig.from_hf(
+        hf | {"layer_types": ["attention"] * 2, "position_embedding_type": "nope"}
+    )
+    assert without.ropes == (None, None)
+
+
+def test_null_bases_of_ropes_are_those_of_the_family():
+    hf = {key: value for key, value in GOLDEN_CONFIGS["mixtral"].items() if key != "rope_parameters"}
+    silent, null = DecoderConfig.from_hf(hf), DecoderConfig.from_hf(hf | {"rope_theta": None})
+    assert null.ropes == silent.ropes
+    assert null.ropes[0].rope_theta == 1e6
+
+
+WRONG = {
+    r"vocab_size.*none of \['vocab_size'\]": {"vocab_size": None},
+    "hidden_size must be a multiple of num_attention_heads .6.*got 50": {"hidden_size": 50},
+    "num_q_heads must be a multiple of num_kv_heads .4.*got 6": {"num_key_value_heads": 4},
+    "head_dim must be even, got 5": {"head_dim": 5},
+    "rope parameter factor must be given for 'linear'": {"rope_scaling": {"type": "linear"}},
+    "rope parameter low_freq_factor must be given": {"rope_scaling": {"type": "llama3", "factor": 2.0}},
+    "high_freq_factor must be at least low_freq_factor .4.0.*got 1.0": {
+        "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}
+    },
+    "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},
+    "rms_norm_eps must be positive, got 0": {"rms_norm_eps": 0.0},
+    "max_position_embeddings must be positive, got 0": {"max_position_embeddings": 0},
+    r"final_logit_softcapping must be positive, got 0\.0": {
+        "model_type": "gemma2",
+        "final_logit_softcapping": 0.0,
+    },
+    "sliding_window must be positive .*got 0": {"model_type": "mistral", "sliding_window": 0},
+    "layer_types must have one entry per layer .3.*got 2": {
+        "model_type": "gemma2",
+        "layer_types": ["full_attention"] * 2,
+    },
+    "rope_parameters must have 'sliding_attention'": {
+        "model_type": "gemma2",
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_says_what_is_wrong_with_a_config(message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | WRONG[message])
+
+
+def test_model_type_is_checked_without_a_file():
+    fields = vars(DecoderConfig.from_hf(CONFIGS["llama_old_keys"]))
+    with pytest.raises(ValueError, match=r"model_type must be one of 'llama'.*got 'mamba'"):
+        DecoderConfig(**{**fields, "model_type": "mamba"})
+
+
+def test_a_key_that_nobody_knows_is_named():
+    hf = CONFIGS["llama_old_keys"]
+    message = r"config key 'residual_multiplier' \(0.5\): no LlamaForCausalLM here knows what it changes"
+    with pytest.raises(NotImplementedError, match=message):
+        DecoderConfig.from_hf(hf | {"residual_multiplier": 0.5})
+    with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
+        DecoderConfig.from_hf(CONFIGS["qwen2"] | {"dual_chunk_attention_config": {"chunk_size": 9}})
+    with pytest.raises(NotImplementedError, match=r"'is_causal' \(False\): decoders are causal"):
+        DecoderConfig.from_hf(hf | {"is_causal": False})
+    harmless = {"initializer_range": 0.02, "residual_multiplier": None, "use_cache": True}
+    config = DecoderConfig.from_hf(hf | harmless)
+    assert config.layers == DecoderConfig.from_hf(hf).layers
+    assert config.to_hf()["initializer_range"] == 0.02
+
+
+@pytest.mark.parametrize("key", ["use_qk_norm", "qkv_bias"])
+def test_what_a_family_has_not_may_be_switched_off_but_not_on(key):
+    hf = CONFIGS["llama_old_keys"]
+    assert DecoderConfig.from_hf(hf | {key: False}).layers == DecoderConfig.from_hf(hf).layers
+    with pytest.raises(NotImplementedError, match=rf"config key '{key}' \(True\): no LlamaForCausalLM"):
+        DecoderConfig.from_hf(hf | {key: True})
+
+
+def test_a_field_changed_without_its_key_is_not_written():
+    config = DecoderConfig.from_hf(CONFIGS["llama_old_keys"])
+    with pytest.raises(ValueError, match=r"config must be what its config.json says .*got vocab_size 98"):
+        dataclasses.replace(config, vocab_size=98).to_hf()
+    for name, value, message in (
+        (
+            "norm_placement",
+            "behind",
+            "norm_placement must be one of 'before', .*, got 'behind'",
+        ),
+        ("layers", config.layers[:2], r"layers must have one entry per layer \(3\), got 2"),
+        ("hidden_tokens", (97,), r"a hidden token must lie in \[0, 97\), got 97"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, **{name: value})

@@ -1,0 +1,76 @@
+"""Families that transformers does not have, against a Llama whose weights make it the same function."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.models import load, save
+from tests.models.families.test_families import logits_of
+from tests.models.tiny_checkpoints import REMOTE_CONFIGS, SIZES, random_tensors, write_checkpoint
+
+HEADS, KV_HEADS, WIDTH = SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["hidden_size"]
+LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 300.0}
+
+
+def logits(folder, hf, tensors):
+    model = load(write_checkpoint(folder, hf, tensors), dtype=jnp.float32, progress=False)
+    return model, logits_of(model)
+
+
+def as_internlm2(name, tensors):
+    """A Llama's tensor as InternLM2 has it: other names; a kv head's queries, key and value side by side.
+
+    Keys and values are with the queries: None.
+    """
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    tensor = tensors[name]
+    if "self_attn.q_proj" in name:
+        of = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+        heads = [part.reshape(KV_HEADS, -1, WIDTH // HEADS, *part.shape[1:]) for part in of]
+        whole = np.concatenate(heads, axis=1)
+        return name.replace("self_attn.q_proj", "attention.wqkv"), whole.reshape(-1, *whole.shape[3:])
+    if "self_attn.k_proj" in name or "self_attn.v_proj" in name:
+        return None
+    for theirs, ours in names.items():
+        name = name.replace(theirs, ours)
+    return name, tensor
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_internlm2_is_a_llama_under_other_names(tmp_path, has_bias):
+    hf = LLAMA | {"attention_bias": has_bias, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    tensors = random_tensors(hf)
+    renamed = dict(filter(None, (as_internlm2(name, tensors) for name in tensors)))
+    own = REMOTE_CONFIGS["internlm2"] | {"bias": has_bias}
+    _, want = logits(tmp_path / "llama", hf, tensors)
+    model, got = logits(tmp_path / "internlm2", own, renamed)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    save(model, tmp_path / "again")
+    np.testing.assert_array_equal(logits_of(load(tmp_path / "again", progress=False)), got)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_minicpm_is_a_llama_with_scaled_weights(tmp_path, is_tied):
+    own = REMOTE_CONFIGS["minicpm"] | {"tie_word_embeddings": is_tied}
+    tensors = random_tensors(own)
+    depth = own["scale_depth"] / np.sqrt(own["num_hidden_layers"])
+    scaled = {
+        name: tensor * (depth if "o_proj" in name or "down_proj" in name else 1)
+        for name, tensor in tensors.items()
+    }
+    head = tensors["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
+    scaled["lm_head.weight"] = head * (own["dim_model_base"] / WIDTH)
+    scaled["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * own["scale_emb"]
+    _, want = logits(tmp_path / "llama", LLAMA, {n: x.astype(np.float32) for n, x in scaled.items()})
+    _, got = logits(tmp_path / "minicpm", own, tensors)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert np.abs(want).max() > 1e-2

@@ -1,0 +1,315 @@
+"""Checkpoints as they are published: their keys, their tensors' names, and what is refused by name."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jattn.masks import LocalStrided
+from jattn.models import DecoderConfig, load
+from jattn.models.families import FAMILIES
+from jattn.models.families.layer_builders import alibi_slopes
+from jattn.models.families.multimodal import WRAPPERS
+from jattn.models.loading.pretrained import read_config
+from tests.conftest import GOLDEN
+from tests.models.families import published_configs as published
+from tests.models.tiny_checkpoints import REMOTE_CONFIGS, SIZES
+
+GOLDEN_OF = {name: name for name in FAMILIES}  # a folder of each family that transformers has
+GOLDEN_OF |= {"gemma3_text": "gemma3", "phi3": "phi3_longrope", "llama4_text": "llama4"}
+
+
+def hf_of(model_type):
+    if model_type in REMOTE_CONFIGS:
+        return REMOTE_CONFIGS[model_type]
+    return json.loads((GOLDEN / "hf" / GOLDEN_OF[model_type] / "config.json").read_text())
+
+
+def read(hf):
+    """The config, and its first and last layer."""
+    config = DecoderConfig.from_hf(hf)
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+    return config, config.layers[0], config.layers[-1]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+BY_TYPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
+LONGEST = {  # as vLLM reckons it, but for dynamic ones and factors that would shorten it
+    "yarn": (published.QWEN3_30B_A3B, {"rope_scaling": YARN}, 131072),
+    "yarn_without_an_original": (
+        published.QWEN3_30B_A3B,
+        {"rope_scaling": YARN | {"original_max_position_embeddings": None}},
+        163840,
+    ),
+    "yarn_of_less": (published.QWEN3_30B_A3B, {"rope_scaling": YARN | {"factor": 1.0}}, 40960),
+    "linear": (published.QWEN3_30B_A3B, {"rope_scaling": {"type": "linear", "factor": 2.5}}, 102400),
+    "dynamic": (published.QWEN3_30B_A3B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 40960),
+    "by_type": (hf_of("olmo3"), {"rope_parameters": BY_TYPE}, 131072),
+    "gemma3": (published.GEMMA3_4B, {}, 131072),
+    "gpt_oss": (published.GPT_OSS_20B, {}, 131072),
+    "longrope": (published.PHI4_MINI, {}, 131072),
+    "command_r": (hf_of("cohere"), {"max_position_embeddings": 8192, "model_max_length": 131072}, 131072),
+    "aya": (hf_of("cohere2"), {"max_position_embeddings": 8192}, 8192),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_the_longest_context_is_what_ropes_are_scaled_for(name):
+    hf, changes, longest = LONGEST[name]
+    assert read(hf | changes)[0].max_position_embeddings == longest
+
+
+def test_phi3small():
+    config, sparse, dense = read(published.PHI3SMALL_8K)
+    assert sparse.attention.sparsity == LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
+    assert dense.attention.sparsity is None
+    assert [layer.attention.sparsity is None for layer in config.layers] == [False, True] * 16
+    assert sparse.attention.scale == 1 / 128
+    assert (config.embedding_scale, config.logit_scale) == (10.0, 1 / 8)
+    assert config.hidden_tokens == (100256, 100258, 100259)
+    plain = read(published.PHI3SMALL_8K | {"mup_use_scaling": False, "rope_position_scale": 2.0})[1]
+    assert (plain.attention.scale, plain.rope.rope_type, plain.rope.factor) == (128**-0.5, "linear", 2.0)
+    long = read(published.PHI3SMALL_128K)[1].rope
+    assert (long.rope_type, long.attention_factor, long.long_attention_factor) == (
+        "longrope",
+        1.0,
+        1.1902380714238083,
+    )
+
+
+def test_gemma3():
+    config, sliding, _ = read(published.GEMMA3_4B)
+    assert config.model_type == "gemma3_text"
+    assert (config.vocab_size, config.num_attention_heads, config.head_dim) == (262208, 8, 256)
+    windows = [layer.attention.window for layer in config.layers]
+    assert windows == ([(1023, 0)] * 5 + [None]) * 5 + [(1023, 0)] * 4
+    full = config.layers[5]
+    assert (full.rope.rope_theta, full.rope.factor) == (1e6, 8.0)
+    assert (sliding.rope.rope_theta, sliding.rope.rope_type) == (1e4, "default")
+    assert (config.eos_token_ids, config.tie_word_embeddings, config.dtype) == ((1, 106), True, "bfloat16")
+
+
+def test_a_text_part_is_as_its_class_where_it_is_silent():
+    config, layer, _ = read(published.LLAVA_15_7B)
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32064, 4096, 32)
+    assert (layer.attention.num_q_heads, layer.attention.num_kv_heads) == (32, 32)
+    assert layer.mlp.intermediate_size == 11008
+    for text in ({}, {"model_type": "qwen2_vl_text", "rope_theta": None, "num_hidden_layers": 80}):
+        config, layer, _ = read({"model_type": "qwen2_vl", "text_config": text | {"hidden_size": 8192}})
+        assert (config.num_hidden_layers, config.num_key_value_heads, layer.rope.rope_theta) == (80, 8, 1e6)
+    config, _, _ = read({"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": 1}})
+    assert (config.max_position_embeddings, config.head_dim) == (128000, 128)
+    with pytest.raises(ValueError, match=r"none of \['hidden_size'\]"):
+        read({"model_type": "llava", "text_config": {"hidden_size": None}})
+
+
+def test_llama4():
+    config, local, full = read(published.LLAMA4_SCOUT)
+    assert (local.attention.chunk_size, full.attention.chunk_size) == (8192, None)
+    assert (local.rope.interleaved, full.rope) == (True, None)
+    slower = local.rope.rope_theta ** (-np.arange(64) / 64) / local.rope.inv_freq()
+    np.testing.assert_allclose(slower, np.where(slower > 4, 16, 1), rtol=1e-6)  # a step, not a blend
+    assert (local.temperature, full.temperature.floor_scale) == (None, 8192.0)
+    assert (local.qk_norm.comes_after_rope, full.qk_norm) == (True, None)
+    assert (local.mlp.num_experts, local.mlp.shared.intermediate_size) == (16, 8192)
+    assert config.eos_token_ids == (200001, 200007, 200008)
+
+
+def test_the_others():
+    _, sliding, full = read(published.GPT_OSS_20B)
+    assert (sliding.attention.window, full.attention.window, sliding.has_sinks) == ((127, 0), None, True)
+    assert (sliding.mlp.experts_per_token, sliding.rope.truncate) == (4, False)
+    _, layer, _ = read(published.PHI4_MINI)
+    assert (layer.rope.rotary_dim, layer.attention.window) == (96, (262143, 0))
+    config, layer, _ = read(published.BLOOM_560M)
+    assert (config.hidden_size, config.max_position_embeddings, layer.mlp.intermediate_size) == (
+        1024,
+        2048,
+        4096,
+    )
+    assert layer.alibi_slopes[:2] == (2**-0.5, 2**-1.0)
+    _, layer, _ = read(published.MPT_7B_STORYWRITER)
+    assert (layer.clip_qkv, layer.alibi_slopes[:2]) == (6.0, (2**-0.5, 2**-1.0))
+    assert read(published.MIXTRAL_8X7B)[1].mlp.routing.normalizes
+    _, layer, _ = read(published.QWEN3_30B_A3B)
+    assert (layer.mlp.intermediate_size, layer.mlp.shared, layer.mlp.routing.normalizes) == (768, None, True)
+    _, layer, _ = read(published.QWEN15_MOE)
+    assert (layer.mlp.gates_shared, layer.qkv_bias, layer.out_bias) == (True, True, False)
+    config, layer, _ = read(published.GEMMA_2B)
+    assert (layer.mlp.hidden_act, config.embedding_scale) == ("gelu_pytorch_tanh", 2048**0.5)
+    with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
+        read(published.QWEN25_7B_1M)
+
+
+def test_hunyuan_a13b_has_numbers_of_experts_layer_by_layer():
+    lists = {"moe_topk": [2, 1], "moe_intermediate_size": [24, 16], "num_shared_expert": [1, 2]}
+    _, *layers = read(hf_of("hunyuan_v1_moe") | {**lists, "num_experts": [4, 8]})
+    told = lambda mlp: (
+        mlp.num_experts,
+        mlp.experts_per_token,
+        mlp.intermediate_size,
+        mlp.shared.intermediate_size,
+    )
+    assert [told(layer.mlp) for layer in layers] == [(4, 2, 24, 24), (8, 1, 16, 32)]
+
+
+def test_hyperclovax_scales_by_its_head_width_where_its_config_says_neither():
+    hf = {key: value for key, value in hf_of("hyperclovax").items() if key in {*SIZES, "model_type"}}
+    config, layer, _ = read(hf)
+    assert layer.attention.scale == (config.hidden_size / config.num_attention_heads) ** -0.5
+
+
+def test_slopes_of_heads_that_are_no_power_of_two():
+    assert alibi_slopes(4) == (0.25, 0.0625, 0.015625, 0.00390625)
+    assert alibi_slopes(6) == (0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125)
+    assert alibi_slopes(2, 16.0) == (2**-8, 2**-16)
+
+
+ONLY = [(name, key) for name, family in FAMILIES.items() for key in family.only]
+
+
+@pytest.mark.parametrize(("name", "key"), ONLY)
+def test_a_value_that_is_not_served_is_refused_with_those_that_are(name, key):
+    hf, value = hf_of(name), {bool: True, int: 7}.get(type((*FAMILIES[name].only[key][0], 7)[0]), "other")
+    value = not FAMILIES[name].only[key][0][0] if isinstance(value, bool) else value
+    outer, _, inner = key.partition(".")
+    hf |= {outer: hf[outer] | {inner: value}} if inner else {key: value}
+    with pytest.raises(NotImplementedError, match=rf"^{key} {value!r}: .*Supported: "):
+        DecoderConfig.from_hf(hf)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_names_the_key_that_it_does_not_know(name):
+    with pytest.raises(
+        NotImplementedError, match=r"config key 'rope_twist' \(0.5\): no \w+(ForCausalLM|LMHeadModel) here"
+    ):
+        DecoderConfig.from_hf(hf_of(name) | {"rope_twist": 0.5})
+
+
+SILENT = dict.fromkeys(("layer_types", "moe_layers", "no_rope_layers"))
+WRONG = [
+    ("phi3small", {"blocksparse_triton_kernel_block_size": 64}, "blocksparse_triton.* 64: .*Supported: 16"),
+    ("phi3small", {"hidden_act": "gelu"}, "activation 'gelu': .*Supported: gegelu"),
+    ("phi3small", {"gegelu_limit": "20"}, "gegelu_limit must be a number, got '20'"),
+    ("phi3small", {"dummy_token_indices": [320]}, r"a hidden token must lie in \[0, 320\), got 320"),
+    ("llama4_text", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(4\), got 1"),
+    ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'.*chunked_attention"),
+    ("llama4_text", {"floor_scale": 0}, r"floor_scale must be positive, got 0\.0"),
+    ("mpt", {"attn_config": {"clip_qkv": -1}}, r"clip_qkv must be positive, got -1\.0"),
+    ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
+    ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24: .*Supported: 32"),
+    ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(2\), got 1"),
+    *(
+        (name, SILENT | {key: 0}, f"{key} must be positive, got 0")
+        for name, key in (
+            ("qwen3_moe", "decoder_sparse_step"),
+            ("llama4_text", "interleave_moe_layer_step"),
+            ("smollm3", "no_rope_layer_interval"),
+            ("gemma3_text", "sliding_window_pattern"),
+            ("cohere2", "sliding_window_pattern"),
+            ("ernie4_5_moe", "moe_layer_interval"),
+        )
+    ),
+    ("hunyuan_v1_moe", {"moe_topk": [2]}, r"num_experts_per_tok must have one entry per layer \(2\), got 1"),
+    ("hunyuan_v1_moe", {"num_experts": [4, "8"]}, "num_experts must be an int, got '8'"),
+    ("granite", {"logits_scaling": 0}, r"logits_scaling must be positive, got 0\.0"),
+    ("granite_swa", {"layer_rope_theta": ["x"] * 2}, "layer_rope_theta must be a number, got 'x'"),
+    (
+        "gpt_neo",
+        {"attention_types": ["global"]},
+        r"attention_types must be a list of pairs.* \['global'\]",
+    ),
+    ("cohere", {"model_max_length": "128k"}, "model_max_length must be an int, got '128k'"),
+    ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_says_what_is_wrong_with_a_family_s_config(name, change, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        DecoderConfig.from_hf(hf_of(name) | change)
+
+
+def same(one, other):
+    for old, new in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    return True
+
+
+def wrapped(name, wrapper, text_type):
+    """A golden folder's config as a model of text and images has it."""
+    model_type, architecture = wrapper
+    names = {"model_type": model_type, "architectures": [architecture]}
+    text = {key: value for key, value in hf_of(name).items() if key != "model_type" or text_type}
+    return names | {"text_config": text, "vision_config": {"hidden_size": 3}, "image_token_index": 7}
+
+
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_embedding_is_the_head_where_the_whole_or_its_text_part_says_so(outer, inner):
+    hf = wrapped("mistral", ("mistral3", "Mistral3ForConditionalGeneration"), text_type=True)
+    hf["text_config"] |= {"tie_word_embeddings": inner}
+    tied = DecoderConfig.from_hf(hf | {"tie_word_embeddings": outer}).tie_word_embeddings
+    assert tied == bool(outer or inner)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_and_ends_of_text_are_the_whole_s_before_its_text_part_s(key):
+    hf = wrapped("gemma3_text", ("gemma3", "Gemma3ForConditionalGeneration"), text_type=True)
+    inner = DecoderConfig.from_hf(hf)
+    assert (inner.dtype, inner.eos_token_ids, inner.bos_token_id) == ("float32", (2,), 1)
+    config = DecoderConfig.from_hf(hf | {key: "bfloat16", "eos_token_id": [1, 106], "bos_token_id": 2})
+    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == ("bfloat16", (1, 106), 2)
+    assert config.tie_word_embeddings == inner.tie_word_embeddings
+
+
+RENAMES = {  # as transformers 4 and 5 write them
+    "language_model.model.": "vision_tower.x",
+    "model.language_model.": "model.vision_tower.x",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=[model_type for model_type, _ in WRAPPERS])
+@pytest.mark.parametrize("body", RENAMES)
+def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, wrapper, body):
+    name = WRAPPERS[wrapper]
+    folder = GOLDEN / "hf" / GOLDEN_OF[name]
+    head = "language_model.lm_head." if body.startswith("language_model.") else "lm_head."
+    rename = lambda key: body + key.removeprefix("model.") if key.startswith("model.") else head + key[8:]
+    tensors = {rename(key): value for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {RENAMES[body]: np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(wrapped(name, wrapper, text_type=wrapper[0] != "llava")))
+    assert same(load(tmp_path, progress=False), load(folder, progress=False))
+    save_file(tensors | {"audio.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"hold only what its config.json asks for, got audio.x"):
+        load(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "theta"), [("qwen2_vl", "qwen2", 1e6), ("qwen3_vl", "qwen3", 5e5)]
+)
+def test_sections_of_images_turn_text_as_ever(model_type, family, theta):
+    plain = {key: value for key, value in hf_of(family).items() if key != "rope_parameters"}
+    want = DecoderConfig.from_hf(plain | {"rope_theta": theta})
+    sections = {"type": "mrope", "rope_type": "mrope", "mrope_section": [2, 3, 3]}
+    text = {**plain, "model_type": f"{model_type}_text"}
+    for rope in ({"rope_scaling": sections}, {"rope_parameters": {**sections, "mrope_interleaved": True}}):
+        nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
+        assert (nested.model_type, nested.layers) == (family, want.layers)
+        flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
+        flat["architectures"] = [architecture for name, architecture in WRAPPERS if name == model_type]
+        assert DecoderConfig.from_hf(flat).layers == want.layers
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama"])
+def test_a_checkpoint_of_the_body_alone_lacks_the_prefix(tmp_path, name):
+    folder = GOLDEN / "hf" / name
+    prefix = FAMILIES[name].prefix
+    tensors = load_file(folder / "model.safetensors").items()
+    save_file({key.removeprefix(prefix): value for key, value in tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert same(load(tmp_path, progress=False), load(folder, progress=False))
+    assert read_config(tmp_path) == read_config(folder) or name == "llama"  # it has a generation_config

@@ -1,0 +1,160 @@
+"""Tensors under the names that exports and trainers give them; copies of the embedding, and buffers."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jattn.models import DecoderConfig, load
+from jattn.models.loading import safetensors_files
+from jattn.models.loading.checkpoint import by_family_s_names
+from jattn.models.loading.safetensors_files import is_same_bytes, read_header
+from tests.conftest import GOLDEN
+from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
+
+TIED = CONFIGS["llama3_rope"]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FOLDERS = sorted(path.parent.name for path in (GOLDEN / "hf").glob("*/config.json"))
+
+
+def config_of(name):
+    return DecoderConfig.from_hf(json.loads((GOLDEN / "hf" / name / "config.json").read_text()))
+
+
+def same(one, other):
+    for old, new in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    return True
+
+
+# How a tensor is called in a checkpoint, of its name and the prefix that its family's body has.
+WRAPS = {
+    "the_whole": lambda name, prefix: name,
+    "the_body_alone": lambda name, prefix: name.removeprefix(prefix),
+    "doubled": lambda name, prefix: prefix + name,
+    "compiled": lambda name, prefix: f"_orig_mod.{name}",
+    "merged_adapter": lambda name, prefix: f"base_model.model.{name}",
+    "text_of_transformers_4": lambda name, prefix: f"language_model.{name}",
+    "text_of_transformers_5": lambda name, prefix: (
+        f"model.language_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+    ),
+    "another_prefix_for_all": lambda name, prefix: f"text_model.{name.removeprefix(prefix)}",
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_names_are_the_family_s_whatever_stands_before_them(name):
+    config = config_of(name)
+    tensors = read_header(GOLDEN / "hf" / name / "model.safetensors")
+    assert any(tensor.startswith(config.family.prefix) for tensor in tensors)
+    for how, wrap in WRAPS.items():
+        wrapped = {wrap(tensor, config.family.prefix): value for tensor, value in tensors.items()}
+        found = by_family_s_names(wrapped, config, has_more_than_text=False)
+        assert found == tensors, how
+
+
+def test_a_prefix_that_makes_two_tensors_one_is_refused():
+    names = ["language_model.model.layers.0.self_attn.o_proj.weight", HEAD, f"language_model.{HEAD}"]
+    config = DecoderConfig.from_hf(TIED)
+    message = f"the checkpoint must have one tensor {HEAD}, got another named language_model.{HEAD}"
+    with pytest.raises(ValueError, match=message):
+        by_family_s_names(dict.fromkeys(names), config, has_more_than_text=False)
+
+
+def test_layers_that_draft_tokens_are_passed_over(tmp_path):
+    """GLM-4.5's stands behind the last layer; ERNIE 4.5's parts have names of their own."""
+    folder = GOLDEN / "hf" / "glm4_moe"
+    hf, want = json.loads((folder / "config.json").read_text()), load(folder, progress=False)
+    drafts = ("layers.{}.eh_proj", "layers.{}.embed_tokens", "layers.{}.shared_head.head", "mtp_block.0.norm")
+    layer = hf["num_hidden_layers"]
+    more = {f"model.{name.format(layer)}.weight": np.ones(3, np.float32) for name in drafts}
+    tensors = load_file(folder / "model.safetensors") | more
+    assert same(
+        load(write_checkpoint(tmp_path, hf | {"num_nextn_predict_layers": 1}, tensors), progress=False), want
+    )
+    for count in (0, None):
+        write_checkpoint(tmp_path, hf | {"num_nextn_predict_layers": count}, tensors)
+        with pytest.raises(
+            ValueError, match=rf"hold only what its config.json asks for, got .*layers.{layer}"
+        ):
+            load(tmp_path, progress=False)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers must be an int, got '1'"):
+        DecoderConfig.from_hf(hf | {"num_nextn_predict_layers": "1"})
+
+
+def test_a_head_that_is_the_embedding_may_stand_there_for_it_or_beside_it(tmp_path):
+    tensors = random_tensors(TIED)
+    want = load(write_checkpoint(tmp_path / "a", TIED, tensors), progress=False)
+    embedding = tensors[EMBEDDING]
+    assert same(
+        load(write_checkpoint(tmp_path / "b", TIED, tensors | {HEAD: embedding}), progress=False), want
+    )
+    alone = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
+    assert same(load(write_checkpoint(tmp_path / "c", TIED, alone | {HEAD: embedding}), progress=False), want)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt_neox"])
+def test_a_head_that_is_not_the_embedding_though_it_should_be_is_refused(tmp_path, name, monkeypatch):
+    hf = json.loads((GOLDEN / "hf" / name / "config.json").read_text()) | {"tie_word_embeddings": True}
+    family = DecoderConfig.from_hf(hf).family
+    head, embedding = (f"{family.tensors[part].names[0]}.weight" for part in ("lm_head", "embed_tokens"))
+    tensors = load_file(GOLDEN / "hf" / name / "model.safetensors")
+    last = tensors[embedding].copy()
+    last[-1, -1] += 1
+    monkeypatch.setattr(jax, "device_put", lambda *_, **how: pytest.fail("a tensor was put on the device"))
+    for other in (last, last[:-1], tensors[embedding].astype(np.float16)):
+        write_checkpoint(tmp_path, hf, tensors | {head: other})
+        message = (
+            rf"{head} must be {embedding}, as tie_word_embeddings says.*got \({len(other)}, .*other numbers"
+        )
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, progress=False)
+
+
+def test_bytes_are_compared_to_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_files, "_PIECE", 1 << 12)
+    one = np.arange(5000, dtype=np.int32).reshape(50, 100)
+    others = {"same": one, "shape": one.T.copy(), "dtype": one.view(np.float32), "nothing": one[:0]}
+    for place in (0, 1024, -1):
+        others[f"differs at {place}"] = one.copy()
+        others[f"differs at {place}"].flat[place] += 1
+    save_file({"one": one, **others}, tmp_path / "x.safetensors")
+    tensors = read_header(tmp_path / "x.safetensors")
+    assert [name for name in others if is_same_bytes(tensors["one"], tensors[name])] == ["same"]
+
+
+def test_a_missing_tensor_is_told_with_what_stands_in_its_place(tmp_path):
+    tensors = random_tensors(TIED)
+    module = "model.layers.1.mlp.up_proj"
+    del tensors[f"{module}.weight"]
+    tensors |= {
+        "a.x": np.zeros(1),
+        f"{module}.qweight": np.zeros(3, np.int32),
+        f"{module}.g_idx": np.zeros(3),
+    }
+    message = rf"{module}.weight must be in the checkpoint, got .* 1 missing, but {module}\.[\w.]+, {module}"
+    with pytest.raises(ValueError, match=message):
+        load(write_checkpoint(tmp_path, TIED, tensors), progress=False)
+
+
+def test_buffers_of_old_checkpoints_are_passed_over(tmp_path):
+    folder = GOLDEN / "hf" / "gpt2"
+    hf = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    mask = np.tril(np.ones((1, 1, 8, 8), bool))
+    buffers = {
+        "attn.bias": mask,
+        "attn.masked_bias": np.float32(-1e4),
+        "attn.rotary_emb.inv_freq": np.ones(4),
+    }
+    buffers |= {"attn.rotary_emb.cos_cached": np.ones((1, 1, 8, 4)), "attn.position_ids": np.arange(8)}
+    buffers = {f"h.0.{name}": np.asarray(buffer) for name, buffer in buffers.items()}
+    alone = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    want = load(folder, progress=False)
+    assert same(load(write_checkpoint(tmp_path, hf, alone | buffers), progress=False), want)
+    write_checkpoint(tmp_path, hf, tensors | {"transformer.h.0.attn.bias": np.ones(32, np.float32)})
+    with pytest.raises(ValueError, match=r"asks for, got transformer.h.0.attn.bias"):
+        load(tmp_path, progress=False)

@@ -1,0 +1,259 @@
+"""Files of tensors: read where they lie, never held, and refused where they are broken."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jattn.models.loading.checkpoint import open_tensors
+from jattn.models.loading.safetensors_files import read_header
+
+ROOT = pathlib.Path(__file__).parents[3]
+STATUS = pathlib.Path("/proc/self/status")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn),
+        *(ml_dtypes.float8_e5m2, np.uint8, np.int8, np.int32, np.int64),
+    ],
+)
+def test_reads_what_safetensors_writes(tmp_path, dtype):
+    tensors = {
+        "a": np.arange(15).reshape(3, 5).astype(dtype),
+        "b": np.array(3).astype(dtype),
+        "c": np.zeros((0, 4), dtype),
+    }
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = read_header(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        view = found[name].view()
+        assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
+        np.testing.assert_array_equal(view, tensor)
+
+
+def test_what_is_released_can_be_read_again(tmp_path):
+    tensors = {"a": np.arange(1 << 20, dtype=np.int32), "b": np.arange(1 << 20, dtype=np.int32) * 3}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read_header(tmp_path / "x.safetensors")
+    for name in ("a", "b", "a"):
+        np.testing.assert_array_equal(found[name].view(), tensors[name])
+        found[name].release()
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
+def test_a_part_may_be_released_alone(tmp_path):
+    save_file({"a": np.ones((1 << 10, 1 << 13), np.float32)}, tmp_path / "x.safetensors")  # 32 MiB
+    (tensor,) = read_header(tmp_path / "x.safetensors").values()
+
+    def resident():
+        lines = STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) / 1024
+
+    assert tensor.view().sum() == 1 << 23
+    before = resident()
+    tensor.release(tensor.view()[256:768, 5:9])
+    assert 14 < before - resident() <= 16
+    np.testing.assert_array_equal(tensor.view()[250:260], 1.0)
+
+
+def test_a_dtype_that_nobody_reads_may_stand_in_a_file(tmp_path):
+    header = json.dumps({"x": {"dtype": "F4", "shape": [3, 5], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert read_header(tmp_path / "x.safetensors")["x"].code == "F4"
+
+
+def entry(**changes):
+    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "got"),
+    [
+        (b"", "8 bytes"),
+        (b"{", "header of 900|Expecting property name"),
+        (b"[1]", r"\[1\]"),
+        (json.dumps(entry(shape=[3])).encode(), r"x F32 \(3,\) in bytes"),
+        (json.dumps(entry(data_offsets=[0, 80], shape=[20])).encode(), "in bytes .* of"),
+        (json.dumps(entry(data_offsets=[-4, 4])).encode(), "in bytes"),
+        (json.dumps({"x": {"dtype": "F32"}}).encode(), "KeyError"),
+        (json.dumps({"x": 3}).encode(), "TypeError"),
+        (json.dumps(entry(dtype=["F32"])).encode(), r"TypeError.*x: \['F32'\] \[2\]"),
+        (json.dumps(entry(shape=["a"])).encode(), r"TypeError.*x: 'F32' \['a'\]"),
+        (json.dumps(entry(shape=[-1, -2])).encode(), r"TypeError.*x: 'F32' \[-1, -2\]"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, header, got):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
+    with pytest.raises(ValueError, match=f"{path} must be a whole safetensors file, got .*({got})"):
+        read_header(path)
+
+
+def test_a_header_beyond_the_end_is_named(tmp_path):
+    (tmp_path / "x").write_bytes((900).to_bytes(8, "little") + b"{}")
+    with pytest.raises(
+        ValueError, match="x must be a whole safetensors file, got 10 bytes and a header of 900"
+    ):
+        read_header(tmp_path / "x")
+
+
+LOADER = """
+    import pathlib, sys
+    import jax
+    from jattn.models import load
+
+    def megabytes(key):
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+    load(sys.argv[2], progress=False)  # compiles
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is the present again
+    before = megabytes("VmRSS")
+    model = load(sys.argv[1], progress=False)
+    print(megabytes("VmHWM") - before - sum(leaf.nbytes for leaf in jax.tree.leaves(model)) / 2**20)
+"""
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
+def test_the_host_never_holds_a_second_copy_of_the_weights(tmp_path):
+    """Peak memory beyond the parameters themselves, which a CPU has in the same memory."""
+    hf = {
+        **{"model_type": "llama", "vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048},
+        **{"num_attention_heads": 8, "num_hidden_layers": 12, "torch_dtype": "float32"},
+        "tie_word_embeddings": True,
+    }
+    shapes = {"self_attn.q_proj": (1024, 1024), "self_attn.k_proj": (1024, 1024)}
+    shapes |= {"self_attn.v_proj": (1024, 1024), "self_attn.o_proj": (1024, 1024)}
+    shapes |= {"mlp.gate_proj": (2048, 1024), "mlp.up_proj": (2048, 1024), "mlp.down_proj": (1024, 2048)}
+    shapes |= {"input_layernorm": (1024,), "post_attention_layernorm": (1024,)}
+    shard_bytes = 0
+    for directory, layers in (("big", 12), ("small", 1)):
+        folder = tmp_path / directory
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": layers}))
+        ends = {"model.embed_tokens.weight": np.ones((1000, 1024), np.float32)}
+        save_file(ends | {"model.norm.weight": np.ones(1024, np.float32)}, folder / "ends.safetensors")
+        for first in range(0, layers, 4):
+            tensors = {
+                f"model.layers.{layer}.{name}.weight": np.full(shape, layer, np.float32)
+                for layer in range(first, min(first + 4, layers))
+                for name, shape in shapes.items()
+            }
+            save_file(tensors, folder / f"layers-{first}.safetensors")
+            shard_bytes = max(shard_bytes, sum(tensor.nbytes for tensor in tensors.values()))
+    command = [sys.executable, "-c", textwrap.dedent(LOADER), str(tmp_path / "big"), str(tmp_path / "small")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 1.2 * shard_bytes / 2**20
+
+
+SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+RIGHT = {"a": 1.0, "b": 2.0}
+STALE = {"a": -1.0, "b": -2.0, "c": -3.0}
+
+
+def folder(directory, files):
+    """Tensors of one number by file, or what else is in a file."""
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        if name.endswith(".json"):
+            path.write_text(json.dumps(content))
+        elif isinstance(content, dict):
+            save_file({key: np.full(1, value) for key, value in content.items()}, path)
+        else:
+            path.write_bytes(content)
+    return directory
+
+
+def index_of(a=SHARDS[0], b=SHARDS[1], **others):
+    return {INDEX: {"weight_map": {"a": a, "b": b, **others}, "metadata": {"total_size": 16}}}
+
+
+HALVES = {SHARDS[0]: {"a": 1.0}, SHARDS[1]: {"b": 2.0}}
+RIGHTS = {
+    "shards_without_an_index": HALVES,
+    "shards_beside_other_forms": HALVES
+    | {
+        "consolidated.safetensors": STALE,
+        "adapter_model.safetensors": STALE,
+        "model.fp16.safetensors": STALE,
+    },
+    "only_what_the_index_names": HALVES | index_of() | {"model-00003-of-00003.safetensors": STALE},
+    "an_index_that_names_other_shards": HALVES | index_of(a=SHARDS[1], c=SHARDS[0]),
+    "an_index_in_two_minds": {SHARDS[0]: {"a": 1.0, "b": -2.0}, SHARDS[1]: {"a": -1.0, "b": 2.0}}
+    | index_of(),
+    "the_second_of_two_as_the_index_says": {SHARDS[0]: {"a": -1.0}, SHARDS[1]: RIGHT} | index_of(a=SHARDS[1]),
+    "shards_in_a_folder": {"sub/x.safetensors": RIGHT}
+    | index_of(a="sub/x.safetensors", b="sub/x.safetensors"),
+    "a_single_file_beside_stale_shards": {"model.safetensors": RIGHT, SHARDS[0]: STALE} | index_of(),
+    "a_single_file_beside_another_form": {"model.safetensors": RIGHT, "original/model.safetensors": STALE},
+    "files_of_any_name": {"x.safetensors": {"a": 1.0}, "y.safetensors": {"b": 2.0}},
+    "shards_of_another_name": {
+        f"fp16-{number}-of-2.safetensors": {name: RIGHT[name]} for number, name in ((1, "a"), (2, "b"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", RIGHTS)
+def test_takes_the_tensors_that_count(tmp_path, name):
+    found = open_tensors(folder(tmp_path, RIGHTS[name]))
+    assert {key: float(tensor.view()[0]) for key, tensor in found.items()} == RIGHT
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+PICKLE = b"PK\x03\x04"
+MISSING = {
+    rf"{SHARDS[1]} does not exist \(model.safetensors.index.json names it\)": {SHARDS[0]: RIGHT} | index_of(),
+    rf"{SHARDS[1]} does not exist \({SHARDS[0]} is one of 2\)": {SHARDS[0]: RIGHT},
+    rf"{SHARDS[0]} does not exist \({SHARDS[1]} is one of 2\)": {SHARDS[1]: RIGHT},
+    "model.safetensors does not exist; pytorch_model.bin is pickled.*save_pretrained": {
+        "pytorch_model.bin": PICKLE,
+        "training_args.bin": PICKLE,
+    },
+    "pytorch_model-00001-of-00002.bin is pickled": {"pytorch_model-00001-of-00002.bin": PICKLE},
+    "consolidated.00.pth is pickled": {"consolidated.00.pth": PICKLE},
+    "consolidated.safetensors has Mistral's own names": {"consolidated.safetensors": STALE},
+    "adapter_model.safetensors is an adapter": {"adapter_model.safetensors": STALE},
+    "x-Q4_K.gguf is llama.cpp's": {"x-Q4_K.gguf": b"GGUF"},
+    "original/model.safetensors is in a folder below": {"original/model.safetensors": STALE},
+    "model.safetensors does not exist.$": {"training_args.bin": PICKLE},
+}
+BROKEN = {
+    "a must stand in one file, got a second one in y.safetensors": {
+        "x.safetensors": RIGHT,
+        "y.safetensors": {"a": 1.0},
+    },
+    "b must stand in one file": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
+    | index_of(b="z.safetensors", c=SHARDS[1])
+    | {"z.safetensors": {}},
+    rf"{INDEX}'s weight_map must map tensors to files, got \{{\}}": HALVES | {INDEX: {"weight_map": {}}},
+    r"weight_map must map tensors to files, got \{\}": HALVES | {INDEX: {"metadata": {}}},
+    "must map tensors to safetensors files, got x.bin": index_of(a="x.bin") | {"x.bin": PICKLE},
+    "must be a whole safetensors file, got a pointer of Git LFS .git lfs pull": {
+        "model.safetensors": POINTER
+    },
+}
+
+
+@pytest.mark.parametrize("message", MISSING)
+def test_says_what_is_missing_and_the_way_out(tmp_path, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        open_tensors(folder(tmp_path, MISSING[message]))
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_says_what_is_broken(tmp_path, message):
+    with pytest.raises(ValueError, match=message):
+        open_tensors(folder(tmp_path, BROKEN[message]))

@@ -1,0 +1,92 @@
+"""Sums over the devices of a model: by whom, and what is refused."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from jattn.models import collectives, load, use_peer_memory
+from jattn.models.collectives import why_no_peer_memory
+from jattn.models.loading.pretrained import load_shapes
+from jattn.parallel import make_mesh
+from jattn.serving.engine.weights import Weights
+from tests.conftest import GOLDEN
+
+LLAMA = GOLDEN / "hf" / "llama"
+
+
+@pytest.mark.kernels
+def test_layers_sum_by_all_reduce_and_tokens_stay_the_same():
+    command = [sys.executable, "-m", "tests.models.peer_memory_decoders"]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == [
+        "llama {'tp': 2}: 1 executables", "gemma3 {'tp': 2}: 1 executables", "llama {'cp': 2}: 1 executables",
+        "llama {'tp': 2, 'cp': 2}: 1 executables",
+    ]  # fmt: skip
+
+
+def test_memory_for_sums_is_no_weight():
+    model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    use_peer_memory(model, max_rows=1)
+    assert model.peers.sums.table.shape == (1, 1, 4)
+    assert model.peers.sums.memory.shape[:2] == (1, 1)
+    assert model.peers.ranks is None
+
+
+def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
+    model = load(LLAMA, progress=False)
+    with pytest.raises(ValueError, match=r"model must be on a mesh \(load\(DIR, mesh=\)\), got None"):
+        use_peer_memory(model)
+    with pytest.raises(ValueError, match=r"model must be on a mesh .*got None"):
+        use_peer_memory("examples/tiny_model")
+    with pytest.raises(ValueError, match="max_rows must be a int"):
+        use_peer_memory(model, max_rows=1.0)
+
+
+class TestWhoGainsNothing:
+    """`jattn serve` and the others take peer memory where nothing speaks against it."""
+
+    def model(self, *, tp=2, cp=1, dtype=jnp.bfloat16, has_weights=True):
+        model = load(LLAMA, dtype=dtype, progress=False) if has_weights else load_shapes(LLAMA, dtype=dtype)
+        grid = np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp)  # one device stands for all
+        model.mesh = Mesh(grid, ("tp", "cp"))
+        return model
+
+    def test_a_model_on_one_device(self):
+        assert why_no_peer_memory(load(LLAMA, progress=False)) == "there is nothing to sum"
+        assert why_no_peer_memory(self.model(tp=1)) == "there is nothing to sum"
+
+    def test_devices_whose_sums_are_xlas(self):
+        assert why_no_peer_memory(self.model()) == "devices are no NVIDIA GPUs"
+        assert why_no_peer_memory(self.model(tp=1, cp=2)) == "devices are no NVIDIA GPUs"
+
+    def test_a_model_that_is_not_there(self):
+        assert why_no_peer_memory(self.model(has_weights=False)) == "the model has shapes alone"
+
+    def test_numbers_without_a_kernel_and_too_many_devices(self, monkeypatch):
+        monkeypatch.setattr(collectives, "GPU_PLATFORMS", ("cpu",))
+        assert why_no_peer_memory(self.model()) is None
+        assert why_no_peer_memory(self.model(cp=2)) is None
+        assert why_no_peer_memory(self.model(dtype=jnp.float32)).startswith("there is no kernel for float32")
+        assert why_no_peer_memory(self.model(tp=3, cp=3)).startswith("9 devices would sum together")
+
+
+def test_new_weights_leave_the_memory_where_it_is():
+    """A copy of it would be another place than the one that other devices write to."""
+    model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
+    use_peer_memory(model, max_rows=1)
+    before = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]
+    kernel = model.lm_head.kernel.get_value()
+    copies = jax.tree.map(lambda x: np.asarray(x) * 1, nnx.state(model))
+    Weights(model).update(copies)
+    after = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]
+    assert all(now is then for now, then in zip(after, before, strict=True))
+    assert model.lm_head.kernel.get_value() is not kernel

@@ -1,0 +1,222 @@
+"""Decoders on several devices give what one gives, and none of the devices holds more than its part."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jattn
+from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
+from jattn.masks import on_mesh
+from jattn.models import DecoderConfig, load, save
+from jattn.models.loading.pretrained import load_shapes, read_config
+from jattn.models.mesh_padding import gathered, spread, whole_shape
+from jattn.models.sharding import check_divides, parameter_partition
+from jattn.parallel import check_mesh, make_mesh
+from jattn.serving import Engine
+from tests.conftest import GOLDEN
+
+HF = GOLDEN / "hf"
+LLAMA = HF / "llama"  # 6 query heads, 2 kv heads, 192 wide inside, 320 tokens
+ROOT = GOLDEN.parents[1]
+
+
+def mesh_of(tp, cp=1, names=("tp", "cp")):
+    """A mesh for checks alone: one device stands for all."""
+    return Mesh(np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp), names)
+
+
+def changed(**changes):
+    return DecoderConfig.from_hf(read_config(LLAMA).to_hf() | changes)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        (
+            "families",
+            ["bloom on 2: ", "gpt_oss on 2: ", "llama4 on 2: ", "phi3small on 2: "],
+        ),
+        pytest.param(
+            "other families",
+            ["gemma on 2: ", "phi on 2: ", "gpt_oss on 6: ", "mpt on 3: "],
+            marks=pytest.mark.slow,
+        ),
+        ("masks", ["masked: strides by kv heads", "masked: some heads", "patterns"]),
+        ("training", ["trained: "]),
+        pytest.param(
+            "replicas",
+            ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"],
+            marks=pytest.mark.kernels,
+        ),
+        ("engine", ["tp 2: 2 executables", "tp 4: 2 executables", "drafts: ", "2/1 heads of 32"]),
+        (
+            "features",
+            [
+                "fp8 cache on 2",
+                "int8 cache, scales per channel on 2",
+                "batch_invariant on 2",
+                "saved and",
+                "without caches",
+                "decode_loop on 2",
+            ],
+        ),
+    ],
+)
+def test_on_several_devices(what, lines):
+    command = [sys.executable, "-m", "tests.models.sharded_decoders", what]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in lines if line not in done.stdout] == []
+
+
+def test_a_mesh_of_one_device_serves_the_same_tokens():
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 17}
+    buckets = [jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=16, max_blocks=4)]
+    engines = [
+        Engine(load(LLAMA, mesh=mesh, progress=False), **sizes, max_model_len=64, buckets=buckets)
+        for mesh in (None, make_mesh())
+    ]
+    one, other = (engine.generate([[1, 2, 3], [5] * 20], max_tokens=6) for engine in engines)
+    assert [result.token_ids for result in one] == [result.token_ids for result in other]
+
+
+class TestMakeMesh:
+    def test_has_both_axes(self):
+        mesh = make_mesh(tp=1, cp=1)
+        assert dict(mesh.shape) == {"tp": 1, "cp": 1}
+
+    def test_devices_must_be_there(self):
+        count = len(jax.devices())
+        with pytest.raises(
+            ValueError, match=rf"tp \* cp must be .*\({count}\), got {count} \* 2 = {2 * count}"
+        ):
+            make_mesh(tp=count, cp=2)
+
+    @pytest.mark.parametrize(("sizes", "got"), [({"tp": 0}, "0"), ({"cp": -1}, "-1")])
+    def test_sizes_are_positive(self, sizes, got):
+        (name,) = sizes
+        with pytest.raises(ValueError, match=f"{name} must be positive, got {got}"):
+            make_mesh(**sizes)
+
+    def test_sizes_are_ints(self, types_unchecked):
+        with pytest.raises(ValueError, match=r"tp must be an int, got 2\.0"):
+            make_mesh(tp=2.0)
+
+
+class TestWhatDoesNotFit:
+    def test_a_mesh_is_a_mesh(self, types_unchecked):
+        with pytest.raises(ValueError, match=r"mesh must be a Mesh .*got int: 2"):
+            load(LLAMA, mesh=2)
+
+    def test_a_mesh_has_our_axes(self):
+        with pytest.raises(ValueError, match=r"mesh's axes must be \('tp', 'cp'\), got \('x', 'y'\)"):
+            check_mesh(mesh_of(2, names=("x", "y")))
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    def test_a_mesh_s_axes_are_auto(self, of):
+        """Of Explicit ones, as jax makes them, prompt_logprobs failed in JAX, and with it all requests."""
+        rule = r"mesh's axes must be Auto \(jattn.parallel.make_mesh .*\), got \('Explicit', 'Explicit'\)"
+        with pytest.raises(ValueError, match=rule):
+            of(LLAMA, mesh=jax.make_mesh((1, 1), ("tp", "cp")))
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    def test_query_heads(self, of):
+        with pytest.raises(ValueError, match=r"num_attention_heads must be a multiple .*\(4\), got 6"):
+            of(LLAMA, mesh=mesh_of(4))
+
+    def test_kv_heads(self):
+        rule = r"num_key_value_heads must be a multiple or a divisor of the mesh's tp \(3\), got 2"
+        with pytest.raises(ValueError, match=rule):
+            load(LLAMA, mesh=mesh_of(3))
+
+    def test_widths(self):
+        with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 191"):
+            check_divides(changed(intermediate_size=191), mesh_of(2))
+        with pytest.raises(ValueError, match=r"must be a multiple of the mesh's tp \* cp \(4\), got 190"):
+            check_divides(changed(intermediate_size=190), mesh_of(2, cp=2))
+
+    def test_a_shared_expert_s_width(self):
+        hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
+        with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
+            check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
+
+    def test_saving_what_lies_on_several_processes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Mesh, "is_multi_process", True)
+        model = load_shapes(LLAMA, mesh=mesh_of(2))
+        with pytest.raises(
+            NotImplementedError, match=r"save of a model over several processes: .* load\(DIR\)"
+        ):
+            save(model, tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+    def test_a_pattern_of_each_device_has_no_kernel(self):
+        mask = on_mesh(jattn.LocalStrided(), "tp", 8, (32, 8))
+        assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
+        assert why_not_kernel_mask(on_mesh(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
+
+    def test_a_pattern_that_all_devices_have_is_one_device_s(self):
+        phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart
+        for tp in (2, 4):
+            assert on_mesh(phi, "tp", tp, (32, 8)) == jattn.LocalStrided(tp_size=tp)
+        assert isinstance(on_mesh(phi, "tp", 8, (32, 8)), jattn.masks.OnMesh)
+        same = jattn.LocalStrided(homo_head=True)
+        assert on_mesh(same, "tp", 8, (32, 8)) is same
+
+    def test_a_draft_model_elsewhere(self):
+        model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
+        with pytest.raises(ValueError, match=r"speculative must lie on the model's mesh .*got None"):
+            Engine(model, num_blocks=9, speculative=draft)
+
+
+class TestSpread:
+    def test_a_config_says_what_it_said(self):
+        config = read_config(LLAMA)
+        spread = config.spread_over(6)
+        assert (spread.num_key_value_heads, spread.num_kv_head_replicas) == (6, 3)
+        assert (spread.vocab_size, spread.padded_vocab_size) == (320, 384)
+        assert spread.to_hf() == config.to_hf()
+        assert config.spread_over(2).padded_vocab_size == 320
+
+    @pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 6), ("stablelm", 4), ("phi", 4)])
+    def test_parameters_come_back(self, name, tp):
+        config, draw = read_config(HF / name).spread_over(tp), np.random.default_rng(0)
+        model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
+        for path, value in nnx.to_flat_state(nnx.state(model)):
+            whole = draw.normal(size=whole_shape(config, path, value.shape))
+            there = spread(config, path, whole)
+            assert there.shape == value.shape
+            np.testing.assert_array_equal(gathered(config, path, there), whole)
+
+    def test_a_device_has_its_queries_kv_head(self):
+        config = read_config(LLAMA).spread_over(6)
+        whole = np.arange(2 * 5).reshape(2, 5, 1)  # kv heads, their three queries, key and value
+        there = spread(config, ("qkv_proj", "bias"), whole)[..., 0]
+        assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
+
+
+SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that every device has
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in HF.iterdir() if (path / "config.json").exists())
+)
+def test_every_matrix_of_every_family_is_cut(name):
+    config = read_config(HF / name)
+    model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
+    whole, num_cut = [], 0
+    for path, value in nnx.to_flat_state(nnx.state(model)):
+        partition = parameter_partition(path, len(value.shape))
+        assert len(partition) <= len(value.shape), path
+        is_cut = "tp" in partition or ("tp", "cp") in partition
+        num_cut += is_cut
+        if not is_cut and len(value.shape) > 1:
+            whole.append(path)
+    assert num_cut > 4 * config.num_hidden_layers
+    assert [path for path in whole if path[-2] not in (*SMALL, "down_proj")] == []
+    assert [path for path in whole if path[-2] == "down_proj" and path[-1] != "bias"] == []

@@ -1,0 +1,108 @@
+"""Decoders whose keys lie on several devices give what one gives; each device holds its part and no more."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jattn
+from jattn.models.loading.pretrained import load, load_shapes
+from jattn.parallel import cache_partitions
+from jattn.serving import Engine
+from tests.conftest import GOLDEN
+
+HF = GOLDEN / "hf"
+LLAMA = HF / "llama"
+ROOT = GOLDEN.parents[1]
+
+
+def mesh_of(tp, cp):
+    """A mesh for checks alone: one device stands for all."""
+    return Mesh(np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp), ("tp", "cp"))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        pytest.param(
+            "families",
+            ["bloom: ", "gpt_oss: ", "llama4: ", "mpt: ", "phi3small: ", "qwen2_moe: "],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("other families", ["gemma: ", "phi: "], marks=pytest.mark.slow),
+        ("engine", ["tp 1, cp 2: 2 executables", "tp 2, cp 4: 2 executables", "4/2 heads of 32"]),
+        (
+            "features",
+            [
+                *("fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "four"),
+                *("cascades", "groups", "scales"),
+            ],
+        ),
+    ],
+)
+def test_on_several_devices(what, lines):
+    command = [sys.executable, "-m", "tests.models.context_parallel_decoders", what]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in lines if line not in done.stdout] == []
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_each_rank_has_its_tokens_of_a_block(layout):
+    """A device's part of every array is what a cache of smaller blocks has."""
+    sizes = {"num_kv_heads": 4, "head_dim": 16, "layout": layout, "quantization": "int8_token_head"}
+    of = lambda **more: jattn.CacheSpec(num_blocks=5, **{**sizes, **more})
+    whole, part = (
+        jax.eval_shape(lambda spec=spec: jattn.PagedCache.create(spec))
+        for spec in (of(block_size=32), of(block_size=8, num_kv_heads=2))
+    )
+    mesh = jax.sharding.AbstractMesh((2, 4), ("tp", "cp"))
+    shards = jax.tree.map(
+        lambda array, spec: jax.NamedSharding(mesh, spec).shard_shape(array.shape),
+        whole,
+        cache_partitions(whole),
+    )
+    assert jax.tree.leaves(shards, is_leaf=lambda x: type(x) is tuple) == [
+        x.shape for x in jax.tree.leaves(part)
+    ]
+
+
+class TestWhatDoesNotFit:
+    def model(self):
+        return load_shapes(LLAMA, mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=4)
+
+    def test_blocks_that_do_not_fall_into_rounds(self):
+        with pytest.raises(ValueError, match=r"block_size must be a multiple of 2 ranks x .*\(4\), got 12"):
+            self.model().cache_specs(9, block_size=12)
+        with pytest.raises(ValueError, match=r"block_size must be a multiple of cp_.*_size \(4\), got 6\."):
+            Engine(self.model(), num_blocks=9, block_size=6)
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    @pytest.mark.parametrize("mesh", [None, mesh_of(1, 1), mesh_of(1, 2)], ids=["no mesh", "one", "two"])
+    def test_an_interleave_is_a_positive_int(self, of, mesh, types_unchecked):
+        for value, rule in (
+            (0, "be positive, got 0"),
+            (-1, "be positive, got -1"),
+            (1.5, "be an int, got 1.5"),
+        ):
+            with pytest.raises(ValueError, match=f"cp_kv_cache_interleave_size must {rule}"):
+                of(LLAMA, mesh=mesh, cp_kv_cache_interleave_size=value)
+
+    @pytest.mark.parametrize("of", [load, load_shapes])
+    def test_alibi_between_keys_that_stay_together(self, of):
+        with pytest.raises(NotImplementedError, match="cp_kv_cache_interleave_size=2 with ALiBi: "):
+            of(HF / "bloom", mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=2)
+
+    def test_a_mask_of_a_step(self):
+        model = self.model()
+        metadata = jattn.build_batch_metadata([4], [4], np.ones((1, 1), np.int32))
+        caches = jax.eval_shape(lambda: load_shapes(LLAMA).create_caches(4))
+        plan = lambda **options: jax.eval_shape(
+            lambda caches: model.plan(metadata, caches, **options), caches
+        )
+        with pytest.raises(NotImplementedError, match="mask=Sinks with cp: the keys of a request lie on 2"):
+            plan(mask=jattn.masks.Sinks(4))
